@@ -1,0 +1,38 @@
+"""What every message body is: a frozen struct, tagged by its ``type``, that may announce page lists.
+
+Page ids never travel inside a body: a body holds how many ids a list has, and the ids follow as one raw
+little-endian int64 frame a list, in the order in which the body names the lists.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.ids import ComponentName
+
+PageCount = Annotated[int, Meta(ge=0, lt=1 << 31)]
+"""Number of page ids in the frame that follows for this list."""
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """The base of every request, reply and event body."""
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return the length of each page list that follows as a frame, in frame order; () without any."""
+        return ()
+
+
+class PageList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The pages of one component, in logical order; their ids follow in a frame.
+
+    ``first_page`` is the logical number (position // page_size) of the first one. ``tokens``, where given, is how
+    many tokens the pages hold: it must fill all pages but the last one, and both sides must agree where they end.
+    """
+
+    component: ComponentName = "main"
+    first_page: PageCount = 0
+    pages: PageCount
+    tokens: Annotated[int, Meta(ge=1, lt=1 << 40)] | None = None

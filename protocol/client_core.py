@@ -1,0 +1,219 @@
+"""The client's half of the protocol, sans I/O: numbers requests, matches replies, follows hand-offs.
+
+A shell gives it the frames that arrived and sends the frames it returns; the sync and the async client are such
+shells. It never blocks, knows no clock and no socket.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from kvferry.protocol.base import Body
+from kvferry.protocol.codec import Frames, IncomingReply, PageIds, decode_from_daemon, encode
+from kvferry.protocol.envelope import Event, Request
+from kvferry.protocol.errors import KvferryError, OverloadedError
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.requests import Busy, ErrorReply, RequestBody
+from kvferry.protocol.room_messages import Accepted, Receive, Send
+
+
+class HandOffKey(NamedTuple):
+    """What names one side of a hand-off within a session."""
+
+    side: Literal["send", "receive"]
+    request_id: str
+    pool: str
+
+
+class HandOff:
+    """One side of a hand-off, as far as the client knows.
+
+    Attributes:
+        key: what names it.
+        accepted: the reply to the latest of its messages, or None.
+        finished: the FINISHED event, or None.
+        settled: the SETTLED event, or None.
+        refused: why one of its messages was refused, or None.
+    """
+
+    def __init__(self, key: HandOffKey) -> None:
+        self.key = key
+        self.accepted: Accepted | None = None
+        self.finished: Finished | None = None
+        self.settled: Settled | None = None
+        self.refused: KvferryError | None = None
+
+    def __repr__(self) -> str:
+        """Show how far it is."""
+        return f"<HandOff {self.key.side} {self.key.request_id[:8]} {self.state}>"
+
+    @property
+    def state(self) -> Literal["sent", "open", "refused", "finished", "settled"]:
+        """Return how far it is."""
+        if self.settled:
+            return "settled"
+        if self.finished:
+            return "finished"
+        if self.refused:
+            return "refused"
+        return "open" if self.accepted else "sent"
+
+    @property
+    def error(self) -> KvferryError | None:
+        """Return why it failed or was refused; None while all is well."""
+        if self.finished and self.finished.error:
+            return self.finished.error.raised()
+        return self.refused
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the outcome is known: the pages of a successful receive are there."""
+        return self.finished is not None or self.refused is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether the daemon holds its pages no longer: they may be written or freed and used again."""
+        return self.settled is not None or (self.refused is not None and self.accepted is None)
+
+    def outcome(self) -> Finished:
+        """Return the FINISHED event of a success.
+
+        Raises:
+            KvferryError: it failed or was refused.
+            ValueError: it is not finished yet.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.finished is None:
+            raise ValueError(f"{self!r} is not finished")
+        return self.finished
+
+
+class Outgoing(NamedTuple):
+    """A request to put on the wire."""
+
+    message_id: int
+    frames: Frames
+
+
+class ReplyArrived(NamedTuple):
+    """A reply to ``message_id``: a body and its page lists, or why it was refused."""
+
+    message_id: int
+    body: Body
+    ids: tuple[PageIds, ...]
+    error: KvferryError | None
+
+
+class HandOffChanged(NamedTuple):
+    """A hand-off was accepted, refused, finished or settled."""
+
+    hand_off: HandOff
+
+
+class ClientCore:
+    """One conversation with one incarnation of a daemon."""
+
+    def __init__(self, boot_id: BootId = NO_BOOT, secret: bytes = b"") -> None:
+        self.boot_id = boot_id
+        self._secret = secret
+        self._ids = itertools.count(1)
+        self._pending: dict[int, HandOff | None] = {}
+        self._hand_offs: dict[HandOffKey, HandOff] = {}
+        self._seen_cursor = 0
+
+    def __repr__(self) -> str:
+        """Show the live counts."""
+        return f"<ClientCore pending={len(self._pending)} hand_offs={len(self._hand_offs)}>"
+
+    @property
+    def pending(self) -> int:
+        """Return how many requests have no reply yet."""
+        return len(self._pending)
+
+    def request(self, body: RequestBody, ids: Sequence[PageIds] = (), *, deadline_ms: int = 0) -> Outgoing:
+        """Return the frames of a new request.
+
+        Args:
+            body: the message.
+            ids: its page lists, each ``(n,)`` int64, in the order in which the body names them.
+            deadline_ms: the time left to it; 0 for the daemon's default.
+        """
+        message_id = next(self._ids)
+        self._pending[message_id] = None
+        envelope = Request(message_id, self.boot_id, self._secret, deadline_ms, self._seen_cursor, body)
+        return Outgoing(message_id, encode(envelope, ids))
+
+    def hand_off(
+        self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0
+    ) -> tuple[HandOff, Outgoing]:
+        """Return the hand-off that a SEND or RECEIVE begins or continues, and the frames of the request."""
+        key = HandOffKey("send" if isinstance(body, Send) else "receive", body.request_id, body.pool)
+        hand_off = self._hand_offs.get(key)
+        if hand_off is None:
+            hand_off = self._hand_offs[key] = HandOff(key)
+        elif hand_off.finished is not None:
+            hand_off = HandOff(key)  # takes the place of the one before once it is accepted
+        hand_off.refused = None
+        outgoing = self.request(body, ids, deadline_ms=deadline_ms)
+        self._pending[outgoing.message_id] = hand_off
+        return hand_off, outgoing
+
+    def forget(self, message_id: int) -> None:
+        """Give up waiting for a reply; one that still comes is ignored."""
+        self._pending.pop(message_id, None)
+
+    def feed(self, frames: Sequence[bytes]) -> ReplyArrived | HandOffChanged | None:
+        """Take a message from the daemon; return what it means, or None where it means nothing to us any more.
+
+        Raises:
+            MalformedError: the bytes are no message of a daemon.
+        """
+        incoming = decode_from_daemon(frames)
+        if self.boot_id == NO_BOOT:
+            self.boot_id = BootId(incoming.message.boot_id)
+        if isinstance(incoming.message, Event):
+            return self._event(incoming.message)
+        if incoming.message.message_id not in self._pending:
+            return None
+        hand_off = self._pending.pop(incoming.message.message_id)
+        reply = _read_reply(incoming)
+        if hand_off is None:
+            return reply
+        if reply.error is not None:
+            hand_off.refused = hand_off.refused or reply.error
+            if hand_off.is_settled and self._hand_offs.get(hand_off.key) is hand_off:
+                del self._hand_offs[hand_off.key]
+        elif isinstance(reply.body, Accepted):
+            hand_off.accepted = reply.body
+            self._hand_offs[hand_off.key] = hand_off
+        return HandOffChanged(hand_off)
+
+    def _event(self, event: Event) -> HandOffChanged | None:
+        if event.cursor <= self._seen_cursor or event.boot_id != self.boot_id:
+            return None
+        self._seen_cursor = event.cursor
+        body = event.body
+        hand_off = self._hand_offs.get(HandOffKey(body.side, body.request_id, body.pool))
+        if hand_off is None:
+            return None
+        if isinstance(body, Finished):
+            hand_off.finished = body
+        else:
+            hand_off.settled = body
+            self._hand_offs.pop(hand_off.key, None)
+        return HandOffChanged(hand_off)
+
+
+def _read_reply(incoming: IncomingReply) -> ReplyArrived:
+    body = incoming.message.body
+    error = None
+    if isinstance(body, ErrorReply):
+        error = body.error.raised()
+    elif isinstance(body, Busy):
+        error = OverloadedError(f"{body.detail}; try again after {body.retry_after_ms} ms")
+    message_id = 0 if isinstance(incoming.message, Event) else incoming.message.message_id
+    return ReplyArrived(message_id, body, incoming.ids, error)

@@ -1,0 +1,40 @@
+"""What the daemon reports by itself: FINISHED and SETTLED of each side of a hand-off."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvferry.protocol.base import Body
+from kvferry.protocol.errors import ErrorInfo
+
+
+class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
+    """The outcome of one side of a hand-off is known: success exactly where ``error`` is None.
+
+    For a receiver, success means that every page of its lists holds its bytes. ``first_token`` and ``payload`` are the
+    sender's, and go to receivers only. ``waited_us`` runs from this side's first message to the first copy,
+    ``moved_us`` from there to the last one.
+    """
+
+    request_id: str
+    pool: str
+    side: Literal["send", "receive"]
+    generation: int = 0
+    error: ErrorInfo | None = None
+    first_token: int | None = None
+    payload: bytes = b""
+    pages: int = 0
+    moved_bytes: int = 0
+    skipped_source_entries: int = 0
+    skipped_source_pages: int = 0
+    waited_us: int = 0
+    moved_us: int = 0
+
+
+class Settled(Body, frozen=True, kw_only=True, tag="SETTLED"):
+    """No byte of this side's pages can move any more, and its pages are held no longer."""
+
+    request_id: str
+    pool: str
+    side: Literal["send", "receive"]
+    generation: int = 0

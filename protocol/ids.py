@@ -1,0 +1,46 @@
+"""Identifiers and the shapes they have on the wire.
+
+Knows nothing of what the identifiers refer to.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, NewType
+
+from msgspec import Meta
+
+MessageId = NewType("MessageId", int)
+"""Numbers one message of one client; a retry repeats it. 1 or more, below 2**63."""
+
+SessionId = NewType("SessionId", int)
+"""Numbers one session within one daemon incarnation, from 1."""
+
+Tenant = NewType("Tenant", int)
+"""The user id of a session's process; pools are named per tenant."""
+
+Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
+"""128 bits as 32 lower-case hexadecimal digits: the same on the wire, in JSON, in logs. A request id is one."""
+
+BootId = NewType("BootId", str)
+"""One daemon incarnation: 32 hexadecimal digits, or empty where no incarnation is expected."""
+
+PoolName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*\\Z", min_length=1, max_length=128)]
+ComponentName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*\\Z", min_length=1, max_length=32)]
+
+NO_BOOT = BootId("")
+
+
+def new_request_id() -> str:
+    """Return a fresh request id: 128 random bits as 32 hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def new_boot_id() -> BootId:
+    """Return a fresh boot id: 128 random bits as 32 hexadecimal digits."""
+    return BootId(secrets.token_hex(16))
+
+
+def new_secret() -> bytes:
+    """Return a fresh session secret: 16 random bytes. Never log it."""
+    return secrets.token_bytes(16)

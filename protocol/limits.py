@@ -1,0 +1,31 @@
+"""Bounds on what a client may send, announced by HELLO and enforced before anything is believed.
+
+Knows nothing of who enforces them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+INT64_BYTES = 8
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one daemon accepts. Every bound is inclusive."""
+
+    max_frame_bytes: int = 4 << 20
+    """One frame; libzmq closes the connection of a peer that sends more."""
+    max_frames: int = 32
+    """Frames of one message: the envelope and its page lists."""
+    max_message_bytes: int = 16 << 20
+    """All frames of one message."""
+    max_pages_per_list: int = (4 << 20) // INT64_BYTES
+    max_payload_bytes: int = 64 << 10
+    max_requests_per_session: int = 256
+    """Requests without a reply yet, and the replies remembered for a retry."""
+    max_rooms_per_session: int = 1024
+    """Sides of hand-offs that are live, or whose events are not acknowledged."""
+    max_sessions: int = 1024
+    max_deadline_ms: int = 3_600_000
+    default_deadline_ms: int = 30_000
+    """Taken where a request gives 0."""

@@ -1,0 +1,83 @@
+"""The table of request types: each one's reply, and whether it needs a session.
+
+A type's name is never reused or changed. This is the one place to add a type.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvferry.protocol.base import Body
+from kvferry.protocol.errors import ErrorInfo
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.pool_messages import (
+    Allocate,
+    Allocated,
+    AttachPool,
+    CreatePool,
+    DeletePool,
+    Free,
+    Freed,
+    PoolAttached,
+    PoolCreated,
+    PoolDeleted,
+)
+from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, Receive, Result, RoomResult, Send
+from kvferry.protocol.session_messages import Hello, Ping, Pong, Status, StatusReport, Welcome
+
+
+class RequestType(NamedTuple):
+    """One row: the request's and the reply's body, and whether a session is needed."""
+
+    request: type[Body]
+    reply: type[Body]
+    needs_session: bool
+
+
+class ErrorReply(Body, frozen=True, kw_only=True, tag="ERROR"):
+    """The request was refused, or failed."""
+
+    error: ErrorInfo
+
+
+class Busy(Body, frozen=True, kw_only=True, tag="BUSY"):
+    """The request is right but a bound on work in flight is reached: try again, unchanged, after a while."""
+
+    retry_after_ms: int
+    detail: str
+
+
+REQUEST_TYPES: dict[str, RequestType] = {
+    "HELLO": RequestType(Hello, Welcome, needs_session=False),
+    "PING": RequestType(Ping, Pong, needs_session=False),
+    "STATUS": RequestType(Status, StatusReport, needs_session=False),
+    "CREATE_POOL": RequestType(CreatePool, PoolCreated, needs_session=True),
+    "ATTACH_POOL": RequestType(AttachPool, PoolAttached, needs_session=True),
+    "DELETE_POOL": RequestType(DeletePool, PoolDeleted, needs_session=True),
+    "ALLOCATE": RequestType(Allocate, Allocated, needs_session=True),
+    "FREE": RequestType(Free, Freed, needs_session=True),
+    "SEND": RequestType(Send, Accepted, needs_session=True),
+    "RECEIVE": RequestType(Receive, Accepted, needs_session=True),
+    "CANCEL": RequestType(Cancel, Cancelled, needs_session=True),
+    "RESULT": RequestType(Result, RoomResult, needs_session=True),
+}
+
+RequestBody = (
+    Hello | Ping | Status | CreatePool | AttachPool | DeletePool | Allocate | Free | Send | Receive | Cancel | Result
+)
+ReplyBody = (
+    Welcome
+    | Pong
+    | StatusReport
+    | PoolCreated
+    | PoolAttached
+    | PoolDeleted
+    | Allocated
+    | Freed
+    | Accepted
+    | Cancelled
+    | RoomResult
+    | ErrorReply
+    | Busy
+)
+EventBody = Finished | Settled

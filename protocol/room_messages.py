@@ -1,0 +1,92 @@
+"""Hand-offs: SEND, RECEIVE, CANCEL, RESULT."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from kvferry.protocol.base import Body, PageList
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.ids import Hex128, PoolName
+
+Side = Literal["send", "receive"]
+Few = Annotated[int, Meta(ge=1, le=1024)]
+PageLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=16)]
+Payload = Annotated[bytes, Meta(max_length=64 << 10)]
+
+
+class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
+    """Make a room: these pages of this session are to be filled, by ``sources`` sending pools.
+
+    Answered by ACCEPTED, then by the events FINISHED and SETTLED. The pages may not be touched before FINISHED, nor
+    used again before SETTLED.
+    """
+
+    request_id: Hex128
+    pool: PoolName
+    lists: PageLists
+    sources: Few = 1
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return each list's length."""
+        return tuple(one.pages for one in self.lists)
+
+
+class Send(Body, frozen=True, kw_only=True, tag="SEND"):
+    """Offer filled pages of this session to ``destinations`` rooms of the request; waits for them if need be.
+
+    A prompt may be sent in chunks as its prefill goes on: each SEND but the last one has ``last=false``, ends on a
+    page boundary, and the next one continues it. One SEND of a request carries ``first_token`` and ``payload``.
+    Answered by ACCEPTED; FINISHED and SETTLED come once for all SENDs of a request from one pool.
+    """
+
+    request_id: Hex128
+    pool: PoolName
+    lists: PageLists
+    last: bool = True
+    destinations: Few = 1
+    first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    payload: Payload = b""
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return each list's length."""
+        return tuple(one.pages for one in self.lists)
+
+
+class Accepted(Body, frozen=True, kw_only=True, tag="ACCEPTED"):
+    """SEND's and RECEIVE's reply: the checks passed, events follow. ``generation`` counts a room's re-arming."""
+
+    generation: int = 0
+    skipped_source_entries: int = 0
+    skipped_source_pages: int = 0
+
+
+class Cancel(Body, frozen=True, kw_only=True, tag="CANCEL"):
+    """Give up this session's side of a hand-off. Answered when it has settled."""
+
+    request_id: Hex128
+    pool: PoolName
+    side: Side
+
+
+class Cancelled(Body, frozen=True, kw_only=True, tag="CANCELLED"):
+    """CANCEL's reply: no byte moves any more. ``was_finished`` says that the outcome was known before."""
+
+    was_finished: bool
+
+
+class Result(Body, frozen=True, kw_only=True, tag="RESULT"):
+    """Ask for the state of this session's side of a hand-off; recovers an event that was lost."""
+
+    request_id: Hex128
+    pool: PoolName
+    side: Side
+
+
+class RoomResult(Body, frozen=True, kw_only=True, tag="ROOM_RESULT"):
+    """RESULT's reply: the events so far."""
+
+    state: Literal["open", "finished", "settled"]
+    finished: Finished | None = None
+    settled: Settled | None = None

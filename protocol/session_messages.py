@@ -1,0 +1,128 @@
+"""Opening and describing a conversation: HELLO, PING, STATUS, and the frames of the session socket."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.base import Body
+from kvferry.protocol.errors import ErrorInfo
+from kvferry.protocol.ids import Hex128
+from kvferry.protocol.limits import Limits
+
+ClientName = Annotated[str, Meta(max_length=128)]
+
+
+class Hello(Body, frozen=True, kw_only=True, tag="HELLO"):
+    """Open a conversation on the control socket. Needs no session; with a secret it binds this socket to one."""
+
+    protocol_min: int
+    protocol_max: int
+    client: ClientName = ""
+
+
+class Welcome(Body, frozen=True, kw_only=True, tag="WELCOME"):
+    """HELLO's reply: what this daemon speaks, can do and accepts. The envelope carries the boot id."""
+
+    protocol: int
+    daemon_version: str
+    features: tuple[str, ...]
+    limits: Limits
+
+
+class Ping(Body, frozen=True, kw_only=True, tag="PING"):
+    """Ask whether the control loop answers."""
+
+
+class Pong(Body, frozen=True, kw_only=True, tag="PONG"):
+    """PING's reply, written by the control loop."""
+
+
+class Status(Body, frozen=True, kw_only=True, tag="STATUS"):
+    """Ask what the daemon holds and does."""
+
+
+class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One pool in STATUS. ``pages`` leaves the padding page out; ``busy`` pages have a reader or a writer."""
+
+    pool: str
+    tenant: int
+    layout_digest: str
+    region_bytes: int
+    page_bytes: int
+    pages: int
+    free: int
+    busy: int
+
+
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One session in STATUS."""
+
+    session: int
+    name: str
+    tenant: int
+    pid: int
+    pages: int
+    rooms: int
+    unacknowledged_events: int
+    connected: bool
+
+
+class RoomStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of a live hand-off in STATUS. ``request`` holds the first 8 digits of the request id only."""
+
+    request: str
+    side: str
+    pool: str
+    state: str
+    age_ms: int
+    pages: int
+    arrived: int
+    waits_for: str
+
+
+class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
+    """STATUS's reply. ``counters`` only grow, by stable names."""
+
+    daemon_version: str
+    pid: int
+    uptime_ms: int
+    draining: bool
+    pools: tuple[PoolStatus, ...]
+    sessions: tuple[SessionStatus, ...]
+    rooms: tuple[RoomStatus, ...]
+    counters: dict[str, int]
+
+
+class SessionOpen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPEN"):
+    """The client's only frame on the session socket. The kernel says who it is (SO_PEERCRED)."""
+
+    protocol_min: int
+    protocol_max: int
+    name: ClientName = ""
+
+
+class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPENED"):
+    """The session's number, its secret for the control socket (never log it) and the daemon's boot id."""
+
+    session: int
+    secret: bytes
+    boot_id: Hex128
+
+
+class SessionRefused(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REFUSED"):
+    """Why no session was opened; the daemon closes the connection after it."""
+
+    error: ErrorInfo
+
+
+class RegionFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REGION"):
+    """One file descriptor comes with this frame: the region of the pool that message ``message_id`` attached."""
+
+    message_id: int
+    pool: str
+
+
+SessionFrame = SessionOpened | SessionRefused | RegionFollows

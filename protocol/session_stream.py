@@ -1,0 +1,78 @@
+"""Frames on the session socket: a little-endian uint32 length, then that many bytes of msgpack. Sans I/O."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.session_messages import (
+    RegionFollows,
+    SessionFrame,
+    SessionOpen,
+    SessionOpened,
+    SessionRefused,
+)
+
+MAX_SESSION_FRAME_BYTES = 4096
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_open_decoder = msgspec.msgpack.Decoder(SessionOpen)
+_frame_decoder = msgspec.msgpack.Decoder(SessionFrame)
+
+
+def pack(message: SessionOpen | SessionOpened | SessionRefused | RegionFollows) -> bytes:
+    """Return the message as one frame."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameSplitter:
+    """Collects bytes as they arrive and gives whole frames back, in order."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take more bytes; yield the frames that are complete now.
+
+        Raises:
+            MalformedError: a frame announces more than MAX_SESSION_FRAME_BYTES: not a peer of ours.
+        """
+        self._pending += data
+        while len(self._pending) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._pending)
+            if size > MAX_SESSION_FRAME_BYTES:
+                raise MalformedError(f"a session frame of {size} bytes; at most {MAX_SESSION_FRAME_BYTES}")
+            if len(self._pending) < _LENGTH.size + size:
+                return
+            frame = bytes(self._pending[_LENGTH.size : _LENGTH.size + size])
+            del self._pending[: _LENGTH.size + size]
+            yield frame
+
+
+def unpack_open(frame: bytes) -> SessionOpen:
+    """Return a client's opening frame.
+
+    Raises:
+        MalformedError: the bytes are none.
+    """
+    try:
+        return _open_decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
+        raise MalformedError(f"no session opening: {cause}") from cause
+
+
+def unpack_frame(frame: bytes) -> SessionOpened | SessionRefused | RegionFollows:
+    """Return a daemon's frame.
+
+    Raises:
+        MalformedError: the bytes are none.
+    """
+    try:
+        message: SessionFrame = _frame_decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
+        raise MalformedError(f"no session frame: {cause}") from cause
+    return message

@@ -1,0 +1,29 @@
+"""Protocol versions and the rule by which two sides agree on one.
+
+A version is raised when a message's meaning changes; a new field or type only adds a feature.
+"""
+
+from __future__ import annotations
+
+from kvferry.protocol.errors import VersionMismatchError
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+
+FEATURES = ("pools.host", "layout.mha", "rooms.local", "rooms.chunks")
+"""What this version of kvferry can do, by stable names; clients ignore names they do not know."""
+
+
+def agree(protocol_min: int, protocol_max: int) -> int:
+    """Return the highest version both sides speak.
+
+    Raises:
+        VersionMismatchError: the ranges do not meet.
+    """
+    highest = min(protocol_max, PROTOCOL_MAX)
+    if highest < max(protocol_min, PROTOCOL_MIN):
+        raise VersionMismatchError(
+            f"the client speaks {protocol_min}..{protocol_max}, this side {PROTOCOL_MIN}..{PROTOCOL_MAX}",
+            field="protocol_min",
+        )
+    return highest
