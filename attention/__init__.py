@@ -1,0 +1,1 @@
+"""State windows and trimming, and the graph tables that captured graphs read."""

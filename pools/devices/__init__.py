@@ -1,0 +1,1 @@
+"""Where a pool's region lives, one module a kind of device."""

@@ -1,0 +1,142 @@
+"""Host regions: one sealed memfd each, mapped here and handed to engines by file descriptor.
+
+The seals forbid every later change of size, so that no holder of the descriptor can make another's access fault.
+Regions stay out of core files: they hold what users wrote. Knows nothing of pools or entries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, OutOfMemoryError
+
+POPULATE_CHUNK_BYTES: Final = 64 << 20
+_MADV_POPULATE_WRITE: Final = 23
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class HostRegion:
+    """Zeroed host memory of a fixed size, shared by file descriptor.
+
+    Valid until ``close``; views made before keep the memory mapped. Not for several threads at once, but views are.
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """Map ``fd``, which this object owns from now on, also where this raises.
+
+        Raises:
+            InvalidFieldError: the descriptor has another size than the manifest says.
+            OutOfMemoryError: no address space.
+        """
+        self._fd = fd
+        self.size_bytes = size_bytes
+        try:
+            self._map = _map(fd, size_bytes)
+        except KvferryError:
+            os.close(fd)
+            raise
+        self._map.madvise(mmap.MADV_DONTDUMP)
+
+    def __repr__(self) -> str:
+        """Show size and state."""
+        return f"<HostRegion {self.size_bytes} bytes {'closed' if self._fd < 0 else f'fd {self._fd}'}>"
+
+    def __enter__(self) -> Self:
+        """Return self."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the region."""
+        self.close()
+
+    @classmethod
+    def create(cls, name: str, size_bytes: int) -> HostRegion:
+        """Make a new region; memory is taken as it is touched, see ``populate``.
+
+        Args:
+            name: shown in ``/proc/PID/maps``.
+            size_bytes: above 0.
+
+        Raises:
+            OutOfMemoryError: no descriptor, no address space, or more than the host allows.
+        """
+        try:
+            fd = os.memfd_create(f"kvferry:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as cause:
+            raise OutOfMemoryError(f"cannot create a memfd: {cause}") from cause
+        try:
+            os.ftruncate(fd, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as cause:
+            os.close(fd)
+            raise OutOfMemoryError(f"cannot make a region of {size_bytes} bytes: {cause}") from cause
+        return cls(fd, size_bytes)
+
+    @property
+    def fd(self) -> int:
+        """Return the descriptor, owned by the region; -1 once closed."""
+        return self._fd
+
+    @property
+    def address(self) -> int:
+        """Return where the region begins in this process."""
+        return int(self.view().ctypes.data)
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        """Return the mapping, as a writable buffer of ``size_bytes`` bytes."""
+        return self._map
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """Return the region as ``(size_bytes,)`` uint8, without a copy, writable."""
+        return np.frombuffer(self._map, np.uint8)
+
+    def populate(self) -> None:
+        """Take all memory now, so that no copy pays for page faults. Slow: call it off the event loop.
+
+        The GIL is released. Where the kernel cannot (before Linux 5.14) this does nothing.
+
+        Raises:
+            OutOfMemoryError: the host has not enough; what was taken goes back with the region.
+        """
+        start = self.address
+        for offset in range(0, self.size_bytes, POPULATE_CHUNK_BYTES):
+            size = min(POPULATE_CHUNK_BYTES, self.size_bytes - offset)
+            if _libc.madvise(start + offset, size, _MADV_POPULATE_WRITE):
+                reason = ctypes.get_errno()
+                if reason == errno.EINVAL:
+                    return
+                raise OutOfMemoryError(f"cannot populate byte {offset} of {self.size_bytes}: {os.strerror(reason)}")
+
+    def close(self) -> None:
+        """Give the descriptor and, once no view is left, the mapping back. Closing twice does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            with contextlib.suppress(BufferError):  # a mapping with views goes when the last of them does
+                self._map.close()
+
+
+def _map(fd: int, size_bytes: int) -> mmap.mmap:
+    found = os.fstat(fd).st_size
+    if found != size_bytes:
+        raise InvalidFieldError(f"the region has {found} bytes, its manifest {size_bytes}", field="region")
+    try:
+        return mmap.mmap(fd, size_bytes)
+    except OSError as cause:
+        raise OutOfMemoryError(f"cannot map {size_bytes} bytes: {cause}") from cause

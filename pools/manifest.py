@@ -1,0 +1,73 @@
+"""Manifests: laying entries out in a region, checking them, and the layout digest.
+
+Two pools with one digest hold the same things in pages of the same form: a page of one is a page of the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError
+from kvferry.protocol.manifests import Entry, Manifest
+
+MAX_REGION_BYTES = 1 << 50
+DIGEST_BYTES = 16
+
+
+def lay_out(entries: Sequence[Entry]) -> Manifest:
+    """Return the manifest with these entries one after another from base 0, in the order given.
+
+    Raises:
+        InvalidFieldError: more bytes than a region can have.
+        DuplicateEntryError: two entries of one (component, role, layer).
+    """
+    placed = []
+    base = 0
+    for entry in entries:
+        placed.append(msgspec.structs.replace(entry, base=base))
+        base += entry.pages * entry.page_bytes
+        if base > MAX_REGION_BYTES:
+            raise InvalidFieldError(f"the region would exceed {MAX_REGION_BYTES} bytes", field="tokens")
+    check_unique(placed, "entries")
+    return Manifest(
+        pages=entries[0].pages, region_bytes=base, layout_digest=layout_digest(placed), entries=tuple(placed)
+    )
+
+
+def check_unique(entries: Iterable[Entry], field: str) -> None:
+    """Check that each (component, role, layer) occurs once.
+
+    Raises:
+        DuplicateEntryError: the second of two, by its index in ``field``.
+    """
+    seen: dict[tuple[str, str, int], int] = {}
+    for index, entry in enumerate(entries):
+        first = seen.setdefault(key_of(entry), index)
+        if first != index:
+            raise DuplicateEntryError(f"{entry.name} is entry {first} and entry {index}", field=f"{field}[{index}]")
+
+
+def key_of(entry: Entry) -> tuple[str, str, int]:
+    """Return what an entry is paired by: (component, role, layer)."""
+    return (entry.component, entry.role, entry.layer)
+
+
+def layout_digest(entries: Iterable[Entry]) -> str:
+    """Return 32 hexadecimal digits over what a page of each entry is.
+
+    Covers component, role, layer, dtype, format and the geometry of a page (its bytes, tokens and heads); leaves out
+    where entries lie, how many pages there are, and how engines view them.
+    """
+    pages = sorted(
+        (*key_of(e), e.dtype, e.format, e.page_bytes, e.page_tokens, e.head_start, e.heads, e.total_heads)
+        for e in entries
+    )
+    return hashlib.blake2b(msgspec.json.encode(pages), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def bytes_per_page(manifest: Manifest) -> int:
+    """Return the bytes of one page over all entries."""
+    return sum(entry.page_bytes for entry in manifest.entries)
