@@ -1,0 +1,95 @@
+"""The runtime directory: who may enter it, and that one daemon at a time lives in it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvferry.protocol.errors import AccessDeniedError, ConfigError
+from kvferry.protocol.paths import CONTROL_SOCKET, SESSION_SOCKET
+
+DIRECTORY_MODE = 0o750
+SOCKET_MODE = 0o660
+LOCK_FILE = "daemon.lock"
+MAX_SOCKET_PATH_BYTES = 107
+
+
+class RuntimeDirectory:
+    """A locked runtime directory. Use as a context manager; leaving it removes the sockets and the lock."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the directory; ``__enter__`` makes it."""
+        self.path = path
+        self._lock_fd = -1
+
+    @property
+    def control_socket(self) -> Path:
+        """Return the control socket's path."""
+        return self.path / CONTROL_SOCKET
+
+    @property
+    def session_socket(self) -> Path:
+        """Return the session socket's path."""
+        return self.path / SESSION_SOCKET
+
+    def __enter__(self) -> Self:
+        """Make the directory, lock it, and remove what a dead daemon left.
+
+        Raises:
+            ConfigError: the path is too long, the directory is shared with other things, or another daemon runs in it.
+            AccessDeniedError: it cannot be made or written.
+        """
+        if len(os.fsencode(self.control_socket)) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"{self.control_socket} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path",
+                field="runtime_dir",
+            )
+        try:
+            self._make()
+            self._lock()
+            for socket in (self.control_socket, self.session_socket):
+                socket.unlink(missing_ok=True)
+        except OSError as cause:
+            raise AccessDeniedError(f"{self.path}: {cause.strerror}", field="runtime_dir") from cause
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the sockets and give the lock up."""
+        for socket in (self.control_socket, self.session_socket):
+            socket.unlink(missing_ok=True)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def _make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
+        mode = stat.S_IMODE(self.path.stat().st_mode)
+        if mode & ~DIRECTORY_MODE:
+            ours = {CONTROL_SOCKET, SESSION_SOCKET, LOCK_FILE}
+            foreign = {one.name for one in self.path.iterdir()} - ours
+            if foreign:
+                raise ConfigError(
+                    f"{self.path} has mode {mode:04o} and holds other things ({min(foreign)}): "
+                    f"give the daemon a directory of its own, or set mode {DIRECTORY_MODE:04o}",
+                    field="runtime_dir",
+                )
+        self.path.chmod(DIRECTORY_MODE)
+
+    def _lock(self) -> None:
+        self._lock_fd = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock_fd)
+            raise ConfigError(
+                f"another daemon (pid {holder}) runs in {self.path}: stop it, or take another directory",
+                field="runtime_dir",
+            ) from None
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)

@@ -1,0 +1,121 @@
+"""The ROUTER socket: an edge-triggered file descriptor, drained fairly on the control loop.
+
+The descriptor signals a change, not a state: after every drain and every send, EVENTS is looked at again. zmq.asyncio
+is not used: its futures cost several times the processor time of a drain. Knows nothing of what frames mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from kvferry.daemon.access import SOCKET_MODE
+from kvferry.daemon.metrics import Counters
+from kvferry.protocol.limits import Limits
+
+DRAIN_BOUND = 64
+"""Messages handled before other callbacks of the loop get their turn."""
+
+
+class ReceivedMessage(NamedTuple):
+    """One message: who to answer, and its frames; ``frames`` is cut short where ``too_large``."""
+
+    identity: bytes
+    frames: list[bytes]
+    too_large: bool
+
+
+OnMessage = Callable[[ReceivedMessage], None]
+
+
+class ControlSocket:
+    """Binds on construction; serves between ``start`` and ``close``."""
+
+    def __init__(self, path: Path, limits: Limits, counters: Counters, on_message: OnMessage) -> None:
+        self._limits = limits
+        self._counters = counters
+        self._on_message = on_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain_scheduled = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 100)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.max_frame_bytes)
+        self._socket.setsockopt(zmq.SNDHWM, limits.max_requests_per_session + 2 * limits.max_rooms_per_session)
+        umask = os.umask(0o777 & ~SOCKET_MODE)
+        try:
+            self._socket.bind(f"ipc://{path}")
+        finally:
+            os.umask(umask)
+        path.chmod(SOCKET_MODE)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve on this loop."""
+        self._loop = loop
+        loop.add_reader(self._socket.FD, self._drain)
+        self._schedule_drain()
+
+    def close(self) -> None:
+        """Stop serving; replies already given to libzmq are sent for a tenth of a second more."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.FD)
+            self._loop = None
+        self._socket.close()
+        self._context.term()
+
+    def send(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> bool:
+        """Queue a message; return False where the peer is gone or its queue is full: nothing was queued then."""
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            self._counters.add("replies.queue_full")
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._counters.add("replies.peer_gone")
+            return False
+        finally:
+            self._schedule_drain()
+        return True
+
+    def _schedule_drain(self) -> None:
+        """Make sure that a message which arrived unsignalled is seen."""
+        if self._loop is not None and not self._drain_scheduled and int(self._socket.EVENTS) & zmq.POLLIN:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_scheduled = True  # sends made while draining need not look at EVENTS
+        try:
+            for _ in range(DRAIN_BOUND):
+                try:
+                    message = self._receive()
+                except zmq.Again:
+                    break
+                self._on_message(message)
+        finally:
+            self._drain_scheduled = False
+        self._schedule_drain()
+
+    def _receive(self) -> ReceivedMessage:
+        """Return one message. Raises zmq.Again if none waits."""
+        receive, option = self._socket.recv, self._socket.getsockopt
+        identity = receive(zmq.NOBLOCK)
+        frames: list[bytes] = []
+        size = 0
+        fits = True
+        while option(zmq.RCVMORE):
+            frame = receive(zmq.NOBLOCK)
+            size += len(frame)
+            fits = fits and size <= self._limits.max_message_bytes and len(frames) < self._limits.max_frames
+            if fits:
+                frames.append(frame)
+        return ReceivedMessage(identity, frames, too_large=not fits)

@@ -1,0 +1,43 @@
+"""Logs: one event a line, JSON for machines, coloured for a terminal. Never ids of tokens, secrets or handles."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import structlog
+
+from kvferry.daemon.config import LoggingConfig
+
+_PRIORITY = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
+"""Syslog priorities, by which journald sorts lines that start with ``<n>``."""
+
+
+_json = structlog.processors.JSONRenderer()
+
+
+def configure_logs(config: LoggingConfig) -> None:
+    """Set structlog up for this process; lines go to standard error."""
+    console = config.format == "console" or (config.format == "auto" and sys.stderr.isatty())
+    processors: list[structlog.typing.Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso"),
+    ]
+    if console:
+        processors.append(structlog.dev.ConsoleRenderer())
+    else:
+        journal = bool(os.environ.get("JOURNAL_STREAM"))
+        processors += [structlog.processors.format_exc_info, _journal_line if journal else _json]
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(config.level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _journal_line(
+    logger: structlog.typing.WrappedLogger, method: str, event: structlog.typing.EventDict
+) -> str | bytes:
+    return f"<{_PRIORITY.get(method, 6)}>{_json(logger, method, event)!s}"

@@ -1,0 +1,162 @@
+"""The daemon put together: one control loop, its sockets, its services, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from importlib import metadata
+
+import structlog
+
+from kvferry.daemon.access import RuntimeDirectory
+from kvferry.daemon.config import Config
+from kvferry.daemon.control_socket import ControlSocket
+from kvferry.daemon.dispatch import Dispatcher
+from kvferry.daemon.memory import keep_freed_memory
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.pool_service import PoolService
+from kvferry.daemon.rooms.service import RoomService
+from kvferry.daemon.service_manager import ServiceManager
+from kvferry.daemon.session_socket import SessionSocket
+from kvferry.daemon.sessions import Session, SessionRegistry
+from kvferry.daemon.transports.local import LocalTransport, best_copy
+from kvferry.protocol.base import Body
+from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
+from kvferry.protocol.versions import FEATURES, agree
+
+log = structlog.get_logger(__name__)
+
+
+def daemon_version() -> str:
+    """Return the installed version of kvferry."""
+    return metadata.version("kvferry")
+
+
+class Daemon:
+    """One incarnation. Make it on its loop; ``serve`` until ``stop``."""
+
+    def __init__(self, config: Config, directory: RuntimeDirectory) -> None:
+        self.boot_id = new_boot_id()
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._started_at = time.monotonic()
+        self._stopping = asyncio.Event()
+        self.counters = Counters()
+        self._sessions = SessionRegistry(config.limits)
+        self._dispatcher = Dispatcher(self.boot_id, config.limits, self._sessions, self.counters)
+        self._control = ControlSocket(
+            directory.control_socket, config.limits, self.counters, self._dispatcher.on_message
+        )
+        self._dispatcher.connect(self._control.send)
+        self._session_socket = SessionSocket(
+            directory.session_socket,
+            self.boot_id,
+            self._sessions,
+            self.counters,
+            self._session_opened,
+            self._session_lost,
+        )
+        self._pools = PoolService(
+            self._dispatcher,
+            self._session_socket,
+            max_bytes=config.max_pool_bytes,
+            populate=config.pools.populate,
+        )
+        self._rooms = RoomService(self._dispatcher, self._pools, self._sessions, config.limits, self.counters)
+        self._transport = LocalTransport(
+            self._loop,
+            self._rooms.piece_done,
+            threads=config.copy_threads,
+            chunk_bytes=config.transfers.chunk_bytes,
+            copy=best_copy(),
+        )
+        self._rooms.connect(self._transport)
+        self._dispatcher.handle_open("HELLO", self._hello)
+        self._dispatcher.handle_open("PING", lambda _body: Pong())
+        self._dispatcher.handle_open("STATUS", self._status)
+        self._dispatcher.check_complete()
+
+    def stop(self) -> None:
+        """Begin the orderly end: no new hand-offs, running ones finish within the configured time."""
+        self._stopping.set()
+
+    async def serve(self, manager: ServiceManager) -> None:
+        """Serve until ``stop``, then drain and give everything back."""
+        self._control.start(self._loop)
+        self._session_socket.start(self._loop)
+        manager.ready(f"serving, boot id {self.boot_id}")
+        log.info("serving", boot_id=self.boot_id, pid=os.getpid(), version=daemon_version())
+        try:
+            await self._stopping.wait()
+            manager.stopping()
+            self._rooms.drain()
+            await self._drain()
+        finally:
+            self._session_socket.close()
+            self._transport.close()
+            self._control.close()
+            self._pools.close()
+            log.info("ended", counters=self.counters.snapshot())
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.service.drain_timeout_s):
+                await self._rooms.drained()
+        except TimeoutError:
+            log.warning("hand-offs cut off", live=len(self._rooms.status()))
+
+    def _session_opened(self, session: Session) -> None:
+        self._rooms.session_opened(session)
+
+    def _session_lost(self, session: Session) -> None:
+        self._dispatcher.forget_session(session)
+        self._rooms.session_lost(session)
+        self._pools.session_lost(session.session_id)
+
+    def _hello(self, body: Body) -> Welcome:
+        if not isinstance(body, Hello):
+            raise MalformedError("no HELLO")
+        return Welcome(
+            protocol=agree(body.protocol_min, body.protocol_max),
+            daemon_version=daemon_version(),
+            features=FEATURES,
+            limits=self._config.limits,
+        )
+
+    def _status(self, _body: Body) -> StatusReport:
+        return StatusReport(
+            daemon_version=daemon_version(),
+            pid=os.getpid(),
+            uptime_ms=round((time.monotonic() - self._started_at) * 1000),
+            draining=self._stopping.is_set(),
+            pools=self._pools.status(),
+            sessions=tuple(
+                SessionStatus(
+                    session=one.session_id,
+                    name=one.name,
+                    tenant=one.tenant,
+                    pid=one.peer.pid,
+                    pages=sum(pool.allocator.owned_by(one.session_id) for pool in self._pools),
+                    rooms=self._rooms.live(one.session_id),
+                    unacknowledged_events=len(one.unacknowledged),
+                    connected=self._session_socket.is_connected(one),
+                )
+                for one in self._sessions
+            ),
+            rooms=self._rooms.status(),
+            counters=self.counters.snapshot(),
+        )
+
+
+async def run_daemon(config: Config, directory: RuntimeDirectory, manager: ServiceManager) -> None:
+    """Serve in a locked runtime directory until SIGTERM or SIGINT."""
+    keep_freed_memory()
+    daemon = Daemon(config, directory)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, daemon.stop)
+    await daemon.serve(manager)

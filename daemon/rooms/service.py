@@ -1,0 +1,231 @@
+"""The shell around the room book: requests in, transports and events out, one timer for all deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.pool_service import PoolService
+from kvferry.daemon.rooms.book import RoomBook, Sender
+from kvferry.daemon.rooms.effects import StartPiece, StopPiece, Tell
+from kvferry.daemon.rooms.page_ranges import page_ranges
+from kvferry.daemon.rooms.sides import Chunk, Clocked, Room, SideKey, State
+from kvferry.daemon.sessions import Session, SessionRegistry
+from kvferry.daemon.transports.base import Transport
+from kvferry.protocol.errors import KvferryError, OverloadedError, ShuttingDownError
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.room_messages import Cancel, Cancelled, Receive, Result, Send
+from kvferry.protocol.session_messages import RoomStatus
+
+REQUEST_DIGITS_SHOWN = 8
+log = structlog.get_logger(__name__)
+
+
+class RoomService:
+    """Drives the book on the control loop's clock."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        pools: PoolService,
+        sessions: SessionRegistry,
+        limits: Limits,
+        counters: Counters,
+    ) -> None:
+        self.draining = False
+        self._dispatcher = dispatcher
+        self._pools = pools
+        self._sessions = sessions
+        self._limits = limits
+        self._counters = counters
+        self._book = RoomBook()
+        self._transport: Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._cancels: dict[tuple[int, SideKey], list[tuple[Call, bool]]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        dispatcher.handle("SEND", self._send)
+        dispatcher.handle("RECEIVE", self._receive)
+        dispatcher.handle("CANCEL", self._cancel)
+        dispatcher.handle("RESULT", self._result)
+        dispatcher.on_acknowledged = self._acknowledged
+
+    def connect(self, transport: Transport) -> None:
+        """Copy by this transport."""
+        self._transport = transport
+
+    def session_opened(self, session: Session) -> None:
+        """Keep the session's results from now on."""
+        self._book.results.open_session(session.session_id)
+
+    def session_lost(self, session: Session) -> None:
+        """Fail what died with the session."""
+        self._book.session_lost(session.session_id, time.monotonic())
+        for key in [one for one in self._cancels if one[0] == session.session_id]:
+            del self._cancels[key]
+        self._carry_out()
+
+    def piece_done(self, piece_id: int, error: KvferryError | None) -> None:
+        """Take the end of a copy from the transport."""
+        self._book.piece_done(piece_id, error, time.monotonic())
+        self._carry_out()
+
+    async def drained(self) -> None:
+        """Return once no hand-off is live."""
+        await self._idle.wait()
+
+    def live(self, session_id: int) -> int:
+        """Return how many sides of a session are live, or settled and not acknowledged."""
+        return self._book.results.count(session_id)
+
+    def drain(self) -> None:
+        """Take no new hand-offs, and fail those that wait for one."""
+        self.draining = True
+        self._book.drain(time.monotonic())
+        self._carry_out()
+
+    def status(self) -> tuple[RoomStatus, ...]:
+        """Return the live sides as STATUS shows them."""
+        now = time.monotonic()
+        return tuple(
+            RoomStatus(
+                request=side.request_id[:REQUEST_DIGITS_SHOWN],
+                side=side.side,
+                pool=side.pool.name,
+                state=side.state.value,
+                age_ms=round((now - side.created_at) * 1000),
+                pages=side.pages,
+                arrived=side.arrived_pages if isinstance(side, Room) else 0,
+                waits_for=side.waits_for(),
+            )
+            for side in self._book.sides()
+        )
+
+    def _send(self, call: Call) -> Answer:
+        body = expect(call, Send)
+        sender = self._sender(call, body)
+        ranges = page_ranges(body.lists, call.ids, sender.pool, may_end_inside=body.last)
+        chunk = Chunk(ranges, body.last, body.first_token, body.payload)
+        accepted = self._book.send(sender, chunk, body.destinations)
+        self._carry_out()
+        return Answer(accepted)
+
+    def _receive(self, call: Call) -> Answer:
+        body = expect(call, Receive)
+        sender = self._sender(call, body)
+        ranges = page_ranges(body.lists, call.ids, sender.pool, may_end_inside=True)
+        accepted = self._book.receive(sender, ranges, body.sources)
+        self._carry_out()
+        return Answer(accepted)
+
+    def _cancel(self, call: Call) -> Answer | None:
+        body = expect(call, Cancel)
+        key = SideKey(call.session.tenant, body.request_id, body.pool, body.side)
+        session_id = call.session.session_id
+        side = self._book.side(session_id, key)
+        if side is None and self._book.result(session_id, key).settled is not None:
+            return Answer(Cancelled(was_finished=True))
+        was_finished = side is not None and side.state is not State.OPEN
+        waiting = self._cancels.setdefault((session_id, key), [])
+        waiting.append((call, was_finished))
+        self._book.cancel(session_id, key, time.monotonic())
+        self._carry_out()
+        return None
+
+    def _result(self, call: Call) -> Answer:
+        body = expect(call, Result)
+        key = SideKey(call.session.tenant, body.request_id, body.pool, body.side)
+        return Answer(self._book.result(call.session.session_id, key))
+
+    def _sender(self, call: Call, body: Send | Receive) -> Sender:
+        if self.draining:
+            raise ShuttingDownError("the daemon ends and takes no new hand-off")
+        pool = self._pools.get(call.session.tenant, body.pool)
+        if self.live(call.session.session_id) >= self._limits.max_rooms_per_session:
+            raise OverloadedError(
+                f"{self._limits.max_rooms_per_session} hand-offs of the session are live or unacknowledged"
+            )
+        now = time.monotonic()
+        return Sender(call.session.session_id, pool, body.request_id, Clocked(now, now + call.deadline_s))
+
+    def _acknowledged(self, session: Session, event: Settled) -> None:
+        key = SideKey(session.tenant, event.request_id, event.pool, event.side)
+        known = self._book.results.get(session.session_id, key)
+        if known is not None and known.settled is not None and known.settled.generation == event.generation:
+            self._book.results.forget(session.session_id, key)
+
+    def _carry_out(self) -> None:
+        """Do what the book asks, in its order."""
+        told: dict[int, Session] = {}
+        for effect in self._book.effects():
+            if isinstance(effect, Tell):
+                session = self._tell(effect)
+                if session is not None:
+                    told[session.session_id] = session
+            elif self._transport is not None and isinstance(effect, StartPiece):
+                self._transport.start(effect)
+            elif self._transport is not None and isinstance(effect, StopPiece):
+                self._transport.stop(effect.piece_id)
+        # After the reply that this call may still give: events never overtake their request's reply.
+        for session in told.values():
+            self._loop.call_soon(self._dispatcher.push_events, session)
+        self._set_timer()
+        if any(True for _ in self._book.sides()):
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _tell(self, effect: Tell) -> Session | None:
+        event = effect.event
+        if isinstance(event, Finished):
+            self._record(event)
+        session = self._sessions.get(effect.session_id)
+        if session is None:
+            return None
+        session.add_event(event)
+        if isinstance(event, Settled):
+            key = (session.session_id, SideKey(session.tenant, event.request_id, event.pool, event.side))
+            for call, was_finished in self._cancels.pop(key, ()):
+                self._dispatcher.answer(session, call.message_id, Answer(Cancelled(was_finished=was_finished)))
+        return session
+
+    def _record(self, event: Finished) -> None:
+        outcome = event.error.code if event.error else "OK"
+        self._counters.add(f"rooms.{event.side}.{outcome.lower()}")
+        if event.side == "receive" and not event.error:
+            self._counters.add("transfers.moved_bytes", event.moved_bytes)
+        log.info(
+            "hand-off finished",
+            request=event.request_id[:REQUEST_DIGITS_SHOWN],
+            side=event.side,
+            pool=event.pool,
+            outcome=outcome,
+            detail=event.error.detail if event.error else "",
+            pages=event.pages,
+            moved_bytes=event.moved_bytes,
+            waited_us=event.waited_us,
+            moved_us=event.moved_us,
+        )
+
+    def _set_timer(self) -> None:
+        deadline = self._book.next_deadline()
+        if self._timer is not None:
+            if deadline is not None and self._timer_at <= deadline:
+                return  # early at worst: _expire sets the next one
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            self._timer_at = deadline
+            self._timer = self._loop.call_later(max(0.0, deadline - time.monotonic()), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self._book.expire(time.monotonic())
+        self._carry_out()

@@ -1,0 +1,29 @@
+"""Telling the service manager how the daemon is, by the sd_notify protocol (see sd_notify(3))."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+
+class ServiceManager:
+    """Sends state lines to ``$NOTIFY_SOCKET``; without it, does nothing."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        address = environ.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+
+    def ready(self, status: str) -> None:
+        """Say that the daemon serves."""
+        self._send(f"READY=1\nSTATUS={status}")
+
+    def stopping(self) -> None:
+        """Say that the daemon drains and will end."""
+        self._send("STOPPING=1\nSTATUS=draining")
+
+    def _send(self, state: str) -> None:
+        if not self._address:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+            channel.sendto(state.encode(), self._address)

@@ -1,0 +1,236 @@
+"""The session socket: a Unix stream whose life is the session's life, and on which file descriptors travel.
+
+A session ends at its end-of-file or at the death of the process that opened it, whichever is seen first: a forked
+child keeps the socket open, but not the process. Whoever sends anything after the opening frame is no peer of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from kvferry.daemon.access import SOCKET_MODE
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.sessions import Peer, Session, SessionRegistry
+from kvferry.protocol.errors import KvferryError, MalformedError, NoSessionError, OverloadedError
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.session_messages import RegionFollows, SessionOpened, SessionRefused
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_open
+from kvferry.protocol.versions import agree
+
+OPENING_TIMEOUT_S: Final = 5.0
+MAX_UNOPENED: Final = 64
+_SO_PEERPIDFD: Final = 77
+_CREDENTIALS: Final = struct.Struct("3i")
+_RECEIVE_BYTES: Final = 4096
+
+log = structlog.get_logger(__name__)
+
+
+class SessionSocket:
+    """Listens on construction; serves between ``start`` and ``close``."""
+
+    def __init__(
+        self,
+        path: Path,
+        boot_id: BootId,
+        sessions: SessionRegistry,
+        counters: Counters,
+        on_opened: Callable[[Session], None],
+        on_lost: Callable[[Session], None],
+    ) -> None:
+        self.boot_id = boot_id
+        self.sessions = sessions
+        self.counters = counters
+        self.on_opened = on_opened
+        self.on_lost = on_lost
+        self.unopened = 0
+        self._connections: dict[int, _Connection] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        umask = os.umask(0o777 & ~SOCKET_MODE)
+        try:
+            self._listener.bind(os.fspath(path))
+        finally:
+            os.umask(umask)
+        path.chmod(SOCKET_MODE)
+        self._listener.listen(128)
+        self._listener.setblocking(False)  # noqa: FBT003  socket's own signature
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve on this loop."""
+        self._loop = loop
+        loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """End every session and stop serving."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for connection in list(self._connections.values()):
+            connection.close("the daemon ends")
+
+    def is_connected(self, session: Session) -> bool:
+        """Return whether the session's socket is open."""
+        return session.session_id in self._connections
+
+    def pass_region(self, session: Session, message_id: int, pool: str, fd: int) -> None:
+        """Hand a descriptor to a session's engine, without waiting.
+
+        Raises:
+            NoSessionError: the session has just ended.
+            OverloadedError: its socket is full: it does not read.
+        """
+        connection = self._connections.get(session.session_id)
+        if connection is None:
+            raise NoSessionError("the session's socket is closed", field="secret")
+        connection.pass_region(RegionFollows(message_id=message_id, pool=pool), fd)
+
+    def opened(self, connection: _Connection, session: Session) -> None:
+        """Note which connection a session has."""
+        self._connections[session.session_id] = connection
+        self.on_opened(session)
+
+    def closed(self, session: Session) -> None:
+        """Note that a session's connection is gone, and tell the owner once."""
+        del self._connections[session.session_id]
+        self.sessions.close(session)
+        self.on_lost(session)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as cause:  # out of descriptors: those who wait are taken when some are free
+                log.warning("session not accepted", cause=str(cause))
+                return
+            if self.unopened >= MAX_UNOPENED or self._loop is None:
+                self.counters.add("sessions.refused")
+                connection.close()
+                continue
+            _Connection(self, connection, self._loop)
+
+
+class _Connection:
+    """One connection: unopened, then a session, then closed."""
+
+    def __init__(self, owner: SessionSocket, channel: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._owner = owner
+        self._channel = channel
+        self._loop = loop
+        self._frames = FrameSplitter()
+        self._session: Session | None = None
+        self._pidfd = -1
+        self._closed = False
+        owner.unopened += 1
+        channel.setblocking(False)  # noqa: FBT003  socket's own signature
+        loop.add_reader(channel, self._readable)
+        self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
+
+    def pass_region(self, frame: RegionFollows, fd: int) -> None:
+        data = pack(frame)
+        try:
+            sent = socket.send_fds(self._channel, [data], [fd])
+        except BlockingIOError as cause:
+            raise OverloadedError("the session's socket is full: read it") from cause
+        except OSError as cause:
+            raise NoSessionError(f"the session's socket: {cause.strerror}", field="secret") from cause
+        if sent != len(data):
+            self.close("its socket is full in the middle of a frame")
+            raise OverloadedError("the session's socket is full: read it")
+
+    def close(self, why: str) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._timeout.cancel()
+        self._loop.remove_reader(self._channel)
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        self._channel.close()
+        if self._session is None:
+            self._owner.unopened -= 1
+            self._owner.counters.add("sessions.refused")
+            log.info("session refused", cause=why)
+        else:
+            log.info("session ended", session=self._session.session_id, pid=self._session.peer.pid, cause=why)
+            self._owner.closed(self._session)
+
+    def _readable(self) -> None:
+        try:
+            data = self._channel.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as cause:
+            self.close(cause.strerror or "its socket failed")
+            return
+        if not data:
+            self.close("its socket was closed")
+        elif self._session is not None:
+            self.close("bytes after the opening frame")
+        else:
+            self._opening(data)
+
+    def _opening(self, data: bytes) -> None:
+        try:
+            for frame in self._frames.feed(data):
+                if self._session is not None:
+                    raise MalformedError("bytes after the opening frame")
+                self._open(frame)
+        except KvferryError as error:
+            if self._session is None:
+                self._answer(pack(SessionRefused(error=error.info())))
+            self.close(str(error))
+
+    def _open(self, frame: bytes) -> None:
+        opening = unpack_open(frame)
+        agree(opening.protocol_min, opening.protocol_max)
+        peer = _peer_of(self._channel)
+        self._pidfd = _pidfd_of(self._channel, peer)
+        session = self._owner.sessions.open(opening.name, peer)
+        self._session = session
+        self._timeout.cancel()
+        self._owner.unopened -= 1
+        self._owner.opened(self, session)
+        self._owner.counters.add("sessions.opened")
+        log.info("session opened", session=session.session_id, name=session.name, pid=peer.pid, tenant=session.tenant)
+        self._answer(
+            pack(SessionOpened(session=session.session_id, secret=session.secret, boot_id=self._owner.boot_id))
+        )
+        if self._pidfd >= 0 and not self._closed:
+            self._loop.add_reader(self._pidfd, self.close, "its process ended")
+
+    def _answer(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a peer that is gone is seen by its end-of-file
+            self._channel.send(data)
+
+
+def _peer_of(channel: socket.socket) -> Peer:
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Peer(*_CREDENTIALS.unpack(credentials))
+
+
+def _pidfd_of(channel: socket.socket, peer: Peer) -> int:
+    """Return a descriptor that is readable once the peer's process has ended; -1 where the kernel shows none.
+
+    SO_PEERPIDFD (Linux 6.5) names the process that connected, even if its number has been taken again since.
+    """
+    try:
+        return channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pass
+    try:
+        return os.pidfd_open(peer.pid) if peer.pid > 0 else -1
+    except OSError:
+        return -1

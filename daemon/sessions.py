@@ -1,0 +1,151 @@
+"""Sessions: who an engine is, what it was answered, and the events it has yet to acknowledge. Sans I/O."""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvferry.protocol.codec import Frames
+from kvferry.protocol.errors import OverloadedError
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.ids import new_secret
+from kvferry.protocol.limits import Limits
+
+
+class Peer(NamedTuple):
+    """Who is at the other end of a session socket, by the kernel's word."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+class PendingEvent(NamedTuple):
+    """An event that the session has not acknowledged."""
+
+    cursor: int
+    body: Finished | Settled
+
+
+class Session:
+    """One engine's session. Its pages, rooms and events are its own; they go when it dies."""
+
+    def __init__(self, session_id: int, name: str, peer: Peer, limits: Limits) -> None:
+        self.session_id = session_id
+        self.name = name
+        self.peer = peer
+        self.secret = new_secret()
+        self.identity: bytes | None = None
+        self.unsent: deque[PendingEvent] = deque()
+        self.unacknowledged: deque[PendingEvent] = deque()
+        self._limits = limits
+        self._next_cursor = 1
+        self._replies: OrderedDict[int, Frames | None] = OrderedDict()
+
+    def __repr__(self) -> str:
+        """Show who it is; never the secret."""
+        return f"<Session {self.session_id} {self.name!r} pid={self.peer.pid} uid={self.peer.uid}>"
+
+    @property
+    def tenant(self) -> int:
+        """Return whose pools it may use: its user's."""
+        return self.peer.uid
+
+    def begin(self, message_id: int) -> bool:
+        """Note that a request is being handled; return False where it was seen before: it is a retry.
+
+        Raises:
+            OverloadedError: too many requests of the session have no reply yet.
+        """
+        if message_id in self._replies:
+            return False
+        if len(self._replies) >= self._limits.max_requests_per_session:
+            oldest, reply = next(iter(self._replies.items()))
+            if reply is None:
+                raise OverloadedError(f"{len(self._replies)} requests of the session are in flight")
+            del self._replies[oldest]
+        self._replies[message_id] = None
+        return True
+
+    def answered(self, message_id: int, reply: Frames) -> bool:
+        """Keep the reply for a retry; return False where the request was answered before."""
+        if self._replies.get(message_id, reply) is not None:
+            return False
+        self._replies[message_id] = reply
+        return True
+
+    def is_pending(self, message_id: int) -> bool:
+        """Return whether the request is being handled and has no reply yet."""
+        return message_id in self._replies and self._replies[message_id] is None
+
+    def reply_to(self, message_id: int) -> Frames | None:
+        """Return the reply that was given to a request, or None."""
+        return self._replies.get(message_id)
+
+    def add_event(self, body: Finished | Settled) -> None:
+        """Queue an event; it stays until ``acknowledge``."""
+        event = PendingEvent(self._next_cursor, body)
+        self._next_cursor += 1
+        self.unsent.append(event)
+        self.unacknowledged.append(event)
+
+    def acknowledge(self, cursor: int) -> Iterator[PendingEvent]:
+        """Forget the events up to ``cursor``, yielding them."""
+        while self.unacknowledged and self.unacknowledged[0].cursor <= cursor:
+            yield self.unacknowledged.popleft()
+        while self.unsent and self.unsent[0].cursor <= cursor:
+            self.unsent.popleft()
+
+    def bind(self, identity: bytes) -> None:
+        """Answer and push to this peer from now on; a new one is sent all unacknowledged events again."""
+        if identity != self.identity:
+            self.identity = identity
+            self.unsent = deque(self.unacknowledged)
+
+
+class SessionRegistry:
+    """The live sessions, by number and by secret."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._ids = itertools.count(1)
+        self._by_id: dict[int, Session] = {}
+        self._by_secret: dict[bytes, Session] = {}
+
+    def __len__(self) -> int:
+        """Return how many sessions live."""
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        """Yield the live sessions, oldest first."""
+        return iter(self._by_id.values())
+
+    def open(self, name: str, peer: Peer) -> Session:
+        """Return a new session.
+
+        Raises:
+            OverloadedError: as many live as the limits allow.
+        """
+        if len(self._by_id) >= self._limits.max_sessions:
+            raise OverloadedError(f"{len(self._by_id)} sessions live")
+        session = Session(next(self._ids), name, peer, self._limits)
+        self._by_id[session.session_id] = session
+        self._by_secret[session.secret] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Forget a session."""
+        del self._by_id[session.session_id]
+        del self._by_secret[session.secret]
+
+    def get(self, session_id: int) -> Session | None:
+        """Return the live session of that number, or None."""
+        return self._by_id.get(session_id)
+
+    def by_secret(self, secret: bytes) -> Session | None:
+        """Return the live session of that secret, or None."""
+        session = self._by_secret.get(secret)
+        return session if session and hmac.compare_digest(session.secret, secret) else None

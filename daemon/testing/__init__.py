@@ -1,0 +1,1 @@
+"""Fakes of the daemon's surroundings, for tests."""

@@ -1,0 +1,1 @@
+"""How bytes of a piece move: one module a way, one contract for all."""
