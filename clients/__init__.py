@@ -1,0 +1,37 @@
+"""Clients of the daemon: for engines (sync and async), and the operator's commands.
+
+An engine needs three names: ``Client`` or ``AsyncClient``, and ``pages`` to describe what it sends::
+
+    with Client.connect(name="prefill-0") as client:
+        pool = client.create_pool("prefill", MhaSpec(...))
+        ids = client.allocate("prefill", 8)
+        pool.tensor("main", "k")[layer, ids] = ...
+        hand_off = client.send("prefill", request_id, [pages(ids, tokens=1000)], first_token=42)
+        client.wait_settled(hand_off)
+        client.free("prefill", ids)
+
+Torch is imported only where a tensor is asked for.
+"""
+
+from __future__ import annotations
+
+from kvferry.clients.async_client import AsyncClient
+from kvferry.clients.operations import Pages, pages
+from kvferry.clients.pool import AttachedPool
+from kvferry.clients.sync_client import Client
+from kvferry.protocol.client_core import HandOff
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.ids import new_request_id
+from kvferry.protocol.manifests import MhaSpec
+
+__all__ = [
+    "AsyncClient",
+    "AttachedPool",
+    "Client",
+    "HandOff",
+    "KvferryError",
+    "MhaSpec",
+    "Pages",
+    "new_request_id",
+    "pages",
+]

@@ -1,0 +1,1 @@
+"""The operator's commands: plain clients of the same protocol."""

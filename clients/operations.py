@@ -1,0 +1,160 @@
+"""The requests of a client as values: what to send, and how to read the reply. Shared by both shells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.protocol.base import Body, PageList
+from kvferry.protocol.client_core import ReplyArrived
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.manifests import PoolSpec
+from kvferry.protocol.pool_messages import (
+    Allocate,
+    Allocated,
+    AttachPool,
+    CreatePool,
+    DeletePool,
+    Free,
+    Freed,
+    PoolAttached,
+    PoolCreated,
+    PoolDeleted,
+)
+from kvferry.protocol.requests import RequestBody
+from kvferry.protocol.room_messages import Cancel, Cancelled, Receive, Result, RoomResult, Send, Side
+from kvferry.protocol.session_messages import Hello, Ping, Pong, Status, StatusReport, Welcome
+from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
+
+T_co = TypeVar("T_co", covariant=True)
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+class Operation(NamedTuple, Generic[T_co]):
+    """A request and the reading of its reply."""
+
+    body: RequestBody
+    ids: tuple[PageIds, ...]
+    read: Callable[[ReplyArrived], T_co]
+
+
+class Pages(NamedTuple):
+    """A page list with its ids, as ``send`` and ``receive`` take it; made by ``pages``."""
+
+    head: PageList
+    ids: PageIds
+
+
+def pages(ids: npt.ArrayLike, *, first_page: int = 0, tokens: int | None = None, component: str = "main") -> Pages:
+    """Describe pages of one component in logical order.
+
+    Args:
+        ids: the page ids, ``(n,)`` integers, in the order of the prompt.
+        first_page: the logical number (position // page_size) of the first of them.
+        tokens: how many tokens they hold; given on both sides, the daemon checks that both mean the same length.
+        component: what the pages are of.
+
+    Raises:
+        ValueError: the ids are not a list of integers.
+    """
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"page ids are a list of integers, not {array.dtype} of shape {array.shape}")
+    array = array.astype(np.int64, copy=False)
+    return Pages(PageList(component=component, first_page=first_page, pages=len(array), tokens=tokens), array)
+
+
+def hello(client: str) -> Operation[Welcome]:
+    """Agree on the protocol version."""
+    return Operation(Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=client), (), _body(Welcome))
+
+
+def ping() -> Operation[Pong]:
+    """Ask whether the control loop answers."""
+    return Operation(Ping(), (), _body(Pong))
+
+
+def status() -> Operation[StatusReport]:
+    """Ask what the daemon holds and does."""
+    return Operation(Status(), (), _body(StatusReport))
+
+
+def create_pool(pool: str, spec: PoolSpec) -> Operation[PoolCreated]:
+    """Create a pool, or find it as it was created before."""
+    return Operation(CreatePool(pool=pool, spec=spec), (), _body(PoolCreated))
+
+
+def attach_pool(pool: str, layout_digest: str) -> Operation[PoolAttached]:
+    """Ask for a pool's region."""
+    return Operation(AttachPool(pool=pool, layout_digest=layout_digest), (), _body(PoolAttached))
+
+
+def delete_pool(pool: str) -> Operation[PoolDeleted]:
+    """Delete a pool."""
+    return Operation(DeletePool(pool=pool), (), _body(PoolDeleted))
+
+
+def allocate(pool: str, count: int) -> Operation[PageIds]:
+    """Take pages."""
+    return Operation(Allocate(pool=pool, count=count), (), _ids_of_allocated)
+
+
+def free(pool: str, ids: npt.ArrayLike) -> Operation[Freed]:
+    """Give pages back."""
+    array = pages(ids).ids
+    return Operation(Free(pool=pool, pages=len(array)), (array,), _body(Freed))
+
+
+def cancel(pool: str, request_id: str, side: Side) -> Operation[Cancelled]:
+    """Give up a side of a hand-off."""
+    return Operation(Cancel(request_id=request_id, pool=pool, side=side), (), _body(Cancelled))
+
+
+def result(pool: str, request_id: str, side: Side) -> Operation[RoomResult]:
+    """Ask for a side's state."""
+    return Operation(Result(request_id=request_id, pool=pool, side=side), (), _body(RoomResult))
+
+
+def send_body(
+    pool: str,
+    request_id: str,
+    lists: Sequence[Pages],
+    *,
+    last: bool,
+    destinations: int,
+    first_token: int | None,
+    payload: bytes,
+) -> Send:
+    """Return a SEND's body."""
+    return Send(
+        request_id=request_id,
+        pool=pool,
+        lists=tuple(one.head for one in lists),
+        last=last,
+        destinations=destinations,
+        first_token=first_token,
+        payload=payload,
+    )
+
+
+def receive_body(pool: str, request_id: str, lists: Sequence[Pages], sources: int) -> Receive:
+    """Return a RECEIVE's body."""
+    return Receive(request_id=request_id, pool=pool, lists=tuple(one.head for one in lists), sources=sources)
+
+
+def _body(kind: type[BodyT]) -> Callable[[ReplyArrived], BodyT]:
+    def read(reply: ReplyArrived) -> BodyT:
+        if not isinstance(reply.body, kind):
+            raise MalformedError(f"the daemon answered with {type(reply.body).__name__}, not {kind.__name__}")
+        return reply.body
+
+    return read
+
+
+def _ids_of_allocated(reply: ReplyArrived) -> PageIds:
+    _body(Allocated)(reply)
+    return reply.ids[0]

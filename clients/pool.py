@@ -1,0 +1,71 @@
+"""A pool as an engine sees it: its manifest and its memory, as torch tensors without a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.manifests import Entry, Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+
+class AttachedPool:
+    """A mapped pool. Tensors stay valid as long as they are referenced, also after the pool is deleted.
+
+    Attributes:
+        name: the pool's name.
+        manifest: its entries; ``manifest.layout_digest`` names the layout.
+        region: the mapped memory.
+    """
+
+    def __init__(self, name: str, manifest: Manifest, region: HostRegion) -> None:
+        self.name = name
+        self.manifest = manifest
+        self.region = region
+
+    def __repr__(self) -> str:
+        """Show name, size and layout."""
+        return f"<AttachedPool {self.name!r} pages={self.manifest.pages} layout={self.manifest.layout_digest[:8]}>"
+
+    @property
+    def page_size(self) -> int:
+        """Return the tokens of a page of the first entry."""
+        return self.manifest.entries[0].page_tokens or 0
+
+    def entry_tensor(self, entry: Entry) -> torch.Tensor:
+        """Return one entry as a tensor of ``entry.shape`` and ``entry.dtype`` on the host, sharing its memory."""
+        import torch  # noqa: PLC0415  an engine chooses its backend before torch is first imported
+
+        if entry.dtype is None or entry.shape is None:
+            raise InvalidFieldError(f"{entry.name} has no dtype or shape", field="entry")
+        size = entry.pages * entry.page_bytes
+        raw = torch.frombuffer(self.region.buffer, dtype=torch.uint8, count=size, offset=entry.base)
+        return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+    def tensor(self, component: str, role: str) -> torch.Tensor:
+        """Return all layers of a role as one tensor, sharing the pool's memory.
+
+        Paged: ``(layers, pages, page_size, heads, dim)``; FIA: ``(layers, pages * page_size, 1, heads, dim)``.
+        Layers are local: the first one of the pool is 0.
+
+        Raises:
+            InvalidFieldError: the pool has no such entries.
+        """
+        import torch  # noqa: PLC0415  see entry_tensor
+
+        entries = [e for e in self.manifest.entries if (e.component, e.role) == (component, role)]
+        if not entries:
+            raise InvalidFieldError(f"pool {self.name!r} has no {component}/{role}", field="role")
+        first = self.entry_tensor(entries[0])
+        step = entries[0].pages * entries[0].page_bytes
+        if any(entry.base != entries[0].base + number * step for number, entry in enumerate(entries)):
+            raise InvalidFieldError(f"the layers of {component}/{role} are not evenly apart", field="role")
+        raw = torch.frombuffer(self.region.buffer, dtype=torch.uint8, count=step * len(entries), offset=entries[0].base)
+        return raw.view(first.dtype).view(len(entries), *first.shape)
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory stays mapped while tensors use it."""
+        self.region.close()

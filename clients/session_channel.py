@@ -1,0 +1,112 @@
+"""The client's end of the session socket: opens the session, receives descriptors, notices the daemon's end."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from pathlib import Path
+
+from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError
+from kvferry.protocol.paths import SESSION_SOCKET
+from kvferry.protocol.session_messages import RegionFollows, SessionOpen, SessionOpened, SessionRefused
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
+from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
+
+OPENING_TIMEOUT_S = 10.0
+_RECEIVE_BYTES = 4096
+_MAX_FDS = 8
+
+
+class SessionChannel:
+    """An open session. Its socket is non-blocking; a shell waits until it is readable and calls ``receive``."""
+
+    def __init__(self, channel: socket.socket, opened: SessionOpened) -> None:
+        self.socket = channel
+        self.opened = opened
+        self._frames = FrameSplitter()
+        self._fds: deque[int] = deque()
+        self._regions: dict[int, int] = {}
+
+    @classmethod
+    def open(cls, runtime_dir: Path, name: str) -> SessionChannel:
+        """Connect and open a session; blocks for as long as the daemon takes to answer, at most ten seconds.
+
+        Raises:
+            DaemonLostError: no daemon listens there, or it does not answer.
+            AccessDeniedError: this user may not connect.
+            KvferryError: the daemon refuses the session.
+        """
+        path = runtime_dir / SESSION_SOCKET
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            channel.settimeout(OPENING_TIMEOUT_S)
+            channel.connect(os.fspath(path))
+            channel.sendall(pack(SessionOpen(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, name=name)))
+            opened = _first_frame(channel)
+        except PermissionError as cause:
+            channel.close()
+            raise AccessDeniedError(f"{path}: {cause.strerror}") from cause
+        except OSError as cause:
+            channel.close()
+            raise DaemonLostError(f"no daemon answers at {path}: {cause.strerror or cause}") from cause
+        except BaseException:
+            channel.close()
+            raise
+        channel.setblocking(False)  # noqa: FBT003  socket's own signature
+        return cls(channel, opened)
+
+    def receive(self) -> None:
+        """Take what has arrived, without waiting.
+
+        Raises:
+            DaemonLostError: the daemon closed the session: it ended, or threw us out.
+        """
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self.socket, _RECEIVE_BYTES, _MAX_FDS)
+            except BlockingIOError:
+                return
+            except OSError as cause:
+                raise DaemonLostError(f"the session's socket: {cause.strerror}") from cause
+            self._fds.extend(fds)
+            if not data:
+                raise DaemonLostError("the daemon closed the session")
+            for frame in self._frames.feed(data):
+                message = unpack_frame(frame)
+                if isinstance(message, RegionFollows) and self._fds:
+                    self._regions[message.message_id] = self._fds.popleft()
+
+    def take_region(self, message_id: int) -> int:
+        """Return the descriptor that came for a request; the caller owns it.
+
+        Raises:
+            MalformedError: none came: the daemon sends it before the reply.
+        """
+        fd = self._regions.pop(message_id, None)
+        if fd is None:
+            raise MalformedError(f"no descriptor came with the reply to message {message_id}")
+        return fd
+
+    def close(self) -> None:
+        """End the session: the daemon takes back what it owns. Closing twice does nothing."""
+        self.socket.close()
+        for fd in (*self._fds, *self._regions.values()):
+            os.close(fd)
+        self._fds.clear()
+        self._regions.clear()
+
+
+def _first_frame(channel: socket.socket) -> SessionOpened:
+    frames = FrameSplitter()
+    while True:
+        data = channel.recv(_RECEIVE_BYTES)
+        if not data:
+            raise DaemonLostError("the daemon closed the session socket without an answer")
+        for frame in frames.feed(data):
+            message = unpack_frame(frame)
+            if isinstance(message, SessionRefused):
+                raise message.error.raised()
+            if isinstance(message, SessionOpened):
+                return message
+            raise MalformedError(f"the daemon opened with {type(message).__name__}")
