@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,7 +58,9 @@ class PoolService:
         self._dispatcher = dispatcher
         self._session_socket = session_socket
         self._max_bytes = max_bytes
-        self._populate = populate
+        self._populating_ends = threading.Event()
+        if not populate:
+            self._populating_ends.set()
         self._pools: dict[tuple[int, str], Pool] = {}
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._executor = ThreadPoolExecutor(1, "populate")
@@ -108,6 +111,7 @@ class PoolService:
 
     def close(self) -> None:
         """Give all memory back."""
+        self._populating_ends.set()
         self._executor.shutdown(wait=True, cancel_futures=True)
         for pool in self:
             pool.close()
@@ -128,7 +132,7 @@ class PoolService:
         region = HostRegion.create(f"{call.session.tenant}:{body.pool}", manifest.region_bytes)
         self._creations[key] = _Creation(Pool(*key, manifest, region), [call])
         loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._executor, region.populate if self._populate else _nothing)
+        work = loop.run_in_executor(self._executor, region.populate, self._populating_ends)
         work.add_done_callback(lambda done: self._created(key, done))
         return None
 
@@ -189,10 +193,6 @@ class PoolService:
             raise OutOfMemoryError(
                 f"the pool needs {manifest.region_bytes} bytes; {used} of {self._max_bytes} are taken", field="spec"
             )
-
-
-def _nothing() -> None:
-    """Populate nothing."""
 
 
 def _check_same(existing: Manifest, wanted: Manifest, name: str) -> None:

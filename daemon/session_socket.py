@@ -28,6 +28,7 @@ from kvferry.protocol.versions import agree
 
 OPENING_TIMEOUT_S: Final = 5.0
 MAX_UNOPENED: Final = 64
+ACCEPT_PAUSE_S: Final = 1.0
 _SO_PEERPIDFD: Final = 77
 _CREDENTIALS: Final = struct.Struct("3i")
 _RECEIVE_BYTES: Final = 4096
@@ -111,14 +112,25 @@ class SessionSocket:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as cause:  # out of descriptors: those who wait are taken when some are free
-                log.warning("session not accepted", cause=str(cause))
+            except OSError as cause:
+                self._pause(cause)
                 return
             if self.unopened >= MAX_UNOPENED or self._loop is None:
                 self.counters.add("sessions.refused")
                 connection.close()
                 continue
             _Connection(self, connection, self._loop)
+
+    def _pause(self, cause: OSError) -> None:
+        """Out of descriptors: those who wait are taken later, instead of asking the kernel without end."""
+        if self._loop is not None:
+            log.warning("sessions wait", cause=str(cause), remedy="raise LimitNOFILE")
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._loop is not None and self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
 
 
 class _Connection:

@@ -68,8 +68,7 @@ def page_bytes_of(shape: tuple[int, ...], dtype: str, pages: int, expected: int,
     derived, rest = divmod(entry_bytes, pages)
     if rest or derived != expected:
         raise GeometryMismatchError(
-            f"{name}: {entry_bytes} bytes in {pages} pages are {entry_bytes / pages} a page; the layout's formula "
-            f"gives {expected}",
+            f"{name}: shape and dtype give {entry_bytes / pages:g} bytes a page, page_bytes is {expected}",
             field="page_bytes",
         )
     return derived

@@ -78,3 +78,9 @@ def _check_agreement(source: Entry, destination: Entry, index: int) -> None:
                 f"{destination.name}: {field} is {ours} at the source, {theirs} at the destination",
                 field=f"destination.entries[{index}].{field}",
             )
+    if source.shape and destination.shape and source.shape[-2:] != destination.shape[-2:]:
+        raise GeometryMismatchError(
+            f"{destination.name}: a token is {source.shape[-2:]} at the source, {destination.shape[-2:]} at the "
+            "destination (heads, width)",
+            field=f"destination.entries[{index}].shape",
+        )

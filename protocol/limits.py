@@ -25,6 +25,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests without a reply yet, and the replies remembered for a retry."""
     max_rooms_per_session: int = 1024
     """Sides of hand-offs that are live, or whose events are not acknowledged."""
+    max_rooms: int = 16_384
+    """The same over all sessions."""
     max_sessions: int = 1024
     max_deadline_ms: int = 3_600_000
     default_deadline_ms: int = 30_000

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from kvferry.pools.layouts import manifest_of
+from kvferry.pools.manifest import check_entry
 from kvferry.pools.pairing import check_covered, pair_entries
 from kvferry.pools.plan import make_plan
 from kvferry.pools.runs import PageIds
@@ -76,6 +77,9 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _plan(given: PlanInput) -> PlanOutput:
+    for side, entries in (("source", given.source.entries), ("destination", given.destination.entries)):
+        for index, entry in enumerate(entries):
+            check_entry(entry, f"{side}.entries[{index}]")
     pairing = pair_entries(given.source.entries, given.destination.entries)
     if not given.partial:
         check_covered(pairing, given.destination.optional_components)

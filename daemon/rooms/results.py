@@ -27,6 +27,11 @@ class Results:
         """Return how many sides of the session are live, or settled and not acknowledged."""
         return len(self._by_session.get(session_id, ()))
 
+    @property
+    def total(self) -> int:
+        """Return the same count over all sessions."""
+        return sum(len(of_session) for of_session in self._by_session.values())
+
     def get(self, session_id: int, key: SideKey) -> RoomResult | None:
         """Return the side's result so far, or None."""
         return self._by_session.get(session_id, {}).get(key)

@@ -152,6 +152,8 @@ class RoomService:
             raise OverloadedError(
                 f"{self._limits.max_rooms_per_session} hand-offs of the session are live or unacknowledged"
             )
+        if self._book.results.total >= self._limits.max_rooms:
+            raise OverloadedError(f"{self._limits.max_rooms} hand-offs of all sessions are live or unacknowledged")
         now = time.monotonic()
         return Sender(call.session.session_id, pool, body.request_id, Clocked(now, now + call.deadline_s))
 

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from types import TracebackType
 from typing import Final, Self
 
@@ -106,16 +107,19 @@ class HostRegion:
         """Return the region as ``(size_bytes,)`` uint8, without a copy, writable."""
         return np.frombuffer(self._map, np.uint8)
 
-    def populate(self) -> None:
+    def populate(self, cancelled: threading.Event) -> None:
         """Take all memory now, so that no copy pays for page faults. Slow: call it off the event loop.
 
-        The GIL is released. Where the kernel cannot (before Linux 5.14) this does nothing.
+        The GIL is released. Where the kernel cannot (before Linux 5.14) this does nothing. Ends early, without an
+        error, once ``cancelled`` is set.
 
         Raises:
             OutOfMemoryError: the host has not enough; what was taken goes back with the region.
         """
         start = self.address
         for offset in range(0, self.size_bytes, POPULATE_CHUNK_BYTES):
+            if cancelled.is_set():
+                return
             size = min(POPULATE_CHUNK_BYTES, self.size_bytes - offset)
             if _libc.madvise(start + offset, size, _MADV_POPULATE_WRITE):
                 reason = ctypes.get_errno()
