@@ -37,21 +37,17 @@ def daemon_version() -> str:
 
 
 class Daemon:
-    """One incarnation. Make it on its loop; ``serve`` until ``stop``."""
+    """One incarnation. Make it on its loop, ``serve`` until ``stopping`` is set. Who sees control.sock can connect."""
 
-    def __init__(self, config: Config, directory: RuntimeDirectory) -> None:
+    def __init__(self, config: Config, directory: RuntimeDirectory, stopping: asyncio.Event) -> None:
         self.boot_id = new_boot_id()
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._started_at = time.monotonic()
-        self._stopping = asyncio.Event()
+        self._stopping = stopping
         self.counters = Counters()
         self._sessions = SessionRegistry(config.limits)
         self._dispatcher = Dispatcher(self.boot_id, config.limits, self._sessions, self.counters)
-        self._control = ControlSocket(
-            directory.control_socket, config.limits, self.counters, self._dispatcher.on_message
-        )
-        self._dispatcher.connect(self._control.send)
         self._session_socket = SessionSocket(
             directory.session_socket,
             self.boot_id,
@@ -60,6 +56,10 @@ class Daemon:
             self._session_opened,
             self._session_lost,
         )
+        self._control = ControlSocket(
+            directory.control_socket, config.limits, self.counters, self._dispatcher.on_message
+        )
+        self._dispatcher.connect(self._control.send)
         self._pools = PoolService(
             self._dispatcher,
             self._session_socket,
@@ -80,12 +80,8 @@ class Daemon:
         self._dispatcher.handle_open("STATUS", self._status)
         self._dispatcher.check_complete()
 
-    def stop(self) -> None:
-        """Begin the orderly end: no new hand-offs, running ones finish within the configured time."""
-        self._stopping.set()
-
     async def serve(self, manager: ServiceManager) -> None:
-        """Serve until ``stop``, then drain and give everything back."""
+        """Serve until it is stopping, then let running hand-offs finish and give everything back."""
         self._control.start(self._loop)
         self._session_socket.start(self._loop)
         manager.ready(f"serving, boot id {self.boot_id}")
@@ -128,6 +124,7 @@ class Daemon:
         )
 
     def _status(self, _body: Body) -> StatusReport:
+        owned = self._pools.pages_by_session()
         return StatusReport(
             daemon_version=daemon_version(),
             pid=os.getpid(),
@@ -140,7 +137,7 @@ class Daemon:
                     name=one.name,
                     tenant=one.tenant,
                     pid=one.peer.pid,
-                    pages=sum(pool.allocator.owned_by(one.session_id) for pool in self._pools),
+                    pages=owned.get(one.session_id, 0),
                     rooms=self._rooms.live(one.session_id),
                     unacknowledged_events=len(one.unacknowledged),
                     connected=self._session_socket.is_connected(one),
@@ -155,8 +152,8 @@ class Daemon:
 async def run_daemon(config: Config, directory: RuntimeDirectory, manager: ServiceManager) -> None:
     """Serve in a locked runtime directory until SIGTERM or SIGINT."""
     keep_freed_memory()
-    daemon = Daemon(config, directory)
     loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, daemon.stop)
-    await daemon.serve(manager)
+        loop.add_signal_handler(number, stopping.set)
+    await Daemon(config, directory, stopping).serve(manager)

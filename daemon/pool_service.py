@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -92,6 +93,13 @@ class PoolService:
         """Take back every page of a session; those in flight follow when their hand-offs settle."""
         for pool in self:
             pool.allocator.release_owner(session_id)
+
+    def pages_by_session(self) -> Counter[int]:
+        """Return how many pages each session owns, over all pools."""
+        owned: Counter[int] = Counter()
+        for pool in self:
+            owned.update(pool.allocator.pages_by_owner())
+        return owned
 
     def status(self) -> tuple[PoolStatus, ...]:
         """Return the pools as STATUS shows them."""

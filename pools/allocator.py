@@ -69,9 +69,10 @@ class PageAllocator:
         """Return whether every page is free."""
         return self._free_count == self.capacity
 
-    def owned_by(self, owner: int) -> int:
-        """Return how many pages ``owner`` owns."""
-        return int(np.count_nonzero(self._owner == owner))
+    def pages_by_owner(self) -> dict[int, int]:
+        """Return how many pages each owner has."""
+        counts = np.bincount(self._owner)
+        return {int(owner): int(counts[owner]) for owner in np.flatnonzero(counts) if owner != NOBODY}
 
     def allocate(self, owner: int, count: int) -> PageIds:
         """Give ``count`` free pages to ``owner`` and return their ids, ascending.
