@@ -7,7 +7,7 @@ import socket
 from collections import deque
 from pathlib import Path
 
-from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError
+from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError, raised
 from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.session_messages import RegionFollows, SessionOpen, SessionOpened, SessionRefused
 from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
@@ -106,7 +106,7 @@ def _first_frame(channel: socket.socket) -> SessionOpened:
         for frame in frames.feed(data):
             message = unpack_frame(frame)
             if isinstance(message, SessionRefused):
-                raise message.error.raised()
+                raise raised(message.error)
             if isinstance(message, SessionOpened):
                 return message
             raise MalformedError(f"the daemon opened with {type(message).__name__}")

@@ -125,10 +125,6 @@ class Dispatcher:
         """Refuse a request that a handler deferred."""
         self.answer(session, message_id, Answer(_error_body(error)))
 
-    def is_pending(self, session: Session, message_id: int) -> bool:
-        """Return whether a deferred request still waits for its answer: its deadline may have come."""
-        return session.is_pending(message_id)
-
     def push_events(self, session: Session) -> None:
         """Send the session's unsent events, as many as its queue takes; the rest goes with its next request."""
         while session.unsent and session.identity is not None:

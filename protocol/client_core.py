@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from kvferry.protocol.base import Body
 from kvferry.protocol.codec import Frames, IncomingReply, PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Event, Request
-from kvferry.protocol.errors import KvferryError, OverloadedError
+from kvferry.protocol.errors import KvferryError, OverloadedError, raised
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.requests import Busy, ErrorReply, RequestBody
@@ -65,7 +65,7 @@ class HandOff:
     def error(self) -> KvferryError | None:
         """Return why it failed or was refused; None while all is well."""
         if self.finished and self.finished.error:
-            return self.finished.error.raised()
+            return raised(self.finished.error)
         return self.refused
 
     @property
@@ -212,7 +212,7 @@ def _read_reply(incoming: IncomingReply) -> ReplyArrived:
     body = incoming.message.body
     error = None
     if isinstance(body, ErrorReply):
-        error = body.error.raised()
+        error = raised(body.error)
     elif isinstance(body, Busy):
         error = OverloadedError(f"{body.detail}; try again after {body.retry_after_ms} ms")
     message_id = 0 if isinstance(incoming.message, Event) else incoming.message.message_id

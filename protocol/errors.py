@@ -53,29 +53,7 @@ says what to do next. Whose fault it is, is the class above it::
 
 from __future__ import annotations
 
-import msgspec
-
-
-class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error as it travels: in a reply, in an event, in the output of a command.
-
-    ``field`` names the message's field at fault, dotted (``lists[0].pages``), or is empty.
-    """
-
-    code: str
-    detail: str
-    retryable: bool = False
-    field: str = ""
-    remedy: str = ""
-
-    def raised(self) -> KvferryError:
-        """Return the exception that this describes, of its own class where the code is known."""
-        kind = BY_CODE.get(self.code, InternalError)
-        error = kind(self.detail, field=self.field)
-        error.code = self.code
-        error.retryable = self.retryable
-        error.remedy = self.remedy or kind.remedy
-        return error
+from kvferry.protocol.error_info import ErrorInfo
 
 
 class KvferryError(Exception):
@@ -418,4 +396,11 @@ def _leaves(kind: type[KvferryError]) -> list[type[KvferryError]]:
 
 
 BY_CODE: dict[str, type[KvferryError]] = {kind.code: kind for kind in _leaves(KvferryError)}
-"""The class of each code on the wire."""
+
+
+def raised(info: ErrorInfo) -> KvferryError:
+    """Return the exception that ``info`` describes, of its own class where the code is known."""
+    error = BY_CODE.get(info.code, InternalError)(info.detail, field=info.field)
+    error.code, error.retryable = info.code, info.retryable
+    error.remedy = info.remedy or error.remedy
+    return error

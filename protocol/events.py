@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvferry.protocol.base import Body
-from kvferry.protocol.errors import ErrorInfo
+from kvferry.protocol.error_info import ErrorInfo
 
 
 class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):

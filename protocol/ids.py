@@ -10,15 +10,6 @@ from typing import Annotated, NewType
 
 from msgspec import Meta
 
-MessageId = NewType("MessageId", int)
-"""Numbers one message of one client; a retry repeats it. 1 or more, below 2**63."""
-
-SessionId = NewType("SessionId", int)
-"""Numbers one session within one daemon incarnation, from 1."""
-
-Tenant = NewType("Tenant", int)
-"""The user id of a session's process; pools are named per tenant."""
-
 Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 """128 bits as 32 lower-case hexadecimal digits: the same on the wire, in JSON, in logs. A request id is one."""
 

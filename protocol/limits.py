@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 INT64_BYTES = 8
+MAX_PAYLOAD_BYTES = 64 << 10
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,8 +20,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Frames of one message: the envelope and its page lists."""
     max_message_bytes: int = 16 << 20
     """All frames of one message."""
-    max_pages_per_list: int = (4 << 20) // INT64_BYTES
-    max_payload_bytes: int = 64 << 10
     max_requests_per_session: int = 256
     """Requests without a reply yet, and the replies remembered for a retry."""
     max_rooms_per_session: int = 1024

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvferry.protocol.base import Body
-from kvferry.protocol.errors import ErrorInfo
+from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.pool_messages import (
     Allocate,

@@ -9,11 +9,12 @@ from msgspec import Meta
 from kvferry.protocol.base import Body, PageList
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import Hex128, PoolName
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 
 Side = Literal["send", "receive"]
 Few = Annotated[int, Meta(ge=1, le=1024)]
 PageLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=16)]
-Payload = Annotated[bytes, Meta(max_length=64 << 10)]
+Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
 
 
 class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body
-from kvferry.protocol.errors import ErrorInfo
+from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import Hex128
 from kvferry.protocol.limits import Limits
 
