@@ -1,7 +1,6 @@
 """Every error kvferry raises or sends, one class a code.
 
-A code is stable on the wire; ``retryable`` says whether the same message may succeed later unchanged; ``remedy``
-says what to do next. Whose fault it is, is the class above it::
+A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` says what to do. By whose fault it is::
 
     KvferryError
     +-- CallerError             the message or its sender is wrong
@@ -53,15 +52,22 @@ says what to do next. Whose fault it is, is the class above it::
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvferry.protocol.error_info import ErrorInfo
 
 
 class KvferryError(Exception):
     """The base of every error here. ``detail`` says what happened, with the values concerned."""
 
+    by_code: ClassVar[dict[str, type[KvferryError]]] = {}
     code: str = "INTERNAL"
     retryable: bool = False
     remedy: str = ""
+
+    def __init_subclass__(cls) -> None:
+        if "code" in vars(cls):
+            cls.by_code[cls.code] = cls
 
     def __init__(self, detail: str, *, field: str = "") -> None:
         super().__init__(detail)
@@ -69,10 +75,7 @@ class KvferryError(Exception):
         self.field = field
 
     def __str__(self) -> str:
-        """Return code, field, detail and remedy in one line."""
-        where = f" [{self.field}]" if self.field else ""
-        what_next = f" ({self.remedy})" if self.remedy else ""
-        return f"{self.code}{where}: {self.detail}{what_next}"
+        return f"{self.code}{self.field and f' [{self.field}]'}: {self.detail}{self.remedy and f' ({self.remedy})'}"
 
     def info(self) -> ErrorInfo:
         """Return the error as it travels."""
@@ -390,17 +393,8 @@ class InternalError(DaemonError):
     remedy = "the daemon's log has the traceback: report it"
 
 
-def _leaves(kind: type[KvferryError]) -> list[type[KvferryError]]:
-    below = kind.__subclasses__()
-    return [leaf for child in below for leaf in _leaves(child)] if below else [kind]
-
-
-BY_CODE: dict[str, type[KvferryError]] = {kind.code: kind for kind in _leaves(KvferryError)}
-
-
 def raised(info: ErrorInfo) -> KvferryError:
     """Return the exception that ``info`` describes, of its own class where the code is known."""
-    error = BY_CODE.get(info.code, InternalError)(info.detail, field=info.field)
-    error.code, error.retryable = info.code, info.retryable
-    error.remedy = info.remedy or error.remedy
+    error = KvferryError.by_code.get(info.code, InternalError)(info.detail, field=info.field)
+    error.code, error.retryable, error.remedy = info.code, info.retryable, info.remedy or error.remedy
     return error
