@@ -6,7 +6,7 @@ calls wait for their reply. One thread at a time; no threads of its own.
 
 from __future__ import annotations
 
-import select
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +33,7 @@ from kvferry.protocol.room_messages import Cancelled, RoomResult, Side
 from kvferry.protocol.session_messages import StatusReport, Welcome
 
 DEFAULT_DEADLINE_S = 30.0
+NOBLOCK = int(zmq.NOBLOCK)  # an enum costs a microsecond at every use
 T = TypeVar("T")
 
 
@@ -47,11 +48,10 @@ class Client:
         self._core = (
             ClientCore(BootId(channel.opened.boot_id), channel.opened.secret) if channel else ClientCore(NO_BOOT)
         )
-        self._control_fd = self._socket.FD
-        self._poller = select.poll()
-        self._poller.register(self._control_fd, select.POLLIN)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
         if channel is not None:
-            self._poller.register(channel.socket, select.POLLIN)
+            self._poller.register(channel.socket.fileno(), zmq.POLLIN)
         self._replies: dict[int, ReplyArrived] = {}
         self._changed: list[HandOff] = []
         self.welcome: Welcome | None = None
@@ -268,11 +268,8 @@ class Client:
             DaemonLostError: the daemon has gone; every hand-off of this session has failed.
         """
         ends_at = time.monotonic() + timeout_s
-        self._wait(0.0)
-        self._take()
-        while not self._changed and (left := ends_at - time.monotonic()) > 0:
-            self._wait(left)
-            self._take()
+        while self._take(0.0 if self._changed else max(0.0, ends_at - time.monotonic())):
+            pass
         changed, self._changed = list(dict.fromkeys(self._changed)), []
         return changed
 
@@ -330,32 +327,27 @@ class Client:
         return outgoing, operation.read(reply)
 
     def _put(self, outgoing: Outgoing) -> None:
-        self._socket.send_multipart(outgoing.frames, zmq.NOBLOCK)
+        self._socket.send_multipart(outgoing.frames, NOBLOCK)
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         ends_at = time.monotonic() + timeout_s
-        self._take()
         while not condition():
             left = ends_at - time.monotonic()
             if left <= 0:
                 raise DeadlineError(f"{what} did not come within {timeout_s:g} s")
-            self._wait(left)
-            self._take()
+            self._take(left)
 
-    def _wait(self, timeout_s: float) -> None:
-        """Sleep until either socket has something, or the time is up; see to the session's socket."""
-        if int(self._socket.EVENTS) & zmq.POLLIN:
-            timeout_s = 0.0
-        ready = self._poller.poll(timeout_s * 1000)
-        if self._channel is not None and any(fd != self._control_fd for fd, _ in ready):
-            self._take()  # what the daemon said before it ended
+    def _take(self, timeout_s: float) -> bool:
+        """Take one message, waiting for it up to ``timeout_s``; return whether one came."""
+        ready = self._poller.poll(math.ceil(timeout_s * 1000))
+        if not ready:
+            return False
+        if ready[0][0] is not self._socket and self._channel is not None:
             self._channel.receive()
-
-    def _take(self) -> None:
-        """Take everything that has arrived on the control socket."""
-        while int(self._socket.EVENTS) & zmq.POLLIN:
-            news = self._core.feed(self._socket.recv_multipart(zmq.NOBLOCK))
-            if isinstance(news, ReplyArrived):
-                self._replies[news.message_id] = news
-            elif isinstance(news, HandOffChanged):
-                self._changed.append(news.hand_off)
+            return False
+        news = self._core.feed(self._socket.recv_multipart(NOBLOCK))
+        if isinstance(news, ReplyArrived):
+            self._replies[news.message_id] = news
+        elif isinstance(news, HandOffChanged):
+            self._changed.append(news.hand_off)
+        return True

@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import zmq
 
@@ -20,6 +20,9 @@ from kvferry.protocol.limits import Limits
 
 DRAIN_BOUND = 64
 """Messages handled before other callbacks of the loop get their turn."""
+
+# As plain integers: an enum costs a microsecond or more at every use.
+NOBLOCK, EVENTS, POLLIN, RCVMORE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
 
 class ReceivedMessage(NamedTuple):
@@ -73,7 +76,7 @@ class ControlSocket:
     def send(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         """Queue a message; return False where the peer is gone or its queue is full: nothing was queued then."""
         try:
-            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, *frames], NOBLOCK)
         except zmq.Again:
             self._counters.add("replies.queue_full")
             return False
@@ -88,7 +91,11 @@ class ControlSocket:
 
     def _schedule_drain(self) -> None:
         """Make sure that a message which arrived unsignalled is seen."""
-        if self._loop is not None and not self._drain_scheduled and int(self._socket.EVENTS) & zmq.POLLIN:
+        if (
+            self._loop is not None
+            and not self._drain_scheduled
+            and cast("int", self._socket.getsockopt(EVENTS)) & POLLIN
+        ):
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
@@ -108,12 +115,12 @@ class ControlSocket:
     def _receive(self) -> ReceivedMessage:
         """Return one message. Raises zmq.Again if none waits."""
         receive, option = self._socket.recv, self._socket.getsockopt
-        identity = receive(zmq.NOBLOCK)
+        identity = receive(NOBLOCK)
         frames: list[bytes] = []
         size = 0
         fits = True
-        while option(zmq.RCVMORE):
-            frame = receive(zmq.NOBLOCK)
+        while option(RCVMORE):
+            frame = receive(NOBLOCK)
             size += len(frame)
             fits = fits and size <= self._limits.max_message_bytes and len(frames) < self._limits.max_frames
             if fits:

@@ -72,8 +72,8 @@ class Dispatcher:
         self._limits = limits
         self._sessions = sessions
         self._counters = counters
-        self._open_handlers: dict[str, OpenHandler] = {}
-        self._handlers: dict[str, Handler] = {}
+        self._open_handlers: dict[type[Body], OpenHandler] = {}
+        self._handlers: dict[type[Body], Handler] = {}
         self._send: SendFrames = lambda _identity, _frames: False
         self._deadlines: dict[tuple[int, int], asyncio.TimerHandle] = {}
         self.on_acknowledged: Callable[[Session, Settled], None] = lambda _session, _event: None
@@ -84,16 +84,16 @@ class Dispatcher:
 
     def handle_open(self, kind: str, handler: OpenHandler) -> None:
         """Let ``handler`` have the requests of a type that needs no session."""
-        self._open_handlers[kind] = handler
+        self._open_handlers[REQUEST_TYPES[kind].request] = handler
 
     def handle(self, kind: str, handler: Handler) -> None:
         """Let ``handler`` have the requests of a type that needs a session."""
-        self._handlers[kind] = handler
+        self._handlers[REQUEST_TYPES[kind].request] = handler
 
     def check_complete(self) -> None:
         """Check that every type of request has its handler."""
-        known = {*self._open_handlers, *self._handlers}
-        assert known == set(REQUEST_TYPES), known ^ set(REQUEST_TYPES)
+        missing = {row.request for row in REQUEST_TYPES.values()} - {*self._open_handlers, *self._handlers}
+        assert not missing, missing
 
     def on_message(self, message: ReceivedMessage) -> None:
         """Take one message from the control socket. Never raises."""
@@ -147,19 +147,19 @@ class Dispatcher:
 
     def _dispatch(self, identity: bytes, incoming: IncomingRequest) -> None:
         request = incoming.request
-        kind = str(type(request.body).__struct_config__.tag)
-        if request.boot_id not in {NO_BOOT, self._boot_id}:
+        if request.boot_id not in (self._boot_id, NO_BOOT):
             raise StaleBootError(f"for daemon {request.boot_id}, this is {self._boot_id}", field="boot_id")
         session = self._session_of(request)
         if session is not None:
             self._greet(session, identity, request)
+        kind = type(request.body)
         open_handler = self._open_handlers.get(kind)
         if open_handler is not None:
             self._send(identity, encode(Reply(request.message_id, self._boot_id, open_handler(request.body))))
         elif session is None:
-            raise NoSessionError(f"{kind} needs a session", field="secret")
+            raise NoSessionError(f"{kind.__name__} needs a session", field="secret")
         elif not request.boot_id:
-            raise InvalidFieldError(f"{kind} must say which daemon it is for", field="boot_id")
+            raise InvalidFieldError(f"{kind.__name__} must say which daemon it is for", field="boot_id")
         else:
             self._handle(self._handlers[kind], session, request, incoming.ids)
 
