@@ -259,12 +259,15 @@ class AsyncClient:
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
+    def _readable(self) -> bool:
+        return bool(cast("int", self._socket.getsockopt(EVENTS)) & POLLIN)
+
     def _drain(self) -> None:
         self._drain_scheduled = False
         if self._socket.closed:
             return
         for _ in range(DRAIN_BOUND):
-            if not cast("int", self._socket.getsockopt(EVENTS)) & POLLIN:
+            if not self._readable():
                 return
             self._feed(self._socket.recv_multipart(NOBLOCK))
         self._schedule_drain()

@@ -99,6 +99,9 @@ class ControlSocket:
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
+    def _readable(self) -> bool:
+        return bool(cast("int", self._socket.getsockopt(EVENTS)) & POLLIN)
+
     def _drain(self) -> None:
         self._drain_scheduled = True  # sends made while draining need not look at EVENTS
         try:
