@@ -251,11 +251,7 @@ class AsyncClient:
 
     def _schedule_drain(self) -> None:
         """Make sure that a message which arrived unsignalled is seen: the descriptor signals changes only."""
-        if (
-            not self._drain_scheduled
-            and not self._socket.closed
-            and cast("int", self._socket.getsockopt(EVENTS)) & POLLIN
-        ):
+        if not self._drain_scheduled and not self._socket.closed and self._readable():
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 

@@ -91,11 +91,7 @@ class ControlSocket:
 
     def _schedule_drain(self) -> None:
         """Make sure that a message which arrived unsignalled is seen."""
-        if (
-            self._loop is not None
-            and not self._drain_scheduled
-            and cast("int", self._socket.getsockopt(EVENTS)) & POLLIN
-        ):
+        if self._loop is not None and not self._drain_scheduled and self._readable():
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
