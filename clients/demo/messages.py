@@ -1,0 +1,93 @@
+"""What the demo's router and its engines tell each other, as JSON lines on standard input and output.
+
+Only prompts, tokens and times: the KV cache, the first token and completion travel through kvferry alone. Times are
+seconds of CLOCK_MONOTONIC, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import msgspec
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The base of every line."""
+
+
+class Prompt(Line, frozen=True, kw_only=True):
+    """Router to engine: work to do. Its end of input says that there is no more."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+
+
+class Ready(Line, frozen=True, kw_only=True):
+    """Engine: the model is loaded, the pool is mapped."""
+
+    load_s: float
+
+
+class Prefilled(Line, frozen=True, kw_only=True):
+    """Prefill engine: the last SEND of a prompt is on its way."""
+
+    request_id: str
+    prefill_s: float
+    sent_at: float
+    chunks: int
+    reused_pages: int
+
+
+class Arrived(Line, frozen=True, kw_only=True):
+    """Decode engine: a prompt's pages are there; ``first_token`` came with them."""
+
+    request_id: str
+    arrived_at: float
+    first_token: int
+    moved_bytes: int
+
+
+class Token(Line, frozen=True, kw_only=True):
+    """Decode engine: one more token of a request."""
+
+    request_id: str
+    token: int
+
+
+class Done(Line, frozen=True, kw_only=True):
+    """Decode engine: a request has all its tokens. Reference engine: the same, with the tokens."""
+
+    request_id: str
+    decode_s: float
+    tokens: tuple[int, ...] = ()
+
+
+FromEngine = Ready | Prefilled | Arrived | Token | Done
+
+_prompts = msgspec.json.Decoder(Prompt)
+_from_engine = msgspec.json.Decoder(FromEngine)
+
+
+def encode_line(line: Line) -> bytes:
+    """Return the line with its end."""
+    return msgspec.json.encode(line) + b"\n"
+
+
+def decode_line(line: bytes) -> FromEngine:
+    """Return what an engine said; raises msgspec.MsgspecError if it is none."""
+    said: FromEngine = _from_engine.decode(line)
+    return said
+
+
+def tell(line: Line) -> None:
+    """Write a line to the router."""
+    sys.stdout.buffer.write(encode_line(line))
+    sys.stdout.buffer.flush()
+
+
+def read_prompts() -> Iterator[Prompt]:
+    """Yield the router's prompts until its end of input."""
+    for line in sys.stdin.buffer:
+        yield _prompts.decode(line)

