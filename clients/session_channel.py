@@ -7,7 +7,7 @@ import socket
 from collections import deque
 from pathlib import Path
 
-from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError, raised
+from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError, OverloadedError, raised
 from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.session_messages import RegionFollows, SessionOpen, SessionOpened, SessionRefused
 from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
@@ -35,6 +35,7 @@ class SessionChannel:
         Raises:
             DaemonLostError: no daemon listens there, or it does not answer.
             AccessDeniedError: this user may not connect.
+            OverloadedError: too many clients connect at once.
             KvferryError: the daemon refuses the session.
         """
         path = runtime_dir / SESSION_SOCKET
@@ -47,6 +48,9 @@ class SessionChannel:
         except PermissionError as cause:
             channel.close()
             raise AccessDeniedError(f"{path}: {cause.strerror}") from cause
+        except BlockingIOError as cause:
+            channel.close()
+            raise OverloadedError(f"{path}: too many clients wait to be accepted") from cause
         except OSError as cause:
             channel.close()
             raise DaemonLostError(f"no daemon answers at {path}: {cause.strerror or cause}") from cause

@@ -22,7 +22,8 @@ DRAIN_BOUND = 64
 """Messages handled before other callbacks of the loop get their turn."""
 
 # As plain integers: an enum costs a microsecond or more at every use.
-NOBLOCK, EVENTS, POLLIN, RCVMORE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
+NOBLOCK, SEND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class ReceivedMessage(NamedTuple):
@@ -76,7 +77,11 @@ class ControlSocket:
     def send(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         """Queue a message; return False where the peer is gone or its queue is full: nothing was queued then."""
         try:
-            self._socket.send_multipart([identity, *frames], NOBLOCK)
+            put = self._socket.send
+            put(identity, SEND_MORE)
+            for frame in frames[:-1]:
+                put(frame, SEND_MORE)
+            put(frames[-1], NOBLOCK)
         except zmq.Again:
             self._counters.add("replies.queue_full")
             return False
@@ -113,15 +118,16 @@ class ControlSocket:
 
     def _receive(self) -> ReceivedMessage:
         """Return one message. Raises zmq.Again if none waits."""
-        receive, option = self._socket.recv, self._socket.getsockopt
+        receive = self._socket.recv
         identity = receive(NOBLOCK)
         frames: list[bytes] = []
         size = 0
-        fits = True
-        while option(RCVMORE):
-            frame = receive(NOBLOCK)
+        fits = more = True  # libzmq hands over whole messages: after the identity comes at least one frame
+        while more:
+            frame = receive(NOBLOCK, copy=False)  # knows whether another follows, without a further call
+            more = frame.more
             size += len(frame)
             fits = fits and size <= self._limits.max_message_bytes and len(frames) < self._limits.max_frames
             if fits:
-                frames.append(frame)
-        return ReceivedMessage(identity, frames, too_large=not fits)
+                frames.append(frame.bytes)
+        return ReceivedMessage(identity, frames, not fits)

@@ -6,6 +6,10 @@ import os
 import socket
 from collections.abc import Mapping
 
+import structlog
+
+log = structlog.get_logger(__name__)
+
 
 class ServiceManager:
     """Sends state lines to ``$NOTIFY_SOCKET``; without it, does nothing."""
@@ -25,5 +29,8 @@ class ServiceManager:
     def _send(self, state: str) -> None:
         if not self._address:
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
-            channel.sendto(state.encode(), self._address)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+                channel.sendto(state.encode(), self._address)
+        except OSError as cause:  # the daemon serves all the same; the manager will notice
+            log.warning("service manager not told", state=state.partition("\n")[0], cause=str(cause))

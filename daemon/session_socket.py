@@ -28,6 +28,7 @@ from kvferry.protocol.versions import agree
 
 OPENING_TIMEOUT_S: Final = 5.0
 MAX_UNOPENED: Final = 64
+BACKLOG: Final = 1024
 ACCEPT_PAUSE_S: Final = 1.0
 _SO_PEERPIDFD: Final = 77
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -63,7 +64,7 @@ class SessionSocket:
         finally:
             os.umask(umask)
         path.chmod(SOCKET_MODE)
-        self._listener.listen(128)
+        self._listener.listen(BACKLOG)
         self._listener.setblocking(False)  # noqa: FBT003  socket's own signature
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:

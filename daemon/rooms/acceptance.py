@@ -27,6 +27,18 @@ def check_continues(offer: Offer, chunk: Chunk) -> None:
             )
 
 
+def check_together(room: Room, offers: Sequence[Offer]) -> None:
+    """Check what only all offers of a new room together can violate; each of them fits by itself.
+
+    Raises:
+        FirstTokenTwiceError, UncoveredEntryError, IncompleteError: what is wrong.
+    """
+    if sum(offer.carries_token for offer in offers) > 1:
+        raise FirstTokenTwiceError("two SENDs of this request carry a first token or payload", field="request_id")
+    if len(offers) == room.sources and all(offer.complete for offer in offers):
+        room.check_promised()
+
+
 def would_complete(room: Room, offer: Offer, chunks: Sequence[Chunk]) -> bool:
     """Return whether with these chunks of the offer every source has sent its last SEND."""
     others = [one for one in room.offers if one is not offer]

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from kvferry.daemon.rooms.acceptance import (
     check_continues,
+    check_together,
     hold_for_reading,
     hold_for_writing,
     withdraw,
@@ -116,6 +117,7 @@ class RoomBook:
         if len(offers) > sources:
             raise UnexpectedSourceError(f"{len(offers)} pools send, sources={sources}", field="sources")
         pieces = [(offer, match_) for offer in offers for match_ in self._fit(room, offer, offer.chunks)]
+        check_together(room, offers)
         hold_for_writing(room)
         room.generation = self._generations.next(room.session_id, room.key)
         self.results.begin(room.session_id, room.key)

@@ -1,0 +1,317 @@
+"""Engines that die, daemons that end, pools that are full: everybody concerned hears of it, and pages come back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from kvferry.clients import Client, KvferryError, new_request_id, pages
+from kvferry.protocol.errors import (
+    DaemonLostError,
+    PeerLostError,
+    PoolFullError,
+    ShuttingDownError,
+    UnknownPoolError,
+)
+from tests.daemon.victims import PAGES, SENT, SPEC
+from tests.daemons import DaemonProcess, running_daemon
+
+ALL = SPEC.tokens // SPEC.page_size
+VICTIMS = Path(__file__).with_name("victims.py")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """Run a daemon for one test."""
+    with running_daemon(tmp_path) as one:
+        yield one
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return the client that survives."""
+    with Client.connect(daemon.runtime_dir, name="survivor") as one:
+        for name in ("send", "receive"):
+            one.create_pool(name, SPEC)
+        yield one
+
+
+@contextlib.contextmanager
+def victim(daemon: DaemonProcess, side: str, request_id: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run an engine up to where it waits to be killed; its children go too."""
+    command = [sys.executable, VICTIMS, side, daemon.runtime_dir, request_id, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == str(process.pid).encode()
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_pages(client: Client, pool: str) -> int:
+    """Return the free pages of a pool."""
+    return next(one.free for one in client.status().pools if one.pool == pool)
+
+
+def wait_until_gone(client: Client, sessions: int) -> None:
+    """Return once the daemon has at most so many sessions: it has noticed the death. Each look is a round trip."""
+    while len(client.status().sessions) > sessions:
+        pass
+
+
+@pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
+def test_prefill_dies_before_its_last_send(daemon: DaemonProcess, client: Client, flags: tuple[str, ...]) -> None:
+    request_id = new_request_id()
+    room = client.receive("receive", request_id, [pages(client.allocate("receive", SENT))])
+    with victim(daemon, "send", request_id, *flags) as engine:
+        assert free_pages(client, "send") == ALL - PAGES
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(PeerLostError):
+            client.wait_finished(room, timeout_s=1.0)
+        client.wait_settled(room)
+        assert free_pages(client, "send") == ALL
+
+
+@pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
+def test_prefill_dies_after_its_last_send(daemon: DaemonProcess, client: Client, flags: tuple[str, ...]) -> None:
+    request_id = new_request_id()
+    with victim(daemon, "send", request_id, "last", *flags) as engine:
+        os.kill(engine.pid, signal.SIGKILL)
+        wait_until_gone(client, 1)
+        assert free_pages(client, "send") == ALL - SENT, "idle pages are back at once, the offered ones are held"
+        ids = client.allocate("receive", SENT)
+        pool = client.attach_pool("receive")
+        room = client.receive("receive", request_id, [pages(ids)])
+        assert client.wait_finished(room).pages == SENT
+        client.wait_settled(room)
+        assert (pool.tensor("main", "k")[:, torch.from_numpy(ids)] == 7.0).all()
+        assert free_pages(client, "send") == ALL
+
+
+@pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
+def test_decode_dies(daemon: DaemonProcess, client: Client, flags: tuple[str, ...]) -> None:
+    request_id = new_request_id()
+    with victim(daemon, "receive", request_id, *flags) as engine:
+        ids = client.allocate("send", SENT)
+        sent = client.send("send", request_id, [pages(ids[:1])], last=False)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(PeerLostError):
+            client.wait_finished(sent, timeout_s=5.0)
+        client.wait_settled(sent)
+        assert client.free("send", ids).deferred == 0
+        wait_until_gone(client, 1)
+        assert free_pages(client, "receive") == ALL
+
+
+def test_receive_again_after_peer_lost(daemon: DaemonProcess, client: Client) -> None:
+    request_id = new_request_id()
+    ids = client.allocate("receive", SENT)
+    room = client.receive("receive", request_id, [pages(ids)])
+    with victim(daemon, "send", request_id) as engine:
+        os.kill(engine.pid, signal.SIGKILL)
+        client.wait_settled(room)
+    again = client.receive("receive", request_id, [pages(ids)])
+    sent = client.send("send", request_id, [pages(client.allocate("send", SENT))])
+    assert client.wait_finished(again).generation == 2
+    client.wait_settled(sent)
+
+
+def test_a_full_pool_says_how_much_is_free(client: Client) -> None:
+    client.allocate("send", ALL - 5)
+    with pytest.raises(PoolFullError, match=rf"6 pages asked for, 5 of {ALL} free") as refused:
+        client.allocate("send", 6)
+    assert refused.value.retryable
+
+
+def test_sigterm_fails_what_waits_and_ends_with_0(daemon: DaemonProcess, client: Client) -> None:
+    room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
+    while room.accepted is None:
+        client.poll(1.0)
+    daemon.process.terminate()
+    with pytest.raises(ShuttingDownError):
+        client.wait_finished(room)
+    assert daemon.process.wait(30) == 0
+    with pytest.raises(DaemonLostError):
+        client.ping()
+
+
+def test_kill_9_of_the_daemon_ends_every_wait(daemon: DaemonProcess, client: Client) -> None:
+    room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
+    killer = threading.Timer(0.0, daemon.kill)
+    killer.start()
+    with pytest.raises(DaemonLostError):
+        client.wait_finished(room)
+    killer.join()
+
+
+def test_sockets_left_behind_do_not_matter(tmp_path: Path, daemon: DaemonProcess) -> None:
+    daemon.kill()
+    assert (daemon.runtime_dir / "control.sock").exists()
+    with pytest.raises(DaemonLostError):
+        Client.connect(daemon.runtime_dir)
+    process = kvferry("daemon", "--runtime-dir", str(daemon.runtime_dir), wait=False, log=tmp_path / "second.log")
+    with (tmp_path / "second.log").open() as lines:
+        while "serving" not in lines.readline():
+            assert process.poll() is None
+    with Client.connect(daemon.runtime_dir) as client:
+        client.ping()
+    process.terminate()
+    assert process.wait(30) == 0
+
+
+def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
+    second = kvferry("daemon", "--runtime-dir", str(daemon.runtime_dir))
+    assert second.returncode == 1
+    assert second.stderr is not None
+    assert f"pid {daemon.process.pid}".encode() in second.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("[pools]\nmax_byte = 1\n", "pools.max_byte"),
+        ("[pools]\nmax_bytes = 'much'\n", "pools.max_bytes"),
+        ("[transfers]\nthreads = 0\n", "transfers.threads"),
+        ("colour = 'red'\n", "colour"),
+        ("[pools\n", "broken.toml"),
+        (None, "No such file"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line(tmp_path: Path, config: str | None, named: str) -> None:
+    file = tmp_path / "broken.toml"
+    if config is not None:
+        file.write_text(config)
+    done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "run"))
+    assert done.returncode == 1
+    assert done.stderr is not None
+    (line,) = done.stderr.read().decode().splitlines()
+    assert named in line
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    done = kvferry("daemon", "--runtime-dir", str(tmp_path / ("x" * 120)))
+    assert done.returncode == 1
+    assert done.stderr is not None
+    assert b"runtime_dir" in done.stderr.read()
+
+
+def test_a_shared_directory_is_left_alone(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    (shared / "precious").touch()
+    done = kvferry("daemon", "--runtime-dir", str(shared))
+    assert done.returncode == 1
+    assert done.stderr is not None
+    assert b"precious" in done.stderr.read()
+    assert shared.stat().st_mode & 0o777 == 0o755
+
+
+def test_modes_of_directory_and_sockets(daemon: DaemonProcess) -> None:
+    assert daemon.runtime_dir.stat().st_mode & 0o777 == 0o750
+    for name in ("control.sock", "session.sock"):
+        assert (daemon.runtime_dir / name).stat().st_mode & 0o777 == 0o660
+
+
+def test_page_ids_of_another_session(daemon: DaemonProcess, client: Client) -> None:
+    with Client.connect(daemon.runtime_dir, name="other") as other:
+        theirs = other.allocate("send", 2)
+        for attempt in (
+            lambda: client.free("send", theirs),
+            lambda: client.wait_finished(client.send("send", new_request_id(), [pages(theirs)])),
+            lambda: client.wait_finished(client.receive("send", new_request_id(), [pages(theirs)])),
+        ):
+            with pytest.raises(KvferryError, match="NOT_OWNER"):
+                attempt()
+
+
+@pytest.mark.parametrize(
+    ("ids", "code"),
+    [
+        ([0], "PAGE_OUT_OF_RANGE"),
+        ([-1], "PAGE_OUT_OF_RANGE"),
+        ([ALL + 1], "PAGE_OUT_OF_RANGE"),
+        ([], "EMPTY_PAGES"),
+        ([1, 1], "DUPLICATE_PAGE"),
+    ],
+)
+def test_page_lists_that_make_no_sense(client: Client, ids: list[int], code: str) -> None:
+    client.allocate("receive", ALL)
+    room = client.receive("receive", new_request_id(), [pages(np.array(ids, np.int64))])
+    with pytest.raises(KvferryError, match=code) as refused:
+        client.wait_finished(room)
+    assert refused.value.field.startswith("lists[0]")
+
+
+def test_sides_that_do_not_fit_copy_nothing(client: Client) -> None:
+    pool = client.attach_pool("receive")
+    other = client.create_pool("other", type(SPEC)(**{**_fields(), "head_dim": 16}))
+    before = pool.region.view().copy()
+    for name, count, code in (("send", 4, "LENGTH_MISMATCH"), ("send", 2, "INCOMPLETE"), ("other", 3, "GEOMETRY")):
+        request_id = new_request_id()
+        ids = client.allocate("receive", 3)
+        room = client.receive("receive", request_id, [pages(ids)])
+        sent = client.send(name, request_id, [pages(client.allocate(name, count))])
+        with pytest.raises(KvferryError, match=code):
+            client.wait_finished(sent)
+        assert not room.is_finished, "what was accepted stays"
+        client.cancel(room)
+    assert other.manifest.layout_digest != pool.manifest.layout_digest
+    assert np.array_equal(pool.region.view(), before)
+
+
+def test_another_user_has_pools_of_its_own(daemon: DaemonProcess, client: Client, require: object) -> None:
+    assert callable(require)
+    require(os.geteuid() == 0, "root, to be another user")
+    assert client.status().pools
+    code = (
+        "import sys; from kvferry.clients import Client\n"
+        "with Client.connect(sys.argv[1]) as c:\n"
+        "    try: c.attach_pool('send')\n"
+        "    except Exception as e: print(type(e).__name__)\n"
+    )
+    daemon.runtime_dir.parent.chmod(0o755)
+    command = [sys.executable, "-c", code, str(daemon.runtime_dir)]
+    readable = Path(sys.executable).resolve().stat().st_mode & 0o005 == 0o005
+    parents = [one for one in Path(sys.executable).resolve().parents if not one.stat().st_mode & 0o001]
+    if not readable or parents:
+        pytest.skip(f"another user cannot run {sys.executable}")
+    done = subprocess.run(command, user=12345, group=os.getegid(), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == UnknownPoolError.__name__
+
+
+def test_memory_of_pools_is_left_out_of_core_files(daemon: DaemonProcess, client: Client) -> None:
+    assert client.status().pools
+    smaps = Path(f"/proc/{psutil.Process(daemon.process.pid).pid}/smaps").read_text().split("memfd:kvferry")
+    assert len(smaps) > 1
+    for region in smaps[1:]:
+        flags = next(line for line in region.splitlines() if line.startswith("VmFlags"))
+        assert " dd" in flags
+
+
+def _fields() -> dict[str, object]:
+    return {name: getattr(SPEC, name) for name in SPEC.__struct_fields__}
+
+
+def kvferry(*arguments: str, wait: bool = True, log: Path | None = None) -> subprocess.Popen[bytes]:
+    """Run the command line."""
+    command = [sys.executable, "-P", "-m", "kvferry.clients.cli.main", *arguments]
+    with contextlib.ExitStack() as stack:
+        stderr = stack.enter_context(log.open("wb")) if log else subprocess.PIPE
+        process = subprocess.Popen(command, stderr=stderr)
+    if wait:
+        process.wait(30)
+    return process

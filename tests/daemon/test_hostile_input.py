@@ -1,0 +1,192 @@
+"""Hostile bytes are ordinary: after each of these the daemon answers as before, and has counted what came."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.clients import Client
+from kvferry.daemon.session_socket import MAX_UNOPENED
+from kvferry.protocol.codec import encode
+from kvferry.protocol.envelope import Reply, Request
+from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.requests import ErrorReply
+from kvferry.protocol.session_messages import Ping
+from tests.daemons import DaemonProcess, running_daemon
+
+REPLY_MS = 10_000
+MUCH_MEMORY = 256 << 20
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Share one daemon: what one test does to it, the next one would see."""
+    with running_daemon(tmp_path_factory.mktemp("daemon")) as one:
+        yield one
+
+
+@pytest.fixture
+def dealer(daemon: DaemonProcess) -> Iterator[zmq.Socket[bytes]]:
+    """Return a bare socket to the daemon, without the client library's good manners."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    bare = context.socket(zmq.DEALER)
+    bare.setsockopt(zmq.LINGER, 0)
+    bare.setsockopt(zmq.RCVTIMEO, REPLY_MS)
+    bare.connect(f"ipc://{daemon.runtime_dir / 'control.sock'}")
+    yield bare
+    bare.close()
+    context.term()
+
+
+@pytest.fixture(autouse=True)
+def _still_well(daemon: DaemonProcess) -> Iterator[None]:
+    """Check after each test that the daemon answers a fresh client and has not grown."""
+    process = psutil.Process(daemon.process.pid)
+    before = process.memory_info().rss
+    yield
+    with Client.connect(daemon.runtime_dir, session=True) as client:
+        client.ping()
+    assert process.memory_info().rss - before < MUCH_MEMORY
+    assert "Traceback" not in daemon.log.read_text()
+
+
+def counters(daemon: DaemonProcess) -> dict[str, int]:
+    """Return the daemon's counters."""
+    with Client.connect(daemon.runtime_dir, session=False) as client:
+        return client.status().counters
+
+
+def request(body: object, *, boot_id: str = "", secret: bytes = b"", message_id: int = 7) -> bytes:
+    """Return an envelope with any body at all."""
+    return msgspec.msgpack.encode([message_id, boot_id, secret, 0, 0, body])
+
+
+def code_of(frames: list[bytes]) -> tuple[int, str]:
+    """Return which message was refused, and with which code."""
+    reply = msgspec.msgpack.decode(frames[0], type=Reply)
+    assert isinstance(reply.body, ErrorReply)
+    return reply.message_id, reply.body.error.code
+
+
+NESTED = b"\x91" * 100_000
+WIDE = b"\xdd\xff\xff\xff\xff"
+
+UNREADABLE = {
+    "one empty frame": [b""],
+    "random": [os.urandom(200)],
+    "text": [b"GET / HTTP/1.1\r\n\r\n"],
+    "deeply nested": [NESTED],
+    "announces 2**32 elements": [WIDE],
+    "nested body": [b"\x96\x07\xa0\xc4\x00\x00\x00" + NESTED],
+    "envelope cut off": [request({"type": "PING"})[:-3]],
+    "no array": [msgspec.msgpack.encode({"type": "PING"})],
+    "negative id": [request({"type": "PING"}, message_id=-1)],
+}
+REFUSED = {
+    "unknown type": ([request({"type": "LAUNCH"})], "UNKNOWN_TYPE"),
+    "no type": ([request({})], "MALFORMED"),
+    "body is a number": ([request(3)], "MALFORMED"),
+    "wrong field": ([request({"type": "ALLOCATE", "pool": "p", "count": "many"})], "INVALID_FIELD"),
+    "missing field": ([request({"type": "ALLOCATE", "pool": "p"})], "INVALID_FIELD"),
+    "no id frame": ([request({"type": "FREE", "pool": "p", "pages": 2})], "MALFORMED"),
+    "short id frame": ([request({"type": "FREE", "pool": "p", "pages": 2}), b"123"], "MALFORMED"),
+    "an id frame too many": ([request({"type": "PING"}), b""], "MALFORMED"),
+    "5000 frames": ([request({"type": "PING"}), *[b"x"] * 5000], "TOO_LARGE"),
+    "no session": ([request({"type": "ALLOCATE", "pool": "p", "count": 1})], "NO_SESSION"),
+    "unknown secret": ([request({"type": "PING"}, secret=b"0" * 16)], "NO_SESSION"),
+    "stale boot id": ([request({"type": "PING"}, boot_id=new_boot_id())], "STALE_BOOT"),
+}
+
+
+@pytest.mark.parametrize("frames", UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_what_cannot_be_read_is_answered_as_message_0(dealer: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    dealer.send_multipart(frames)
+    assert code_of(dealer.recv_multipart()) == (0, "MALFORMED")
+
+
+@pytest.mark.parametrize(("frames", "code"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_wrong_is_refused_by_number(dealer: zmq.Socket[bytes], frames: list[bytes], code: str) -> None:
+    dealer.send_multipart(frames)
+    assert code_of(dealer.recv_multipart()) == (7, code)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(frames=st.lists(st.binary(max_size=300), min_size=1, max_size=6))
+def test_any_bytes_get_one_answer(dealer: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    dealer.send_multipart(frames)
+    assert code_of(dealer.recv_multipart())[1] in {"MALFORMED", "INVALID_FIELD", "UNKNOWN_TYPE"}
+
+
+def test_refusals_are_counted(daemon: DaemonProcess, dealer: zmq.Socket[bytes]) -> None:
+    before = counters(daemon).get("messages.refused.unknown_type", 0)
+    for _ in range(3):
+        dealer.send(request({"type": "LAUNCH"}))
+        dealer.recv_multipart()
+    assert counters(daemon)["messages.refused.unknown_type"] == before + 3
+
+
+def test_a_huge_message_closes_its_connection_only(daemon: DaemonProcess, dealer: zmq.Socket[bytes]) -> None:
+    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    dealer.send(bytes(100 << 20))
+    assert monitor.poll(REPLY_MS), "the daemon reads 100 MiB"
+    monitor.recv_multipart()
+    dealer.disable_monitor()
+    monitor.close()
+    with Client.connect(daemon.runtime_dir) as client:
+        client.ping()
+
+
+def test_a_flood_without_reading_replies(daemon: DaemonProcess, dealer: zmq.Socket[bytes]) -> None:
+    frame = bytes(encode(Request(1, "", b"", 0, 0, Ping()))[0])
+    dealer.setsockopt(zmq.SNDTIMEO, REPLY_MS)
+    for _ in range(20_000):
+        dealer.send(frame)
+    with Client.connect(daemon.runtime_dir) as client:  # has its turn while the flood goes on
+        client.ping()
+
+
+@pytest.mark.parametrize("name", ["control.sock", "session.sock"])
+@pytest.mark.parametrize("junk", [b"", b"\xff" * 9, os.urandom(5000), b"\x00" * 64, b"\xff\xff\xff\xff" + b"x" * 100])
+def test_raw_bytes_at_a_socket(daemon: DaemonProcess, name: str, junk: bytes) -> None:
+    with _connected(daemon.runtime_dir / name) as channel:
+        channel.sendall(junk)
+        channel.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while channel.recv(4096):  # until the daemon hangs up
+                pass
+
+
+def test_many_connections_that_say_nothing(daemon: DaemonProcess) -> None:
+    before = counters(daemon).get("sessions.refused", 0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(_connected(daemon.runtime_dir / "session.sock"))
+        assert counters(daemon)["sessions.refused"] - before >= 200 - MAX_UNOPENED, "the bound on unopened sessions"
+
+
+def test_bytes_after_the_opening_end_the_session(daemon: DaemonProcess) -> None:
+    client = Client.connect(daemon.runtime_dir)
+    channel = client._channel  # noqa: SLF001  what no client does
+    assert channel is not None
+    channel.socket.sendall(b"more")
+    channel.socket.setblocking(True)  # noqa: FBT003  socket's own signature
+    channel.socket.settimeout(REPLY_MS / 1000)
+    assert channel.socket.recv(10) == b""
+    client.close()
+
+
+def _connected(path: Path) -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel.settimeout(REPLY_MS / 1000)
+    channel.connect(os.fspath(path))
+    return channel

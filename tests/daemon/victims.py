@@ -1,0 +1,42 @@
+"""Engines that die: scripts for processes that tests kill. Run as ``python victims.py SIDE RUNTIME_DIR REQUEST_ID …``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from kvferry.clients import Client, HandOff, MhaSpec, pages
+
+SPEC = MhaSpec(layers=2, tokens=2048, page_size=16, kv_heads=2, head_dim=8, dtype="float32")
+PAGES = 6
+SENT = 3
+
+
+def main() -> None:
+    """Send or receive SENT of PAGES pages, say so, and wait to be killed."""
+    side, runtime_dir, request_id, *flags = sys.argv[1:]
+    client = Client.connect(runtime_dir, name=side)
+    pool = client.create_pool(side, SPEC)
+    ids = client.allocate(side, PAGES)
+    for role in "kv":
+        pool.tensor("main", role).fill_(7.0)
+    lists = [pages(ids[:SENT])]
+    if side == "send":
+        wait_accepted(client, client.send(side, request_id, lists, last="last" in flags))
+    else:
+        wait_accepted(client, client.receive(side, request_id, lists))
+    if "fork" in flags and os.fork() == 0:
+        signal.pause()  # keeps every socket open
+    print(os.getpid(), flush=True)  # noqa: T201  the test waits for it
+    signal.pause()
+
+
+def wait_accepted(client: Client, hand_off: HandOff) -> None:
+    """Wait for the daemon's reply."""
+    while hand_off.accepted is None and hand_off.refused is None:
+        client.poll(10.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Real daemons for tests: started as a process, known to serve, ended with SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+START_S = 30.0
+END_S = 30.0
+
+
+class DaemonProcess(NamedTuple):
+    """A daemon that serves."""
+
+    runtime_dir: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def end(self) -> int:
+        """Send SIGTERM and return the exit status."""
+        self.process.terminate()
+        return self.process.wait(END_S)
+
+    def kill(self) -> None:
+        """Send SIGKILL and wait for the end."""
+        self.process.kill()
+        self.process.wait(END_S)
+
+
+@contextlib.contextmanager
+def running_daemon(
+    tmp_path: Path, config: str = "", environment: Mapping[str, str] | None = None
+) -> Iterator[DaemonProcess]:
+    """Run a daemon with this TOML configuration; on leaving it must end with status 0, unless it was killed.
+
+    Args:
+        tmp_path: for the configuration and the log; the sockets go to a short path of their own.
+        config: the configuration file's text.
+        environment: added to this process's.
+    """
+    log = tmp_path / "daemon.log"
+    file = tmp_path / "daemon.toml"
+    file.write_text(config)
+    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
+        runtime_dir = Path(folder) / "run"
+        command = ["daemon", "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
+        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {})
+        daemon = DaemonProcess(runtime_dir, process, log)
+        try:
+            yield daemon
+        finally:
+            status = daemon.end()
+        assert status in {0, -signal.SIGKILL}, log.read_text()
+
+
+def start_and_wait_until_ready(
+    arguments: Sequence[str], notify: Path, log: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start ``kvferry`` and return once it says READY, as a service manager would wait."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, log.open("wb") as output:
+        notifications.bind(os.fspath(notify))
+        notifications.settimeout(START_S)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvferry.clients.cli.main", *arguments],
+            env={**os.environ, **environment, "NOTIFY_SOCKET": os.fspath(notify)},
+            stderr=output,
+        )
+        said = notifications.recv(4096)
+    notify.unlink()
+    assert b"READY=1" in said, said
+    return process
