@@ -12,7 +12,13 @@ import numpy.typing as npt
 import zmq
 
 from kvferry.clients import operations
-from kvferry.clients.connection import REPLY_MARGIN_S, find_runtime_dir, milliseconds, open_control_socket
+from kvferry.clients.connection import (
+    LAST_WORDS_MS,
+    REPLY_MARGIN_S,
+    find_runtime_dir,
+    milliseconds,
+    open_control_socket,
+)
 from kvferry.clients.operations import Operation, Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
@@ -288,8 +294,8 @@ class AsyncClient:
             self._channel.receive()
         except KvferryError as error:
             self._loop.remove_reader(self._channel.socket)
-            self._drain()  # what the daemon said before it ended
-            self._fail_all(error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail))
+            lost = error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail)
+            self._loop.call_later(LAST_WORDS_MS / 1000, self._fail_all, lost)
 
     def _fail_all(self, error: DaemonLostError) -> None:
         self._lost = error

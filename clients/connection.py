@@ -10,6 +10,9 @@ import zmq
 from kvferry.protocol.errors import AccessDeniedError, DaemonLostError
 from kvferry.protocol.paths import CONTROL_SOCKET, control_address, default_runtime_dir
 
+LAST_WORDS_MS = 50
+"""How long a client listens for what the daemon said before it closed the session: it comes by another socket."""
+
 REPLY_MARGIN_S = 2.0
 """How much longer than the request's own deadline a client waits for the daemon's word on it."""
 

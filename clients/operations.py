@@ -157,4 +157,4 @@ def _body(kind: type[BodyT]) -> Callable[[ReplyArrived], BodyT]:
 
 def _ids_of_allocated(reply: ReplyArrived) -> PageIds:
     _body(Allocated)(reply)
-    return reply.ids[0]
+    return reply.ids[0].copy()  # the received bytes are read-only

@@ -17,7 +17,13 @@ import numpy.typing as npt
 import zmq
 
 from kvferry.clients import operations
-from kvferry.clients.connection import REPLY_MARGIN_S, find_runtime_dir, milliseconds, open_control_socket
+from kvferry.clients.connection import (
+    LAST_WORDS_MS,
+    REPLY_MARGIN_S,
+    find_runtime_dir,
+    milliseconds,
+    open_control_socket,
+)
 from kvferry.clients.operations import Operation, Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
@@ -343,8 +349,13 @@ class Client:
         if not ready:
             return False
         if ready[0][0] is not self._socket and self._channel is not None:
-            self._channel.receive()
-            return False
+            try:
+                self._channel.receive()
+            except DaemonLostError:
+                if not self._socket.poll(LAST_WORDS_MS):
+                    raise
+            else:
+                return False
         news = self._core.feed(self._socket.recv_multipart(NOBLOCK))
         if isinstance(news, ReplyArrived):
             self._replies[news.message_id] = news

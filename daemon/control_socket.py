@@ -76,6 +76,8 @@ class ControlSocket:
 
     def send(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         """Queue a message; return False where the peer is gone or its queue is full: nothing was queued then."""
+        if self._socket.closed:
+            return False
         try:
             put = self._socket.send
             put(identity, SEND_MORE)

@@ -92,9 +92,9 @@ class Daemon:
             self._rooms.drain()
             await self._drain()
         finally:
-            self._session_socket.close()
             self._transport.close()
-            self._control.close()
+            self._control.close()  # first what was said, then the end of the sessions
+            self._session_socket.close()
             self._pools.close()
             log.info("ended", counters=self.counters.snapshot())
 

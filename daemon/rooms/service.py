@@ -78,8 +78,9 @@ class RoomService:
         self._carry_out()
 
     async def drained(self) -> None:
-        """Return once no hand-off is live."""
+        """Return once no hand-off is live and the events of the last ones are on their way."""
         await self._idle.wait()
+        await asyncio.sleep(0)
 
     def live(self, session_id: int) -> int:
         """Return how many sides of a session are live, or settled and not acknowledged."""

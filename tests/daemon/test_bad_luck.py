@@ -24,8 +24,8 @@ from kvferry.protocol.errors import (
     ShuttingDownError,
     UnknownPoolError,
 )
-from tests.daemon.victims import PAGES, SENT, SPEC
-from tests.daemons import DaemonProcess, running_daemon
+from tests.daemon.victims import PAGES, SENT, SPEC, VALUE
+from tests.daemons import DaemonProcess, running_daemon, start_and_wait_until_ready
 
 ALL = SPEC.tokens // SPEC.page_size
 VICTIMS = Path(__file__).with_name("victims.py")
@@ -97,7 +97,7 @@ def test_prefill_dies_after_its_last_send(daemon: DaemonProcess, client: Client,
         room = client.receive("receive", request_id, [pages(ids)])
         assert client.wait_finished(room).pages == SENT
         client.wait_settled(room)
-        assert (pool.tensor("main", "k")[:, torch.from_numpy(ids)] == 7.0).all()
+        assert (pool.tensor("main", "k")[:, torch.from_numpy(ids)] == VALUE).all()
         assert free_pages(client, "send") == ALL
 
 
@@ -162,10 +162,8 @@ def test_sockets_left_behind_do_not_matter(tmp_path: Path, daemon: DaemonProcess
     assert (daemon.runtime_dir / "control.sock").exists()
     with pytest.raises(DaemonLostError):
         Client.connect(daemon.runtime_dir)
-    process = kvferry("daemon", "--runtime-dir", str(daemon.runtime_dir), wait=False, log=tmp_path / "second.log")
-    with (tmp_path / "second.log").open() as lines:
-        while "serving" not in lines.readline():
-            assert process.poll() is None
+    arguments = ["daemon", "--runtime-dir", str(daemon.runtime_dir)]
+    process = start_and_wait_until_ready(arguments, daemon.runtime_dir.parent / "notify", tmp_path / "second.log", {})
     with Client.connect(daemon.runtime_dir) as client:
         client.ping()
     process.terminate()
@@ -175,8 +173,7 @@ def test_sockets_left_behind_do_not_matter(tmp_path: Path, daemon: DaemonProcess
 def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
     second = kvferry("daemon", "--runtime-dir", str(daemon.runtime_dir))
     assert second.returncode == 1
-    assert second.stderr is not None
-    assert f"pid {daemon.process.pid}".encode() in second.stderr.read()
+    assert f"pid {daemon.process.pid}" in second.stderr
 
 
 @pytest.mark.parametrize(
@@ -196,16 +193,14 @@ def test_a_wrong_configuration_is_one_line(tmp_path: Path, config: str | None, n
         file.write_text(config)
     done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "run"))
     assert done.returncode == 1
-    assert done.stderr is not None
-    (line,) = done.stderr.read().decode().splitlines()
+    (line,) = done.stderr.splitlines()
     assert named in line
 
 
 def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     done = kvferry("daemon", "--runtime-dir", str(tmp_path / ("x" * 120)))
     assert done.returncode == 1
-    assert done.stderr is not None
-    assert b"runtime_dir" in done.stderr.read()
+    assert "runtime_dir" in done.stderr
 
 
 def test_a_shared_directory_is_left_alone(tmp_path: Path) -> None:
@@ -215,8 +210,7 @@ def test_a_shared_directory_is_left_alone(tmp_path: Path) -> None:
     (shared / "precious").touch()
     done = kvferry("daemon", "--runtime-dir", str(shared))
     assert done.returncode == 1
-    assert done.stderr is not None
-    assert b"precious" in done.stderr.read()
+    assert "precious" in done.stderr
     assert shared.stat().st_mode & 0o777 == 0o755
 
 
@@ -306,12 +300,7 @@ def _fields() -> dict[str, object]:
     return {name: getattr(SPEC, name) for name in SPEC.__struct_fields__}
 
 
-def kvferry(*arguments: str, wait: bool = True, log: Path | None = None) -> subprocess.Popen[bytes]:
-    """Run the command line."""
+def kvferry(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
     command = [sys.executable, "-P", "-m", "kvferry.clients.cli.main", *arguments]
-    with contextlib.ExitStack() as stack:
-        stderr = stack.enter_context(log.open("wb")) if log else subprocess.PIPE
-        process = subprocess.Popen(command, stderr=stderr)
-    if wait:
-        process.wait(30)
-    return process
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)

@@ -1,4 +1,4 @@
-"""Engines that die: scripts for processes that tests kill. Run as ``python victims.py SIDE RUNTIME_DIR REQUEST_ID …``."""
+"""Engines that die, as processes that tests kill: ``python victims.py SIDE RUNTIME_DIR REQUEST_ID [FLAG …]``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import os
 import signal
 import sys
 
+import numpy as np
+
 from kvferry.clients import Client, HandOff, MhaSpec, pages
 
 SPEC = MhaSpec(layers=2, tokens=2048, page_size=16, kv_heads=2, head_dim=8, dtype="float32")
 PAGES = 6
 SENT = 3
+VALUE = 7.0
 
 
 def main() -> None:
@@ -19,8 +22,7 @@ def main() -> None:
     client = Client.connect(runtime_dir, name=side)
     pool = client.create_pool(side, SPEC)
     ids = client.allocate(side, PAGES)
-    for role in "kv":
-        pool.tensor("main", role).fill_(7.0)
+    pool.region.view().view(np.float32)[:] = VALUE
     lists = [pages(ids[:SENT])]
     if side == "send":
         wait_accepted(client, client.send(side, request_id, lists, last="last" in flags))
