@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -50,7 +51,7 @@ def client(daemon: DaemonProcess) -> Iterator[Client]:
 @contextlib.contextmanager
 def victim(daemon: DaemonProcess, side: str, request_id: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run an engine up to where it waits to be killed; its children go too."""
-    command = [sys.executable, VICTIMS, side, daemon.runtime_dir, request_id, *flags]
+    command = [sys.executable, str(VICTIMS), side, str(daemon.runtime_dir), request_id, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == str(process.pid).encode()
@@ -252,7 +253,7 @@ def test_page_lists_that_make_no_sense(client: Client, ids: list[int], code: str
 
 def test_sides_that_do_not_fit_copy_nothing(client: Client) -> None:
     pool = client.attach_pool("receive")
-    other = client.create_pool("other", type(SPEC)(**{**_fields(), "head_dim": 16}))
+    other = client.create_pool("other", msgspec.structs.replace(SPEC, head_dim=16))
     before = pool.region.view().copy()
     for name, count, code in (("send", 4, "LENGTH_MISMATCH"), ("send", 2, "INCOMPLETE"), ("other", 3, "GEOMETRY")):
         request_id = new_request_id()
@@ -294,10 +295,6 @@ def test_memory_of_pools_is_left_out_of_core_files(daemon: DaemonProcess, client
     for region in smaps[1:]:
         flags = next(line for line in region.splitlines() if line.startswith("VmFlags"))
         assert " dd" in flags
-
-
-def _fields() -> dict[str, object]:
-    return {name: getattr(SPEC, name) for name in SPEC.__struct_fields__}
 
 
 def kvferry(*arguments: str) -> subprocess.CompletedProcess[str]:

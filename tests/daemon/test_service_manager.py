@@ -1,0 +1,39 @@
+"""What the service manager hears, on a real socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.daemon.service_manager import ServiceManager
+
+
+@pytest.fixture(params=["path", "abstract"])
+def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
+    """Return a bound socket and its address as NOTIFY_SOCKET has it."""
+    address = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
+        one.settimeout(10)
+        one.bind(address if request.param == "path" else "\0" + address)
+        yield one, address if request.param == "path" else "@" + address
+
+
+def test_ready_and_stopping_are_told(channel: tuple[socket.socket, str]) -> None:
+    receiver, address = channel
+    manager = ServiceManager({"NOTIFY_SOCKET": address})
+    manager.ready("serving")
+    assert receiver.recv(1000) == b"READY=1\nSTATUS=serving"
+    manager.stopping()
+    assert receiver.recv(1000).startswith(b"STOPPING=1\n")
+
+
+def test_without_a_manager_nothing_happens() -> None:
+    ServiceManager({}).ready("serving")
+
+
+def test_a_manager_that_is_gone_does_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "none")}).ready("serving")
+    assert "service manager not told" in "".join(capsys.readouterr())
