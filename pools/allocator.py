@@ -16,7 +16,7 @@ from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import NotOwnerError, PageBusyError, PoolFullError
 
 NOBODY = 0
-_SCAN_PAGES = 1 << 16
+_SCAN_PAGES = 1 << 10  # at first; each further look is twice as wide
 
 
 class FreedPages(NamedTuple):
@@ -166,13 +166,12 @@ class PageAllocator:
 
     def _find_free(self, count: int) -> PageIds:
         found: list[PageIds] = []
-        start, missing = self._lowest_free, count
+        start, missing, window = self._lowest_free, count, max(_SCAN_PAGES, 2 * count)
         while missing:
-            stop = start + max(_SCAN_PAGES, missing)
-            ids = np.flatnonzero(self._free[start:stop])[:missing] + start
+            ids = np.flatnonzero(self._free[start : start + window])[:missing] + start
             found.append(ids)
             missing -= len(ids)
-            start = stop
+            start, window = start + window, 2 * window
         taken = found[0] if len(found) == 1 else np.concatenate(found)
         self._lowest_free = int(taken[-1]) + 1
         return taken

@@ -45,13 +45,13 @@ class Plan(msgspec.Struct, frozen=True):
     def blocks(self) -> Blocks:
         """Return all copies, entry by entry, runs in order: ``(entries * runs, 3)`` uint64."""
         sizes = self.page_bytes[:, None]
-        blocks = np.empty((len(self.page_bytes), len(self.runs.pages), 3), np.uint64)
-        np.multiply(sizes, self.runs.source.astype(np.uint64), out=blocks[:, :, 0])
-        np.multiply(sizes, self.runs.destination.astype(np.uint64), out=blocks[:, :, 1])
-        np.multiply(sizes, self.runs.pages.astype(np.uint64), out=blocks[:, :, 2])
-        blocks[:, :, 0] += self.source_base[:, None]
-        blocks[:, :, 1] += self.destination_base[:, None]
-        return blocks.reshape(-1, 3)
+        columns = np.empty((3, len(self.page_bytes), len(self.runs.pages)), np.uint64)  # each column in one piece
+        np.multiply(sizes, self.runs.source.astype(np.uint64), out=columns[0])
+        np.multiply(sizes, self.runs.destination.astype(np.uint64), out=columns[1])
+        np.multiply(sizes, self.runs.pages.astype(np.uint64), out=columns[2])
+        columns[0] += self.source_base[:, None]
+        columns[1] += self.destination_base[:, None]
+        return columns.reshape(3, -1).T
 
 
 def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageIds) -> Plan:

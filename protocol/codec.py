@@ -27,6 +27,7 @@ Frames: TypeAlias = list[bytes | memoryview]
 
 WIRE_IDS: Final = np.dtype("<i8")
 UNKNOWN_MESSAGE: Final = 0
+_ENVELOPE_FIELDS: Final = {f"[{place}]": name for place, name in enumerate(Request.__struct_fields__) if name != "body"}
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
@@ -63,9 +64,12 @@ def encode(message: Request | Reply | Event, ids: Sequence[PageIds] = ()) -> Fra
     Raises:
         ValueError: the lists are not those that the body announces: a bug of the caller.
     """
-    if tuple(len(one) for one in ids) != message.body.page_counts():
-        raise ValueError(f"{type(message.body).__name__} announces {message.body.page_counts()} page ids")
     frames: Frames = [_encoder.encode(message)]
+    counts = message.body.page_counts()
+    if not ids and not counts:
+        return frames
+    if tuple(len(one) for one in ids) != counts:
+        raise ValueError(f"{type(message.body).__name__} announces {counts} page ids")
     frames.extend(np.ascontiguousarray(one, WIRE_IDS).data.cast("B") for one in ids)
     return frames
 
@@ -94,6 +98,8 @@ def decode_from_daemon(frames: Sequence[bytes]) -> IncomingReply:
 
 def _page_lists(body: Body, frames: Sequence[bytes]) -> tuple[PageIds, ...]:
     counts = body.page_counts()
+    if not counts and not frames:
+        return ()
     if len(counts) != len(frames):
         raise MalformedError(f"{len(frames)} id frames for {len(counts)} page lists", field="pages")
     for number, (count, frame) in enumerate(zip(counts, frames, strict=True)):
@@ -130,7 +136,8 @@ def _explain_body(body: msgspec.Raw, cause: BaseException) -> CallerError:
 def invalid_field(cause: msgspec.ValidationError) -> InvalidFieldError:
     """Return msgspec's complaint as an error that names the field: ``Expected `int` - at `$[5].count```."""
     what, _, where = str(cause).partition(" - at `$")
-    field = where.rstrip("`").removeprefix("[5]").lstrip(".")
+    path = where.rstrip("`")
+    field = _ENVELOPE_FIELDS.get(path, path.removeprefix("[5]").lstrip("."))
     if not field and "`" in what:
         field = what.rsplit("`", 2)[-2]
     return InvalidFieldError(what, field=field)

@@ -74,30 +74,31 @@ def _check_known_list(one: dict[str, Any], where: str) -> None:
 
 def _lists_of(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     lists = fields.get("lists")
-    if isinstance(lists, list):
+    if isinstance(lists, list | tuple):
         yield from (one for one in lists if isinstance(one, dict))
 
 
-def _holders(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the objects that may hold page ids, in frame order."""
-    yield fields
-    yield from _lists_of(fields)
+def _holders(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects that may hold page ids, in frame order, and how to name them."""
+    yield "", fields
+    for index, one in enumerate(_lists_of(fields)):
+        yield f"lists[{index}].", one
 
 
 def _take_ids(fields: dict[str, Any]) -> Iterator[PageIds]:
-    for holder in _holders(fields):
-        ids = holder.get(PAGES)
-        if isinstance(ids, list):
-            try:
-                array = msgspec.convert(ids, list[int])
-                yield np.array(array, np.int64)
-            except (msgspec.ValidationError, OverflowError) as cause:
-                raise InvalidFieldError(f"page ids are integers: {cause}", field=PAGES) from cause
-            holder[PAGES] = len(array)
+    for where, holder in _holders(fields):
+        if PAGES not in holder:
+            continue
+        try:
+            ids = np.array(msgspec.convert(holder[PAGES], list[int]), np.int64)
+        except (msgspec.ValidationError, OverflowError) as cause:
+            raise InvalidFieldError(f"page ids are a list of integers: {cause}", field=f"{where}{PAGES}") from cause
+        holder[PAGES] = len(ids)
+        yield ids
 
 
 def _put_ids(fields: dict[str, Any], remaining: Iterator[PageIds]) -> None:
-    for holder in _holders(fields):
+    for _, holder in _holders(fields):
         ids = next(remaining, None) if PAGES in holder else None
         if ids is not None:
             holder[PAGES] = ids.tolist()

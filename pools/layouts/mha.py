@@ -16,6 +16,8 @@ from kvferry.protocol.manifests import Entry, Manifest, MhaSpec
 
 COMPONENT = "main"
 FORMAT = "ND"
+MAX_NUMBER = (1 << 31) - 1
+"""Layers and heads are numbered below this, so that whoever receives the manifest can read it."""
 
 
 class _Heads(msgspec.Struct, frozen=True):
@@ -30,9 +32,11 @@ def manifest_of(spec: MhaSpec) -> Manifest:
     """Return the manifest: k of all layers, then v of all layers.
 
     Raises:
-        InvalidFieldError: the heads, the dtype or the size make no sense.
+        InvalidFieldError: the layers, the heads, the dtype or the size make no sense.
     """
     pages = page_count(spec.tokens, spec.page_size)
+    if spec.first_layer + spec.layers > MAX_NUMBER:
+        raise InvalidFieldError(f"layers {spec.first_layer}..; at most {MAX_NUMBER - 1}", field="first_layer")
     heads = _heads_of(spec)
     v_head_dim = spec.head_dim if spec.v_head_dim is None else spec.v_head_dim
     entries = [
@@ -49,6 +53,8 @@ def _heads_of(spec: MhaSpec) -> _Heads:
         raise InvalidFieldError(
             f"heads {spec.head_start}..{spec.head_start + spec.kv_heads - 1} of {total}", field="total_heads"
         )
+    if total > MAX_NUMBER:
+        raise InvalidFieldError(f"{total} heads; at most {MAX_NUMBER}", field="head_start")
     return _Heads(spec.head_start, spec.kv_heads, total)
 
 

@@ -1,0 +1,76 @@
+"""Host regions: sealed, shared by descriptor, mapped once, given back."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+
+import pytest
+
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import InvalidFieldError, OutOfMemoryError
+
+SIZE = 3 * mmap.PAGESIZE
+KERNEL = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+POPULATES_SINCE = (5, 14)
+
+
+@pytest.fixture
+def region() -> HostRegion:
+    """Return a small region; the kernel takes it back with the last reference."""
+    return HostRegion.create("test", SIZE)
+
+
+def test_two_mappings_share_the_bytes(region: HostRegion) -> None:
+    with region, HostRegion(os.dup(region.fd), SIZE) as other:
+        region.view()[17] = 99
+        assert other.view()[17] == 99
+        assert other.address != region.address
+        assert not region.view()[:17].any()
+
+
+def test_nobody_can_change_its_size(region: HostRegion) -> None:
+    with region:
+        for size in (0, SIZE - 1, SIZE + 1):
+            with pytest.raises(PermissionError):
+                os.ftruncate(region.fd, size)
+
+
+def test_a_descriptor_of_another_size_is_refused_and_closed(region: HostRegion) -> None:
+    with region:
+        fd = os.dup(region.fd)
+        with pytest.raises(InvalidFieldError, match="its manifest"):
+            HostRegion(fd, SIZE + 1)
+        with pytest.raises(OSError, match="Bad file descriptor") as closed:
+            os.fstat(fd)
+        assert closed.value.errno == errno.EBADF
+
+
+def test_more_than_the_host_has_is_an_error() -> None:
+    with pytest.raises(OutOfMemoryError):
+        HostRegion.create("test", 1 << 62)
+
+
+def test_views_outlive_the_region(region: HostRegion) -> None:
+    view = region.view()
+    view[0] = 7
+    region.close()
+    region.close()
+    assert view[0] == 7
+    assert "closed" in repr(region)
+
+
+def test_populate_takes_memory_unless_it_is_cancelled(region: HostRegion) -> None:
+    def resident_bytes() -> int:
+        return os.fstat(region.fd).st_blocks * 512
+
+    cancelled = threading.Event()
+    cancelled.set()
+    with region:
+        region.populate(cancelled)
+        assert resident_bytes() == 0
+        region.populate(threading.Event())
+        assert resident_bytes() == (SIZE if KERNEL >= POPULATES_SINCE else 0)
+        assert not region.view().any()

@@ -1,0 +1,210 @@
+"""The page allocator against a plain model: dictionaries and nothing clever."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.pools.allocator import PageAllocator
+from kvferry.protocol.errors import (
+    DuplicatePageError,
+    EmptyPagesError,
+    KvferryError,
+    NotOwnerError,
+    PageBusyError,
+    PageOutOfRangeError,
+    PoolFullError,
+)
+
+PAGES = 9
+OWNERS = st.integers(1, 3)
+LISTS = st.lists(st.integers(-1, PAGES), max_size=5)
+
+
+def ids_of(pages: list[int]) -> np.typing.NDArray[np.int64]:
+    return np.array(pages, np.int64)
+
+
+class AllocatorAgainstModel(RuleBasedStateMachine):
+    """Does the same to an allocator and to a model of it; refusals must be the model's, and change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PageAllocator(PAGES)
+        self.owner: dict[int, int] = {}
+        self.readers: Counter[int] = Counter()
+        self.writing: set[int] = set()
+        self.doomed: set[int] = set()
+        self.reads: list[list[int]] = []
+        self.writes: list[list[int]] = []
+
+    def free_pages(self) -> set[int]:
+        """Return the pages that the model says are free."""
+        return set(range(1, PAGES)) - set(self.owner) - self.doomed
+
+    def refusal(self, owner: int, pages: list[int]) -> type[KvferryError] | None:
+        """Return what must be raised for pages that should be the owner's."""
+        if not pages:
+            return EmptyPagesError
+        if any(not 1 <= page < PAGES for page in pages):
+            return PageOutOfRangeError
+        return NotOwnerError if any(self.owner.get(page) != owner for page in pages) else None
+
+    def give_back(self, pages: set[int]) -> tuple[int, int]:
+        """Take pages from their owner; return how many are free at once, and how many later."""
+        busy = {page for page in pages if self.readers[page] or page in self.writing}
+        for page in pages:
+            del self.owner[page]
+        self.doomed |= busy
+        return len(pages - busy), len(busy)
+
+    def reclaim(self) -> None:
+        """Free what is doomed and idle."""
+        self.doomed = {page for page in self.doomed if self.readers[page] or page in self.writing}
+
+    @rule(owner=OWNERS, count=st.integers(1, PAGES))
+    def allocate(self, owner: int, count: int) -> None:
+        """Take the lowest free pages, or none."""
+        free = sorted(self.free_pages())
+        if count > len(free):
+            with pytest.raises(PoolFullError, match=f"{count} pages asked for, {len(free)} of 8 free"):
+                self.allocator.allocate(owner, count)
+            return
+        assert self.allocator.allocate(owner, count).tolist() == free[:count]
+        self.owner.update(dict.fromkeys(free[:count], owner))
+
+    @rule(owner=OWNERS, pages=LISTS)
+    def free_any(self, owner: int, pages: list[int]) -> None:
+        """Free pages that may be anything."""
+        error = self.refusal(owner, pages)
+        if error is None and len(set(pages)) < len(pages):
+            error = DuplicatePageError
+        if error is not None:
+            with pytest.raises(error):
+                self.allocator.free(owner, ids_of(pages))
+            return
+        assert self.allocator.free(owner, ids_of(pages)) == self.give_back(set(pages))
+
+    @precondition(lambda self: self.owner)
+    @rule(data=st.data())
+    def free_owned(self, data: st.DataObject) -> None:
+        """Free pages of one owner: idle, read, or written."""
+        owner = self.owner[data.draw(st.sampled_from(sorted(self.owner)))]
+        mine = sorted(page for page, one in self.owner.items() if one == owner)
+        pages = data.draw(st.lists(st.sampled_from(mine), min_size=1, unique=True))
+        assert self.allocator.free(owner, ids_of(pages)) == self.give_back(set(pages))
+
+    @rule(owner=OWNERS)
+    def release_owner(self, owner: int) -> None:
+        """Let an owner die."""
+        mine = {page for page, one in self.owner.items() if one == owner}
+        assert self.allocator.release_owner(owner) == self.give_back(mine)
+
+    @rule(owner=OWNERS, data=st.data())
+    def begin_read(self, owner: int, data: st.DataObject) -> None:
+        """Read pages, some of them twice."""
+        pages = data.draw(self.lists_near(owner))
+        error = self.refusal(owner, pages)
+        if error is None and set(pages) & self.writing:
+            error = PageBusyError
+        if error is not None:
+            with pytest.raises(error):
+                self.allocator.begin_read(owner, ids_of(pages), "pages")
+            return
+        self.allocator.begin_read(owner, ids_of(pages), "pages")
+        self.readers.update(pages)
+        self.reads.append(pages)
+
+    @rule(owner=OWNERS, data=st.data())
+    def begin_write(self, owner: int, data: st.DataObject) -> None:
+        """Become the one writer of pages."""
+        pages = data.draw(self.lists_near(owner))
+        error = self.refusal(owner, pages)
+        if error is None and len(set(pages)) < len(pages):
+            error = DuplicatePageError
+        if error is None and any(page in self.writing or self.readers[page] for page in pages):
+            error = PageBusyError
+        if error is not None:
+            with pytest.raises(error):
+                self.allocator.begin_write(owner, ids_of(pages), "pages")
+            return
+        self.allocator.begin_write(owner, ids_of(pages), "pages")
+        self.writing |= set(pages)
+        self.writes.append(pages)
+
+    @precondition(lambda self: self.reads)
+    @rule(data=st.data())
+    def end_read(self, data: st.DataObject) -> None:
+        """End one of the reads."""
+        pages = self.reads.pop(data.draw(st.integers(0, len(self.reads) - 1)))
+        self.allocator.end_read(ids_of(pages))
+        self.readers.subtract(pages)
+        self.reclaim()
+
+    @precondition(lambda self: self.writes)
+    @rule(data=st.data())
+    def end_write(self, data: st.DataObject) -> None:
+        """End one of the writes."""
+        pages = self.writes.pop(data.draw(st.integers(0, len(self.writes) - 1)))
+        self.allocator.end_write(ids_of(pages))
+        self.writing -= set(pages)
+        self.reclaim()
+
+    def lists_near(self, owner: int) -> st.SearchStrategy[list[int]]:
+        """Return page lists that are mostly the owner's, so that not everything is refused."""
+        mine = sorted(page for page, one in self.owner.items() if one == owner)
+        return st.lists(st.sampled_from(mine), min_size=1, max_size=4) | LISTS if mine else LISTS
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        """Check every count that can be asked for, and the allocator's own integrity."""
+        self.allocator.check_integrity()
+        assert self.allocator.free_count == len(self.free_pages())
+        busy = self.writing | {page for page, count in self.readers.items() if count}
+        assert self.allocator.busy_count == len(busy)
+        assert self.allocator.pages_by_owner() == dict(Counter(self.owner.values()))
+        assert self.allocator.idle == (not self.owner and not self.doomed)
+
+
+TestAllocator = AllocatorAgainstModel.TestCase
+TestAllocator.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_freed_pages_are_handed_out_again_lowest_first() -> None:
+    allocator = PageAllocator(PAGES)
+    assert allocator.allocate(1, 8).tolist() == list(range(1, 9))
+    allocator.free(1, ids_of([6, 2, 7]))
+    assert allocator.allocate(2, 2).tolist() == [2, 6]
+
+
+def test_a_page_of_a_dead_owner_is_not_reused_while_it_is_written() -> None:
+    allocator = PageAllocator(3)
+    pages = allocator.allocate(1, 2)
+    allocator.begin_write(1, pages[:1], "pages")
+    assert allocator.release_owner(1) == (1, 1)
+    with pytest.raises(PoolFullError, match="1 of 2 free"):
+        allocator.allocate(2, 2)
+    allocator.end_write(pages[:1])
+    assert allocator.allocate(2, 2).tolist() == [1, 2]
+
+
+def test_a_doomed_page_is_nobodys() -> None:
+    allocator = PageAllocator(3)
+    pages = allocator.allocate(1, 1)
+    allocator.begin_read(1, pages, "pages")
+    allocator.free(1, pages)
+    with pytest.raises(NotOwnerError, match="page 1 at position 0"):
+        allocator.begin_read(1, pages, "lists[0].pages")
+
+
+def test_large_pools_are_scanned_in_parts() -> None:
+    allocator = PageAllocator(200_000)
+    held = allocator.allocate(1, 199_999)
+    allocator.free(1, held[[5, 70_000, 199_998]])
+    assert allocator.allocate(2, 3).tolist() == [6, 70_001, 199_999]
+    assert allocator.free_count == 0

@@ -1,0 +1,65 @@
+"""Element sizes, pages of a pool, and the two derivations of a page's bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.pools.geometry import DTYPE_BYTES, MAX_PAGES, dtype_bytes, page_bytes_of, page_count
+from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError
+
+SMALL = st.integers(1, 9)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_dtypes_are_torchs(dtype: str) -> None:
+    assert dtype_bytes(dtype) == getattr(torch, dtype).itemsize
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(InvalidFieldError, match="no dtype 'float13'") as refused:
+        dtype_bytes("float13")
+    assert refused.value.field == "dtype"
+
+
+@given(st.integers(1, 10_000), st.integers(1, 300))
+def test_pages_hold_the_tokens_and_the_padding_page(tokens: int, page_size: int) -> None:
+    if tokens < page_size:
+        with pytest.raises(InvalidFieldError) as refused:
+            page_count(tokens, page_size)
+        assert refused.value.field == "tokens"
+    else:
+        pages = page_count(tokens, page_size)
+        assert pages * page_size > tokens >= (pages - 1) * page_size
+
+
+def test_pages_are_numbered_in_31_bits() -> None:
+    assert page_count(MAX_PAGES - 1, 1) == MAX_PAGES
+    with pytest.raises(InvalidFieldError) as refused:
+        page_count(MAX_PAGES, 1)
+    assert refused.value.field == "tokens"
+
+
+@given(SMALL, SMALL, SMALL, SMALL, st.sampled_from(sorted(DTYPE_BYTES)))
+def test_both_views_give_the_formula(pages: int, page_size: int, heads: int, dim: int, dtype: str) -> None:
+    formula = page_size * heads * dim * dtype_bytes(dtype)
+    for shape in ((pages, page_size, heads, dim), (pages * page_size, 1, heads, dim)):
+        assert page_bytes_of(shape, dtype, pages, formula, "main/k/0") == formula
+        assert math.prod(shape) * dtype_bytes(dtype) == pages * formula
+
+
+@given(SMALL, st.integers(2, 9), SMALL, SMALL)
+def test_a_row_of_the_fia_view_taken_for_a_page_is_refused(pages: int, page_size: int, heads: int, dim: int) -> None:
+    row = heads * dim * 2
+    with pytest.raises(GeometryMismatchError, match="main/k/3: shape and dtype give") as refused:
+        page_bytes_of((pages * page_size, 1, heads, dim), "float16", pages, row, "main/k/3")
+    assert refused.value.field == "page_bytes"
+
+
+def test_an_array_that_does_not_divide_into_pages_is_refused() -> None:
+    with pytest.raises(GeometryMismatchError):
+        page_bytes_of((7, 1, 1, 1), "int8", 2, 3, "main/k/0")

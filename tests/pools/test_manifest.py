@@ -1,0 +1,107 @@
+"""Manifests: uniqueness, what an entry from outside may say, the layout digest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.pools.manifest import MAX_ADDRESS, check_entry, check_unique, lay_out, layout_digest
+from kvferry.protocol.errors import DuplicateEntryError, GeometryMismatchError, InvalidFieldError, KvferryError
+from kvferry.protocol.manifests import Entry
+
+PLAIN = Entry(
+    component="main",
+    role="k",
+    layer=4,
+    base=640,
+    pages=5,
+    page_bytes=256,
+    page_tokens=4,
+    head_start=2,
+    heads=2,
+    total_heads=8,
+    dtype="float16",
+    shape=(5, 4, 2, 16),
+    format="ND",
+)
+GEOMETRY: dict[str, list[Any]] = {
+    "component": ["draft"],
+    "role": ["v", "index_k"],
+    "layer": [0, 5],
+    "page_bytes": [128, 512],
+    "page_tokens": [8, None],
+    "head_start": [0, None],
+    "heads": [1, None],
+    "total_heads": [4, None],
+    "dtype": ["bfloat16", "float32", None],
+    "format": ["NZ", None],
+}
+PLACE: dict[str, list[Any]] = {"base": [0, 641], "pages": [2, 6], "shape": [(20, 1, 2, 16), (1,), None]}
+
+
+def changed(field: str, value: Any) -> Entry:  # noqa: ANN401  any field of an entry
+    return msgspec.structs.replace(PLAIN, **{field: value})
+
+
+def test_every_field_of_an_entry_is_geometry_or_place() -> None:
+    assert sorted([*GEOMETRY, *PLACE]) == sorted(Entry.__struct_fields__)
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in GEOMETRY.items() for value in values])
+def test_the_digest_covers(field: str, value: Any) -> None:  # noqa: ANN401  see changed
+    assert layout_digest([changed(field, value)]) != layout_digest([PLAIN])
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in PLACE.items() for value in values])
+def test_the_digest_leaves_out(field: str, value: Any) -> None:  # noqa: ANN401  see changed
+    assert layout_digest([changed(field, value)]) == layout_digest([PLAIN])
+
+
+@given(st.permutations([(role, layer) for role in ("k", "v") for layer in range(3)]))
+def test_the_digest_leaves_out_the_order(names: list[tuple[str, int]]) -> None:
+    entries = [msgspec.structs.replace(PLAIN, role=role, layer=layer) for role, layer in names]
+    assert layout_digest(entries) == layout_digest(sorted(entries, key=lambda one: one.name))
+
+
+def test_the_digest_covers_how_many_entries_there_are() -> None:
+    assert layout_digest([PLAIN, changed("layer", 5)]) != layout_digest([PLAIN])
+
+
+def test_the_digest_is_32_digits_and_never_changes() -> None:
+    assert layout_digest([PLAIN]) == "3018d55864f00d0e8b28a59d91de5f75"
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "changes"),
+    [
+        (InvalidFieldError, "x[1].base", {"base": MAX_ADDRESS}),
+        (InvalidFieldError, "x[1].base", {"pages": (1 << 31) - 1, "page_bytes": (1 << 62) - 1, "shape": None}),
+        (GeometryMismatchError, "page_bytes", {"page_bytes": 128}),
+        (GeometryMismatchError, "page_bytes", {"page_bytes": 64, "shape": (20, 1, 2, 16)}),  # a FIA row, not a page
+        (GeometryMismatchError, "page_bytes", {"dtype": "float32"}),
+        (InvalidFieldError, "dtype", {"dtype": "float12"}),
+        (InvalidFieldError, "x[1].heads", {"head_start": 7}),
+    ],
+)
+def test_an_entry_that_contradicts_itself(error: type[KvferryError], field: str, changes: dict[str, Any]) -> None:
+    check_entry(PLAIN, "x[1]")
+    with pytest.raises(error) as refused:
+        check_entry(msgspec.structs.replace(PLAIN, **changes), "x[1]")
+    assert refused.value.field == field
+
+
+def test_a_second_entry_of_one_name_is_refused() -> None:
+    check_unique([PLAIN, changed("layer", 5), changed("role", "v"), changed("component", "draft")], "entries")
+    with pytest.raises(DuplicateEntryError, match="main/k/4 is entry 0 and entry 2") as refused:
+        check_unique([PLAIN, changed("layer", 5), changed("base", 0)], "entries")
+    assert refused.value.field == "entries[2]"
+
+
+def test_a_region_has_a_bound() -> None:
+    with pytest.raises(InvalidFieldError, match="the region would exceed") as refused:
+        lay_out([changed("page_bytes", 1 << 49)])
+    assert refused.value.field == "tokens"

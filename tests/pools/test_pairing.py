@@ -1,0 +1,116 @@
+"""Pairing by (component, role, layer), and what a pair must agree in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.pools.pairing import MUST_AGREE, check_covered, pair_entries
+from kvferry.protocol.errors import DuplicateEntryError, GeometryMismatchError, UncoveredEntryError
+from kvferry.protocol.manifests import Entry
+
+NAMES = st.tuples(st.sampled_from(["main", "draft"]), st.sampled_from(["k", "v", "index_k"]), st.integers(0, 3))
+FULL = Entry(
+    component="main",
+    role="k",
+    layer=0,
+    base=0,
+    pages=5,
+    page_bytes=256,
+    page_tokens=4,
+    head_start=2,
+    heads=2,
+    total_heads=8,
+    dtype="float16",
+    shape=(5, 4, 2, 16),
+    format="ND",
+)
+OTHER = {
+    "page_bytes": 512,
+    "page_tokens": 8,
+    "head_start": 0,
+    "heads": 1,
+    "total_heads": 4,
+    "dtype": "bfloat16",
+    "format": "NZ",
+}
+
+
+def entries_of(names: list[tuple[str, str, int]]) -> list[Entry]:
+    return [
+        Entry(component=component, role=role, layer=layer, base=1000 * at, pages=2, page_bytes=8)
+        for at, (component, role, layer) in enumerate(names)
+    ]
+
+
+@given(st.lists(NAMES, unique=True), st.lists(NAMES, unique=True))
+def test_the_names_alone_decide(source: list[tuple[str, str, int]], destination: list[tuple[str, str, int]]) -> None:
+    pairing = pair_entries(entries_of(source), entries_of(destination))
+    assert [pair.destination_index for pair in pairing.pairs] == [
+        at for at, name in enumerate(destination) if name in source
+    ]
+    for pair in pairing.pairs:
+        name = destination[pair.destination_index]
+        assert pair.destination.base == 1000 * pair.destination_index
+        assert pair.source.base == 1000 * source.index(name)
+    assert [entry.base // 1000 for entry in pairing.uncovered] == [
+        at for at, name in enumerate(destination) if name not in source
+    ]
+    assert pairing.skipped_source_entries == len(set(source) - set(destination))
+
+
+@given(st.lists(NAMES, unique=True), st.lists(NAMES, unique=True))
+def test_only_optional_components_may_stay_uncovered(
+    source: list[tuple[str, str, int]], destination: list[tuple[str, str, int]]
+) -> None:
+    pairing = pair_entries(entries_of(source), entries_of(destination))
+    bare = [name for name in destination if name not in source and name[0] != "draft"]
+    if not bare:
+        check_covered(pairing, ["draft"])
+        return
+    expected = f"no source entry for {'/'.join(map(str, bare[0]))} .{len(bare)} required"
+    with pytest.raises(UncoveredEntryError, match=expected) as refused:
+        check_covered(pairing, ["draft"])
+    assert refused.value.field == "destination.entries"
+
+
+def test_other_tests_cover_every_field_that_must_agree() -> None:
+    assert set(OTHER) == set(MUST_AGREE)
+
+
+@pytest.mark.parametrize("field", MUST_AGREE)
+def test_a_field_that_both_give_must_agree(field: str) -> None:
+    other = msgspec.structs.replace(FULL, shape=None, **{field: OTHER[field]})
+    with pytest.raises(GeometryMismatchError, match=f"main/k/0: {field} is") as refused:
+        pair_entries([FULL], [msgspec.structs.replace(FULL, layer=1), other])
+    assert refused.value.field == f"destination.entries[1].{field}"
+
+
+@pytest.mark.parametrize("field", [field for field in MUST_AGREE if field != "page_bytes"])
+def test_a_field_that_one_side_leaves_out_is_taken_as_it_is(field: str) -> None:
+    silent = msgspec.structs.replace(FULL, **{field: None})
+    assert len(pair_entries([FULL], [silent]).pairs) == 1
+    assert len(pair_entries([silent], [FULL]).pairs) == 1
+
+
+def test_the_same_bytes_of_another_shape_are_refused() -> None:
+    other: Any = msgspec.structs.replace(FULL, heads=None, shape=(5, 4, 4, 8))
+    with pytest.raises(GeometryMismatchError) as refused:
+        pair_entries([FULL], [other])
+    assert refused.value.field == "destination.entries[0].shape"
+
+
+def test_both_views_of_one_layout_pair() -> None:
+    assert len(pair_entries([FULL], [msgspec.structs.replace(FULL, shape=(20, 1, 2, 16))]).pairs) == 1
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_a_name_given_twice_is_refused(side: str) -> None:
+    once, twice = [FULL], [FULL, FULL]
+    with pytest.raises(DuplicateEntryError) as refused:
+        pair_entries(twice if side == "source" else once, twice if side == "destination" else once)
+    assert refused.value.field == f"{side}.entries[1]"

@@ -1,0 +1,134 @@
+"""Plans against the byte-level oracle, and the checks that a plan makes before a byte moves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.pools.copies import (
+    CopyBlocks,
+    chunk_bounds,
+    copy_one_by_one,
+    copy_vectored,
+    split_blocks,
+    vectored_copy_works,
+)
+from kvferry.pools.pairing import pair_entries
+from kvferry.pools.plan import Blocks, make_plan
+from kvferry.protocol.errors import (
+    DuplicatePageError,
+    EmptyPagesError,
+    KvferryError,
+    LengthMismatchError,
+    PageOutOfRangeError,
+    UncoveredEntryError,
+)
+from kvferry.protocol.manifests import Entry
+from tests.pools.tagged_memory import UNTOUCHED, HandOffCase, Memory, cases, expected_memory, plans_of
+
+
+def offset_copy(blocks: Blocks, source: Memory, destination: Memory) -> None:
+    """Copy blocks of offsets as plainly as can be."""
+    for start, to, size in blocks.tolist():
+        destination[to : to + size] = source[start : start + size]
+
+
+def absolute(blocks: Blocks, source: Memory, destination: Memory) -> Blocks:
+    moved = blocks.copy()
+    moved[:, 0] += np.uint64(source.ctypes.data)
+    moved[:, 1] += np.uint64(destination.ctypes.data)
+    return moved
+
+
+def memory_after(case: HandOffCase, copy: Callable[[Blocks, Memory, Memory], None]) -> Memory:
+    destination = np.full(case.region_bytes, UNTOUCHED, np.uint8)
+    for source, plan in zip(case.sources, plans_of(case), strict=True):
+        before = source.memory.copy()
+        copy(plan.blocks(), source.memory, destination)
+        assert (source.memory == before).all()
+    return destination
+
+
+@given(cases())
+def test_every_byte_arrives_and_no_other_changes(case: HandOffCase) -> None:
+    assert (memory_after(case, offset_copy) == expected_memory(case)).all()
+
+
+@given(cases(), st.integers(1, 40), st.integers(1, 200))
+def test_the_daemons_copies_move_the_same_bytes(case: HandOffCase, block_bytes: int, chunk_bytes: int) -> None:
+    expected = expected_memory(case)
+    copies: list[CopyBlocks] = [copy_one_by_one, *([copy_vectored] if vectored_copy_works() else [])]
+    for copy in copies:
+
+        def in_chunks(blocks: Blocks, source: Memory, destination: Memory, copy: CopyBlocks = copy) -> None:
+            split = split_blocks(absolute(blocks, source, destination), block_bytes)
+            bounds = chunk_bounds(split, chunk_bytes).tolist()
+            for start, stop in itertools.pairwise(bounds):
+                copy(split[start:stop])
+
+        assert (memory_after(case, in_chunks) == expected).all()
+
+
+@given(cases())
+def test_a_plan_counts_what_it_copies(case: HandOffCase) -> None:
+    for plan in plans_of(case):
+        assert plan.pages == len(case.pages)
+        assert plan.total_bytes == int(plan.blocks()[:, 2].sum())
+
+
+@given(cases())
+def test_no_block_leaves_its_region(case: HandOffCase) -> None:
+    for source, plan in zip(case.sources, plans_of(case), strict=True):
+        blocks = plan.blocks()
+        assert (blocks[:, 2] > 0).all()
+        assert int((blocks[:, 0] + blocks[:, 2]).max()) <= len(source.memory)
+        assert int((blocks[:, 1] + blocks[:, 2]).max()) <= case.region_bytes
+
+
+def entry(**fields: Any) -> Entry:  # noqa: ANN401  any field of an entry
+    plain = {"component": "main", "role": "k", "layer": 0, "base": 0, "pages": 8, "page_bytes": 4}
+    return Entry(**{**plain, **fields})
+
+
+def test_a_source_page_may_be_sent_twice() -> None:
+    plan = make_plan(pair_entries([entry()], [entry(base=100)]), np.array([3, 3]), np.array([5, 2]))
+    assert plan.blocks().tolist() == [[12, 120, 4], [12, 108, 4]]
+
+
+def test_addresses_near_the_end_of_memory_do_not_wrap() -> None:
+    high = (1 << 63) - 1 - 8 * 4
+    plan = make_plan(pair_entries([entry(base=high)], [entry(base=high)]), np.array([7]), np.array([7]))
+    assert plan.blocks().tolist() == [[high + 28, high + 28, 4]]
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "source", "destination"),
+    [
+        (LengthMismatchError, "destination_pages", [1, 2], [1]),
+        (LengthMismatchError, "destination_pages", [], [1]),
+        (EmptyPagesError, "source_pages", [], []),
+        (PageOutOfRangeError, "source_pages", [0], [1]),
+        (PageOutOfRangeError, "source_pages", [6], [1]),  # the smallest entry of the source has 6 pages
+        (PageOutOfRangeError, "destination_pages", [1], [0]),
+        (PageOutOfRangeError, "destination_pages", [1], [-1]),
+        (PageOutOfRangeError, "destination_pages", [1], [7]),
+        (DuplicatePageError, "destination_pages", [1, 2], [4, 4]),
+    ],
+)
+def test_refused_lists(error: type[KvferryError], field: str, source: list[int], destination: list[int]) -> None:
+    pairing = pair_entries([entry(), entry(role="v", pages=6)], [entry(), entry(role="v", pages=7)])
+    with pytest.raises(error) as refused:
+        make_plan(pairing, np.array(source, np.int64), np.array(destination, np.int64))
+    assert refused.value.field == field
+
+
+def test_nothing_in_common_is_refused() -> None:
+    with pytest.raises(UncoveredEntryError) as refused:
+        make_plan(pair_entries([entry()], [entry(role="v")]), np.array([1]), np.array([1]))
+    assert refused.value.field == "source.entries"

@@ -1,0 +1,105 @@
+"""Hypothesis strategies for every message body, made from the structs themselves: a new field or type is covered."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from kvferry.protocol.base import Body
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.envelope import Event, Reply, Request
+from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply
+from kvferry.protocol.schema import EVENTS
+
+INT64: Final = (-(1 << 63), (1 << 63) - 1)
+MAX_LIST: Final = 4
+REQUESTS: Final = tuple(row.request for row in REQUEST_TYPES.values())
+REPLIES: Final = (*dict.fromkeys(row.reply for row in REQUEST_TYPES.values()), ErrorReply, Busy)
+ALL_BODIES: Final = (*REQUESTS, *REPLIES, *EVENTS)
+
+
+def values_of(info: inspect.Type, field: str = "") -> st.SearchStrategy[Any]:
+    """Return values that the type accepts. Numbers of pages stay small: their ids must be drawn too."""
+    if isinstance(info, inspect.IntType):
+        return _integers(info) if field != "pages" else st.integers(info.ge or 0, MAX_LIST)
+    if isinstance(info, inspect.StrType):
+        return _strings(info)
+    if isinstance(info, inspect.BytesType):
+        return st.binary(min_size=info.min_length or 0, max_size=min(info.max_length or 64, 64))
+    if isinstance(info, inspect.StructType):
+        return structs_of(info.cls)
+    if isinstance(info, inspect.UnionType):
+        return st.one_of([values_of(one, field) for one in info.types])
+    if isinstance(info, inspect.VarTupleType):
+        size = info.min_length or 0
+        return st.lists(values_of(info.item_type), min_size=size, max_size=size + 2).map(tuple)
+    if isinstance(info, inspect.DictType):
+        return st.dictionaries(values_of(info.key_type), values_of(info.value_type), max_size=3)
+    if isinstance(info, inspect.LiteralType):
+        return st.sampled_from(sorted(info.values))
+    if isinstance(info, inspect.NoneType):
+        return st.none()
+    if isinstance(info, inspect.BoolType):
+        return st.booleans()
+    raise NotImplementedError(info)
+
+
+@functools.cache
+def structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
+    """Return instances of a struct."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return st.builds(kind, **{field.name: values_of(field.type, field.name) for field in info.fields})
+
+
+@st.composite
+def ids_for(draw: st.DrawFn, body: Body) -> tuple[PageIds, ...]:
+    """Draw the page lists that a body announces."""
+    ids = st.integers(*INT64)
+    return tuple(
+        np.array(draw(st.lists(ids, min_size=count, max_size=count)), np.int64) for count in body.page_counts()
+    )
+
+
+@st.composite
+def messages(
+    draw: st.DrawFn, kinds: tuple[type[Body], ...] = ALL_BODIES
+) -> tuple[Request | Reply | Event, tuple[PageIds, ...]]:
+    """Draw a whole message of one of these types, with its page lists."""
+    kind = draw(st.sampled_from(kinds))
+    body = draw(structs_of(kind))
+    boot_id = draw(st.text("0123456789abcdef", min_size=32, max_size=32) | st.just(""))
+    ids = draw(ids_for(body))
+    if kind in EVENTS:
+        return Event(draw(st.integers(1, INT64[1])), boot_id, body, draw(st.integers(0, 9))), ids
+    if kind in REPLIES:
+        return Reply(draw(st.integers(0, INT64[1])), boot_id, body), ids
+    numbers = st.integers(0, INT64[1])
+    request = Request(
+        draw(st.integers(1, INT64[1])), boot_id, draw(st.binary(max_size=32)), draw(numbers), draw(numbers), body
+    )
+    return request, ids
+
+
+def _integers(info: inspect.IntType) -> st.SearchStrategy[int]:
+    low = INT64[0] if info.ge is None else info.ge
+    high = INT64[1]
+    if info.le is not None:
+        high = min(high, info.le)
+    if info.lt is not None:
+        high = min(high, info.lt - 1)
+    return st.integers(low, high)
+
+
+def _strings(info: inspect.StrType) -> st.SearchStrategy[str]:
+    longest = min(info.max_length or 40, 40)
+    if info.pattern is None:
+        return st.text(min_size=info.min_length or 0, max_size=longest)
+    pattern = re.compile(info.pattern, re.ASCII)
+    return st.from_regex(pattern).filter(lambda text: (info.min_length or 0) <= len(text) <= longest)

@@ -1,0 +1,204 @@
+"""One fixed message of every type, and the bytes it has on the wire: ``golden_v1.json``.
+
+The golden bytes change only with the protocol: when a type or a field is added (at the tail, with a default), write
+them anew with ``python -m tests.protocol.samples`` and look at the difference; old lines must not change, unless
+PROTOCOL_MAX is raised and a new file begun.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds, encode
+from kvferry.protocol.envelope import Event, Reply, Request
+from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.manifests import Entry, Manifest, MhaSpec
+from kvferry.protocol.pool_messages import (
+    Allocate,
+    Allocated,
+    AttachPool,
+    CreatePool,
+    DeletePool,
+    Free,
+    Freed,
+    PoolAttached,
+    PoolCreated,
+    PoolDeleted,
+)
+from kvferry.protocol.requests import Busy, ErrorReply, ReplyBody, RequestBody
+from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, Receive, Result, RoomResult, Send
+from kvferry.protocol.session_messages import (
+    Hello,
+    Ping,
+    Pong,
+    PoolStatus,
+    RegionFollows,
+    RoomStatus,
+    SessionOpen,
+    SessionOpened,
+    SessionRefused,
+    SessionStatus,
+    Status,
+    StatusReport,
+    Welcome,
+)
+from kvferry.protocol.session_stream import pack
+
+GOLDEN: Final = Path(__file__).with_name("golden_v1.json")
+BOOT: Final = "00112233445566778899aabbccddeeff"
+REQUEST: Final = "ffeeddccbbaa99887766554433221100"
+ERROR: Final = ErrorInfo(code="PEER_LOST", detail="the engine died", retryable=True, field="lists[0]", remedy="again")
+SPEC: Final = MhaSpec(layers=2, first_layer=4, tokens=256, page_size=128, kv_heads=2, head_dim=8, dtype="float16")
+ENTRY: Final = Entry(
+    component="main",
+    role="k",
+    layer=4,
+    base=0,
+    pages=3,
+    page_bytes=4096,
+    page_tokens=128,
+    head_start=0,
+    heads=2,
+    total_heads=2,
+    dtype="float16",
+    shape=(3, 128, 2, 8),
+    format="ND",
+)
+MANIFEST: Final = Manifest(pages=3, region_bytes=12288, layout_digest="0" * 32, entries=(ENTRY,))
+FINISHED: Final = Finished(
+    request_id=REQUEST,
+    pool="decode",
+    side="receive",
+    generation=2,
+    error=None,
+    first_token=17,
+    payload=b"\x00\xff",
+    pages=3,
+    moved_bytes=12288,
+    skipped_source_entries=1,
+    skipped_source_pages=2,
+    waited_us=1000,
+    moved_us=250,
+)
+SETTLED: Final = Settled(request_id=REQUEST, pool="decode", side="receive", generation=2)
+REPORT: Final = StatusReport(
+    daemon_version="0.1.0",
+    pid=4242,
+    uptime_ms=1500,
+    draining=False,
+    pools=(
+        PoolStatus(
+            pool="decode",
+            tenant=1000,
+            layout_digest="0" * 32,
+            region_bytes=12288,
+            page_bytes=4096,
+            pages=2,
+            free=1,
+            busy=1,
+        ),
+    ),
+    sessions=(
+        SessionStatus(
+            session=1,
+            name="decode-0",
+            tenant=1000,
+            pid=4243,
+            pages=1,
+            rooms=1,
+            unacknowledged_events=0,
+            connected=True,
+        ),
+    ),
+    rooms=(
+        RoomStatus(
+            request="ffeeddcc",
+            side="receive",
+            pool="decode",
+            state="open",
+            age_ms=3,
+            pages=1,
+            arrived=0,
+            waits_for="1 of 1 sources: no SEND yet",
+        ),
+    ),
+    counters={"messages.received": 9},
+)
+LISTS: Final = (PageList(component="main", first_page=1, pages=2, tokens=200), PageList(component="draft", pages=1))
+IDS: Final = (np.array([5, 1 << 40], np.int64), np.array([-1], np.int64))
+
+Message: TypeAlias = tuple[Request | Reply | Event, tuple[PageIds, ...]]
+
+
+def _request(body: RequestBody, *ids: PageIds) -> Message:
+    return Request(7, BOOT, b"0123456789abcdef", 30_000, 12, body), ids
+
+
+def _reply(body: ReplyBody, *ids: PageIds) -> Message:
+    return Reply(7, BOOT, body), ids
+
+
+MESSAGES: Final[dict[str, Message]] = {
+    "HELLO": _request(Hello(protocol_min=1, protocol_max=1, client="prefill-0")),
+    "PING": _request(Ping()),
+    "STATUS": _request(Status()),
+    "CREATE_POOL": _request(CreatePool(pool="decode", spec=SPEC)),
+    "ATTACH_POOL": _request(AttachPool(pool="decode", layout_digest="0" * 32)),
+    "DELETE_POOL": _request(DeletePool(pool="decode")),
+    "ALLOCATE": _request(Allocate(pool="decode", count=3)),
+    "FREE": _request(Free(pool="decode", pages=2), IDS[0]),
+    "SEND": _request(
+        Send(
+            request_id=REQUEST,
+            pool="prefill",
+            lists=LISTS,
+            last=False,
+            destinations=2,
+            first_token=17,
+            payload=b"\x00\xff",
+        ),
+        *IDS,
+    ),
+    "RECEIVE": _request(Receive(request_id=REQUEST, pool="decode", lists=LISTS, sources=2), *IDS),
+    "CANCEL": _request(Cancel(request_id=REQUEST, pool="decode", side="receive")),
+    "RESULT": _request(Result(request_id=REQUEST, pool="decode", side="receive")),
+    "WELCOME": _reply(Welcome(protocol=1, daemon_version="0.1.0", features=("rooms.local",), limits=Limits())),
+    "PONG": _reply(Pong()),
+    "STATUS_REPORT": _reply(REPORT),
+    "POOL_CREATED": _reply(PoolCreated(pool="decode", created=True, manifest=MANIFEST)),
+    "POOL_ATTACHED": _reply(PoolAttached(pool="decode", manifest=MANIFEST)),
+    "POOL_DELETED": _reply(PoolDeleted(pool="decode")),
+    "ALLOCATED": _reply(Allocated(pages=2), IDS[0]),
+    "FREED": _reply(Freed(freed=2, deferred=1)),
+    "ACCEPTED": _reply(Accepted(generation=2, skipped_source_entries=1, skipped_source_pages=2)),
+    "CANCELLED": _reply(Cancelled(was_finished=True)),
+    "ROOM_RESULT": _reply(RoomResult(state="settled", finished=FINISHED, settled=SETTLED)),
+    "ERROR": _reply(ErrorReply(error=ERROR)),
+    "BUSY": _reply(Busy(retry_after_ms=50, detail="256 requests of the session are in flight")),
+    "FINISHED": (Event(3, BOOT, FINISHED), ()),
+    "SETTLED": (Event(4, BOOT, SETTLED), ()),
+}
+
+SESSION_FRAMES: Final = {
+    "OPEN": SessionOpen(protocol_min=1, protocol_max=1, name="prefill-0"),
+    "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT),
+    "REFUSED": SessionRefused(error=ERROR),
+    "REGION": RegionFollows(message_id=7, pool="decode"),
+}
+
+
+def as_hex() -> dict[str, list[str]]:
+    """Return the frames of every sample, in hexadecimal digits."""
+    messages = {name: [bytes(one).hex() for one in encode(*message)] for name, message in MESSAGES.items()}
+    return messages | {f"session {name}": [pack(frame).hex()] for name, frame in SESSION_FRAMES.items()}
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(as_hex(), indent=1) + "\n")

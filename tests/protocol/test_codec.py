@@ -1,0 +1,260 @@
+"""Messages to bytes and back; one guard around every decode."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvferry.protocol.codec import (
+    IncomingRequest,
+    UnreadableRequest,
+    decode_from_daemon,
+    decode_request,
+    encode,
+    invalid_field,
+)
+from kvferry.protocol.envelope import Event, Reply, Request
+from kvferry.protocol.errors import CallerError, InvalidFieldError, MalformedError
+from kvferry.protocol.ids import NO_BOOT
+from kvferry.protocol.pool_messages import Allocate, Free
+from kvferry.protocol.requests import REQUEST_TYPES
+from kvferry.protocol.room_messages import Send
+from kvferry.protocol.session_messages import Ping
+from kvferry.protocol.session_stream import FrameSplitter, unpack_frame, unpack_open
+from kvferry.protocol.versions import PROTOCOL_MAX
+from tests.protocol.bodies import ALL_BODIES, REQUESTS, messages
+from tests.protocol.samples import GOLDEN, IDS, MESSAGES, SESSION_FRAMES, as_hex
+
+GOLDEN_HEX: dict[str, list[str]] = json.loads(GOLDEN.read_text())
+
+
+def decode(message: Request | Reply | Event, frames: list[bytes]) -> tuple[Request | Reply | Event, tuple[Any, ...]]:
+    if isinstance(message, Request):
+        incoming = decode_request(frames)
+        assert isinstance(incoming, IncomingRequest)
+        return incoming
+    return decode_from_daemon(frames)
+
+
+@given(messages())
+def test_round_trip(drawn: tuple[Request | Reply | Event, tuple[Any, ...]]) -> None:
+    message, ids = drawn
+    got, got_ids = decode(message, [bytes(frame) for frame in encode(message, ids)])
+    assert got == message
+    assert [one.tolist() for one in got_ids] == [one.tolist() for one in ids]
+
+
+def test_ids_are_raw_little_endian_and_read_only() -> None:
+    message, ids = MESSAGES["FREE"]
+    _, frame = encode(message, ids)
+    assert bytes(frame) == struct.pack("<2q", 5, 1 << 40)
+    _, (got,) = decode(message, [bytes(one) for one in encode(message, ids)])
+    assert got.dtype == np.int64
+    assert not got.flags.writeable
+
+
+def test_page_lists_that_are_not_contiguous_are_sent_right() -> None:
+    message = Request(1, NO_BOOT, b"", 0, 0, Free(pool="a", pages=3))
+    every_other = np.arange(6, dtype=np.int64)[::2]
+    _, (got,) = decode(message, [bytes(one) for one in encode(message, [every_other])])
+    assert got.tolist() == [0, 2, 4]
+
+
+@pytest.mark.parametrize("ids", [(), (np.arange(3),), (np.arange(2), np.arange(2))])
+def test_lists_that_the_body_does_not_announce_are_a_bug(ids: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="Free announces"):
+        encode(Request(1, NO_BOOT, b"", 0, 0, Free(pool="a", pages=2)), ids)
+
+
+# -- golden bytes
+
+
+def test_every_type_has_golden_bytes() -> None:
+    tags = {str(kind.__struct_config__.tag) for kind in ALL_BODIES}
+    assert set(MESSAGES) == tags
+    assert PROTOCOL_MAX == 1, "begin golden_v2.json, and keep speaking the old version"
+
+
+@pytest.mark.parametrize("name", as_hex())
+def test_the_bytes_on_the_wire_do_not_change(name: str) -> None:
+    assert GOLDEN_HEX[name] == as_hex()[name], "see samples.py"
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_golden_bytes_are_read(name: str) -> None:
+    message, ids = MESSAGES[name]
+    got, got_ids = decode(message, [bytes.fromhex(frame) for frame in GOLDEN_HEX[name]])
+    assert got == message
+    assert [one.tolist() for one in got_ids] == [one.tolist() for one in ids]
+
+
+@pytest.mark.parametrize("name", SESSION_FRAMES)
+def test_golden_session_frames_are_read(name: str) -> None:
+    (frame,) = FrameSplitter().feed(bytes.fromhex(GOLDEN_HEX[f"session {name}"][0]))
+    assert (unpack_open(frame) if name == "OPEN" else unpack_frame(frame)) == SESSION_FRAMES[name]
+
+
+def test_a_newer_side_may_add_fields_at_the_tail() -> None:
+    raw = msgspec.msgpack.decode(bytes.fromhex(GOLDEN_HEX["SEND"][0]))
+    raw[5]["new_field"] = [1, 2]
+    newer = msgspec.msgpack.encode([*raw, "new"])
+    incoming = decode_request([newer, *(bytes.fromhex(one) for one in GOLDEN_HEX["SEND"][1:])])
+    assert isinstance(incoming, IncomingRequest)
+    assert incoming.request == MESSAGES["SEND"][0]
+    raw = msgspec.msgpack.decode(bytes.fromhex(GOLDEN_HEX["FINISHED"][0]))
+    raw[3]["new_field"] = None
+    assert decode_from_daemon([msgspec.msgpack.encode([*raw, 1])]).message == MESSAGES["FINISHED"][0]
+
+
+# -- what cannot be read
+
+
+def refusal(frames: list[bytes]) -> UnreadableRequest:
+    incoming = decode_request(frames)
+    assert isinstance(incoming, UnreadableRequest), incoming
+    return incoming
+
+
+def changed(name: str, at: int, value: object) -> list[bytes]:
+    """Return a sample with one element of its envelope replaced."""
+    raw = msgspec.msgpack.decode(bytes.fromhex(GOLDEN_HEX[name][0]))
+    raw[at] = value
+    return [msgspec.msgpack.encode(raw), *(bytes.fromhex(one) for one in GOLDEN_HEX[name][1:])]
+
+
+def with_field(name: str, field: str, value: object) -> list[bytes]:
+    """Return a sample with one field of its body replaced."""
+    raw = msgspec.msgpack.decode(bytes.fromhex(GOLDEN_HEX[name][0]))
+    return changed(name, 5, {**raw[5], field: value})
+
+
+@pytest.mark.parametrize("frames", [[], [b""], [b"\xc1"], [b"\x00"], [b"\x90"], [b"\x93\x01\xa0\xa0"], [b"\xff" * 9]])
+def test_what_is_no_envelope(frames: list[bytes]) -> None:
+    refused = refusal(frames)
+    assert (refused.message_id, refused.secret, refused.error.code) == (0, b"", "MALFORMED")
+
+
+@pytest.mark.parametrize(
+    ("code", "field", "frames"),
+    [
+        ("UNKNOWN_TYPE", "type", with_field("PING", "type", "PINGG")),
+        ("UNKNOWN_TYPE", "type", with_field("PING", "type", "ERROR")),  # a reply is no request
+        ("MALFORMED", "type", with_field("PING", "type", 7)),
+        ("MALFORMED", "type", changed("PING", 5, [])),
+        ("MALFORMED", "type", changed("PING", 5, None)),
+        ("INVALID_FIELD", "deadline_ms", changed("PING", 3, -1)),
+        ("INVALID_FIELD", "secret", changed("PING", 2, b"x" * 33)),
+        ("INVALID_FIELD", "boot_id", changed("PING", 1, "x" * 33)),
+        ("INVALID_FIELD", "acknowledged", changed("PING", 4, -1)),
+        ("INVALID_FIELD", "count", with_field("ALLOCATE", "count", 0)),
+        ("INVALID_FIELD", "count", with_field("ALLOCATE", "count", "3")),
+        ("INVALID_FIELD", "pool", with_field("ALLOCATE", "pool", "../etc")),
+        ("INVALID_FIELD", "pool", with_field("ALLOCATE", "pool", "a\n")),
+        ("INVALID_FIELD", "pool", with_field("ALLOCATE", "pool", "x" * 129)),
+        ("INVALID_FIELD", "request_id", with_field("SEND", "request_id", "F" * 32)),
+        ("INVALID_FIELD", "request_id", with_field("SEND", "request_id", "f" * 31 + "\n")),
+        ("INVALID_FIELD", "payload", with_field("SEND", "payload", b"x" * (64 * 1024 + 1))),
+        ("INVALID_FIELD", "first_token", with_field("SEND", "first_token", -1)),
+        ("INVALID_FIELD", "lists", with_field("SEND", "lists", [])),
+        ("INVALID_FIELD", "lists[0].pages", with_field("SEND", "lists", [{"component": "main", "pages": -1}])),
+        ("INVALID_FIELD", "lists[0].component", with_field("SEND", "lists", [{"component": "Main", "pages": 2}])),
+        ("INVALID_FIELD", "side", with_field("CANCEL", "side", "both")),
+        ("INVALID_FIELD", "spec.layers", with_field("CREATE_POOL", "spec", {"kind": "mha", "layers": 0})),
+        ("INVALID_FIELD", "spec.kind", with_field("CREATE_POOL", "spec", {"kind": "rwkv"})),
+        ("MALFORMED", "pages", [*with_field("FREE", "pages", 2)[:1], b"x" * 15]),
+        ("MALFORMED", "pages", with_field("FREE", "pages", 3)),
+        ("MALFORMED", "pages", with_field("PING", "client", "")[:1] + [b""]),
+        ("MALFORMED", "pages", with_field("SEND", "last", True)[:2]),  # noqa: FBT003  a field's value
+    ],
+)
+def test_what_is_wrong_is_named(code: str, field: str, frames: list[bytes]) -> None:
+    refused = refusal(frames)
+    assert (refused.error.code, refused.error.field) == (code, field)
+    assert refused.message_id == 7
+    if field != "secret":
+        assert refused.secret == b"0123456789abcdef"
+
+
+def test_a_missing_field_is_named() -> None:
+    refused = refusal([msgspec.msgpack.encode([1, "", b"", 0, 0, {"type": "ALLOCATE", "pool": "a"}])])
+    assert (refused.error.code, refused.error.field) == ("INVALID_FIELD", "count")
+
+
+def test_deep_nesting_is_an_error_like_any_other() -> None:
+    for junk in (b"\x91" * 100_000, b"\x81\xa1a" * 100_000, bytes.fromhex(GOLDEN_HEX["PING"][0]) + b"\x91" * 100_000):
+        assert refusal([junk]).error.code == "MALFORMED"
+    nested: object = []
+    for _ in range(900):
+        nested = [nested]
+    assert refusal(with_field("SEND", "lists", nested)).error.code == "INVALID_FIELD"
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4))
+@example([b"\xdf\xff\xff\xff\xff"])  # a map of four thousand million
+@example([b"\xc6\xff\xff\xff\xff"])  # four gigabytes of bytes
+@example([b"\x96\x01\xa0\xc4\x00\x00\x00\x81\xa4type\xa1\xff"])  # no UTF-8
+def test_arbitrary_bytes_never_raise(frames: list[bytes]) -> None:
+    incoming = decode_request(frames)
+    assert isinstance(incoming, UnreadableRequest | IncomingRequest)
+    if isinstance(incoming, UnreadableRequest):
+        assert isinstance(incoming.error, CallerError)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> list[bytes]:
+    """Draw a valid request and damage it: bytes changed, cut, repeated; frames lost, doubled, swapped."""
+    frames = [bytes(frame) for frame in encode(*draw(messages(REQUESTS)))]
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(frames) - 1))
+        start = draw(st.integers(0, len(frames[at])))
+        stop = draw(st.integers(start, min(len(frames[at]), start + 8)))
+        frames[at] = frames[at][:start] + draw(st.binary(max_size=8)) + frames[at][stop:]
+    return draw(st.sampled_from([frames, frames[:-1], [*frames, frames[-1]], frames[::-1]]))
+
+
+@given(mutated())
+def test_damaged_requests_never_raise(frames: list[bytes]) -> None:
+    incoming = decode_request(frames)
+    if isinstance(incoming, UnreadableRequest):
+        assert incoming.error.code in {"MALFORMED", "UNKNOWN_TYPE", "INVALID_FIELD"}
+    else:
+        assert tuple(len(one) for one in incoming.ids) == incoming.request.body.page_counts()
+
+
+@given(st.lists(st.binary(max_size=200), max_size=3))
+def test_what_is_no_message_of_a_daemon(frames: list[bytes]) -> None:
+    with pytest.raises(MalformedError):
+        decode_from_daemon(frames)
+
+
+def test_requests_are_no_messages_of_a_daemon() -> None:
+    for kind in REQUEST_TYPES:
+        with pytest.raises(MalformedError):
+            decode_from_daemon([bytes.fromhex(one) for one in GOLDEN_HEX[kind]])
+
+
+def test_the_complaint_of_msgspec_becomes_a_field() -> None:
+    with pytest.raises(msgspec.ValidationError) as complaint:
+        msgspec.convert({"pool": "a", "count": 0}, Allocate)
+    error = invalid_field(complaint.value)
+    assert isinstance(error, InvalidFieldError)
+    assert error.field == "count"
+
+
+def test_samples_say_all_that_can_be_said() -> None:
+    message, ids = MESSAGES["SEND"]
+    assert isinstance(message.body, Send)
+    assert all(getattr(message.body, field) != default for field, default in _defaults(Send).items())
+    assert ids == IDS
+    assert isinstance(MESSAGES["PING"][0].body, Ping)
+
+
+def _defaults(kind: type[msgspec.Struct]) -> dict[str, object]:
+    return {field.name: field.default for field in msgspec.structs.fields(kind) if field.default is not msgspec.NODEFAULT}

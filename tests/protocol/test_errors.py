@@ -1,0 +1,103 @@
+"""Errors: one class a code, and the docstring's tree is the truth."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvferry.protocol import errors
+from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.errors import (
+    BusyError,
+    CallerError,
+    CancelledError,
+    DaemonError,
+    InternalError,
+    KvferryError,
+    PeerError,
+    raised,
+)
+
+CLASSES = {
+    one
+    for one in vars(errors).values()
+    if isinstance(one, type) and issubclass(one, KvferryError) and one is not KvferryError
+}
+KINDS = (CallerError, PeerError, BusyError, DaemonError)
+CONCRETE = sorted(CLASSES - set(KINDS), key=lambda one: one.code)
+LINE = re.compile(r"^    (?P<indent>[| ]*)\+-- (?P<name>\w+)(?: +(?P<code>[A-Z_]+)(?= ))?")
+
+
+def documented() -> list[tuple[str, str, str]]:
+    """Return the docstring's tree as (class, its parent, its code)."""
+    parent, rows = "KvferryError", []
+    for line in (errors.__doc__ or "").splitlines():
+        found = LINE.match(line)
+        if found is None:
+            continue
+        if not found["indent"]:
+            parent = found["name"]
+            rows.append((parent, "KvferryError", ""))
+        else:
+            rows.append((found["name"], parent, found["code"]))
+    return rows
+
+
+def test_the_docstring_is_the_tree() -> None:
+    real = {(one.__name__, one.__bases__[0].__name__, one.code if one not in KINDS else "") for one in CLASSES}
+    assert set(documented()) == real
+    assert len(documented()) == len(real)
+
+
+def test_codes_are_unique_and_complete() -> None:
+    assert {one.code: one for one in CONCRETE} == KvferryError.by_code
+    assert len(KvferryError.by_code) == len(CONCRETE)
+
+
+@pytest.mark.parametrize("kind", CONCRETE)
+def test_a_class(kind: type[KvferryError]) -> None:
+    assert re.fullmatch("[A-Z][A-Z_]*[A-Z]", kind.code)
+    assert kind.remedy or kind is CancelledError
+    assert kind.__doc__
+    assert len(kind.__mro__) == len(KvferryError.__mro__) + 2, "each is of exactly one kind of fault"
+
+
+@pytest.mark.parametrize("kind", CONCRETE)
+def test_an_error_travels_and_comes_back(kind: type[KvferryError]) -> None:
+    info = kind("page 3 at position 1", field="lists[0].pages").info()
+    again = raised(info)
+    assert type(again) is kind
+    assert again.info() == info
+    assert str(again) == str(kind("page 3 at position 1", field="lists[0].pages"))
+    assert info.code == kind.code
+
+
+def test_retryable_is_what_may_pass_later() -> None:
+    retryable = {one.code for one in CONCRETE if one.retryable}
+    assert retryable == {
+        "BUSY",
+        "DAEMON_LOST",
+        "DEADLINE",
+        "PAGE_BUSY",
+        "PEER_LOST",
+        "POOL_FULL",
+        "POOL_IN_USE",
+        "SHUTTING_DOWN",
+        "TRANSFER_FAILED",
+    }
+
+
+def test_a_code_of_a_newer_daemon_keeps_what_it_says() -> None:
+    error = raised(ErrorInfo(code="NEW_CODE", detail="new", retryable=True, field="f", remedy="upgrade"))
+    assert isinstance(error, InternalError)
+    assert str(error) == "NEW_CODE [f]: new (upgrade)"
+    assert error.retryable
+    assert InternalError.code == "INTERNAL"
+
+
+def test_the_text_has_everything_a_log_needs() -> None:
+    assert str(errors.PoolFullError("8 pages asked for, 3 of 16 free", field="count")) == (
+        "POOL_FULL [count]: 8 pages asked for, 3 of 16 free (free pages, ask for fewer, or wait)"
+    )
+    assert str(CancelledError("cancelled")) == "CANCELLED: cancelled"

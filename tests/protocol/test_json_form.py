@@ -1,0 +1,118 @@
+"""Messages as people write them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, UnknownTypeError
+from kvferry.protocol.json_form import body_to_json, request_from_json
+from kvferry.protocol.pool_messages import Allocated, Free
+from kvferry.protocol.requests import REQUEST_TYPES
+from kvferry.protocol.room_messages import Send
+from tests.protocol.bodies import REQUESTS, ids_for, structs_of
+from tests.protocol.samples import MESSAGES
+
+REQUEST_ID = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: str(kind.__struct_config__.tag))
+@given(data=st.data())
+def test_round_trip(kind: Any, data: st.DataObject) -> None:  # noqa: ANN401  any request type
+    body = data.draw(structs_of(kind))
+    ids = data.draw(ids_for(body))
+    text = body_to_json(body, ids)
+    assert b"\n" not in text
+    fields = json.loads(text)
+    name = fields.pop("type")
+    got, got_ids = request_from_json(name, json.dumps(fields))
+    assert got == body
+    assert [one.tolist() for one in got_ids] == [one.tolist() for one in ids]
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_every_sample_can_be_shown(name: str) -> None:
+    message, ids = MESSAGES[name]
+    shown = json.loads(body_to_json(message.body, ids))
+    assert shown["type"] == name
+    assert set(shown) <= {"type", *type(message.body).__struct_fields__}
+
+
+def test_page_lists_stand_where_they_are_announced() -> None:
+    body, ids = request_from_json(
+        "SEND",
+        f'{{"request_id": "{REQUEST_ID}", "pool": "a", "lists": '
+        '[{"pages": [4, 5]}, {"component": "draft", "pages": [9]}]}',
+    )
+    assert isinstance(body, Send)
+    assert [(one.component, one.pages) for one in body.lists] == [("main", 2), ("draft", 1)]
+    assert [one.tolist() for one in ids] == [[4, 5], [9]]
+    assert body_to_json(Allocated(pages=2), (np.array([7, 8]),)) == b'{"type":"ALLOCATED","pages":[7,8]}'
+
+
+def test_an_empty_list_is_a_list() -> None:
+    body, (ids,) = request_from_json("FREE", '{"pool": "a", "pages": []}')
+    assert body == Free(pool="a", pages=0)
+    assert len(ids) == 0
+
+
+SEND = f'"request_id": "{REQUEST_ID}", "pool": "a"'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "field"),
+    [
+        ("PING", "", ""),
+        ("PING", "[]", ""),
+        ("PING", "{", ""),
+        ("PING", "[" * 100_000, ""),
+        ("PING", '{"colour": 1}', "colour"),
+        ("PING", '{"type": "STATUS"}', "type"),
+        ("ALLOCATE", '{"pool": "a"}', "count"),
+        ("ALLOCATE", '{"pool": "a", "count": 0}', "count"),
+        ("ALLOCATE", '{"pool": "a/b", "count": 1}', "pool"),
+        ("ALLOCATE", '{"pool": "a", "count": 1e400}', ""),
+        ("FREE", '{"pool": "a"}', "pages"),
+        ("FREE", '{"pool": "a", "pages": ["1"]}', "pages"),
+        ("FREE", '{"pool": "a", "pages": [1.5]}', "pages"),
+        ("FREE", '{"pool": "a", "pages": [18446744073709551616]}', "pages"),
+        ("FREE", '{"pool": "a", "pages": 3}', "pages"),
+        ("FREE", '{"pool": "a", "pages": null}', "pages"),
+        ("SEND", f'{{{SEND}, "lists": []}}', "lists"),
+        ("SEND", f'{{{SEND}, "lists": 3}}', "lists"),
+        ("SEND", f'{{{SEND}, "lists": [3]}}', "lists[0]"),
+        ("SEND", f'{{{SEND}, "lists": [{{"pages": [1]}}, {{"pages": 2}}]}}', "lists[1].pages"),
+        ("SEND", f'{{{SEND}, "lists": [{{"pages": [1], "token": 2}}]}}', "lists[0].token"),
+        ("SEND", f'{{{SEND}, "lists": [{{"pages": [1], "tokens": 0}}]}}', "lists[0].tokens"),
+        ("SEND", f'{{{SEND}, "lists": [{{"pages": [1]}}], "payload": "%"}}', "payload"),
+        ("CREATE_POOL", '{"pool": "a", "spec": {"kind": "mha"}}', "spec"),
+        ("CREATE_POOL", '{"pool": "a", "spec": {"kind": "mha", "colour": 1}}', "spec"),
+    ],
+)
+def test_what_is_wrong_is_named(kind: str, text: str, field: str) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        request_from_json(kind, text)
+    assert refused.value.field == field
+
+
+def test_an_unknown_type_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownTypeError, match=", ".join(REQUEST_TYPES)):
+        request_from_json("PINGG", "{}")
+
+
+@given(st.sampled_from(sorted(REQUEST_TYPES)), st.recursive(st.integers() | st.text(), st.lists, max_leaves=4))
+def test_any_json_is_a_message_or_a_typed_error(kind: str, value: object) -> None:
+    fields = {
+        name: value for name in REQUEST_TYPES[kind].request.__struct_fields__
+    }
+    try:
+        body, ids = request_from_json(kind, msgspec.json.encode(fields))
+    except KvferryError:
+        return
+    assert tuple(len(one) for one in ids) == body.page_counts()

@@ -1,0 +1,265 @@
+"""A daemon's rooms without sockets, threads or clock: the book, real pools, and a scripted transport."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from kvferry.daemon.rooms.book import RoomBook, Sender
+from kvferry.daemon.rooms.effects import StartPiece, StopPiece
+from kvferry.daemon.rooms.page_ranges import page_ranges
+from kvferry.daemon.rooms.sides import Chunk, Clocked, Offer, SideKey
+from kvferry.daemon.testing.scripted_transport import ScriptedTransport
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.manifest import lay_out
+from kvferry.pools.pool import Pool
+from kvferry.pools.runs import PageIds
+from kvferry.protocol.base import PageList
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.manifests import Entry
+from kvferry.protocol.room_messages import Accepted
+
+PAGE_TOKENS = 4
+PAGE_BYTES = 8
+REQUEST = "0123456789abcdef0123456789abcdef"
+SideName: TypeAlias = Literal["send", "receive"]
+Told: TypeAlias = Finished | Settled
+
+
+def layers(count: int, *, first: int = 0, component: str = "main") -> list[Entry]:
+    """Return k and v of some layers, in pages of 4 tokens and 8 bytes."""
+    return [
+        Entry(
+            component=component,
+            role=role,
+            layer=layer,
+            base=0,
+            pages=1,
+            page_bytes=PAGE_BYTES,
+            page_tokens=PAGE_TOKENS,
+            heads=1,
+            dtype="uint8",
+        )
+        for role in ("k", "v")
+        for layer in range(first, first + count)
+    ]
+
+
+class RoomWorld:
+    """Sessions, pools and their hand-offs. Every step ends with the allocators' integrity checked.
+
+    Attributes:
+        now: the time in seconds, for tests to advance.
+        told: the events each session was told, in order; a lost session is told nothing.
+    """
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.book = RoomBook()
+        self.transport = ScriptedTransport(self._piece_done)
+        self.pools: list[Pool] = []
+        self.told: dict[int, list[Told]] = {}
+        self._session_ids = itertools.count(1)
+        self._fillings = itertools.count(0xABCDEF0123456789, 0x0101010101)
+
+    # -- what there is
+
+    def session(self) -> int:
+        """Open a session and return its number."""
+        session = next(self._session_ids)
+        self.told[session] = []
+        self.book.results.open_session(session)
+        return session
+
+    def pool(self, name: str, entries: Sequence[Entry] | None = None, *, pages: int = 17, tenant: int = 7) -> Pool:
+        """Make a pool with real memory; two layers by default."""
+        placed = [msgspec.structs.replace(one, pages=pages) for one in (layers(2) if entries is None else entries)]
+        manifest = lay_out(placed)
+        pool = Pool(tenant, name, manifest, HostRegion.create(name, manifest.region_bytes))
+        self.pools.append(pool)
+        return pool
+
+    def filled(self, pool: Pool, session: int, count: int) -> PageIds:
+        """Allocate pages and write to each what no other page holds."""
+        ids = pool.allocator.allocate(session, count)
+        self.fill(pool, ids)
+        return ids
+
+    def fill(self, pool: Pool, ids: PageIds) -> None:
+        """Write to each page what no other page holds."""
+        for page in ids.tolist():
+            for entry in pool.manifest.entries:
+                start = entry.base + page * PAGE_BYTES
+                content = next(self._fillings).to_bytes(PAGE_BYTES, "little")
+                pool.region.buffer[start : start + PAGE_BYTES] = content
+
+    # -- what happens
+
+    def send(  # noqa: PLR0913  as many as SEND has fields
+        self,
+        session: int,
+        pool: Pool,
+        ids: PageIds | dict[str, PageIds],
+        *,
+        request: str = REQUEST,
+        first_page: int = 0,
+        tokens: int | None = None,
+        last: bool = True,
+        destinations: int = 1,
+        first_token: int | None = None,
+        payload: bytes = b"",
+        deadline_s: float = 30.0,
+    ) -> Accepted:
+        """SEND as the service does."""
+        lists, frames = _lists(ids, first_page, tokens)
+        try:
+            ranges = page_ranges(lists, frames, pool, may_end_inside=last)
+            chunk = Chunk(ranges, last, first_token, payload)
+            return self.book.send(self._sender(session, pool, request, deadline_s), chunk, destinations)
+        finally:
+            self._carry_out()
+
+    def receive(
+        self,
+        session: int,
+        pool: Pool,
+        ids: PageIds | dict[str, PageIds],
+        *,
+        request: str = REQUEST,
+        first_page: int = 0,
+        tokens: int | None = None,
+        sources: int = 1,
+        deadline_s: float = 30.0,
+    ) -> Accepted:
+        """RECEIVE as the service does."""
+        lists, frames = _lists(ids, first_page, tokens)
+        try:
+            ranges = page_ranges(lists, frames, pool, may_end_inside=True)
+            return self.book.receive(self._sender(session, pool, request, deadline_s), ranges, sources)
+        finally:
+            self._carry_out()
+
+    def cancel(self, session: int, pool: Pool, side: SideName, request: str = REQUEST) -> None:
+        """CANCEL a side."""
+        self.book.cancel(session, SideKey(pool.tenant, request, pool.name, side), self.now)
+        self._carry_out()
+
+    def lose(self, session: int) -> None:
+        """Let a session's engine die: what the daemon does then, in its order."""
+        del self.told[session]
+        self.book.session_lost(session, self.now)
+        self._carry_out()
+        for pool in self.pools:
+            pool.allocator.release_owner(session)
+        self.check()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, and deadlines come."""
+        self.now += seconds
+        self.book.expire(self.now)
+        self._carry_out()
+
+    def drain(self) -> None:
+        """End the daemon: no new messages."""
+        self.book.drain(self.now)
+        self._carry_out()
+
+    def acknowledge(self, session: int, pool: Pool, side: SideName, request: str = REQUEST) -> None:
+        """Let the client have seen everything about a side."""
+        self.book.results.forget(session, SideKey(pool.tenant, request, pool.name, side))
+
+    # -- what can be seen
+
+    def outcomes(self, session: int) -> list[str]:
+        """Return what a session was told so far, in short: OK or an error's code, and ``settled``."""
+        return [
+            "settled" if isinstance(one, Settled) else one.error.code if one.error else "OK"
+            for one in self.told[session]
+        ]
+
+    def finished(self, session: int) -> Finished:
+        """Return the latest FINISHED event of a session."""
+        return next(one for one in reversed(self.told[session]) if isinstance(one, Finished))
+
+    def content(self, pool: Pool, ids: PageIds) -> list[dict[str, bytes]]:
+        """Return what the pages hold, by entry."""
+        return [
+            {
+                entry.name: pool.region.buffer[(start := entry.base + page * PAGE_BYTES) : start + PAGE_BYTES]
+                for entry in pool.manifest.entries
+            }
+            for page in ids.tolist()
+        ]
+
+    def free_pages(self, pool: Pool) -> set[int]:
+        """Return the ids of the free pages."""
+        allocator, nobody_else = pool.allocator, 1 << 30
+        if not allocator.free_count:
+            return set()
+        ids = allocator.allocate(nobody_else, allocator.free_count)
+        allocator.free(nobody_else, ids)
+        return set(ids.tolist())
+
+    def held_pages(self, pool: Pool) -> set[int]:
+        """Return the pages of a pool that live sides hold, by what the book says."""
+        held: set[int] = set()
+        for side in self.book.sides():
+            if side.pool is not pool:
+                continue
+            if isinstance(side, Offer):
+                ranges = [one for chunk in side.chunks for one in chunk.ranges]
+            else:
+                ranges = list(side.ranges.values())
+            held.update(page for one in ranges for page in one.ids.tolist())
+        return held
+
+    def check(self) -> None:
+        """Check what must hold at any time."""
+        for pool in self.pools:
+            pool.allocator.check_integrity()
+            held = self.held_pages(pool)
+            assert pool.allocator.busy_count == len(held), "pages are held by live sides, and by nothing else"
+            writable = {
+                int(start) + at
+                for piece in self.transport.under_way.values()
+                if piece.destination is pool
+                for plan in piece.plans
+                for start, count in zip(plan.runs.destination, plan.runs.pages, strict=True)
+                for at in range(int(count))
+            }
+            assert writable <= held, "a copy under way may write a page that nobody holds"
+            assert not held & self.free_pages(pool), "a free page that a live side holds"
+
+    # -- how it works
+
+    def _sender(self, session: int, pool: Pool, request: str, deadline_s: float) -> Sender:
+        return Sender(session, pool, request, Clocked(self.now, self.now + deadline_s))
+
+    def _piece_done(self, piece_id: int, error: KvferryError | None) -> None:
+        self.book.piece_done(piece_id, error, self.now)
+        self._carry_out()
+
+    def _carry_out(self) -> None:
+        for effect in self.book.effects():
+            if isinstance(effect, StartPiece):
+                self.transport.start(effect)
+            elif isinstance(effect, StopPiece):
+                self.transport.stop(effect.piece_id)
+            elif effect.session_id in self.told:
+                self.told[effect.session_id].append(effect.event)
+        self.check()
+
+
+def _lists(
+    ids: PageIds | dict[str, PageIds], first_page: int, tokens: int | None
+) -> tuple[list[PageList], list[PageIds]]:
+    by_component = ids if isinstance(ids, dict) else {"main": ids}
+    lists = [
+        PageList(component=component, first_page=first_page, pages=len(one), tokens=tokens)
+        for component, one in by_component.items()
+    ]
+    return lists, list(by_component.values())
