@@ -70,7 +70,7 @@ class AsyncClient:
         timeout_s: float = 5.0,
     ) -> AsyncClient:
         """Connect, open a session and agree on the protocol; see ``Client.connect``."""
-        directory = find_runtime_dir(runtime_dir)
+        directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
         channel = await asyncio.to_thread(SessionChannel.open, directory, name) if session else None
         client = cls(directory, channel)
         try:

@@ -37,13 +37,9 @@ class AttachedPool:
 
     def entry_tensor(self, entry: Entry) -> torch.Tensor:
         """Return one entry as a tensor of ``entry.shape`` and ``entry.dtype`` on the host, sharing its memory."""
-        import torch  # noqa: PLC0415  an engine chooses its backend before torch is first imported
-
         if entry.dtype is None or entry.shape is None:
             raise InvalidFieldError(f"{entry.name} has no dtype or shape", field="entry")
-        size = entry.pages * entry.page_bytes
-        raw = torch.frombuffer(self.region.buffer, dtype=torch.uint8, count=size, offset=entry.base)
-        return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+        return self._elements(entry, 1).view(entry.shape)
 
     def tensor(self, component: str, role: str) -> torch.Tensor:
         """Return all layers of a role as one tensor, sharing the pool's memory.
@@ -54,8 +50,6 @@ class AttachedPool:
         Raises:
             InvalidFieldError: the pool has no such entries.
         """
-        import torch  # noqa: PLC0415  see entry_tensor
-
         entries = [e for e in self.manifest.entries if (e.component, e.role) == (component, role)]
         if not entries:
             raise InvalidFieldError(f"pool {self.name!r} has no {component}/{role}", field="role")
@@ -63,9 +57,18 @@ class AttachedPool:
         step = entries[0].pages * entries[0].page_bytes
         if any(entry.base != entries[0].base + number * step for number, entry in enumerate(entries)):
             raise InvalidFieldError(f"the layers of {component}/{role} are not evenly apart", field="role")
-        raw = torch.frombuffer(self.region.buffer, dtype=torch.uint8, count=step * len(entries), offset=entries[0].base)
-        return raw.view(first.dtype).view(len(entries), *first.shape)
+        return self._elements(entries[0], len(entries)).view(len(entries), *first.shape)
 
     def close(self) -> None:
         """Give the descriptor back; the memory stays mapped while tensors use it."""
         self.region.close()
+
+    def _elements(self, entry: Entry, count: int) -> torch.Tensor:
+        """Return the elements of ``count`` entries that begin with this one, one after another."""
+        import torch  # noqa: PLC0415  an engine chooses its backend before torch is first imported
+
+        size = entry.pages * entry.page_bytes * count
+        # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
+        raw = torch.from_numpy(self.region.view()[entry.base : entry.base + size])
+        elements: torch.Tensor = raw.view(getattr(torch, entry.dtype or ""))
+        return elements

@@ -63,10 +63,10 @@ class Session:
         if message_id in self._replies:
             return False
         if len(self._replies) >= self._limits.max_requests_per_session:
-            oldest, reply = next(iter(self._replies.items()))
-            if reply is None:
+            answered = next((number for number, reply in self._replies.items() if reply is not None), None)
+            if answered is None:
                 raise OverloadedError(f"{len(self._replies)} requests of the session are in flight")
-            del self._replies[oldest]
+            del self._replies[answered]
         self._replies[message_id] = None
         return True
 

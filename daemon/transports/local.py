@@ -19,8 +19,8 @@ from kvferry.daemon.transports.base import OnPieceDone
 from kvferry.pools.copies import (
     CopyBlocks,
     chunk_bounds,
+    copy_by_size,
     copy_one_by_one,
-    copy_vectored,
     split_blocks,
     vectored_copy_works,
 )
@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 def best_copy() -> CopyBlocks:
     """Return the fastest copy that works here; warn once where it is not the fast one."""
     if vectored_copy_works():
-        return copy_vectored
+        return copy_by_size
     log.warning(
         "copies are slower than they could be",
         cause="process_vm_readv is forbidden here",
@@ -52,7 +52,6 @@ class _Job:
         self.bounds: deque[tuple[int, int]] = deque()
         self.under_way = 0
         self.error: KvferryError | None = None
-        self.expanding = False
 
 
 class LocalTransport:
@@ -146,7 +145,9 @@ class LocalTransport:
                 job.blocks = _absolute_blocks(job.piece)
                 bounds = chunk_bounds(job.blocks, self._chunk_bytes).tolist()
                 job.bounds.extend(pairwise(bounds))
-            elif job.blocks is not None:
+                if len(job.bounds) == 1:  # a small piece takes one turn, on one thread
+                    chunk = job.bounds.popleft()
+            if chunk is not None and job.blocks is not None:
                 self._copy(job.blocks[chunk[0] : chunk[1]])
         except KvferryError as error:
             return error
@@ -160,7 +161,11 @@ class LocalTransport:
         if job.under_way or (job.bounds and job.error is None):
             return
         if self._jobs.pop(job.piece.piece_id, None) is not None:
-            self._loop.call_soon_threadsafe(self._on_piece_done, job.piece.piece_id, job.error)
+            self._loop.call_soon_threadsafe(self._report, job.piece.piece_id, job.error)
+
+    def _report(self, piece_id: int, error: KvferryError | None) -> None:
+        if not self._closing:
+            self._on_piece_done(piece_id, error)
 
 
 def _absolute_blocks(piece: StartPiece) -> Blocks:

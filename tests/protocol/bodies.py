@@ -20,11 +20,11 @@ from kvferry.protocol.schema import EVENTS
 INT64: Final = (-(1 << 63), (1 << 63) - 1)
 MAX_LIST: Final = 4
 REQUESTS: Final = tuple(row.request for row in REQUEST_TYPES.values())
-REPLIES: Final = (*dict.fromkeys(row.reply for row in REQUEST_TYPES.values()), ErrorReply, Busy)
-ALL_BODIES: Final = (*REQUESTS, *REPLIES, *EVENTS)
+REPLIES: Final[tuple[type[Body], ...]] = (*dict.fromkeys(row.reply for row in REQUEST_TYPES.values()), ErrorReply, Busy)
+ALL_BODIES: Final[tuple[type[Body], ...]] = (*REQUESTS, *REPLIES, *EVENTS)
 
 
-def values_of(info: inspect.Type, field: str = "") -> st.SearchStrategy[Any]:
+def values_of(info: inspect.Type, field: str = "") -> st.SearchStrategy[Any]:  # noqa: C901, PLR0911  a case a type
     """Return values that the type accepts. Numbers of pages stay small: their ids must be drawn too."""
     if isinstance(info, inspect.IntType):
         return _integers(info) if field != "pages" else st.integers(info.ge or 0, MAX_LIST)
@@ -42,7 +42,7 @@ def values_of(info: inspect.Type, field: str = "") -> st.SearchStrategy[Any]:
     if isinstance(info, inspect.DictType):
         return st.dictionaries(values_of(info.key_type), values_of(info.value_type), max_size=3)
     if isinstance(info, inspect.LiteralType):
-        return st.sampled_from(sorted(info.values))
+        return st.sampled_from(info.values)
     if isinstance(info, inspect.NoneType):
         return st.none()
     if isinstance(info, inspect.BoolType):

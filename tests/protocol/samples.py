@@ -186,7 +186,7 @@ MESSAGES: Final[dict[str, Message]] = {
     "SETTLED": (Event(4, BOOT, SETTLED), ()),
 }
 
-SESSION_FRAMES: Final = {
+SESSION_FRAMES: Final[dict[str, SessionOpen | SessionOpened | SessionRefused | RegionFollows]] = {
     "OPEN": SessionOpen(protocol_min=1, protocol_max=1, name="prefill-0"),
     "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT),
     "REFUSED": SessionRefused(error=ERROR),

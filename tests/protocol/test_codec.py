@@ -170,7 +170,7 @@ def test_what_is_no_envelope(frames: list[bytes]) -> None:
         ("INVALID_FIELD", "spec.kind", with_field("CREATE_POOL", "spec", {"kind": "rwkv"})),
         ("MALFORMED", "pages", [*with_field("FREE", "pages", 2)[:1], b"x" * 15]),
         ("MALFORMED", "pages", with_field("FREE", "pages", 3)),
-        ("MALFORMED", "pages", with_field("PING", "client", "")[:1] + [b""]),
+        ("MALFORMED", "pages", [*with_field("PING", "client", "")[:1], b""]),
         ("MALFORMED", "pages", with_field("SEND", "last", True)[:2]),  # noqa: FBT003  a field's value
     ],
 )
@@ -257,4 +257,5 @@ def test_samples_say_all_that_can_be_said() -> None:
 
 
 def _defaults(kind: type[msgspec.Struct]) -> dict[str, object]:
-    return {field.name: field.default for field in msgspec.structs.fields(kind) if field.default is not msgspec.NODEFAULT}
+    fields = msgspec.structs.fields(kind)
+    return {one.name: one.default for one in fields if one.default is not msgspec.NODEFAULT}

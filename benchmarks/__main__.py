@@ -1,0 +1,43 @@
+"""``python -m benchmarks [NAMES…]``: measure, show a table, write ``build/bench/NAME.json``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.catalogue import BENCHMARKS, TRACE, run_apart
+from benchmarks.measure import Effort, Row
+from benchmarks.report import summary, table, write_report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmarks named, or all; return the exit status: 0 also where a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure kvferry against its peers.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}; all by default")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="replay a trace; without names, nothing else")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few seconds, to see that all works; figures mean nothing"
+    )
+    parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="DIR", help="for the JSON files")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"no benchmark {unknown[0]!r}; known: {', '.join(BENCHMARKS)}")
+    names = list(options.names or ([] if options.trace else BENCHMARKS))
+    if options.trace:
+        names.append(TRACE)
+    rows: list[Row] = []
+    for name in names:
+        print(f"== {name}", flush=True)
+        found = run_apart(name, Effort(quick=options.quick), options.trace)
+        write_report(options.output, name, found, quick=options.quick)
+        print(table(found), flush=True)
+        rows += found
+    print(summary(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

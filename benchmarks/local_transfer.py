@@ -1,0 +1,149 @@
+"""The local transport: pages of one host region into another, against one memcpy of as many bytes.
+
+The transport is the daemon's own, with its threads, chunks and choice of copy; the clock runs from ``start`` to the
+report on the loop. The memcpy is one ``numpy.copyto`` of one contiguous range of the same two regions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import uvloop
+
+from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare, gigabytes_a_second
+from kvferry.daemon.config import Config
+from kvferry.daemon.memory import keep_freed_memory
+from kvferry.daemon.rooms.effects import StartPiece
+from kvferry.daemon.transports.local import LocalTransport, best_copy
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.manifest import lay_out
+from kvferry.pools.pairing import pair_entries
+from kvferry.pools.plan import Plan, make_plan
+from kvferry.pools.pool import Pool
+from kvferry.pools.runs import PageIds
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.manifests import Entry
+
+KIB, MIB = 1 << 10, 1 << 20
+NOISE_BYTES = 10_000_019  # a prime: no two pages alike
+LAYERS = 4
+TARGETS = {16 * KIB: 0.6, 128 * KIB: 1.0, 1 * MIB: 1.0}
+MEMCPY = "one numpy.copyto of one contiguous range, one thread"
+
+
+def measure(effort: Effort) -> list[Row]:
+    """Measure three page sizes, random and contiguous pages, and two amounts."""
+    keep_freed_memory()
+    sizes_mib = (8, 16) if effort.quick else (64, 512)
+    rows = []
+    for page_bytes in TARGETS:
+        with copying(page_bytes, sizes_mib[-1] * MIB) as copier:
+            rows += [
+                copier.measure(f"local_transfer/{_kib(page_bytes)}/{order}/{size_mib}MiB", order, size_mib, effort)
+                for size_mib in sizes_mib
+                for order in ("random", "contiguous")
+            ]
+    return rows
+
+
+class Copier:
+    """Two pools of one layout, and a transport between them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, source: Pool, destination: Pool) -> None:
+        self.source = source
+        self.destination = destination
+        self._loop = loop
+        self._ended: asyncio.Future[KvferryError | None] = loop.create_future()
+        self._piece_ids = itertools.count(1)
+        config = Config()
+        self.transport = LocalTransport(
+            loop,
+            lambda _piece_id, error: self._ended.set_result(error),
+            threads=config.copy_threads,
+            chunk_bytes=config.transfers.chunk_bytes,
+            copy=best_copy(),
+        )
+
+    def measure(self, name: str, order: str, size_mib: int, effort: Effort) -> Row:
+        """Return the row of one order of pages and one amount."""
+        size_bytes = size_mib * MIB
+        entries = self.source.manifest.entries
+        count = size_bytes // sum(entry.page_bytes for entry in entries)
+        source, destination = (self._pages(order, count, seed) for seed in (1, 2))
+        plan = make_plan(pair_entries(entries, entries), source, destination)
+        assert plan.total_bytes == size_bytes
+        row = compare(
+            name,
+            GIGABYTES_A_SECOND,
+            ours=partial(self._copied_gigabytes_a_second, plan),
+            peer=gigabytes_a_second(partial(self._memcpy, size_bytes), size_bytes),
+            peer_is=MEMCPY,
+            rounds=effort.pick(11, 2),
+            target=Target(TARGETS[entries[0].page_bytes]),
+        )
+        self._copied_gigabytes_a_second(plan)
+        self._check(source, destination)
+        return row
+
+    def _pages(self, order: str, count: int, seed: int) -> PageIds:
+        ids = np.arange(1, self.source.manifest.pages)
+        return np.random.default_rng(seed).permutation(ids)[:count] if order == "random" else ids[:count]
+
+    def _copied_gigabytes_a_second(self, plan: Plan) -> float:
+        return plan.total_bytes / self._loop.run_until_complete(self._copy(plan)) / 1e9
+
+    async def _copy(self, plan: Plan) -> float:
+        self._ended = self._loop.create_future()
+        started = time.perf_counter()
+        self.transport.start(StartPiece(next(self._piece_ids), self.source, self.destination, (plan,)))
+        error = await self._ended
+        if error is not None:
+            raise error
+        return time.perf_counter() - started
+
+    def _memcpy(self, size_bytes: int) -> None:
+        np.copyto(self.destination.region.view()[:size_bytes], self.source.region.view()[:size_bytes])
+
+    def _check(self, source: PageIds, destination: PageIds) -> None:
+        for entry in self.source.manifest.entries:
+            pages = slice(entry.base, entry.base + entry.pages * entry.page_bytes)
+            sent, received = (
+                pool.region.view()[pages].reshape(entry.pages, -1) for pool in (self.source, self.destination)
+            )
+            assert np.array_equal(sent[source[-8:]], received[destination[-8:]]), entry.name
+
+
+@contextmanager
+def copying(page_bytes: int, size_bytes: int) -> Iterator[Copier]:
+    """Make populated pools that hold as many bytes, the source filled with noise, and the transport."""
+    entries = [
+        Entry(component="main", role="k", layer=layer, base=0, page_bytes=page_bytes, page_tokens=128, pages=pages)
+        for pages in (size_bytes // page_bytes // LAYERS + 1,)
+        for layer in range(LAYERS)
+    ]
+    manifest = lay_out(entries)
+    loop = uvloop.new_event_loop()
+    with (
+        HostRegion.create("bench-source", manifest.region_bytes) as source,
+        HostRegion.create("bench-destination", manifest.region_bytes) as destination,
+    ):
+        source.view()[:] = np.resize(
+            np.random.default_rng(0).integers(0, 256, NOISE_BYTES, np.uint8), manifest.region_bytes
+        )
+        destination.view()[:] = 1  # not 0, which would read a page of zeros that is shared
+        copier = Copier(loop, Pool(0, "source", manifest, source), Pool(0, "destination", manifest, destination))
+        try:
+            yield copier
+        finally:
+            copier.transport.close()
+            loop.close()
+
+
+def _kib(size_bytes: int) -> str:
+    return f"{size_bytes // KIB}KiB"

@@ -1,0 +1,151 @@
+"""Measuring: two contenders in turns, medians of their rounds, and one row for each comparison."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+Better = Literal["lower", "higher"]
+Contender = Callable[[], float]
+"""Does its work once and returns the figure, in the row's unit."""
+
+
+class Effort(NamedTuple):
+    """How much to measure: all of it, or as little as shows that a benchmark works."""
+
+    quick: bool = False
+
+    def pick(self, full: int, quick: int) -> int:
+        """Return the number that goes with this effort."""
+        return quick if self.quick else full
+
+
+class Target(NamedTuple):
+    """A bound on ``ratio`` or on ``ours``: from above where lower is better, else from below."""
+
+    bound: float
+    on: Literal["ratio", "ours"] = "ratio"
+
+
+class Unit(NamedTuple):
+    """What a figure counts, and in which direction it is better."""
+
+    name: str
+    better: Better
+
+
+MICROSECONDS = Unit("us", "lower")
+MILLISECONDS = Unit("ms", "lower")
+GIGABYTES_A_SECOND = Unit("GB/s", "higher")
+THOUSANDS_A_SECOND = Unit("k/s", "higher")
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One comparison.
+
+    Attributes:
+        name: what was measured.
+        ours: the median of our rounds, in ``unit``.
+        peer: the median of the peer's rounds, in ``unit``.
+        unit: of both.
+        better: whether lower or higher figures (and ratios) are better.
+        ratio: ``ours / peer``.
+        target: the bound on ``target_on``, or None: then the row is there to explain another one.
+        target_on: what the target bounds.
+        met: whether the target is met, or None without one.
+        rounds: how many rounds each side had, in turns.
+        peer_is: what the peer is.
+        note: what else a reader must know.
+    """
+
+    name: str
+    ours: float
+    peer: float
+    unit: str
+    better: Better
+    ratio: float
+    target: float | None
+    target_on: Literal["ratio", "ours"]
+    met: bool | None
+    rounds: int
+    peer_is: str
+    note: str = ""
+
+
+def compare(
+    name: str,
+    unit: Unit,
+    *,
+    ours: Contender,
+    peer: Contender,
+    peer_is: str,
+    rounds: int,
+    target: Target | None = None,
+    note: str = "",
+) -> Row:
+    """Run both in turns (ours, peer, ours, peer, …) after one round that does not count, and return the row."""
+    figures = interleave(rounds, ours, peer)
+    our_median, peer_median = (statistics.median(one) for one in figures)
+    ratio = our_median / peer_median
+    met = None
+    if target is not None:
+        measured = ratio if target.on == "ratio" else our_median
+        met = measured <= target.bound if unit.better == "lower" else measured >= target.bound
+    return Row(
+        name=name,
+        ours=our_median,
+        peer=peer_median,
+        unit=unit.name,
+        better=unit.better,
+        ratio=ratio,
+        target=target.bound if target else None,
+        target_on=target.on if target else "ratio",
+        met=met,
+        rounds=rounds,
+        peer_is=peer_is,
+        note=note,
+    )
+
+
+def interleave(rounds: int, *contenders: Contender) -> list[list[float]]:
+    """Return each contender's figures; they take turns, without the garbage collector, after a warm-up round."""
+    figures: list[list[float]] = [[] for _ in contenders]
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds + 1):
+            for mine, contender in zip(figures, contenders, strict=True):
+                figure = contender()
+                if number:
+                    mine.append(figure)
+    finally:
+        gc.enable()
+    return figures
+
+
+def seconds(action: Callable[[], object], repeats: int = 1) -> float:
+    """Return how long one call takes, from ``repeats`` calls in a row."""
+    started = time.perf_counter()
+    for _ in range(repeats):
+        action()
+    return (time.perf_counter() - started) / repeats
+
+
+def microseconds(action: Callable[[], object], repeats: int = 1) -> Contender:
+    """Return a contender that reports the time of one call."""
+    return lambda: seconds(action, repeats) * 1e6
+
+
+def milliseconds(action: Callable[[], object], repeats: int = 1) -> Contender:
+    """Return a contender that reports the time of one call."""
+    return lambda: seconds(action, repeats) * 1e3
+
+
+def gigabytes_a_second(action: Callable[[], object], size_bytes: int) -> Contender:
+    """Return a contender that reports how fast a call moves its bytes."""
+    return lambda: size_bytes / seconds(action) / 1e9

@@ -1,0 +1,113 @@
+"""``kvferry ping`` and ``kvferry status``: what they print, and their exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvferry.clients import Client, MhaSpec, new_request_id, pages
+from kvferry.clients.cli.main import main
+from tests.daemons import DaemonProcess, running_daemon
+from tests.kvferry_command import run_kvferry
+
+
+def test_ping(daemon: DaemonProcess) -> None:
+    done = run_kvferry("ping", "--runtime-dir", daemon.runtime_dir)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"kvferry \S+ boot [0-9a-f]{8} answers in \d+ us\n", done.stdout)
+
+
+@pytest.mark.parametrize("command", [["ping"], ["status"], ["status", "--json"], ["probe", "PING"], ["probe", "FREE"]])
+def test_no_daemon_is_one_clear_line(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    message = [] if command[-1] != "FREE" else ['{"pool": "a", "pages": [1]}']
+    assert main([*command, *message, "--runtime-dir", str(tmp_path), "--timeout", "0.1"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(rf"kvferry {command[0]}: DAEMON_LOST: no daemon at {tmp_path}: .*\n", printed.err)
+
+
+def test_the_real_command_fails_the_same_way(tmp_path: Path) -> None:
+    done = run_kvferry("ping", "--runtime-dir", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("kvferry ping: DAEMON_LOST: no daemon at")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_daemon_that_stands_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_daemon(tmp_path) as own:
+        own.process.send_signal(signal.SIGSTOP)
+        try:
+            assert main(["ping", "--runtime-dir", str(own.runtime_dir), "--timeout", "0.1"]) == 1
+        finally:
+            own.process.send_signal(signal.SIGCONT)
+    assert "within 0.1 s" in capsys.readouterr().err
+
+
+@pytest.fixture
+def busy(daemon: DaemonProcess, name: str, spec: MhaSpec) -> str:
+    """Leave a pool with pages behind, whose session ends at once; return its name."""
+    with Client.connect(daemon.runtime_dir, name="maker") as client:
+        client.create_pool(name, spec)
+    return name
+
+
+def test_status_for_programs(daemon: DaemonProcess, busy: str) -> None:
+    with Client.connect(daemon.runtime_dir, name="holder") as client:
+        ids = client.allocate(busy, 5)
+        request_id = new_request_id()
+        client.receive(busy, request_id, [pages(ids[:2])])
+        client.ping()
+        done = run_kvferry("status", "--json", "--runtime-dir", daemon.runtime_dir)
+        assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+        status = json.loads(done.stdout)
+        assert (status["boot_id"], status["pid"], status["draining"]) == (client.boot_id, daemon.process.pid, False)
+        (pool,) = [one for one in status["pools"] if one["pool"] == busy]
+        assert (pool["pages"], pool["free"], pool["busy"], pool["tenant"]) == (16, 11, 2, os.getuid())
+        assert pool["region_bytes"] == 17 * pool["page_bytes"]
+        (session,) = [one for one in status["sessions"] if one["name"] == "holder"]
+        assert (session["pages"], session["rooms"], session["pid"]) == (5, 1, os.getpid())
+        (room,) = [one for one in status["rooms"] if one["pool"] == busy]
+        assert (room["request"], room["side"], room["state"]) == (request_id[:8], "receive", "open")
+        assert room["waits_for"] == "1 of 1 sources: no SEND yet"
+        assert status["counters"]["messages.received"] > 0
+
+
+def test_status_for_people(daemon: DaemonProcess, busy: str) -> None:
+    with Client.connect(daemon.runtime_dir, name="a holder") as client:
+        client.allocate(busy, 3)
+        done = run_kvferry("status", "--runtime-dir", daemon.runtime_dir)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"kvferry \S+ pid \d+ boot [0-9a-f]{8} serving for \d+ s", lines[0])
+    (row,) = [line.split() for line in lines if busy in line.split()]
+    assert row[2:5] == ["16", "13", "0"]
+    assert {"pools", "sessions", "counters"} <= set(lines)
+    assert any("a holder" in line for line in lines)
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_the_environment_says_where_the_daemon_is(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(daemon.runtime_dir))
+    assert main(["ping"]) == 0
+    assert "answers in" in capsys.readouterr().out
+
+
+def test_an_empty_daemon_has_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_daemon(tmp_path) as own:
+        assert main(["status", "--runtime-dir", str(own.runtime_dir)]) == 0
+    assert {"no pools", "no sessions", "no hand-offs"} <= set(capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("arguments", [[], ["pong"], ["probe"], ["ping", "--fast"], ["layout"]])
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: kvferry" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""``kvferry probe``: any message by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.clients import Client, MhaSpec
+from kvferry.clients.cli.main import main
+from kvferry.protocol.requests import REQUEST_TYPES
+from tests.daemons import DaemonProcess
+from tests.kvferry_command import run_kvferry
+
+REQUEST_ID = "0123456789abcdef0123456789abcdef"
+SPEC = {"kind": "mha", "layers": 1, "tokens": 8, "page_size": 4, "kv_heads": 1, "head_dim": 1, "dtype": "int8"}
+
+
+class Probe:
+    """Runs the command in this process."""
+
+    def __init__(self, daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+        self._arguments = ["--runtime-dir", str(daemon.runtime_dir)]
+        self._capsys = capsys
+
+    def __call__(self, kind: str, message: object = None) -> tuple[int, dict[str, Any]]:
+        """Return the exit status and the reply."""
+        text = [] if message is None else [message if isinstance(message, str) else json.dumps(message)]
+        status = main(["probe", kind, *text, *self._arguments])
+        printed = self._capsys.readouterr()
+        assert printed.err == ""
+        assert printed.out.count("\n") == 1
+        reply: dict[str, Any] = json.loads(printed.out)
+        assert (reply["type"] == "ERROR") == (status == 2)
+        return status, reply
+
+
+@pytest.fixture
+def probe(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> Probe:
+    """Return the command."""
+    return Probe(daemon, capsys)
+
+
+def test_the_real_command(daemon: DaemonProcess) -> None:
+    done = run_kvferry("probe", "PING", "--runtime-dir", daemon.runtime_dir)
+    assert (done.returncode, done.stdout, done.stderr) == (0, '{"type":"PONG"}\n', "")
+    done = run_kvferry("probe", "PINGG", "--runtime-dir", daemon.runtime_dir)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert json.loads(done.stdout)["error"]["code"] == "UNKNOWN_TYPE"
+
+
+def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
+    with Client.connect(daemon.runtime_dir) as client:
+        client.create_pool(name, spec)
+    messages: dict[str, object] = {
+        "HELLO": {"protocol_min": 1, "protocol_max": 1},
+        "CREATE_POOL": {"pool": name + "-new", "spec": SPEC},
+        "ATTACH_POOL": {"pool": name},
+        "DELETE_POOL": {"pool": name + "-new"},
+        "ALLOCATE": {"pool": name, "count": 2},
+    }
+    refused = {
+        "FREE": {"pool": name, "pages": [1]},
+        "SEND": {"request_id": REQUEST_ID, "pool": name, "lists": [{"pages": [1]}]},
+        "RECEIVE": {"request_id": REQUEST_ID, "pool": name, "lists": [{"pages": [1]}]},
+        "CANCEL": {"request_id": REQUEST_ID, "pool": name, "side": "send"},
+        "RESULT": {"request_id": REQUEST_ID, "pool": name, "side": "send"},
+    }
+    for kind, row in REQUEST_TYPES.items():
+        status, reply = probe(kind, messages.get(kind, refused.get(kind)))
+        if kind in refused:
+            expected = "UNKNOWN_ROOM" if kind in {"CANCEL", "RESULT"} else "NOT_OWNER"
+            assert (status, reply["error"]["code"]) == (2, expected)
+        else:
+            assert (status, reply["type"]) == (0, row.reply.__struct_config__.tag)
+
+
+def test_page_ids_stand_in_the_reply(probe: Probe, daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
+    with Client.connect(daemon.runtime_dir) as client:
+        client.create_pool(name, spec)
+    assert probe("allocate", {"pool": name, "count": 3}) == (0, {"type": "ALLOCATED", "pages": [1, 2, 3]})
+    assert probe("ALLOCATE", {"pool": name, "count": 2})[1]["pages"] == [1, 2], "a probe's session ends with it"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "code", "field"),
+    [
+        ("NONSENSE", "{}", "UNKNOWN_TYPE", "type"),
+        ("ALLOCATE", "{", "INVALID_FIELD", ""),
+        ("ALLOCATE", "{}", "INVALID_FIELD", "pool"),
+        ("ALLOCATE", '{"pool": "a", "count": 0}', "INVALID_FIELD", "count"),
+        ("ALLOCATE", '{"pool": "a", "count": 1, "colour": 2}', "INVALID_FIELD", "colour"),
+        ("ALLOCATE", '{"pool": "nobodys", "count": 1}', "UNKNOWN_POOL", "pool"),
+        ("FREE", '{"pool": "a", "pages": 3}', "INVALID_FIELD", "pages"),
+        ("FREE", '{"pool": "a", "pages": []}', "UNKNOWN_POOL", "pool"),
+        ("HELLO", '{"protocol_min": 7, "protocol_max": 9}', "VERSION_MISMATCH", "protocol_min"),
+        ("CREATE_POOL", '{"pool": "a", "spec": {"kind": "mha", "layers": 0}}', "INVALID_FIELD", "spec.layers"),
+    ],
+)
+def test_refusals_are_json_and_exit_2(probe: Probe, kind: str, message: str, code: str, field: str) -> None:
+    status, reply = probe(kind, message)
+    assert (status, reply["error"]["code"], reply["error"].get("field", "")) == (2, code, field)
+    assert reply["error"]["detail"]
+    assert reply["error"]["remedy"]

@@ -1,0 +1,34 @@
+"""One daemon for all tests of the clients; tests that harm it run their own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.clients import MhaSpec
+from tests.daemons import DaemonProcess, running_daemon
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Return a daemon that serves."""
+    with running_daemon(tmp_path_factory.mktemp("clients")) as one:
+        yield one
+
+
+@pytest.fixture
+def name() -> str:
+    """Return a pool's name that no other test has."""
+    return f"pool-{next(_numbers)}"
+
+
+@pytest.fixture
+def spec() -> MhaSpec:
+    """Return a small pool: two layers, 16 pages of 4 tokens, v narrower than k."""
+    return MhaSpec(
+        layers=2, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32"
+    )

@@ -1,0 +1,107 @@
+"""The daemon put together, on the test's own loop: nothing in it may block, and it ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+import kvferry.clients
+import kvferry.daemon
+from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
+from kvferry.daemon.access import RuntimeDirectory
+from kvferry.daemon.config import Config, LoggingConfig, ServiceConfig, TransfersConfig
+from kvferry.daemon.logs import configure_logs
+from kvferry.daemon.loop import Daemon
+from kvferry.daemon.testing.recording_service_manager import RecordingServiceManager
+from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
+
+pytestmark = pytest.mark.anyio
+SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
+CONFIG = Config(
+    transfers=TransfersConfig(threads=1),
+    service=ServiceConfig(drain_timeout_s=10),
+    logging=LoggingConfig(level="error", format="json"),
+)
+ENDING = (("kvferry/daemon/transports/local.py", "close"), ("kvferry/daemon/pool_service.py", "close"))
+
+
+@pytest.fixture(autouse=True)
+def _no_blocking_calls() -> Iterator[None]:
+    """Let every blocking call fail the test but those by which the daemon ends: it waits for its own threads."""
+    with blockbuster_ctx(scanned_modules=[kvferry.clients, kvferry.daemon]) as blockbuster:
+        for file, function in ENDING:
+            blockbuster.functions["threading.Lock.acquire"].can_block_in(file, function)
+        yield
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Path, RecordingServiceManager, asyncio.Event]]:
+    """Run a daemon; it is stopped in the end, if it was not before, and must have ended well."""
+    stopping, manager = asyncio.Event(), RecordingServiceManager()
+    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
+        directory = await asyncio.to_thread(RuntimeDirectory(Path(folder) / "run").__enter__)
+        daemon = asyncio.ensure_future(Daemon(CONFIG, directory, stopping).serve(manager))
+        await manager.is_ready.wait()
+        try:
+            yield directory.path, manager, stopping
+        finally:
+            stopping.set()
+            await daemon
+            await asyncio.to_thread(directory.__exit__, None, None, None)
+        assert [one.name for one in directory.path.iterdir()] == ["daemon.lock"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> None:
+    configure_logs(CONFIG.logging)
+
+
+async def test_a_hand_off_from_beginning_to_end() -> None:
+    async with serving() as (path, manager, _), await AsyncClient.connect(path) as client:
+        pool = await client.create_pool("pool", SPEC)
+        k = pool.tensor("main", "k")
+        sent, received = await client.allocate("pool", 4), await client.allocate("pool", 4)
+        k[:, sent] = 3
+        request_id = new_request_id()
+        receiving = client.receive("pool", request_id, [pages(received)])
+        sending = client.send("pool", request_id, [pages(sent)], first_token=1)
+        assert (await client.finished(receiving)).first_token == 1
+        await client.settled(sending)
+        assert bool((k[:, received] == 3).all())
+        await client.free("pool", sent)
+        await client.free("pool", received)
+        await client.delete_pool("pool")
+        assert manager.said == ["ready"]
+    assert manager.said == ["ready", "stopping"]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("copy-", "populate"))]
+
+
+async def test_the_end_fails_what_waits_and_then_closes_the_sessions() -> None:
+    async with serving() as (path, _, stopping), await AsyncClient.connect(path) as client:
+        await client.create_pool("pool", SPEC)
+        receiving = client.receive("pool", new_request_id(), [pages(await client.allocate("pool", 2))])
+        await client.ping()
+        stopping.set()
+        with pytest.raises(ShuttingDownError):
+            await client.finished(receiving)
+        await client.settled(receiving)
+        with pytest.raises(DaemonLostError):
+            while True:
+                await client.ping()
+
+
+async def test_pages_of_a_session_that_ends_are_free_at_once() -> None:
+    async with serving() as (path, _, _), await AsyncClient.connect(path) as client:
+        await client.create_pool("pool", SPEC)
+        async with await AsyncClient.connect(path) as other:
+            await other.allocate("pool", 16)
+        while len((await client.status()).sessions) > 1:
+            pass  # each look is a round trip
+        assert len(await client.allocate("pool", 16)) == 16

@@ -1,0 +1,151 @@
+"""Sessions without sockets: replies kept for a retry, events kept until they are acknowledged, limits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.daemon.sessions import Peer, Session, SessionRegistry
+from kvferry.protocol.errors import OverloadedError
+from kvferry.protocol.events import Settled
+from kvferry.protocol.limits import Limits
+
+PEER = Peer(pid=4242, uid=1000, gid=1000)
+LIMITS = Limits(max_requests_per_session=4, max_sessions=2)
+
+
+@pytest.fixture
+def session() -> Session:
+    """Return a session that may have four requests."""
+    return Session(1, "prefill-0", PEER, LIMITS)
+
+
+def event(number: int) -> Settled:
+    return Settled(request_id=f"{number:032x}", pool="decode", side="receive")
+
+
+# -- replies
+
+
+def test_a_retry_is_told_apart_and_gets_the_same_reply(session: Session) -> None:
+    assert session.begin(7)
+    assert session.is_pending(7)
+    assert not session.begin(7)
+    assert session.reply_to(7) is None
+    assert session.answered(7, [b"first"])
+    assert not session.answered(7, [b"second"])
+    assert not session.is_pending(7)
+    assert not session.begin(7)
+    assert session.reply_to(7) == [b"first"]
+
+
+def test_the_oldest_replies_are_forgotten(session: Session) -> None:
+    for number in range(1, 101):
+        assert session.begin(number)
+        assert session.answered(number, [b"%d" % number])
+    assert [number for number in range(1, 101) if session.reply_to(number)] == [97, 98, 99, 100]
+    assert session.begin(1), "what is forgotten is new again"
+
+
+def test_too_many_requests_without_a_reply_are_refused(session: Session) -> None:
+    for number in range(1, 5):
+        session.begin(number)
+    for _ in range(2):
+        with pytest.raises(OverloadedError, match="4 requests of the session are in flight"):
+            session.begin(5)
+    assert not session.is_pending(5)
+    session.answered(3, [b"done"])
+    assert session.begin(5)
+    assert session.reply_to(3) is None, "its place was needed"
+
+
+def test_one_slow_request_does_not_hold_up_the_others(session: Session) -> None:
+    session.begin(1)
+    for number in range(2, 100):
+        assert session.begin(number)
+        session.answered(number, [b""])
+    assert session.is_pending(1)
+    assert session.answered(1, [b"at last"])
+
+
+def test_a_reply_to_what_was_never_asked_is_dropped(session: Session) -> None:
+    assert not session.answered(9, [b""])
+    assert session.reply_to(9) is None
+
+
+# -- events
+
+
+@given(st.lists(st.one_of(st.just("event"), st.just("push"), st.just("rebind"), st.integers(0, 12)), max_size=40))
+def test_events_stay_until_they_are_acknowledged(steps: list[str | int]) -> None:
+    session, made, pushed, acknowledged, identities = Session(1, "", PEER, LIMITS), 0, 0, 0, 0
+    session.bind(b"0")
+    for step in steps:
+        if step == "event":
+            made += 1
+            session.add_event(event(made))
+        elif step == "push":
+            while session.unsent:
+                assert session.unsent.popleft().cursor == pushed + 1
+                pushed += 1
+        elif step == "rebind":
+            identities += 1
+            session.bind(b"%d" % identities)
+            pushed = acknowledged
+        elif isinstance(step, int):
+            seen = list(session.acknowledge(step))
+            assert [one.cursor for one in seen] == list(range(acknowledged + 1, min(step, made) + 1))
+            acknowledged = max(acknowledged, min(step, made))
+            pushed = max(pushed, acknowledged)
+        assert [one.cursor for one in session.unacknowledged] == list(range(acknowledged + 1, made + 1))
+        assert [one.cursor for one in session.unsent] == list(range(pushed + 1, made + 1))
+
+
+def test_the_same_peer_is_not_told_again(session: Session) -> None:
+    session.bind(b"one")
+    session.add_event(event(1))
+    session.unsent.popleft()
+    session.bind(b"one")
+    assert not session.unsent
+    session.bind(b"two")
+    assert [one.body for one in session.unsent] == [event(1)]
+
+
+# -- the registry
+
+
+def test_sessions_are_known_by_number_and_secret() -> None:
+    registry = SessionRegistry(LIMITS)
+    first, second = registry.open("a", PEER), registry.open("b", Peer(1, 2, 3))
+    assert first.session_id != second.session_id
+    assert first.secret != second.secret
+    assert registry.get(first.session_id) is first
+    assert registry.by_secret(second.secret) is second
+    assert registry.by_secret(b"") is None
+    assert registry.by_secret(first.secret[:-1]) is None
+    assert (list(registry), len(registry)) == ([first, second], 2)
+    assert (first.tenant, second.tenant) == (1000, 2)
+
+
+def test_a_closed_session_is_gone_and_its_number_is_not_used_again() -> None:
+    registry = SessionRegistry(LIMITS)
+    session = registry.open("a", PEER)
+    registry.close(session)
+    assert registry.get(session.session_id) is None
+    assert registry.by_secret(session.secret) is None
+    assert registry.open("b", PEER).session_id != session.session_id
+
+
+def test_sessions_are_limited() -> None:
+    registry = SessionRegistry(LIMITS)
+    first, _ = registry.open("a", PEER), registry.open("b", PEER)
+    with pytest.raises(OverloadedError, match="2 sessions live"):
+        registry.open("c", PEER)
+    registry.close(first)
+    registry.open("c", PEER)
+
+
+def test_the_secret_is_not_shown(session: Session) -> None:
+    assert session.secret.hex() not in repr(session)
+    assert str(session.secret) not in repr(session)

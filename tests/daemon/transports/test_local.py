@@ -1,0 +1,241 @@
+"""The local transport with real threads: every piece is reported exactly once, and no byte moves after that."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from kvferry.daemon.rooms.effects import StartPiece
+from kvferry.daemon.transports import local
+from kvferry.daemon.transports.local import LocalTransport, best_copy
+from kvferry.pools.copies import CopyBlocks, copy_one_by_one
+from kvferry.pools.pairing import pair_entries
+from kvferry.pools.plan import Blocks, make_plan
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import KvferryError, TransferFailedError
+from tests.rooms.room_world import PAGE_BYTES, RoomWorld
+
+WAIT_S = 30.0
+ONE_CHUNK = 1 << 20
+ONE_BLOCK = PAGE_BYTES
+
+
+class GatedCopy:
+    """Copies, but each call waits at a gate; tells the loop how many have come to it."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.entered = asyncio.Event()
+        self.calls = 0
+        self.error: Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+
+    def __call__(self, blocks: Blocks) -> None:
+        """Copy once the gate is open."""
+        with self._lock:
+            self.calls += 1
+        self._loop.call_soon_threadsafe(self.entered.set)
+        assert self.gate.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        copy_one_by_one(blocks)
+
+
+class Site:
+    """Two pools, a transport between them, and what it reports."""
+
+    def __init__(self, copy: CopyBlocks, *, threads: int = 2, chunk_bytes: int = ONE_BLOCK) -> None:
+        self.world = RoomWorld()
+        self.source, self.destination = self.world.pool("source", pages=65), self.world.pool("destination", pages=65)
+        self.reports: list[tuple[int, KvferryError | None]] = []
+        self.threads: set[int] = set()
+        self._news = asyncio.Event()
+        self.transport = LocalTransport(
+            asyncio.get_running_loop(), self._done, threads=threads, chunk_bytes=chunk_bytes, copy=copy
+        )
+
+    def piece(self, number: int, first: int, count: int) -> StartPiece:
+        """Return a piece of scattered pages, filled at the source."""
+        ids = np.arange(first, first + count)
+        self.world.fill(self.source, ids)
+        plan = make_plan(pair_entries(self.source.manifest.entries, self.destination.manifest.entries), ids, ids[::-1])
+        return StartPiece(number, self.source, self.destination, (plan,))
+
+    def arrived(self, first: int, count: int) -> bool:
+        """Return whether a piece's pages are at the destination."""
+        ids = np.arange(first, first + count)
+        return content(self, self.source, ids) == content(self, self.destination, ids[::-1])
+
+    async def reported(self, count: int) -> list[tuple[int, KvferryError | None]]:
+        """Wait for so many reports."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.reports) < count:
+                self._news.clear()
+                await self._news.wait()
+        return self.reports
+
+    def _done(self, piece_id: int, error: KvferryError | None) -> None:
+        self.threads.add(threading.get_ident())
+        self.reports.append((piece_id, error))
+        self._news.set()
+
+
+def content(site: Site, pool: Pool, ids: np.typing.NDArray[np.int64]) -> list[dict[str, bytes]]:
+    return site.world.content(pool, ids)
+
+
+async def let_scheduled_callbacks_run() -> None:
+    """Return after everything that other threads have handed to the loop so far."""
+    await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+
+
+@asynccontextmanager
+async def closing(site: Site, copy: GatedCopy | None = None) -> AsyncIterator[Site]:
+    """Close the site's transport in the end, with its gate open."""
+    try:
+        yield site
+    finally:
+        if copy is not None:
+            copy.gate.set()
+        await asyncio.get_running_loop().run_in_executor(None, site.transport.close)
+
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, ONE_BLOCK, 5 * PAGE_BYTES, ONE_CHUNK])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+async def test_all_pieces_arrive_and_are_reported_once(chunk_bytes: int, threads: int) -> None:
+    async with closing(Site(best_copy(), threads=threads, chunk_bytes=chunk_bytes)) as site:
+        for number in range(16):
+            site.transport.start(site.piece(number, 1 + 4 * number, 4))
+        reports = await site.reported(16)
+        await let_scheduled_callbacks_run()
+        assert sorted(reports) == [(number, None) for number in range(16)]
+        assert all(site.arrived(1 + 4 * number, 4) for number in range(16))
+        assert site.threads == {threading.get_ident()}, "reports come on the loop"
+        assert "pieces=0" in repr(site.transport)
+
+
+async def test_large_blocks_are_copied_in_parts() -> None:
+    seen: list[int] = []
+
+    def watching(blocks: Blocks) -> None:
+        seen.extend(blocks[:, 2].tolist())
+
+    async with closing(Site(watching, chunk_bytes=ONE_CHUNK)) as site:
+        entry = site.source.manifest.entries[0]
+        pages, size = np.arange(1, 2), 3 * local.MAX_BLOCK_BYTES + 7
+        big = [type(entry)(component="main", role="k", layer=0, base=0, pages=2, page_bytes=size)]
+        site.transport.start(
+            StartPiece(1, site.source, site.destination, (make_plan(pair_entries(big, big), pages, pages),))
+        )
+        await site.reported(1)
+    assert sorted(seen) == [7, *[local.MAX_BLOCK_BYTES] * 3]
+
+
+async def test_a_stopped_piece_ends_early_and_is_reported_once() -> None:
+    copy = GatedCopy()
+    async with closing(Site(copy, threads=2), copy) as site:
+        site.transport.start(site.piece(1, 1, 60))
+        await copy.entered.wait()
+        site.transport.stop(1)
+        site.transport.stop(1)
+        copy.gate.set()
+        ((number, error),) = await site.reported(1)
+        assert number == 1
+        assert error is not None
+        assert error.code == "CANCELLED"
+        site.transport.stop(1)
+        site.transport.start(site.piece(2, 1, 1))
+        assert (await site.reported(2))[1] == (2, None)
+        assert copy.calls <= 2 + 4, "two chunks under way, and the four of the second piece"
+
+
+async def test_a_piece_stopped_before_it_began_copies_nothing() -> None:
+    copy = GatedCopy()
+    async with closing(Site(copy, threads=1), copy) as site:
+        site.transport.start(site.piece(1, 1, 1))
+        await copy.entered.wait()
+        site.transport.start(site.piece(2, 10, 3))
+        site.transport.stop(2)
+        copy.gate.set()
+        reports = dict(await site.reported(2))
+        assert reports[1] is None
+        assert reports[2] is not None
+        assert copy.calls == 4
+        assert not site.arrived(10, 3)
+
+
+async def test_stopping_what_is_not_under_way_does_nothing() -> None:
+    async with closing(Site(best_copy())) as site:
+        site.transport.stop(7)
+        site.transport.start(site.piece(7, 1, 3))
+        assert await site.reported(1) == [(7, None)]
+        site.transport.stop(7)
+        await let_scheduled_callbacks_run()
+        assert len(site.reports) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("cause", [TransferFailedError("Bad address"), RuntimeError("boom"), MemoryError()])
+async def test_a_copy_that_fails_is_reported_once(threads: int, cause: Exception) -> None:
+    copy = GatedCopy()
+    copy.error = cause
+    with capture_logs() as logs:
+        async with closing(Site(copy, threads=threads), copy) as site:
+            site.transport.start(site.piece(1, 1, 20))
+            await copy.entered.wait()
+            copy.gate.set()
+            ((_, error),) = await site.reported(1)
+            copy.error = None
+            site.transport.start(site.piece(2, 30, 20))
+            assert (await site.reported(2))[1] == (2, None)
+            await let_scheduled_callbacks_run()
+    assert len(site.reports) == 2
+    assert error is not None
+    assert error.code == ("TRANSFER_FAILED" if isinstance(cause, KvferryError) else "INTERNAL")
+    assert bool(logs) == (not isinstance(cause, KvferryError)), "a bug is logged"
+
+
+async def test_a_small_piece_does_not_wait_for_a_large_one() -> None:
+    copy = GatedCopy()
+    async with closing(Site(copy, threads=1), copy) as site:
+        site.transport.start(site.piece(1, 1, 60))
+        await copy.entered.wait()
+        site.transport.start(site.piece(2, 61, 1))
+        copy.gate.set()
+        assert [number for number, _ in await site.reported(2)] == [2, 1]
+
+
+async def test_close_waits_until_no_byte_moves_and_then_nothing_is_reported() -> None:
+    copy = GatedCopy()
+    site = Site(copy, threads=2, chunk_bytes=ONE_CHUNK)
+    for number in range(4):
+        site.transport.start(site.piece(number, 1 + number, 1))
+    await copy.entered.wait()
+    closed = asyncio.get_running_loop().run_in_executor(None, site.transport.close)
+    done, _ = await asyncio.wait({closed}, timeout=0.05)
+    assert not done, "a copy is under way"
+    copy.gate.set()
+    await closed
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("copy-")]
+    calls = copy.calls
+    await let_scheduled_callbacks_run()
+    assert site.reports == []
+    assert copy.calls == calls <= 2
+
+
+async def test_without_the_fast_copy_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "vectored_copy_works", lambda: False)
+    with capture_logs() as logs:
+        assert best_copy() is copy_one_by_one
+    (warning,) = logs
+    assert (warning["log_level"], bool(warning["cause"]), bool(warning["remedy"])) == ("warning", True, True)

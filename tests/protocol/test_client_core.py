@@ -1,0 +1,301 @@
+"""The client's half of the protocol, driven by hand-made replies and events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.protocol.base import Body, PageList
+from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, ReplyArrived
+from kvferry.protocol.codec import IncomingRequest, decode_request, encode
+from kvferry.protocol.envelope import Event, Reply, Request
+from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.errors import MalformedError, OverloadedError, PageBusyError, PageGapError, PeerLostError
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.pool_messages import Allocate, Allocated
+from kvferry.protocol.requests import Busy, ErrorReply
+from kvferry.protocol.room_messages import Accepted, Receive, Send
+from kvferry.protocol.session_messages import Ping, Pong
+
+BOOT = BootId("00112233445566778899aabbccddeeff")
+OTHER_BOOT = "ff" * 16
+SECRET = b"0123456789abcdef"
+REQUEST = "ab" * 16
+IDS = (np.array([3, 4], np.int64),)
+SEND = Send(request_id=REQUEST, pool="prefill", lists=(PageList(pages=2),))
+CHUNK = Send(request_id=REQUEST, pool="prefill", lists=(PageList(pages=2),), last=False)
+RECEIVE = Receive(request_id=REQUEST, pool="decode", lists=(PageList(pages=2),))
+
+
+@pytest.fixture
+def core() -> ClientCore:
+    """Return a core with a session."""
+    return ClientCore(BOOT, SECRET)
+
+
+def request_in(outgoing: Outgoing) -> Request:
+    """Return what the daemon reads."""
+    incoming = decode_request([bytes(frame) for frame in outgoing.frames])
+    assert isinstance(incoming, IncomingRequest)
+    assert incoming.request.message_id == outgoing.message_id
+    return incoming.request
+
+
+def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any) -> ReplyArrived | HandOffChanged | None:  # noqa: ANN401
+    """Let the daemon answer."""
+    return core.feed([bytes(frame) for frame in encode(Reply(outgoing.message_id, BOOT, body), ids)])
+
+
+def event(core: ClientCore, cursor: int, body: Finished | Settled, boot: str = BOOT) -> HandOffChanged | None:
+    """Let the daemon tell something."""
+    changed = core.feed([bytes(frame) for frame in encode(Event(cursor, boot, body))])
+    assert changed is None or isinstance(changed, HandOffChanged)
+    return changed
+
+
+def refusal(error: Exception) -> ErrorReply:
+    assert isinstance(error, PageBusyError | PageGapError | PeerLostError)
+    return ErrorReply(error=error.info())
+
+
+def finished(side: str, error: ErrorInfo | None = None, **fields: Any) -> Finished:  # noqa: ANN401  any field
+    pool = "prefill" if side == "send" else "decode"
+    return Finished(request_id=REQUEST, pool=pool, side="send" if side == "send" else "receive", error=error, **fields)
+
+
+def settled(side: str) -> Settled:
+    pool = "prefill" if side == "send" else "decode"
+    return Settled(request_id=REQUEST, pool=pool, side="send" if side == "send" else "receive")
+
+
+def acknowledged(core: ClientCore) -> int:
+    """Return the cursor that the next request acknowledges."""
+    return request_in(core.request(Ping())).acknowledged
+
+
+# -- requests and replies
+
+
+def test_a_request_says_who_when_and_what_was_seen(core: ClientCore) -> None:
+    request = request_in(core.request(Allocate(pool="a", count=3), deadline_ms=250))
+    assert request == Request(1, BOOT, SECRET, 250, 0, Allocate(pool="a", count=3))
+    assert request_in(core.request(Ping())).message_id == 2
+    assert core.pending == 2
+
+
+def test_a_reply_finds_its_request(core: ClientCore) -> None:
+    first, second = core.request(Allocate(pool="a", count=2)), core.request(Ping())
+    assert reply(core, second, Pong()) == ReplyArrived(2, Pong(), (), None)
+    got = reply(core, first, Allocated(pages=2), IDS[0])
+    assert isinstance(got, ReplyArrived)
+    assert got.ids[0].tolist() == [3, 4]
+    assert core.pending == 0
+
+
+@pytest.mark.parametrize("answer", ["again", "after giving up", "never asked"])
+def test_a_reply_nobody_waits_for_means_nothing(core: ClientCore, answer: str) -> None:
+    outgoing = core.request(Ping())
+    if answer == "again":
+        reply(core, outgoing, Pong())
+    elif answer == "after giving up":
+        core.forget(outgoing.message_id)
+    else:
+        outgoing = Outgoing(99, [])
+    assert reply(core, outgoing, Pong()) is None
+
+
+def test_a_refusal_is_an_error_of_its_class(core: ClientCore) -> None:
+    got = reply(core, core.request(Ping()), refusal(PageBusyError("page 3 is being read", field="pages")))
+    assert isinstance(got, ReplyArrived)
+    assert isinstance(got.error, PageBusyError)
+    assert got.error.field == "pages"
+
+
+def test_busy_is_an_error_that_says_when(core: ClientCore) -> None:
+    got = reply(core, core.request(Ping()), Busy(retry_after_ms=50, detail="256 requests"))
+    assert isinstance(got, ReplyArrived)
+    assert isinstance(got.error, OverloadedError)
+    assert "50 ms" in got.error.detail
+
+
+def test_without_a_session_the_first_reply_says_which_daemon_it_is() -> None:
+    core = ClientCore()
+    outgoing = core.request(Ping())
+    assert request_in(outgoing).boot_id == NO_BOOT
+    reply(core, outgoing, Pong())
+    assert request_in(core.request(Ping())).boot_id == BOOT
+
+
+@pytest.mark.parametrize("frames", [[], [b""], [b"\xc1"], [b"x" * 100], [b"\x93\xa1R\x01\xa0"]])
+def test_junk_is_malformed(core: ClientCore, frames: list[bytes]) -> None:
+    core.request(Ping())
+    with pytest.raises(MalformedError):
+        core.feed(frames)
+    assert core.pending == 1
+
+
+# -- hand-offs
+
+
+def begin(core: ClientCore, body: Send | Receive = RECEIVE) -> tuple[HandOff, Outgoing]:
+    return core.hand_off(body, IDS)
+
+
+def changed(news: object) -> HandOff:
+    assert isinstance(news, HandOffChanged)
+    return news.hand_off
+
+
+def states(hand_off: HandOff) -> tuple[str, bool, bool]:
+    return hand_off.state, hand_off.is_finished, hand_off.is_settled
+
+
+def test_the_life_of_a_hand_off(core: ClientCore) -> None:
+    hand_off, outgoing = begin(core)
+    assert states(hand_off) == ("sent", False, False)
+    with pytest.raises(ValueError, match="is not finished"):
+        hand_off.outcome()
+    assert changed(reply(core, outgoing, Accepted(generation=1))) is hand_off
+    assert states(hand_off) == ("open", False, False)
+    success = finished("receive", first_token=5)
+    assert changed(event(core, 1, success)) is hand_off
+    assert states(hand_off) == ("finished", True, False)
+    assert hand_off.outcome() == success
+    assert changed(event(core, 2, settled("receive"))) is hand_off
+    assert states(hand_off) == ("settled", True, True)
+    assert "settled" in repr(hand_off)
+
+
+def test_both_sides_of_one_request_are_two_hand_offs(core: ClientCore) -> None:
+    sending, out_send = begin(core, SEND)
+    receiving, out_receive = begin(core, RECEIVE)
+    reply(core, out_send, Accepted())
+    reply(core, out_receive, Accepted())
+    assert changed(event(core, 1, finished("send"))) is sending
+    assert changed(event(core, 2, finished("receive"))) is receiving
+
+
+def test_a_failure(core: ClientCore) -> None:
+    hand_off, outgoing = begin(core)
+    reply(core, outgoing, Accepted())
+    event(core, 1, finished("receive", PeerLostError("the engine died").info()))
+    assert states(hand_off) == ("finished", True, False)
+    with pytest.raises(PeerLostError, match="the engine died"):
+        hand_off.outcome()
+
+
+def test_a_refused_hand_off_is_over(core: ClientCore) -> None:
+    hand_off, outgoing = begin(core)
+    assert changed(reply(core, outgoing, refusal(PageBusyError("busy")))) is hand_off
+    assert states(hand_off) == ("refused", True, True)
+    with pytest.raises(PageBusyError):
+        hand_off.outcome()
+    again, outgoing = begin(core)
+    assert again is not hand_off
+    reply(core, outgoing, Accepted())
+    assert states(again) == ("open", False, False)
+    assert states(hand_off) == ("refused", True, True)
+
+
+def test_a_refused_chunk_leaves_the_hand_off_open(core: ClientCore) -> None:
+    hand_off, outgoing = begin(core, CHUNK)
+    reply(core, outgoing, Accepted())
+    same, outgoing = begin(core, SEND)
+    assert same is hand_off
+    reply(core, outgoing, refusal(PageGapError("a hole")))
+    assert states(hand_off) == ("refused", True, False), "its pages are held"
+    same, outgoing = begin(core, SEND)
+    assert same is hand_off
+    assert states(hand_off) == ("open", False, False)
+    reply(core, outgoing, Accepted())
+    assert changed(event(core, 1, finished("send"))) is hand_off
+    hand_off.outcome()
+
+
+def test_chunks_may_be_sent_without_waiting(core: ClientCore) -> None:
+    hand_off, first = begin(core, CHUNK)
+    same, second = begin(core, SEND)
+    assert same is hand_off
+    assert changed(reply(core, first, refusal(PageBusyError("busy")))) is hand_off
+    assert states(hand_off) == ("refused", True, True)
+    assert changed(reply(core, second, Accepted())) is hand_off
+    assert hand_off.is_settled is False
+    assert changed(event(core, 1, finished("send", PeerLostError("").info()))) is hand_off
+
+
+def test_a_request_id_used_again_is_another_hand_off(core: ClientCore) -> None:
+    first, outgoing = begin(core)
+    reply(core, outgoing, Accepted(generation=1))
+    event(core, 1, finished("receive", PeerLostError("died").info()))
+    early, outgoing = begin(core)
+    assert early is not first, "its outcome is known: this is another one"
+    assert changed(reply(core, outgoing, refusal(PageBusyError("not settled yet")))) is early
+    assert changed(event(core, 2, settled("receive"))) is first
+    second, outgoing = begin(core)
+    reply(core, outgoing, Accepted(generation=2))
+    assert changed(event(core, 3, finished("receive"))) is second
+    assert (first.state, second.state) == ("settled", "finished")
+
+
+# -- events
+
+
+def test_what_was_seen_is_acknowledged(core: ClientCore) -> None:
+    _, outgoing = begin(core)
+    reply(core, outgoing, Accepted())
+    assert acknowledged(core) == 0
+    event(core, 1, finished("receive"))
+    assert acknowledged(core) == 1
+    event(core, 2, settled("receive"))
+    assert acknowledged(core) == 2
+
+
+def test_an_event_that_comes_again_means_nothing(core: ClientCore) -> None:
+    hand_off, outgoing = begin(core)
+    reply(core, outgoing, Accepted())
+    event(core, 1, finished("receive", first_token=1))
+    assert event(core, 1, finished("receive", first_token=2)) is None
+    assert hand_off.outcome().first_token == 1
+    event(core, 2, settled("receive"))
+    for cursor in (1, 2):
+        assert event(core, cursor, settled("receive")) is None
+    assert acknowledged(core) == 2
+
+
+def test_an_event_out_of_order_does_not_take_the_cursor_back(core: ClientCore) -> None:
+    _, outgoing = begin(core)
+    reply(core, outgoing, Accepted())
+    event(core, 5, finished("receive"))
+    assert event(core, 4, settled("receive")) is None
+    assert acknowledged(core) == 5
+
+
+def test_an_event_of_something_forgotten_is_seen_all_the_same(core: ClientCore) -> None:
+    assert event(core, 1, finished("receive")) is None
+    assert acknowledged(core) == 1
+
+
+def test_an_event_of_another_daemon_means_nothing(core: ClientCore) -> None:
+    hand_off, outgoing = begin(core)
+    reply(core, outgoing, Accepted())
+    assert event(core, 1, finished("receive"), boot=OTHER_BOOT) is None
+    assert states(hand_off) == ("open", False, False)
+    assert acknowledged(core) == 0
+
+
+def test_an_event_may_come_before_the_reply(core: ClientCore) -> None:
+    hand_off, outgoing = begin(core)
+    assert changed(event(core, 1, finished("receive"))) is hand_off
+    assert changed(reply(core, outgoing, Accepted())) is hand_off
+    assert states(hand_off) == ("finished", True, False)
+    assert changed(event(core, 2, settled("receive"))) is hand_off
+
+
+def test_a_body_that_is_no_reply_to_a_hand_off_changes_nothing(core: ClientCore) -> None:
+    hand_off, outgoing = begin(core)
+    odd: Body = Pong()
+    assert changed(reply(core, outgoing, odd)) is hand_off
+    assert states(hand_off) == ("sent", False, False)
