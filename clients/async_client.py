@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -112,9 +113,9 @@ class AsyncClient:
 
     async def ping(self) -> float:
         """Return the seconds of one round trip."""
-        started = self._loop.time()
+        started = time.perf_counter()
         await self.call(operations.ping())
-        return self._loop.time() - started
+        return time.perf_counter() - started
 
     async def status(self) -> StatusReport:
         """Return what the daemon holds and does."""

@@ -33,7 +33,6 @@ def configure_logs(config: LoggingConfig) -> None:
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(config.level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
     )
 
 

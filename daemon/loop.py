@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import time
@@ -31,8 +32,9 @@ from kvferry.protocol.versions import FEATURES, agree
 log = structlog.get_logger(__name__)
 
 
+@functools.cache
 def daemon_version() -> str:
-    """Return the installed version of kvferry."""
+    """Return the installed version of kvferry; looked up in files once."""
     return metadata.version("kvferry")
 
 

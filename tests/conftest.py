@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import hypothesis
 import pytest
+import structlog
 from blockbuster import blockbuster_ctx
 
 import kvferry.clients
@@ -30,6 +31,13 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """Run each test marked ``anyio`` twice: on uvloop, and on asyncio's loop in debug mode."""
     backend: tuple[str, dict[str, Any]] = request.param
     return backend
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_they_were() -> Iterator[None]:
+    """Undo what a test that runs the daemon's code in this process has set."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,14 @@
-"""The demo's decode engine: makes rooms for all prompts, and decodes each from its pages alone once they are there."""
+"""The demo's decode engine: makes rooms for all prompts, and decodes each from its pages alone once they are there.
+
+A scheduler loop as an engine has it: it looks at hand-offs without waiting, then computes one token of one request.
+"""
 
 from __future__ import annotations
 
 import random
 import time
 from collections import deque
+from typing import Final
 
 import torch
 
@@ -13,19 +17,21 @@ from kvferry.clients.demo.messages import Arrived, Done, Prompt, Token, read_pro
 from kvferry.clients.demo.paged_cache import PagedCache, PagedSequence
 from kvferry.clients.operations import pages
 from kvferry.protocol.client_core import HandOff
-from kvferry.protocol.errors import InternalError, PoolFullError
+from kvferry.protocol.errors import InternalError
 
-DEADLINE_S = 120.0
+HAND_OFF_DEADLINE_S: Final = 1800.0
+"""For waiting until prefill has computed all prompts before."""
+QUIET_S: Final = 120.0
 
 
 class _Request:
     """One prompt: its pages, then its tokens."""
 
-    def __init__(self, prompt: Prompt, ids: list[int]) -> None:
+    def __init__(self, prompt: Prompt, sequence: PagedSequence, cache: PagedCache) -> None:
         self.prompt = prompt
-        self.ids = ids
+        self.sequence = sequence
+        self.cache = cache
         self.tokens: list[int] = []
-        self.cache: PagedCache | None = None
         self.started = 0.0
 
 
@@ -40,6 +46,7 @@ class DecodeEngine:
         self._k = engine.pool.tensor("main", "k")
         self._v = engine.pool.tensor("main", "v")
         self._eos = engine.model.config.eos_token_id
+        self._unreserved_pages = engine.pool.manifest.pages - 1
         self._backlog: deque[Prompt] = deque()
         self._rooms: dict[HandOff, _Request] = {}
         self._decoding: deque[_Request] = deque()
@@ -53,31 +60,35 @@ class DecodeEngine:
     def run(self) -> None:
         """Decode until every prompt is done."""
         while self._backlog or self._rooms or self._decoding:
-            self._take_arrivals(0.0 if self._decoding else DEADLINE_S)
-            for _ in range(len(self._decoding)):
+            self._take_arrivals(0.0 if self._decoding else QUIET_S)
+            if self._decoding:
                 self._step(self._decoding.popleft())
             self._make_rooms()
 
     def _make_rooms(self) -> None:
-        while self._backlog:
-            prompt = self._backlog[0]
-            needed = -(-(len(prompt.tokens) + prompt.max_new_tokens) // self._page_size)
-            try:
-                ids: list[int] = self._client.allocate(self._pool, needed).tolist()
-            except PoolFullError:
-                if not self._rooms and not self._decoding:
-                    raise
-                return
-            self._backlog.popleft()
-            self._shuffle.shuffle(ids)
-            filled = -(-len(prompt.tokens) // self._page_size)
-            room = self._client.receive(
-                self._pool,
-                prompt.request_id,
-                [pages(ids[:filled], tokens=len(prompt.tokens))],
-                deadline_s=DEADLINE_S,
-            )
-            self._rooms[room] = _Request(prompt, ids)
+        """Receive into fresh pages, for as many prompts as can also be decoded to their ends without waiting."""
+        while self._backlog and self._most_pages(self._backlog[0]) <= self._unreserved_pages:
+            prompt = self._backlog.popleft()
+            self._unreserved_pages -= self._most_pages(prompt)
+            ids = self._allocate(-(-len(prompt.tokens) // self._page_size))
+            lists = [pages(ids, tokens=len(prompt.tokens))]
+            room = self._client.receive(self._pool, prompt.request_id, lists, deadline_s=HAND_OFF_DEADLINE_S)
+            sequence = PagedSequence(torch.tensor(ids), self._page_size, len(prompt.tokens))
+            self._rooms[room] = _Request(prompt, sequence, PagedCache(self._k, self._v, sequence))
+        if self._backlog and not self._rooms and not self._decoding:
+            raise InternalError(f"a prompt of {len(self._backlog[0].tokens)} tokens does not fit in {self._pool}")
+
+    def _most_pages(self, prompt: Prompt) -> int:
+        """Return how many pages a request can come to need; the last token's K and V are never computed."""
+        return -(-(len(prompt.tokens) + prompt.max_new_tokens - 1) // self._page_size)
+
+    def _allocate(self, count: int) -> list[int]:
+        """Return fresh pages filled with NaN: what does not arrive cannot pass for data."""
+        ids: list[int] = self._client.allocate(self._pool, count).tolist()
+        self._shuffle.shuffle(ids)
+        self._k[:, ids] = float("nan")
+        self._v[:, ids] = float("nan")
+        return ids
 
     def _take_arrivals(self, timeout_s: float) -> None:
         changed = self._client.poll(timeout_s)
@@ -102,12 +113,12 @@ class DecodeEngine:
                 moved_bytes=finished.moved_bytes,
             )
         )
-        sequence = PagedSequence(torch.tensor(request.ids), self._page_size, len(request.prompt.tokens))
-        request.cache = PagedCache(self._k, self._v, sequence)
         request.tokens.append(finished.first_token)
         self._go_on(request)
 
     def _step(self, request: _Request) -> None:
+        if request.cache.get_seq_length() == request.sequence.capacity:
+            request.sequence.append(self._allocate(1))
         with torch.inference_mode():
             logits = self._model(
                 torch.tensor([[request.tokens[-1]]]), past_key_values=request.cache, use_cache=True
@@ -123,7 +134,8 @@ class DecodeEngine:
             self._decoding.append(request)
             return
         tell(Done(request_id=request_id, decode_s=time.monotonic() - request.started))
-        self._client.free(self._pool, request.ids)
+        self._client.free(self._pool, request.sequence.page_ids.numpy())
+        self._unreserved_pages += self._most_pages(request.prompt)
 
 
 def main() -> None:

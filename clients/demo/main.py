@@ -9,23 +9,27 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import msgspec
 
+from kvferry.clients.demo.errors import DemoError
 from kvferry.clients.demo.messages import Arrived, Done, Prefilled, Prompt, Ready, Token
 from kvferry.clients.demo.model import OFFLINE, check_installed, converted_model, load_tokenizer
-from kvferry.clients.demo.processes import Child, listen, start_daemon
+from kvferry.clients.demo.processes import Child, failure, listen, start_daemon
 from kvferry.clients.demo.prompts import AT_LEAST, make_prompts
 from kvferry.clients.demo.report import Report, RequestFigures, table
-from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import new_request_id
 
-SILENCE_S = 180.0
+SILENCE_S = 600.0
+"""Longer than any step on a slow machine; a process that dies is noticed at once."""
 POOL_TOKENS = 64 * 128
 ENGINE_THREADS = 1
+"""The same for all: tokens are identical only so."""
+REFERENCES = 2
+"""As many processes compute the reference as served before: one a core on the smallest machine."""
 
 
 class _Run(NamedTuple):
@@ -34,18 +38,24 @@ class _Run(NamedTuple):
     folder: Path
     runtime_dir: Path
     model: Path
+    daemon: Child
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the demo; return 0 only where every token was identical."""
     options = _parser().parse_args(arguments)
     os.environ.update(OFFLINE)
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminated)
     try:
         check_installed()
         with contextlib.ExitStack() as stack:
             return _run(options, stack)
-    except KvferryError as error:
+    except DemoError as error:
+        if error.details:
+            print(error.details)
+        print(f"demo: failed: {error}", flush=True)
+    except OSError as error:
         print(f"demo: failed: {error}", flush=True)
     except KeyboardInterrupt:
         print("demo: failed: interrupted", flush=True)
@@ -54,19 +64,30 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvferry demo", description="Hand a real model's KV cache over.")
-    parser.add_argument("--prompts", type=int, default=AT_LEAST, help=f"how many, at least {AT_LEAST}")
-    parser.add_argument("--max-new-tokens", type=_positive, default=24, metavar="N", help="tokens a prompt (24)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    at_least = _number_from(AT_LEAST)
+    parser.add_argument("--prompts", type=at_least, default=AT_LEAST, metavar="N", help=f"how many, {AT_LEAST} or more")
+    parser.add_argument("--max-new-tokens", type=_number_from(1), default=24, metavar="N", help="tokens a prompt (24)")
+    parser.add_argument("--json", type=_writable, metavar="FILE", help="write the figures there")
     parser.add_argument("--keep", action="store_true", help="leave the daemon up until Ctrl-C")
     parser.add_argument("--runtime-dir", type=Path, help="where the daemon's sockets go (a new folder)")
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+def _number_from(lowest: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be a number from {lowest}, not {text!r}")
+        return int(text)
+
+    return read
+
+
+def _writable(text: str) -> Path:
+    """Return the path of a file that can be written, before a minute is spent on what goes into it."""
+    file = Path(text)
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text}")
+    return file
 
 
 def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
@@ -85,9 +106,10 @@ def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         for number, (prompt, one) in enumerate(zip(prompts, made, strict=True), 1)
     }
     report = Report(figures, tokenizer)
-    run = _Run(folder, options.runtime_dir or folder / "run", model)
-    daemon = stack.enter_context(start_daemon(run.runtime_dir, folder))
-    _say(f"the daemon serves in {run.runtime_dir} (pid {daemon.pid})")
+    runtime_dir = (options.runtime_dir or folder / "run").absolute()
+    daemon = stack.enter_context(start_daemon(runtime_dir, folder))
+    _say(f"the daemon serves in {runtime_dir} (pid {daemon.pid})")
+    run = _Run(folder, runtime_dir, model, daemon)
     _hand_off(run, prompts, report)
     _compare(run, prompts, report)
     totals = report.totals(time.monotonic() - started)
@@ -95,24 +117,31 @@ def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(totals)) + b"\n")
     if options.keep:
-        _keep(run.runtime_dir)
+        _say(f"the daemon stays up: kvferry status --runtime-dir {runtime_dir}   (Ctrl-C ends it)")
+    elif daemon.end():
+        raise failure([daemon])
     outcome = "ok" if totals.ok else "failed"
     print(
         f"demo: {outcome} prompts={totals.prompts} tokens={totals.tokens} identical={str(totals.identical).lower()}",
         flush=True,
     )
+    if options.keep:
+        _keep(daemon)
     return 0 if totals.ok else 1
 
 
 def _hand_off(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
     """Give all prompts to both engines at once, and follow them to the last token."""
     with _engine(run, "prefill") as prefill, _engine(run, "decode") as decode:
-        _say("loading the model in a prefill and a decode engine")
-        for engine in (decode, prefill):
-            engine.tell(prompts)
-        for child, line in listen([prefill, decode], SILENCE_S):
+        _say(f"loading the model in a {prefill.name} (pid {prefill.pid}) and a {decode.name} (pid {decode.pid})")
+        loading = {prefill, decode}
+        for child, line in listen([prefill, decode], run.daemon, SILENCE_S):
             if isinstance(line, Ready):
-                _say(f"the {child.name} engine (pid {child.pid}) is ready after {line.load_s:.1f} s")
+                _say(f"the {child.name} is ready after {line.load_s:.1f} s")
+                loading.discard(child)
+                if not loading:
+                    for engine in (decode, prefill):
+                        engine.tell(prompts)
             elif isinstance(line, Prefilled):
                 report.prefilled(line)
             elif isinstance(line, Arrived):
@@ -126,30 +155,39 @@ def _hand_off(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
 def _compare(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
     """Let plain ``generate()`` compute the same prompts."""
     _say("comparing with plain greedy generate()")
-    with _engine(run, "reference") as reference:
-        reference.tell(prompts)
-        for _, line in listen([reference], SILENCE_S):
+    by_length = sorted(prompts, key=lambda prompt: len(prompt.tokens))
+    with contextlib.ExitStack() as stack:
+        children = []
+        for number in range(REFERENCES):
+            child = stack.enter_context(_engine(run, "reference", f" {number + 1}"))
+            child.tell(by_length[number::REFERENCES])
+            children.append(child)
+        for _, line in listen(children, run.daemon, SILENCE_S):
             if isinstance(line, Done):
                 report.reference(line)
 
 
-def _engine(run: _Run, name: str) -> Child:
+def _engine(run: _Run, name: str, number: str = "") -> Child:
     arguments = ["--model", os.fspath(run.model), "--threads", str(ENGINE_THREADS)]
     arguments += ["--runtime-dir", os.fspath(run.runtime_dir)]
     arguments += ["--pool", f"demo-{name}", "--pool-tokens", str(POOL_TOKENS)]
-    return Child(name, f"kvferry.clients.demo.{name}_engine", arguments, OFFLINE, run.folder)
+    return Child(f"{name} engine{number}", f"kvferry.clients.demo.{name}_engine", arguments, OFFLINE, run.folder)
 
 
-def _keep(runtime_dir: Path) -> None:
-    """Wait for Ctrl-C or SIGTERM."""
-    _say(f"the daemon stays up: kvferry status --runtime-dir {runtime_dir}   (Ctrl-C ends it)")
+def _keep(daemon: Child) -> None:
+    """Wait for Ctrl-C or SIGTERM.
+
+    Raises:
+        DemoError: the daemon ended by itself.
+    """
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        signal.pause()
+        daemon.output.read()  # it says nothing there, and closes it when it ends
+        raise failure([daemon])
 
 
 def _say(text: str) -> None:
     print(f"demo: {text}", flush=True)
 
 
-def _terminated(_number: int, _frame: object) -> NoReturn:
-    sys.exit(1)
+def _terminated(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)

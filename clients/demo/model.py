@@ -5,7 +5,6 @@ Reading the package's GGUF file takes half a minute, the converted copy a moment
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvferry.protocol.errors import ConfigError
+from kvferry.clients.demo.errors import DemoError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +34,7 @@ def check_installed() -> None:
     """Check that everything the demo needs is installed.
 
     Raises:
-        ConfigError: names what is missing.
+        DemoError: names what is missing, and how to get it.
     """
     missing = []
     for name in NEEDED:
@@ -44,9 +43,9 @@ def check_installed() -> None:
         except metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        raise ConfigError(
-            f"the demo needs {', '.join(missing)}: in a checkout run `make demo`; elsewhere install kvferry[demo], "
-            f"and {PACKAGE} with --no-deps"
+        raise DemoError(
+            f"not installed: {', '.join(missing)}; in a checkout run `make demo`, elsewhere "
+            f"`pip install 'kvferry[demo]'` and `pip install --no-deps {PACKAGE}`"
         )
 
 
@@ -57,15 +56,18 @@ def converted_model(progress: Callable[[str], None]) -> Path:
         progress: called with a line of text before something slow.
 
     Raises:
-        ConfigError: the package has no GGUF file.
+        DemoError: the package has no GGUF file, or the cache cannot be written.
     """
     versions = "-".join(metadata.version(name) for name in (PACKAGE, "transformers"))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
     folder = cache / f"smollm2-135m-fp32-{versions}"
     if not (folder / "config.json").is_file():
         progress("converting the model once (half a minute) ...")
-        cache.mkdir(parents=True, exist_ok=True)
-        _convert(_gguf_file(), folder)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _convert(_gguf_file(), folder)
+        except OSError as cause:
+            raise DemoError(f"cannot convert the model into {cache}: {cause}") from cause
     return folder
 
 
@@ -91,7 +93,7 @@ def _gguf_file() -> Path:
     for file in metadata.files(PACKAGE) or ():
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
-    raise ConfigError(f"the installed package {PACKAGE} has no GGUF file")
+    raise DemoError(f"the installed package {PACKAGE} has no GGUF file: install it again")
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -106,7 +108,10 @@ def _convert(gguf: Path, folder: Path) -> None:
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(scratch)
-        with contextlib.suppress(OSError):  # another demo was faster
+        try:
             scratch.replace(folder)
+        except OSError:
+            if not (folder / "config.json").is_file():  # else another demo was faster
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -23,13 +23,22 @@ class PagedSequence:
         self.page_size = page_size
         self.length = length
 
+    @property
+    def capacity(self) -> int:
+        """Return how many tokens the pages hold."""
+        return len(self.page_ids) * self.page_size
+
+    def append(self, page_ids: list[int]) -> None:
+        """Go on with these pages."""
+        self.page_ids = torch.cat([self.page_ids, torch.tensor(page_ids)])
+
     def slots(self, start: int, stop: int) -> torch.Tensor:
         """Return the token slots of positions ``start`` to ``stop``: page * page_size + offset, ``(n,)`` int64.
 
         Raises:
             ValueError: the pages do not hold that many tokens.
         """
-        if stop > len(self.page_ids) * self.page_size:
+        if stop > self.capacity:
             raise ValueError(f"{stop} tokens do not fit in {len(self.page_ids)} pages of {self.page_size}")
         positions = torch.arange(start, stop)
         return self.page_ids[positions // self.page_size] * self.page_size + positions % self.page_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Final
 
 import torch
 
@@ -18,8 +19,10 @@ from kvferry.clients.operations import pages
 from kvferry.protocol.client_core import HandOff
 from kvferry.protocol.errors import PoolFullError
 
-CHUNK_PAGES = 2
-DEADLINE_S = 120.0
+CHUNK_PAGES: Final = 2
+HAND_OFF_DEADLINE_S: Final = 1800.0
+"""For waiting until decode has room, however many prompts are before."""
+LOOK_S: Final = 1.0
 
 
 class PrefillEngine:
@@ -43,45 +46,50 @@ class PrefillEngine:
         ids = reused + self._allocate(-(-len(prompt.tokens) // self._page_size) - len(reused), keep=reused)
         sequence = PagedSequence(torch.tensor(ids), self._page_size, len(reused) * self._page_size)
         cache = PagedCache(self._k, self._v, sequence)
-        sent_pages, chunks = 0, 0
-        step = CHUNK_PAGES * self._page_size
-        hand_off = None
-        for begin in range(sequence.length, len(prompt.tokens), step):
-            tokens = prompt.tokens[begin : begin + step]
+        begins = range(sequence.length, len(prompt.tokens), CHUNK_PAGES * self._page_size)
+        sent_pages = 0
+        for begin in begins:
+            self._collect()
+            tokens = prompt.tokens[begin : begin + begins.step]
             with torch.inference_mode():
                 logits = self._model(
                     torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1
                 ).logits
             end = begin + len(tokens)
             last = end == len(prompt.tokens)
-            end_page = -(-end // self._page_size)
-            hand_off = self._client.send(
-                self._pool,
-                prompt.request_id,
-                [pages(ids[sent_pages:end_page], first_page=sent_pages, tokens=end - sent_pages * self._page_size)],
-                last=last,
-                first_token=int(logits[0, -1].argmax()) if last else None,
-                deadline_s=DEADLINE_S,
-            )
-            sent_pages, chunks = end_page, chunks + 1
-            self._collect(0.0)
-        if hand_off is not None:
-            self._in_flight[hand_off] = self._keep_full_pages(prompt.tokens, ids)
-        now = time.monotonic()
-        tell(
-            Prefilled(
-                request_id=prompt.request_id,
-                prefill_s=now - started,
-                sent_at=now,
-                chunks=chunks,
-                reused_pages=len(reused),
-            )
-        )
+            first_token = int(logits[0, -1].argmax()) if last else None
+            now = time.monotonic()
+            hand_off = self._send(prompt.request_id, ids, sent_pages, end, first_token)
+            sent_pages = end // self._page_size
+            if last:
+                self._in_flight[hand_off] = self._keep_full_pages(prompt.tokens, ids)
+                tell(
+                    Prefilled(
+                        request_id=prompt.request_id,
+                        prefill_s=now - started,
+                        sent_at=now,
+                        chunks=len(begins),
+                        reused_pages=len(reused),
+                    )
+                )
 
     def finish(self) -> None:
-        """Wait until every hand-off has settled."""
+        """Wait until every hand-off has settled, then give the cached pages back."""
         while self._in_flight:
-            self._collect(DEADLINE_S)
+            self._collect(LOOK_S)
+        self._evict(keep=[])
+
+    def _send(self, request_id: str, ids: list[int], first_page: int, end: int, first_token: int | None) -> HandOff:
+        """Send the pages from ``first_page`` up to token ``end``; the first token says that they are the last ones."""
+        chunk = ids[first_page : -(-end // self._page_size)]
+        return self._client.send(
+            self._pool,
+            request_id,
+            [pages(chunk, first_page=first_page, tokens=end - first_page * self._page_size)],
+            last=first_token is not None,
+            first_token=first_token,
+            deadline_s=HAND_OFF_DEADLINE_S,
+        )
 
     def _reusable(self, tokens: tuple[int, ...]) -> list[int]:
         """Return the cached pages of the prompt's prefix; at least one token is left to compute."""
@@ -111,7 +119,7 @@ class PrefillEngine:
                 if not self._evict(keep):
                     if not self._in_flight:
                         raise
-                    self._collect(DEADLINE_S)
+                    self._collect(LOOK_S)
             else:
                 self._shuffle.shuffle(ids)
                 return ids
@@ -125,7 +133,7 @@ class PrefillEngine:
             del self._prefix[tokens]
         return bool(evicted)
 
-    def _collect(self, timeout_s: float) -> None:
+    def _collect(self, timeout_s: float = 0.0) -> None:
         """Free the pages of hand-offs that have settled; a failed one ends the engine."""
         for hand_off in self._client.poll(timeout_s):
             if hand_off.error is not None:
@@ -141,7 +149,7 @@ def main() -> None:
     engine = start(arguments())
     with engine.client:
         prefill = PrefillEngine(engine)
-        for prompt in read_prompts():
+        for prompt in list(read_prompts()):  # all at once: the router must not wait for prefill to read on
             prefill.prefill(prompt)
         prefill.finish()
 

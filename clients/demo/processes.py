@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -11,16 +12,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Final, Self
 
 import msgspec
 
+from kvferry.clients.demo.errors import DemoError
 from kvferry.clients.demo.messages import FromEngine, Line, decode_line, encode_line
-from kvferry.protocol.errors import DaemonLostError, DeadlineError, InternalError
 
-ENDING_S = 15.0
-STDERR_LINES = 15
-DAEMON_START_S = 30.0
+ENDING_S: Final = 15.0
+DAEMON_START_S: Final = 30.0
+MORE_FAILURES_S: Final = 1.5
+"""How long one failure waits for others that belong to it: a killed process, and what its peer makes of that."""
+LOG_LINES: Final = 15
 
 
 class Child:
@@ -30,7 +33,7 @@ class Child:
         self, name: str, module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path
     ) -> None:
         self.name = name
-        self._log = folder / f"{name}.log"
+        self._log = folder / f"{name.replace(' ', '-')}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  ourselves, no shell
                 [sys.executable, "-P", "-m", module, *arguments],
@@ -40,6 +43,10 @@ class Child:
                 env={**os.environ, **environment},
                 start_new_session=True,  # Ctrl-C reaches the demo alone, which ends its children in order
             )
+
+    def __repr__(self) -> str:
+        """Show the name and whether it runs."""
+        return f"<Child {self.name} pid={self.pid} status={self._process.poll()}>"
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -65,22 +72,24 @@ class Child:
         """Write lines to its standard input and close that.
 
         Raises:
-            InternalError: it has ended.
+            DemoError: it has ended.
         """
         try:
             with _present(self._process.stdin) as channel:
                 channel.writelines(encode_line(line) for line in lines)
         except BrokenPipeError:
-            self.fail()
+            self.status(ENDING_S)
+            raise failure([self]) from None
 
-    def fail(self) -> None:
-        """Raise what is known of its end."""
-        status = self._process.wait(ENDING_S)
-        lines = self._log.read_text(errors="replace").splitlines()[-STDERR_LINES:]
-        raise InternalError("\n    ".join([f"the {self.name} process ended with status {status}", *lines]))
+    def status(self, timeout_s: float) -> int | None:
+        """Return the exit status; None where it still runs after ``timeout_s``."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
 
-    def end(self) -> None:
-        """Ask it to end, and make it if it does not."""
+    def end(self) -> int:
+        """Ask it to end, make it if it does not, and return its status."""
         self._process.terminate()
         try:
             self._process.wait(ENDING_S)
@@ -90,13 +99,32 @@ class Child:
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
+        return self._process.returncode
+
+    def outcome(self) -> str:
+        """Return in a line how it ended, if it did."""
+        who = f"the {self.name} (pid {self.pid})"
+        status = self._process.poll()
+        if status is None:
+            return f"{who} stopped talking"
+        if status < 0:
+            return f"{who} was killed by {signal.Signals(-status).name}"
+        lines = self._log_lines()
+        return f"{who} ended with status {status}{lines and f': {lines[-1]}'}"
+
+    def log_end(self) -> list[str]:
+        """Return the last lines that it wrote to standard error, with its name."""
+        return [f"    {self.name} | {line}" for line in self._log_lines()[-LOG_LINES:]]
+
+    def _log_lines(self) -> list[str]:
+        return [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
 
 
 def start_daemon(runtime_dir: Path, folder: Path) -> Child:
     """Return a daemon that serves in ``runtime_dir``, waiting for its READY as a service manager does.
 
     Raises:
-        DaemonLostError: it ended instead, or is not ready in time.
+        DemoError: it ended instead, or is not ready in time.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
         address = folder / "notify"
@@ -104,52 +132,68 @@ def start_daemon(runtime_dir: Path, folder: Path) -> Child:
         notifications.settimeout(0.2)
         environment = {"NOTIFY_SOCKET": os.fspath(address)}
         child = Child("daemon", "kvferry.daemon", ["--runtime-dir", os.fspath(runtime_dir)], environment, folder)
-        ends_at = time.monotonic() + DAEMON_START_S
-        while time.monotonic() < ends_at and child._process.poll() is None:  # noqa: SLF001  its own module
-            try:
-                if b"READY=1" in notifications.recv(4096):
-                    return child
-            except TimeoutError:
-                continue
-    log = (folder / "daemon.log").read_text(errors="replace").strip()
-    child.end()
-    raise DaemonLostError(f"the daemon did not start: {log}")
+        try:
+            _wait_for_ready(child, notifications)
+        except BaseException:
+            child.end()
+            raise
+        return child
 
 
-def listen(children: Sequence[Child], timeout_s: float) -> Iterator[tuple[Child, FromEngine]]:
+def listen(children: Sequence[Child], daemon: Child | None, timeout_s: float) -> Iterator[tuple[Child, FromEngine]]:
     """Yield what the children say until all of them have closed their output.
 
     Raises:
-        InternalError: a child ended with an error.
-        DeadlineError: none said anything for ``timeout_s``.
+        DemoError: a child ended with an error, the daemon ended, or none said anything for ``timeout_s``.
     """
     with selectors.DefaultSelector() as selector:
         pending = dict.fromkeys(children, b"")
-        for child in children:
+        watched = [*children, daemon] if daemon else list(children)
+        for child in watched:
             selector.register(child.output, selectors.EVENT_READ, child)
         while pending:
             ready = selector.select(timeout_s)
             if not ready:
-                names = " and ".join(child.name for child in pending)
-                raise DeadlineError(f"{names} said nothing for {timeout_s:g} s")
+                raise DemoError(f"{' and '.join(child.name for child in pending)} said nothing for {timeout_s:g} s")
             for key, _ in ready:
                 speaker: Child = key.data
                 data = os.read(key.fd, 1 << 16)
-                if not data:
+                if data and speaker is not daemon:
+                    *lines, pending[speaker] = (pending[speaker] + data).split(b"\n")
+                    yield from ((speaker, _decoded(speaker, line)) for line in lines)
+                elif not data:
                     selector.unregister(speaker.output)
-                    del pending[speaker]
-                    if speaker._process.wait(ENDING_S):  # noqa: SLF001  its own module
-                        speaker.fail()
-                    continue
-                *lines, pending[speaker] = (pending[speaker] + data).split(b"\n")
-                yield from ((speaker, _decoded(speaker, line)) for line in lines)
+                    pending.pop(speaker, None)
+                    if speaker is daemon or speaker.status(ENDING_S) != 0:
+                        raise failure([speaker, *(one for one in watched if one is not speaker)])
+
+
+def failure(children: Sequence[Child]) -> DemoError:
+    """Return the error that says how the first child ended, and the others that end badly within a moment."""
+    ends_at = time.monotonic() + MORE_FAILURES_S
+    for child in children:
+        child.status(max(0.0, ends_at - time.monotonic()))
+    failed = [child for child in children if child is children[0] or child.status(0)]
+    details = [line for child in failed for line in child.log_end()]
+    return DemoError("; ".join(child.outcome() for child in failed), "\n".join(details))
+
+
+def _wait_for_ready(daemon: Child, notifications: socket.socket) -> None:
+    ends_at = time.monotonic() + DAEMON_START_S
+    while time.monotonic() < ends_at and daemon.status(0) is None:
+        try:
+            if b"READY=1" in notifications.recv(4096).splitlines():
+                return
+        except TimeoutError:
+            continue
+    raise failure([daemon])
 
 
 def _decoded(child: Child, line: bytes) -> FromEngine:
     try:
         return decode_line(line)
     except msgspec.MsgspecError as cause:
-        raise InternalError(f"{child.name} said {line[:80]!r}") from cause
+        raise DemoError(f"the {child.name} said {line[:80]!r}") from cause
 
 
 def _present(stream: IO[bytes] | None) -> IO[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     identical: bool
     moved_bytes: int
+    hand_off_ms_median: float
     seconds: float
     requests: list[RequestFigures]
 
@@ -109,6 +111,7 @@ class Report:
             tokens=sum(len(one.tokens) for one in requests),
             identical=identical,
             moved_bytes=sum(one.moved_bytes for one in requests),
+            hand_off_ms_median=statistics.median(one.hand_off_ms or 0.0 for one in requests),
             seconds=round(seconds, 3),
             requests=requests,
         )
@@ -141,3 +144,7 @@ def table(totals: Totals) -> Iterator[str]:
             f"{one.prefill_ms or 0:10.0f}  {one.hand_off_ms or 0:11.1f}  {one.decode_ms or 0:9.0f}  {rate:8.1f}  "
             f"{one.moved_bytes / MIB:7.1f}"
         )
+    yield (
+        f" {totals.moved_bytes / MIB:.1f} MiB handed over, median {totals.hand_off_ms_median:.1f} ms from last SEND to "
+        f"decode's finished event; {totals.seconds:.0f} s in all"
+    )

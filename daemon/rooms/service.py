@@ -149,14 +149,21 @@ class RoomService:
         if self.draining:
             raise ShuttingDownError("the daemon ends and takes no new hand-off")
         pool = self._pools.get(call.session.tenant, body.pool)
-        if self.live(call.session.session_id) >= self._limits.max_rooms_per_session:
-            raise OverloadedError(
-                f"{self._limits.max_rooms_per_session} hand-offs of the session are live or unacknowledged"
-            )
+        session_id = call.session.session_id
+        key = SideKey(pool.tenant, body.request_id, body.pool, "send" if isinstance(body, Send) else "receive")
+        if self._book.side(session_id, key) is None:  # what has begun may always go on
+            self._check_limits(call.session)
+        now = time.monotonic()
+        return Sender(session_id, pool, body.request_id, Clocked(now, now + call.deadline_s))
+
+    def _check_limits(self, session: Session) -> None:
+        most = self._limits.max_rooms_per_session
+        if self.live(session.session_id) >= most:
+            raise OverloadedError(f"{most} hand-offs of the session are live or unacknowledged")
+        if len(session.unacknowledged) >= 2 * most:  # possible where request ids are used again and again
+            raise OverloadedError(f"{len(session.unacknowledged)} events of the session are unacknowledged")
         if self._book.results.total >= self._limits.max_rooms:
             raise OverloadedError(f"{self._limits.max_rooms} hand-offs of all sessions are live or unacknowledged")
-        now = time.monotonic()
-        return Sender(call.session.session_id, pool, body.request_id, Clocked(now, now + call.deadline_s))
 
     def _acknowledged(self, session: Session, event: Settled) -> None:
         key = SideKey(session.tenant, event.request_id, event.pool, event.side)

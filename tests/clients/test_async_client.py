@@ -187,9 +187,9 @@ async def test_waiting_has_a_deadline(daemon: DaemonProcess, name: str, spec: Mh
     decode = await engine(daemon, name, spec, filled=False)
     async with decode.client as client:
         receiving = client.receive(name, new_request_id(), [pages(decode.ids)])
-        with pytest.raises(DeadlineError, match="did not come within 0.01 s"):
+        with pytest.raises(DeadlineError, match="did not come within"):
             await client.finished(receiving, 0.01)
-        with pytest.raises(DeadlineError, match="did not come within 0.01 s"):
+        with pytest.raises(DeadlineError, match="did not come within"):
             await client.settled(receiving, 0.01)
         hopeless = client.receive(name, new_request_id(), [pages(await client.allocate(name, 1))], deadline_s=0.01)
         with pytest.raises(DeadlineError, match="no SEND yet"):

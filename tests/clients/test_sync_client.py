@@ -60,7 +60,7 @@ def test_hello_says_what_the_daemon_is(client: Client) -> None:
     assert welcome is not None
     assert welcome.protocol == 1
     assert {"rooms.local", "rooms.chunks"} <= set(welcome.features)
-    assert client.boot_id in {client.boot_id}
+    assert len(client.boot_id) == 32
     assert "session=" in repr(client)
 
 
@@ -365,7 +365,7 @@ def test_a_deadline_is_the_daemons(engines: TwoEngines) -> None:
 def test_waiting_has_a_deadline_of_its_own(engines: TwoEngines) -> None:
     receiving = engines.receive(new_request_id())
     for wait in (engines.decode.wait_finished, engines.decode.wait_settled):
-        with pytest.raises(DeadlineError, match="did not come within 0.01 s"):
+        with pytest.raises(DeadlineError, match="did not come within"):
             wait(receiving, 0.01)
     assert not receiving.is_finished
 

