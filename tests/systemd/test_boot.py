@@ -60,8 +60,9 @@ def _etc(etc: Path) -> None:
     (etc / "systemd" / "system").mkdir(parents=True)
     (etc / "kvferry").mkdir()
     unit = (FOLDER / "kvferry@.service").read_text().replace("/usr/bin/kvferry", KVFERRY)
-    # The checkout under test may lie in a home directory, and its files belong to root.
-    unit = unit.replace("ProtectHome=yes", "ProtectHome=no").replace("User=HwHiAiUser", "User=root")
+    # The checkout under test may lie in a home directory or in /tmp, and its files belong to root.
+    unit = unit.replace("ProtectHome=yes", "ProtectHome=no").replace("PrivateTmp=yes", "PrivateTmp=no")
+    unit = unit.replace("User=HwHiAiUser", "User=root")
     (etc / "systemd" / "system" / "kvferry@.service").write_text(unit)
     shutil.copy(FOLDER / "kvferry.toml", etc / "kvferry" / "test.toml")
     (etc / "group").write_text(Path("/etc/group").read_text() + "HwHiAiUser:x:1999:\n")
