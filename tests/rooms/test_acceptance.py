@@ -389,6 +389,22 @@ def test_two_rooms_take_the_same_pages(world: RoomWorld, receives_before: int) -
     assert world.finished(prefill).moved_bytes == 2 * world.finished(decodes[0]).moved_bytes
 
 
+def test_a_second_room_may_come_when_the_first_is_done(world: RoomWorld) -> None:
+    prefill, source = world.session(), world.pool("prefill")
+    sent = world.filled(source, prefill, 3)
+    world.send(prefill, source, sent, destinations=2)
+    for number in range(2):
+        assert world.outcomes(prefill) == []
+        assert source.allocator.busy_count == 3
+        decode, room = world.session(), world.pool(f"decode{number}")
+        received = world.filled(room, decode, 3)
+        world.receive(decode, room, received)
+        ends_well(world, decode)
+        assert world.content(room, received) == world.content(source, sent)
+    assert world.outcomes(prefill) == ["OK", "settled"]
+    assert source.allocator.busy_count == 0
+
+
 def test_one_of_two_rooms_dies(world: RoomWorld) -> None:
     prefill, source = world.session(), world.pool("prefill")
     sent = world.filled(source, prefill, 3)
