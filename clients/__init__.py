@@ -16,7 +16,7 @@ Torch is imported only where a tensor is asked for.
 from __future__ import annotations
 
 from kvferry.clients.async_client import AsyncClient
-from kvferry.clients.operations import Pages, pages
+from kvferry.clients.operations import Pages, no_pages, pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.client_core import HandOff
@@ -33,5 +33,6 @@ __all__ = [
     "MhaSpec",
     "Pages",
     "new_request_id",
+    "no_pages",
     "pages",
 ]

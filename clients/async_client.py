@@ -29,7 +29,7 @@ from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Ou
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, KvferryError
 from kvferry.protocol.events import Finished
-from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.room_messages import Cancelled, RoomResult, Side
@@ -139,13 +139,13 @@ class AsyncClient:
         """See ``Client.delete_pool``."""
         await self.call(operations.delete_pool(name))
 
-    async def allocate(self, pool: str, count: int) -> PageIds:
+    async def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
         """See ``Client.allocate``."""
-        return await self.call(operations.allocate(pool, count))
+        return await self.call(operations.allocate(pool, count, space))
 
-    async def free(self, pool: str, ids: npt.ArrayLike) -> Freed:
+    async def free(self, pool: str, ids: npt.ArrayLike, space: str = MAIN) -> Freed:
         """See ``Client.free``."""
-        return await self.call(operations.free(pool, ids))
+        return await self.call(operations.free(pool, ids, space))
 
     def send(
         self,
@@ -180,10 +180,11 @@ class AsyncClient:
         lists: Sequence[Pages],
         *,
         sources: int = 1,
+        source_daemons: Sequence[str] = (),
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """See ``Client.receive``; await ``finished`` or ``settled``."""
-        body = operations.receive_body(pool, request_id, lists, sources)
+        body = operations.receive_body(pool, request_id, lists, sources, source_daemons)
         hand_off, outgoing = self._core.hand_off(body, [one.ids for one in lists], deadline_ms=milliseconds(deadline_s))
         self._put(outgoing)
         return hand_off

@@ -12,6 +12,7 @@ from kvferry.protocol.base import Body, PageList
 from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import (
     Allocate,
@@ -49,12 +50,15 @@ class Pages(NamedTuple):
     ids: PageIds
 
 
-def pages(ids: npt.ArrayLike, *, first_page: int = 0, tokens: int | None = None, component: str = "main") -> Pages:
+def pages(
+    ids: npt.ArrayLike, *, first_page: int | None = 0, tokens: int | None = None, component: str = MAIN
+) -> Pages:
     """Describe pages of one component in logical order.
 
     Args:
         ids: the page ids, ``(n,)`` integers, in the order of the prompt.
-        first_page: the logical number (position // page_size) of the first of them.
+        first_page: the logical number (position // page_size) of the first of them; None, for a window or a state
+            only, where it is not known: both sides' lists are then cut to the shorter length, with a warning.
         tokens: how many tokens they hold; given on both sides, the daemon checks that both mean the same length.
         component: what the pages are of.
 
@@ -66,6 +70,11 @@ def pages(ids: npt.ArrayLike, *, first_page: int = 0, tokens: int | None = None,
         raise ValueError(f"page ids are a list of integers, not {array.dtype} of shape {array.shape}")
     array = array.astype(np.int64, copy=False)
     return Pages(PageList(component=component, first_page=first_page, pages=len(array), tokens=tokens), array)
+
+
+def no_pages(component: str) -> Pages:
+    """Say that this side wants nothing of a window or state component."""
+    return Pages(PageList(component=component, pages=0, none=True), np.empty(0, np.int64))
 
 
 def hello(client: str) -> Operation[Welcome]:
@@ -98,15 +107,15 @@ def delete_pool(pool: str) -> Operation[PoolDeleted]:
     return Operation(DeletePool(pool=pool), (), _body(PoolDeleted))
 
 
-def allocate(pool: str, count: int) -> Operation[PageIds]:
+def allocate(pool: str, count: int, space: str) -> Operation[PageIds]:
     """Take pages."""
-    return Operation(Allocate(pool=pool, count=count), (), _ids_of_allocated)
+    return Operation(Allocate(pool=pool, count=count, space=space), (), _ids_of_allocated)
 
 
-def free(pool: str, ids: npt.ArrayLike) -> Operation[Freed]:
+def free(pool: str, ids: npt.ArrayLike, space: str) -> Operation[Freed]:
     """Give pages back."""
     array = pages(ids).ids
-    return Operation(Free(pool=pool, pages=len(array)), (array,), _body(Freed))
+    return Operation(Free(pool=pool, pages=len(array), space=space), (array,), _body(Freed))
 
 
 def cancel(pool: str, request_id: str, side: Side) -> Operation[Cancelled]:
@@ -141,9 +150,17 @@ def send_body(
     )
 
 
-def receive_body(pool: str, request_id: str, lists: Sequence[Pages], sources: int) -> Receive:
+def receive_body(
+    pool: str, request_id: str, lists: Sequence[Pages], sources: int, source_daemons: Sequence[str]
+) -> Receive:
     """Return a RECEIVE's body."""
-    return Receive(request_id=request_id, pool=pool, lists=tuple(one.head for one in lists), sources=sources)
+    return Receive(
+        request_id=request_id,
+        pool=pool,
+        lists=tuple(one.head for one in lists),
+        sources=sources,
+        source_daemons=tuple(source_daemons),
+    )
 
 
 def _body(kind: type[BodyT]) -> Callable[[ReplyArrived], BodyT]:

@@ -32,7 +32,7 @@ from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Ou
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.events import Finished
-from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.room_messages import Cancelled, RoomResult, Side
@@ -171,21 +171,21 @@ class Client:
         """
         self.call(operations.delete_pool(name))
 
-    def allocate(self, pool: str, count: int) -> PageIds:
+    def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
         """Return ``count`` pages for this session, ascending, ``(count,)`` int64.
 
         Raises:
             PoolFullError: fewer are free; says how many.
         """
-        return self.call(operations.allocate(pool, count))
+        return self.call(operations.allocate(pool, count, space))
 
-    def free(self, pool: str, ids: npt.ArrayLike) -> Freed:
+    def free(self, pool: str, ids: npt.ArrayLike, space: str = MAIN) -> Freed:
         """Give pages back; those in flight follow when their hand-offs settle.
 
         Raises:
             NotOwnerError, DuplicatePageError, PageOutOfRangeError, EmptyPagesError: nothing was freed.
         """
-        return self.call(operations.free(pool, ids))
+        return self.call(operations.free(pool, ids, space))
 
     # -- hand-offs
 
@@ -236,13 +236,23 @@ class Client:
         lists: Sequence[Pages],
         *,
         sources: int = 1,
+        source_daemons: Sequence[str] = (),
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """Make a room for the request in pages of this session. Returns at once, like ``send``.
 
         The pages may not be touched before the hand-off has finished, nor used otherwise before it has settled.
+
+        Args:
+            pool: the pool of the pages.
+            request_id: what the sending sides name too.
+            lists: the pages to fill, one list a component; see ``pages``.
+            sources: how many pools send.
+            source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
+                none for this client's own daemon only.
+            deadline_s: for the whole hand-off.
         """
-        body = operations.receive_body(pool, request_id, lists, sources)
+        body = operations.receive_body(pool, request_id, lists, sources, source_daemons)
         hand_off, outgoing = self._core.hand_off(body, [one.ids for one in lists], deadline_ms=milliseconds(deadline_s))
         self._put(outgoing)
         return hand_off

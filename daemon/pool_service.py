@@ -92,13 +92,15 @@ class PoolService:
     def session_lost(self, session_id: int) -> None:
         """Take back every page of a session; those in flight follow when their hand-offs settle."""
         for pool in self:
-            pool.allocator.release_owner(session_id)
+            for allocator in pool.allocators.values():
+                allocator.release_owner(session_id)
 
     def pages_by_session(self) -> Counter[int]:
         """Return how many pages each session owns, over all pools."""
         owned: Counter[int] = Counter()
         for pool in self:
-            owned.update(pool.allocator.pages_by_owner())
+            for allocator in pool.allocators.values():
+                owned.update(allocator.pages_by_owner())
         return owned
 
     def status(self) -> tuple[PoolStatus, ...]:
@@ -174,8 +176,8 @@ class PoolService:
     def _delete(self, call: Call) -> Answer:
         body = expect(call, DeletePool)
         pool = self.get(call.session.tenant, body.pool)
-        if not pool.allocator.idle:
-            used = pool.allocator.capacity - pool.allocator.free_count
+        if not pool.idle:
+            used = sum(one.capacity - one.free_count for one in pool.allocators.values())
             raise PoolInUseError(f"{used} pages of pool {body.pool!r} are owned or in flight", field="pool")
         del self._pools[pool.tenant, pool.name]
         pool.close()
@@ -185,13 +187,13 @@ class PoolService:
     def _allocate(self, call: Call) -> Answer:
         body = expect(call, Allocate)
         pool = self.get(call.session.tenant, body.pool)
-        ids = pool.allocator.allocate(call.session.session_id, body.count)
+        ids = pool.space(body.space).allocate(call.session.session_id, body.count)
         return Answer(Allocated(pages=len(ids)), (ids,))
 
     def _free(self, call: Call) -> Answer:
         body = expect(call, Free)
         pool = self.get(call.session.tenant, body.pool)
-        freed = pool.allocator.free(call.session.session_id, call.ids[0])
+        freed = pool.space(body.space).free(call.session.session_id, call.ids[0])
         return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
 
     def _check_budget(self, manifest: Manifest) -> None:

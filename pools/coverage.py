@@ -1,31 +1,62 @@
-"""Coverage: which cells (entry, logical page) of a room are required, promised by a SEND, and there.
+"""Coverage: which cells (entry, head interval, logical page) of a room are required, promised by a SEND, and there.
 
-Each cell is counted exactly once: a second promise is an overlap. Heads become part of a cell with unequal tensor
-parallelism.
+Each cell is counted exactly once: a second promise is an overlap, unless its sender is one of several that hold the
+same content; then the first one sends and the others are covered. Heads are told apart from the first promise on that
+is of a part of an entry's heads: before that an entry's page is one cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools.heads import Heads
+from kvferry.pools.pairing import Pair
 from kvferry.protocol.errors import IncompleteError, PageOverlapError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 
+Rows: TypeAlias = npt.NDArray[np.bool_]
+"""``(rows,)`` bool: some of the rows of ``Cells``."""
+
+_Grid: TypeAlias = npt.NDArray[np.bool_]
+"""``(entries, heads, pages)`` bool."""
+
 
 class Cells(NamedTuple):
-    """Every combination of some entries (``(n,)`` indices) and a range of a room's pages, counted from its first."""
+    """Every combination of some entries (``(rows,)`` indices) and a range of a room's pages, counted from its first.
+
+    ``heads`` has what part of each entry it is, by the entry's own numbers; None for all heads, of one row or of all.
+    """
 
     entries: npt.NDArray[np.intp]
     start: int
     stop: int
+    heads: tuple[Heads | None, ...] | None = None
+
+    def select(self, rows: npt.NDArray[np.intp]) -> Cells:
+        """Return the cells of some rows, by their indices."""
+        heads = None if self.heads is None else tuple(self.heads[row] for row in rows.tolist())
+        return self._replace(entries=self.entries[rows], heads=heads)
+
+
+def cells_of(pairs: Sequence[Pair], start: int, stop: int) -> Cells:
+    """Return the cells that pairs fill on a range of pages; a row for each pair."""
+    entries = np.array([pair.destination_index for pair in pairs], np.intp)
+    if not any(pair.heads for pair in pairs):
+        return Cells(entries, start, stop)
+    heads = (Heads(pair.heads.destination, pair.heads.count) if pair.heads else None for pair in pairs)
+    return Cells(entries, start, stop, tuple(heads))
 
 
 class Coverage:
-    """The cells of one component of one room."""
+    """The cells of one component of one room.
+
+    The head axis of its grids has length 1 until heads are told apart, and then that of the entry with the most; an
+    entry's last head has the rest of the axis to itself.
+    """
 
     def __init__(self, entries: Sequence[Entry], pages: int, optional_components: Collection[str]) -> None:
         """Require every entry of a component that is not optional.
@@ -35,60 +66,152 @@ class Coverage:
             pages: how many logical pages the room has.
             optional_components: components that no source has to cover.
         """
-        self._names = [entry.name for entry in entries]
-        self._required = np.array([entry.component not in optional_components for entry in entries])
-        self._promised = np.zeros((len(entries), pages), np.bool_)
-        self._arrived = np.zeros((len(entries), pages), np.bool_)
+        self._entries = entries
+        self._required = np.array([entry.component not in optional_components for entry in entries], np.bool_)
+        self._promised, self._arrived, self._excused = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
+        self._excused = np.zeros((len(entries), 1, pages), np.bool_)
 
-    def check_free(self, cells: Cells) -> None:
-        """Check that none of the cells is promised yet.
+    def free_rows(self, cells: Cells, replicated: Rows) -> Rows:
+        """Return which rows have no sender yet. A source's own chunks never meet: the room book sees to that.
+
+        Args:
+            cells: what a source could send.
+            replicated: the rows whose content other sources hold as well; they may be taken, but only wholly.
 
         Raises:
-            PageOverlapError: names the first one that is.
+            PageOverlapError: names the first cell that has a sender already, and may not have one.
         """
-        taken = np.argwhere(self._promised[cells.entries, cells.start : cells.stop])
-        if len(taken):
-            entry, page = taken[0]
-            name = self._names[cells.entries[entry]]
-            raise PageOverlapError(f"{name}: room page {cells.start + page} has a sender already", field="lists")
+        free = np.ones(len(cells.entries), np.bool_)
+        for rows, heads in self._parts(cells):
+            taken = self._promised[cells.entries[rows], heads, cells.start : cells.stop]
+            some = taken.any(axis=(1, 2))
+            if not some.any():
+                continue
+            wrong = np.flatnonzero(some & ~(taken.all(axis=(1, 2)) & replicated[rows]))
+            if len(wrong):
+                raise self._overlap(cells, int(rows[wrong[0]]), heads.start or 0, taken[wrong[0]])
+            free[rows] = ~some
+        return free
 
     def promise(self, cells: Cells) -> None:
-        """Count the cells as promised; ``check_free`` has been called."""
-        self._promised[cells.entries, cells.start : cells.stop] = True
+        """Count the cells as promised; ``free_rows`` has found all of them free."""
+        self._tell_heads_apart(cells)
+        self._set(self._promised, cells, value=True)
 
     def withdraw(self, cells: Cells) -> None:
         """Undo ``promise``."""
-        self._promised[cells.entries, cells.start : cells.stop] = False
+        self._set(self._promised, cells, value=False)
 
     def arrive(self, cells: Cells) -> None:
         """Count the cells as there."""
-        self._arrived[cells.entries, cells.start : cells.stop] = True
+        self._set(self._arrived, cells, value=True)
 
-    def check_promised(self) -> None:
-        """Check that every required cell has a sender.
+    def excuse(self, cells: Cells) -> None:
+        """Require these cells no longer: nobody has them, and both sides were told."""
+        self._tell_heads_apart(cells)
+        self._set(self._excused, cells, value=True)
+
+    def excuse(self, cells: Cells) -> None:
+        """Require the cells no more."""
+        self._set(self._excused, cells, value=True)
+
+    def check_promised(self, excused: Iterable[Cells] = ()) -> None:
+        """Check that every required cell has a sender, but for those that are excused or would be.
 
         Raises:
             UncoveredEntryError: names the first entry of which no page has one.
             IncompleteError: names the first cell without one and counts them.
         """
-        bare = np.flatnonzero(self._required & ~self._promised.any(axis=1))
+        settled = self._promised | self._excused
+        for cells in excused:
+            self._set(settled, cells, value=True)
+        bare = np.flatnonzero(self._required & ~settled.any(axis=(1, 2)))
         if len(bare):
             raise UncoveredEntryError(
-                f"no source entry for {self._names[bare[0]]} ({len(bare)} entries uncovered)", field="lists"
+                f"no source entry for {self._entries[bare[0]].name} ({len(bare)} entries uncovered)", field="lists"
             )
-        missing = np.argwhere(~self._promised & self._required[:, None])
-        if len(missing):
-            entry, page = missing[0]
+        missing = ~settled & (self._counted() & self._required[:, None])[:, :, None]
+        count = int(np.count_nonzero(missing))
+        if count:
+            entry, head, page = (int(one) for one in np.argwhere(missing)[0])
+            heads = self._head_range(entry, head, missing[entry, head:, page])
             raise IncompleteError(
-                f"{self._names[entry]}: room page {page} has no sender ({len(missing)} cells missing)", field="lists"
+                f"{self._entries[entry].name}: room page {page}{heads} has no sender ({count} cells missing)",
+                field="lists",
             )
 
     @property
     def complete(self) -> bool:
         """Return whether every required and every promised cell is there."""
-        return not ((self._promised | self._required[:, None]) & ~self._arrived).any()
+        required = self._required[:, None, None] & ~self._excused
+        return not ((self._promised | required) & ~self._arrived).any()
 
     @property
     def arrived_pages(self) -> int:
-        """Return how many pages are there in every required entry."""
-        return int((self._arrived | ~self._required[:, None]).all(axis=0).sum())
+        """Return how many pages are there in every required entry, with all heads; excused ones are not there."""
+        return int((self._arrived | ~self._required[:, None, None]).all(axis=(0, 1)).sum())
+
+    def _parts(self, cells: Cells) -> Iterator[tuple[npt.NDArray[np.intp], slice]]:
+        """Yield the rows that have the same part of the head axis, and that part."""
+        if cells.heads is None:
+            yield np.arange(len(cells.entries)), slice(None)
+            return
+        parts: dict[tuple[int, int], list[int]] = {}
+        for row, (entry, heads) in enumerate(zip(cells.entries.tolist(), cells.heads, strict=True)):
+            held = self._heads_of(entry)
+            part = (0, -1) if heads is None else (heads.start, -1 if heads.stop >= held else heads.stop)
+            parts.setdefault(part, []).append(row)
+        for (start, stop), rows in parts.items():
+            yield np.array(rows, np.intp), self._on_axis(start, stop)
+
+    def _on_axis(self, start: int, stop: int) -> slice:
+        """Return a part of the head axis; a stop of -1 is its end."""
+        if self._promised.shape[1] == 1:
+            return slice(None)
+        return slice(start, None if stop < 0 else stop)
+
+    def _set(self, grid: _Grid, cells: Cells, *, value: bool) -> None:
+        for rows, heads in self._parts(cells):
+            grid[cells.entries[rows], heads, cells.start : cells.stop] = value
+
+    def _tell_heads_apart(self, cells: Cells) -> None:
+        """Give the arrays their head axis, if any of the cells is of a part of its entry's heads."""
+        if cells.heads is None or self._promised.shape[1] > 1:
+            return
+        held = [self._heads_of(entry) for entry in cells.entries.tolist()]
+        if any(heads and heads.count < most for heads, most in zip(cells.heads, held, strict=True)):
+            most = max(self._heads_of(entry) for entry in range(len(self._entries)))
+            self._promised, self._arrived, self._excused = (
+                np.repeat(grid, most, axis=1) for grid in (self._promised, self._arrived, self._excused)
+            )
+            self._excused = np.repeat(self._excused, most, axis=1)
+
+    def _heads_of(self, entry: int) -> int:
+        return self._entries[entry].heads or 1
+
+    def _counted(self) -> npt.NDArray[np.bool_]:
+        """Return which places on the head axis are heads of their own: ``(entries, heads)`` bool."""
+        axis = self._promised.shape[1]
+        if axis == 1:
+            return np.ones((len(self._entries), 1), np.bool_)
+        held = [self._heads_of(entry) for entry in range(len(self._entries))]
+        return np.arange(axis) < np.array(held)[:, None]
+
+    def _overlap(self, cells: Cells, row: int, start: int, taken: npt.NDArray[np.bool_]) -> PageOverlapError:
+        """Return the error that names the first cell of a row that is taken: ``(heads, pages)`` bool."""
+        entry = int(cells.entries[row])
+        head, page = (int(one) for one in np.argwhere(taken)[0])
+        heads = self._head_range(entry, start + head, taken[head:, page])
+        return PageOverlapError(
+            f"{self._entries[entry].name}: room page {cells.start + page}{heads} has a sender already", field="lists"
+        )
+
+    def _head_range(self, entry: int, first: int, wrong: Rows) -> str:
+        """Say which heads are wrong, by the model's numbers: from ``first`` on as long as ``wrong`` is true."""
+        one = self._entries[entry]
+        held = self._heads_of(entry)
+        if self._promised.shape[1] == 1 or held == 1:
+            return ""
+        stop = first + (len(wrong) if wrong.all() else int(np.argmin(wrong)))
+        start = one.head_start or 0
+        return f", heads {start + first}..{start + min(stop, held) - 1},"

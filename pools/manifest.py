@@ -10,17 +10,29 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvferry.pools.geometry import page_bytes_of
+from kvferry.pools.geometry import dtype_bytes, page_bytes_of
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError
-from kvferry.protocol.manifests import Entry, Manifest
+from kvferry.protocol.manifests import Component, Entry, Manifest
 
 MAX_REGION_BYTES = 1 << 50
 MAX_ADDRESS = (1 << 63) - 1
 DIGEST_BYTES = 16
+OPTIONAL_COMPONENTS = ("draft",)
 
 
-def lay_out(entries: Sequence[Entry]) -> Manifest:
+def lay_out(
+    entries: Sequence[Entry],
+    components: Sequence[Component] = (),
+    optional_components: Sequence[str] = OPTIONAL_COMPONENTS,
+) -> Manifest:
     """Return the manifest with these entries one after another from base 0, in the order given.
+
+    Each begins at a multiple of its element's size, without which no tensor can be made of it.
+
+    Args:
+        entries: at least one.
+        components: what each component is; by default all are paged, on the pages of the first.
+        optional_components: those that no source of a hand-off has to cover.
 
     Raises:
         InvalidFieldError: more bytes than a region can have.
@@ -29,14 +41,30 @@ def lay_out(entries: Sequence[Entry]) -> Manifest:
     placed = []
     base = 0
     for entry in entries:
+        base += -base % (dtype_bytes(entry.dtype) if entry.dtype else 1)
         placed.append(msgspec.structs.replace(entry, base=base))
         base += entry.pages * entry.page_bytes
         if base > MAX_REGION_BYTES:
             raise InvalidFieldError(f"the region would exceed {MAX_REGION_BYTES} bytes", field="tokens")
     check_unique(placed, "entries")
     return Manifest(
-        pages=entries[0].pages, region_bytes=base, layout_digest=layout_digest(placed), entries=tuple(placed)
+        pages=entries[0].pages,
+        region_bytes=base,
+        layout_digest=layout_digest(placed),
+        entries=tuple(placed),
+        optional_components=tuple(optional_components),
+        components=tuple(components) or _one_space(placed),
     )
+
+
+def component_of(manifest: Manifest, name: str) -> Component | None:
+    """Return the component of that name, or None."""
+    return next((one for one in manifest.components if one.name == name), None)
+
+
+def spaces_of(manifest: Manifest) -> dict[str, int]:
+    """Return each page space's pages, the padding page included, in the components' order."""
+    return {one.space: one.pages for one in manifest.components}
 
 
 def check_unique(entries: Iterable[Entry], field: str) -> None:
@@ -86,6 +114,15 @@ def layout_digest(entries: Iterable[Entry]) -> str:
     return hashlib.blake2b(msgspec.json.encode(pages), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def bytes_per_page(manifest: Manifest) -> int:
-    """Return the bytes of one page over all entries."""
-    return sum(entry.page_bytes for entry in manifest.entries)
+def bytes_per_page(manifest: Manifest, space: str | None = None) -> int:
+    """Return the bytes of one page over all entries of a page space; by default of the first one."""
+    if space is None:
+        space = manifest.components[0].space
+    inside = {one.name for one in manifest.components if one.space == space}
+    return sum(entry.page_bytes for entry in manifest.entries if entry.component in inside)
+
+
+def _one_space(entries: Sequence[Entry]) -> tuple[Component, ...]:
+    space = entries[0].component
+    names = dict.fromkeys(entry.component for entry in entries)
+    return tuple(Component(name=name, space=space, pages=entries[0].pages) for name in names)

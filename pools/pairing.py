@@ -1,7 +1,8 @@
 """Which entry of a source goes into which entry of a destination: by (component, role, layer), never by position.
 
 Every scheme that pairs by position, count or modulo corrupts some case: compact indexers, uneven pipeline stages,
-draft layers on one side (SGLang #27740, #27160, vllm-ascend #15900).
+draft layers on one side (SGLang #27740, #27160, vllm-ascend #15900). Under unequal tensor parallelism a pair exchanges
+the heads that both sides hold, each entry with its own width of a head.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvferry.pools.heads import Heads, intersect
 from kvferry.pools.manifest import check_unique, key_of
 from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
@@ -18,13 +20,31 @@ from kvferry.protocol.manifests import Entry
 MUST_AGREE = ("page_bytes", "page_tokens", "head_start", "heads", "total_heads", "dtype", "format")
 """What paired entries must have in common, where both give it. Equal bytes are not equal geometry."""
 
+MUST_AGREE_SLICED = ("page_tokens", "total_heads", "dtype", "format")
+"""What they must have in common where they hold different heads; beside it the bytes of a token's head."""
+
+SLICEABLE_FORMATS = (None, "ND")
+"""Physical orders in which one head of one token is contiguous."""
+
+
+class HeadSlice(NamedTuple):
+    """The heads that a pair exchanges: ``count``, from ``source`` and ``destination``, each side's own numbers."""
+
+    source: int
+    destination: int
+    count: int
+
 
 class Pair(NamedTuple):
-    """One destination entry, by its index in its manifest, and the source entry that fills it."""
+    """One destination entry, by its index in its manifest, and the source entry that fills it.
+
+    ``heads`` is None where whole pages are exchanged: both sides hold the same heads.
+    """
 
     source: Entry
     destination: Entry
     destination_index: int
+    heads: HeadSlice | None = None
 
 
 class Pairing(msgspec.Struct, frozen=True):
@@ -38,9 +58,12 @@ class Pairing(msgspec.Struct, frozen=True):
 def pair_entries(source: Sequence[Entry], destination: Sequence[Entry]) -> Pairing:
     """Pair the entries and check that each pair may exchange pages.
 
+    Entries of one name without a common head are no pair: the one is left over, the other uncovered.
+
     Raises:
         DuplicateEntryError: a side has two entries of one (component, role, layer).
-        GeometryMismatchError: the entries of a pair differ in a field that both give.
+        GeometryMismatchError: the entries of a pair differ in a field that both give, or in the bytes of a token's
+            head.
     """
     check_unique(source, "source.entries")
     check_unique(destination, "destination.entries")
@@ -48,11 +71,11 @@ def pair_entries(source: Sequence[Entry], destination: Sequence[Entry]) -> Pairi
     pairs, uncovered = [], []
     for index, entry in enumerate(destination):
         partner = by_key.get(key_of(entry))
-        if partner is None:
+        pair = None if partner is None else _pair(partner, entry, index)
+        if pair is None:
             uncovered.append(entry)
         else:
-            _check_agreement(partner, entry, index)
-            pairs.append(Pair(partner, entry, index))
+            pairs.append(pair)
     return Pairing(tuple(pairs), tuple(uncovered), len(source) - len(pairs))
 
 
@@ -70,17 +93,83 @@ def check_covered(pairing: Pairing, optional_components: Collection[str]) -> Non
         )
 
 
+def _pair(source: Entry, destination: Entry, index: int) -> Pair | None:
+    """Return the pair, or None without a common head."""
+    if (source.head_start, source.heads) != (destination.head_start, destination.heads):
+        ours, theirs = _heads_of(source), _heads_of(destination)
+        if ours and theirs:
+            _check_sliced(source, destination, index)
+            common = intersect(ours, theirs)
+            if common is None:
+                return None
+            heads = HeadSlice(common.start - ours.start, common.start - theirs.start, common.count)
+            return Pair(source, destination, index, heads)
+    _check_agreement(source, destination, index)
+    return Pair(source, destination, index)
+
+
+def _heads_of(entry: Entry) -> Heads | None:
+    """Return the model's heads that an entry holds, where it says all about them."""
+    if entry.head_start is None or entry.heads is None or entry.total_heads is None:
+        return None
+    return Heads(entry.head_start, entry.heads)
+
+
+def _check_sliced(source: Entry, destination: Entry, index: int) -> None:
+    for field in MUST_AGREE_SLICED:
+        _check_field(source, destination, field, index)
+    if destination.format not in SLICEABLE_FORMATS or source.format not in SLICEABLE_FORMATS:
+        raise GeometryMismatchError(
+            f"{destination.name}: both sides hold other heads, and pages of format "
+            f"{destination.format or source.format} cannot be cut by heads",
+            field=f"destination.entries[{index}].format",
+        )
+    if _head_bytes(source, index) != _head_bytes(destination, index):
+        raise GeometryMismatchError(
+            f"{destination.name}: a head of one token has {_head_bytes(source, index)} bytes at the source, "
+            f"{_head_bytes(destination, index)} at the destination",
+            field=f"destination.entries[{index}].page_bytes",
+        )
+    if source.shape and destination.shape and source.shape[-1] != destination.shape[-1]:
+        raise GeometryMismatchError(
+            f"{destination.name}: a head is {source.shape[-1]} wide at the source, {destination.shape[-1]} at the "
+            "destination",
+            field=f"destination.entries[{index}].shape",
+        )
+
+
+def _head_bytes(entry: Entry, index: int) -> int:
+    """Return the bytes of one head of one token."""
+    if entry.page_tokens is None or entry.heads is None:
+        raise GeometryMismatchError(
+            f"{entry.name}: pages can be cut by heads only where both sides give page_tokens",
+            field=f"destination.entries[{index}].page_tokens",
+        )
+    size, rest = divmod(entry.page_bytes, entry.page_tokens * entry.heads)
+    if rest:
+        raise GeometryMismatchError(
+            f"{entry.name}: {entry.page_bytes} bytes do not divide into {entry.page_tokens} tokens x {entry.heads} "
+            "heads",
+            field=f"destination.entries[{index}].page_bytes",
+        )
+    return size
+
+
 def _check_agreement(source: Entry, destination: Entry, index: int) -> None:
     for field in MUST_AGREE:
-        ours, theirs = getattr(source, field), getattr(destination, field)
-        if ours is not None and theirs is not None and ours != theirs:
-            raise GeometryMismatchError(
-                f"{destination.name}: {field} is {ours} at the source, {theirs} at the destination",
-                field=f"destination.entries[{index}].{field}",
-            )
+        _check_field(source, destination, field, index)
     if source.shape and destination.shape and source.shape[-2:] != destination.shape[-2:]:
         raise GeometryMismatchError(
             f"{destination.name}: a token is {source.shape[-2:]} at the source, {destination.shape[-2:]} at the "
             "destination (heads, width)",
             field=f"destination.entries[{index}].shape",
+        )
+
+
+def _check_field(source: Entry, destination: Entry, field: str, index: int) -> None:
+    ours, theirs = getattr(source, field), getattr(destination, field)
+    if ours is not None and theirs is not None and ours != theirs:
+        raise GeometryMismatchError(
+            f"{destination.name}: {field} is {ours} at the source, {theirs} at the destination",
+            field=f"destination.entries[{index}].{field}",
         )

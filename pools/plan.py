@@ -1,35 +1,77 @@
 """Plans: what is copied where, all checks done, as arrays.
 
-A plan keeps entries and runs apart, since every entry has the same runs; ``blocks`` multiplies them out. Addresses are
-offsets or absolute, as the entries' bases are.
+A plan keeps entries and runs apart, since every entry has the same runs; ``blocks`` multiplies them out. Each side
+stands for itself, so that a source on another host can make its own. Addresses are offsets or absolute, as the
+entries' bases are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools.heads import Heads
 from kvferry.pools.page_checks import check_distinct, check_equal_length, check_range
 from kvferry.pools.pairing import Pairing
 from kvferry.pools.runs import PageIds, Runs, coalesce
-from kvferry.protocol.errors import UncoveredEntryError
+from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
+from kvferry.protocol.manifests import Entry
 
 Blocks: TypeAlias = npt.NDArray[np.uint64]
 """``(n, 3)`` uint64: source address, destination address, bytes."""
 
+Sizes: TypeAlias = npt.NDArray[np.uint64]
+"""``(entries,)`` uint64, in bytes unless its name says otherwise."""
 
-class Plan(msgspec.Struct, frozen=True):
-    """The copies of one SEND into one room.
 
-    ``source_base``, ``destination_base``, ``page_bytes``: ``(entries,)`` uint64, in the destination's order.
+class PlanSide(msgspec.Struct, frozen=True):
+    """Where one side's bytes lie. A page is ``rows`` rows, of each of which a slice is exchanged.
+
+    A whole page is one row: then ``rows`` is 1 and the slice is the page. Else a row is one token.
+
+    Attributes:
+        base: of each entry.
+        page_bytes: from one page to the next.
+        rows: rows of a page, a number.
+        row_bytes: from one row to the next.
+        slice_offset: of the slice in its row.
+        slice_bytes: of a row.
+        ids: ``(pages,)`` int64, the side's pages in logical order; not checked here.
     """
 
-    source_base: npt.NDArray[np.uint64]
-    destination_base: npt.NDArray[np.uint64]
-    page_bytes: npt.NDArray[np.uint64]
+    base: Sizes
+    page_bytes: Sizes
+    rows: Sizes
+    row_bytes: Sizes
+    slice_offset: Sizes
+    slice_bytes: Sizes
+    ids: PageIds
+
+    @property
+    def segment_bytes(self) -> Sizes:
+        """Return the bytes that one page of each entry exchanges; the same on both sides."""
+        return self.rows * self.slice_bytes
+
+    @property
+    def sliced(self) -> npt.NDArray[np.bool_]:
+        """Return which entries exchange less than whole pages: ``(entries,)`` bool."""
+        return self.slice_bytes != self.page_bytes
+
+    def select(self, entries: npt.NDArray[np.intp]) -> PlanSide:
+        """Return the side with some of the entries only, by their indices."""
+        arrays = (self.base, self.page_bytes, self.rows, self.row_bytes, self.slice_offset, self.slice_bytes)
+        return PlanSide(*(one[entries] for one in arrays), self.ids)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The copies of one SEND into one room; entries in the destination's order."""
+
+    source: PlanSide
+    destination: PlanSide
     runs: Runs
 
     @property
@@ -40,18 +82,52 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         """Return how many bytes are copied."""
-        return self.pages * int(self.page_bytes.sum())
+        return self.pages * int(self.source.segment_bytes.sum())
+
+    @property
+    def sliced(self) -> npt.NDArray[np.bool_]:
+        """Return which entries exchange less than whole pages of some side: ``(entries,)`` bool."""
+        return self.source.sliced | self.destination.sliced
+
+    def select(self, entries: npt.NDArray[np.intp]) -> Plan:
+        """Return the plan with some of the entries only, by their indices."""
+        return Plan(self.source.select(entries), self.destination.select(entries), self.runs)
 
     def blocks(self) -> Blocks:
-        """Return all copies, entry by entry, runs in order: ``(entries * runs, 3)`` uint64."""
-        sizes = self.page_bytes[:, None]
-        columns = np.empty((3, len(self.page_bytes), len(self.runs.pages)), np.uint64)  # each column in one piece
+        """Return all copies, entry by entry, runs in order: ``(n, 3)`` uint64.
+
+        Whole pages have a block a run. A slice has one for each token, which is right but slow: see ``gather``.
+        """
+        sliced = self.sliced
+        if not sliced.any():
+            return self._whole_blocks()
+        one_by_one = [self.select(np.array([entry])) for entry in range(len(sliced))]
+        return np.concatenate(
+            [one._token_blocks() if cut else one._whole_blocks() for one, cut in zip(one_by_one, sliced, strict=True)]
+        )
+
+    def _whole_blocks(self) -> Blocks:
+        sizes = self.source.page_bytes[:, None]
+        columns = np.empty((3, len(sizes), len(self.runs.pages)), np.uint64)  # each column in one piece
         np.multiply(sizes, self.runs.source.astype(np.uint64), out=columns[0])
         np.multiply(sizes, self.runs.destination.astype(np.uint64), out=columns[1])
         np.multiply(sizes, self.runs.pages.astype(np.uint64), out=columns[2])
-        columns[0] += self.source_base[:, None]
-        columns[1] += self.destination_base[:, None]
+        columns[0] += self.source.base[:, None]
+        columns[1] += self.destination.base[:, None]
         return columns.reshape(3, -1).T
+
+    def _token_blocks(self) -> Blocks:
+        """Return a block for each row of the side that has more of them."""
+        rows = np.maximum(self.source.rows, self.destination.rows)
+        size = self.source.segment_bytes // rows
+        tokens = np.arange(int(rows[0]), dtype=np.uint64)
+        blocks = np.empty((len(self.source.ids), len(tokens), 3), np.uint64)
+        for column, side in enumerate((self.source, self.destination)):
+            row_bytes = np.where(side.rows == rows, side.row_bytes, size)  # a whole page holds its tokens in a row
+            pages = side.base + side.slice_offset + side.ids.astype(np.uint64) * side.page_bytes
+            blocks[:, :, column] = pages[:, None] + tokens * row_bytes
+        blocks[:, :, 2] = size
+        return blocks.reshape(-1, 3)
 
 
 def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageIds) -> Plan:
@@ -63,15 +139,57 @@ def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageId
         UncoveredEntryError: no entry has a partner.
         LengthMismatchError, EmptyPagesError, PageOutOfRangeError, DuplicatePageError: see ``page_checks``.
     """
-    if not pairing.pairs:
+    pairs = pairing.pairs
+    if not pairs:
         raise UncoveredEntryError("no source entry has a destination", field="source.entries")
     check_equal_length(source_pages, destination_pages, "destination_pages")
-    check_range(source_pages, min(pair.source.pages for pair in pairing.pairs), "source_pages")
-    check_range(destination_pages, min(pair.destination.pages for pair in pairing.pairs), "destination_pages")
+    check_range(source_pages, min(pair.source.pages for pair in pairs), "source_pages")
+    check_range(destination_pages, min(pair.destination.pages for pair in pairs), "destination_pages")
     check_distinct(destination_pages, "destination_pages")
+    ours = theirs = None
+    if any(pair.heads for pair in pairs):
+        ours = [Heads(pair.heads.source, pair.heads.count) if pair.heads else None for pair in pairs]
+        theirs = [Heads(pair.heads.destination, pair.heads.count) if pair.heads else None for pair in pairs]
     return Plan(
-        np.array([pair.source.base for pair in pairing.pairs], np.uint64),
-        np.array([pair.destination.base for pair in pairing.pairs], np.uint64),
-        np.array([pair.destination.page_bytes for pair in pairing.pairs], np.uint64),
+        make_side([pair.source for pair in pairs], ours, source_pages),
+        make_side([pair.destination for pair in pairs], theirs, destination_pages),
         coalesce(source_pages, destination_pages),
     )
+
+
+def make_side(entries: Sequence[Entry], heads: Sequence[Heads | None] | None, ids: PageIds) -> PlanSide:
+    """Return one side of a plan; a source alone can make its own, of its own entries.
+
+    Args:
+        entries: this side's entries of the pairs, in the destination's order.
+        heads: what each pair exchanges, by the entry's own numbers; None for whole pages, of one entry or of all.
+        ids: this side's pages, which have been checked.
+
+    Raises:
+        GeometryMismatchError: an entry cannot be cut by these heads.
+    """
+    base = np.array([entry.base for entry in entries], np.uint64)
+    page_bytes = np.array([entry.page_bytes for entry in entries], np.uint64)
+    ones, zeros = np.ones(len(entries), np.uint64), np.zeros(len(entries), np.uint64)
+    if heads is None or not any(heads):
+        return PlanSide(base, page_bytes, ones, page_bytes, zeros, page_bytes, ids)
+    shapes = np.array([_slice_of(entry, its) for entry, its in zip(entries, heads, strict=True)], np.uint64)
+    return PlanSide(base, page_bytes, *np.ascontiguousarray(shapes.T), ids)
+
+
+def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
+    """Return (rows, row_bytes, slice_offset, slice_bytes)."""
+    if heads is None:
+        return 1, entry.page_bytes, 0, entry.page_bytes
+    tokens, held = entry.page_tokens or 0, entry.heads or 0
+    if heads.start < 0 or heads.count < 1 or heads.stop > held or tokens < 1 or entry.page_bytes % (tokens * held):
+        raise GeometryMismatchError(
+            f"{entry.name}: pages of {entry.page_bytes} bytes, {tokens} tokens and {held} heads do not have heads "
+            f"{heads.start}..{heads.stop - 1}",
+            field="heads",
+        )
+    if heads.count == held:
+        return 1, entry.page_bytes, 0, entry.page_bytes
+    row_bytes = entry.page_bytes // tokens
+    head_bytes = row_bytes // held
+    return tokens, row_bytes, heads.start * head_bytes, heads.count * head_bytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.manifest import component_of, spaces_of
+from kvferry.protocol.errors import UnknownComponentError
 from kvferry.protocol.manifests import Manifest
 
 
@@ -15,7 +17,7 @@ class Pool:
         name: unique for the tenant.
         manifest: its entries; bases are offsets in ``region``.
         region: its memory, closed by ``close``.
-        allocator: its pages.
+        allocators: the pages of each page space.
     """
 
     def __init__(self, tenant: int, name: str, manifest: Manifest, region: HostRegion) -> None:
@@ -23,11 +25,40 @@ class Pool:
         self.name = name
         self.manifest = manifest
         self.region = region
-        self.allocator = PageAllocator(manifest.pages)
+        self.allocators = {space: PageAllocator(pages) for space, pages in spaces_of(manifest).items()}
 
     def __repr__(self) -> str:
         """Show the name and the live page counts."""
-        return f"<Pool {self.tenant}/{self.name} {self.allocator!r}>"
+        return f"<Pool {self.tenant}/{self.name} {self.allocators!r}>"
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """Return the first space's pages; most pools have one space only."""
+        return next(iter(self.allocators.values()))
+
+    @property
+    def idle(self) -> bool:
+        """Return whether every page of every space is free."""
+        return all(one.idle for one in self.allocators.values())
+
+    def space(self, name: str) -> PageAllocator:
+        """Return the pages of a space.
+
+        Raises:
+            UnknownComponentError: the pool has no such space.
+        """
+        allocator = self.allocators.get(name)
+        if allocator is None:
+            raise UnknownComponentError(
+                f"pool {self.name!r} has no page space {name!r}, but {', '.join(self.allocators)}", field="space"
+            )
+        return allocator
+
+    def allocator_of(self, component: str) -> PageAllocator:
+        """Return the pages that a component of this pool uses."""
+        found = component_of(self.manifest, component)
+        assert found is not None, component
+        return self.allocators[found.space]
 
     def close(self) -> None:
         """Give the memory back; engines that mapped it keep their mapping."""

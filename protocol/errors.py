@@ -25,6 +25,10 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- DuplicateEntryError       DUPLICATE_ENTRY      two entries of one (component, role, layer)
     |   +-- UncoveredEntryError       UNCOVERED_ENTRY      a destination entry that no source covers
     |   +-- GeometryMismatchError     GEOMETRY_MISMATCH    paired entries of different geometry, dtype or format
+    |   +-- WindowMismatchError       WINDOW_MISMATCH      pages of a window that are wanted and not there
+    |   +-- EmptyStateError           EMPTY_STATE          a state that one side has and the other lacks
+    |   +-- HeadsIndivisibleError     HEADS_INDIVISIBLE    KV heads that do not divide over the ranks
+    |   +-- SlotTooSmallError         SLOT_TOO_SMALL       a page that does not fit into one landing slot
     |   +-- PageOverlapError          PAGE_OVERLAP         pages that another SEND of the room covers already
     |   +-- PageGapError              PAGE_GAP             a chunk that does not continue the one before it
     |   +-- IncompleteError           INCOMPLETE           the last SEND leaves required pages uncovered
@@ -52,54 +56,82 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
 
 from __future__ import annotations
 
-from typing import ClassVar
-
+from kvferry.protocol.error_base import BusyError, CallerError, DaemonError, KvferryError, PeerError
 from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.hand_off_errors import (
+    CancelledError,
+    DuplicateEntryError,
+    EmptyPagesError,
+    EmptyStateError,
+    FirstTokenTwiceError,
+    GeometryMismatchError,
+    HeadsIndivisibleError,
+    IncompleteError,
+    LengthMismatchError,
+    PageGapError,
+    PageOverlapError,
+    RoomExistsError,
+    SlotTooSmallError,
+    UncoveredEntryError,
+    UnexpectedSourceError,
+    UnknownComponentError,
+    UnknownRoomError,
+    WindowMismatchError,
+)
 
-
-class KvferryError(Exception):
-    """The base of every error here. ``detail`` says what happened, with the values concerned."""
-
-    by_code: ClassVar[dict[str, type[KvferryError]]] = {}
-    code: str = "INTERNAL"
-    retryable: bool = False
-    remedy: str = ""
-
-    def __init_subclass__(cls) -> None:
-        if "code" in vars(cls):
-            cls.by_code[cls.code] = cls
-
-    def __init__(self, detail: str, *, field: str = "") -> None:
-        super().__init__(detail)
-        self.detail = detail
-        self.field = field
-
-    def __str__(self) -> str:
-        return f"{self.code}{self.field and f' [{self.field}]'}: {self.detail}{self.remedy and f' ({self.remedy})'}"
-
-    def info(self) -> ErrorInfo:
-        """Return the error as it travels."""
-        return ErrorInfo(
-            code=self.code, detail=self.detail, retryable=self.retryable, field=self.field, remedy=self.remedy
-        )
-
-
-class CallerError(KvferryError):
-    """The message or its sender is wrong; sending it again unchanged cannot help."""
-
-
-class PeerError(KvferryError):
-    """The other side of a hand-off failed it."""
-
-
-class BusyError(KvferryError):
-    """The message is right and may succeed later, unchanged."""
-
-    retryable = True
-
-
-class DaemonError(KvferryError):
-    """The daemon or its host failed."""
+__all__ = [
+    "AccessDeniedError",
+    "BusyError",
+    "CallerError",
+    "CancelledError",
+    "ConfigError",
+    "DaemonError",
+    "DaemonLostError",
+    "DeadlineError",
+    "DuplicateEntryError",
+    "DuplicatePageError",
+    "EmptyPagesError",
+    "EmptyStateError",
+    "FirstTokenTwiceError",
+    "GeometryMismatchError",
+    "HeadsIndivisibleError",
+    "IncompleteError",
+    "InternalError",
+    "InvalidFieldError",
+    "KvferryError",
+    "LayoutMismatchError",
+    "LengthMismatchError",
+    "MalformedError",
+    "NoSessionError",
+    "NotOwnerError",
+    "OutOfMemoryError",
+    "OverloadedError",
+    "PageBusyError",
+    "PageGapError",
+    "PageOutOfRangeError",
+    "PageOverlapError",
+    "PeerCancelledError",
+    "PeerError",
+    "PeerLostError",
+    "PoolExistsError",
+    "PoolFullError",
+    "PoolInUseError",
+    "RoomExistsError",
+    "ShuttingDownError",
+    "SlotTooSmallError",
+    "StaleBootError",
+    "TooLargeError",
+    "TransferFailedError",
+    "UncoveredEntryError",
+    "UnexpectedSourceError",
+    "UnknownComponentError",
+    "UnknownPoolError",
+    "UnknownRoomError",
+    "UnknownTypeError",
+    "VersionMismatchError",
+    "WindowMismatchError",
+    "raised",
+]
 
 
 class MalformedError(CallerError):
@@ -206,103 +238,6 @@ class NotOwnerError(CallerError):
 
     code = "NOT_OWNER"
     remedy = "name only pages that ALLOCATE gave this session and that it has not freed"
-
-
-class LengthMismatchError(CallerError):
-    """Lengths that must be equal are not."""
-
-    code = "LENGTH_MISMATCH"
-    remedy = "give both sides the same number of pages and tokens"
-
-
-class EmptyPagesError(CallerError):
-    """A list that must name pages names none."""
-
-    code = "EMPTY_PAGES"
-    remedy = "name at least one page; leave out a hand-off that moves nothing"
-
-
-class UnknownComponentError(CallerError):
-    """A component that the pool does not have, or a required one without a list."""
-
-    code = "UNKNOWN_COMPONENT"
-    remedy = "give one page list for each component of the pool"
-
-
-class DuplicateEntryError(CallerError):
-    """Two entries of one (component, role, layer) in one manifest."""
-
-    code = "DUPLICATE_ENTRY"
-    remedy = "give each (component, role, layer) one entry"
-
-
-class UncoveredEntryError(CallerError):
-    """A destination entry that no source covers."""
-
-    code = "UNCOVERED_ENTRY"
-    remedy = "send it from some source, or make its component optional at the destination"
-
-
-class GeometryMismatchError(CallerError):
-    """Paired entries of different geometry, dtype or format."""
-
-    code = "GEOMETRY_MISMATCH"
-    remedy = "create both pools with the same page size, heads, widths, dtype and format"
-
-
-class PageOverlapError(CallerError):
-    """Pages that another SEND of the room covers already."""
-
-    code = "PAGE_OVERLAP"
-    remedy = "send each logical page of each entry once"
-
-
-class PageGapError(CallerError):
-    """A chunk that does not continue the one before it."""
-
-    code = "PAGE_GAP"
-    remedy = "start a chunk at the logical page at which the last one ended, on a page boundary"
-
-
-class IncompleteError(CallerError):
-    """The last SEND leaves required pages uncovered."""
-
-    code = "INCOMPLETE"
-    remedy = "send the pages that are named, or set last=false if more follow"
-
-
-class UnexpectedSourceError(CallerError):
-    """More sources than the room's RECEIVE names."""
-
-    code = "UNEXPECTED_SOURCE"
-    remedy = "RECEIVE with sources= the number of pools that send"
-
-
-class FirstTokenTwiceError(CallerError):
-    """A second SEND of a room that carries a first token or a payload."""
-
-    code = "FIRST_TOKEN_TWICE"
-    remedy = "let one SEND of the room carry first_token and payload"
-
-
-class RoomExistsError(CallerError):
-    """The request id is in use by a live hand-off or by another tenant."""
-
-    code = "ROOM_EXISTS"
-    remedy = "wait for the other hand-off's settled event, or make a fresh request id"
-
-
-class UnknownRoomError(CallerError):
-    """No hand-off of that request id, side and pool belongs to the session."""
-
-    code = "UNKNOWN_ROOM"
-    remedy = "results are kept until they are acknowledged; check request_id, pool and side"
-
-
-class CancelledError(CallerError):
-    """Cancelled by its own side."""
-
-    code = "CANCELLED"
 
 
 class ConfigError(CallerError):

@@ -14,6 +14,8 @@ class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
     For a receiver, success means that every page of its lists holds its bytes. ``first_token`` and ``payload`` are the
     sender's, and go to receivers only. ``waited_us`` runs from this side's first message to the first copy,
     ``moved_us`` from there to the last one.
+    ``trimmed_pages``: pages of windows and states that were left out because one side's list was shorter and a side did
+    not say where its list starts.
     """
 
     request_id: str
@@ -29,6 +31,7 @@ class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
     skipped_source_pages: int = 0
     waited_us: int = 0
     moved_us: int = 0
+    trimmed_pages: int = 0
 
 
 class Settled(Body, frozen=True, kw_only=True, tag="SETTLED"):

@@ -17,9 +17,15 @@ BootId = NewType("BootId", str)
 """One daemon incarnation: 32 hexadecimal digits, or empty where no incarnation is expected."""
 
 PoolName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*\\Z", min_length=1, max_length=128)]
+PeerAddress = Annotated[str, Meta(pattern="^(tcp://[^ ]+:[0-9]+|ipc:///[^ ]+)\\Z", max_length=256)]
+"""Where a daemon listens for other daemons: ``tcp://ADDRESS:PORT``, or ``ipc://PATH`` on one host."""
+
 ComponentName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*\\Z", min_length=1, max_length=32)]
 
 NO_BOOT = BootId("")
+
+MAIN = "main"
+"""The component, and the page space, of a model's own paged attention."""
 
 
 def new_request_id() -> str:

@@ -9,6 +9,8 @@ import msgspec
 
 INT64_BYTES = 8
 MAX_PAYLOAD_BYTES = 64 << 10
+EVENT_RING_SLOTS = 1024
+"""Events of a session's ring; one is used again with a higher value."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageCount
-from kvferry.protocol.ids import PoolName
+from kvferry.protocol.ids import MAIN, ComponentName, PoolName
 from kvferry.protocol.manifests import Manifest, PoolSpec
 
 
@@ -54,10 +54,11 @@ class PoolDeleted(Body, frozen=True, kw_only=True, tag="POOL_DELETED"):
 
 
 class Allocate(Body, frozen=True, kw_only=True, tag="ALLOCATE"):
-    """Take ``count`` free pages for this session: all or none."""
+    """Take ``count`` free pages of one page space for this session: all or none."""
 
     pool: PoolName
     count: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    space: ComponentName = MAIN
 
 
 class Allocated(Body, frozen=True, kw_only=True, tag="ALLOCATED"):
@@ -71,10 +72,11 @@ class Allocated(Body, frozen=True, kw_only=True, tag="ALLOCATED"):
 
 
 class Free(Body, frozen=True, kw_only=True, tag="FREE"):
-    """Give pages back: all or none. A page in flight is given back when its hand-off settles."""
+    """Give pages of one page space back: all or none. A page in flight is given back when its hand-off settles."""
 
     pool: PoolName
     pages: PageCount
+    space: ComponentName = MAIN
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the one list's length."""

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageList
 from kvferry.protocol.events import Finished, Settled
-from kvferry.protocol.ids import Hex128, PoolName
-from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
+from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
+from kvferry.protocol.limits import EVENT_RING_SLOTS, MAX_PAYLOAD_BYTES
+from kvferry.protocol.manifests import Index, LayerCount
 
 Side = Literal["send", "receive"]
 Few = Annotated[int, Meta(ge=1, le=1024)]
 PageLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=16)]
 Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
+
+
+class LayerStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Layers of a SEND whose bytes are there once an event of the session's ring has reached a value.
+
+    ``layers`` are counted from ``first_layer``, by the model's own numbers, in every component but draft; what no step
+    names goes with the last one. Steps become ready in their order.
+    """
+
+    first_layer: Index
+    layers: LayerCount
+    event: Annotated[int, Meta(ge=0, lt=EVENT_RING_SLOTS)]
+    value: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+    @property
+    def layer_range(self) -> range:
+        """Return the layers."""
+        return range(self.first_layer, self.first_layer + self.layers)
 
 
 class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
@@ -28,6 +48,8 @@ class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
     pool: PoolName
     lists: PageLists
     sources: Few = 1
+    source_daemons: Annotated[tuple[PeerAddress, ...], Meta(max_length=64)] = ()
+    """Where the sending pools are; none: with this daemon only. Its own address may be among them."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
@@ -39,6 +61,7 @@ class Send(Body, frozen=True, kw_only=True, tag="SEND"):
 
     A prompt may be sent in chunks as its prefill goes on: each SEND but the last one has ``last=false``, ends on a
     page boundary, and the next one continues it. One SEND of a request carries ``first_token`` and ``payload``.
+    A SEND may come before its pages are filled: then it says by ``steps`` when which layers are.
     Answered by ACCEPTED; FINISHED and SETTLED come once for all SENDs of a request from one pool.
     """
 
@@ -49,6 +72,8 @@ class Send(Body, frozen=True, kw_only=True, tag="SEND"):
     destinations: Few = 1
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
+    steps: Annotated[tuple[LayerStep, ...], Meta(max_length=256)] = ()
+    """In which order, and after which events, its layers are there; none: all of them are there now."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
@@ -61,6 +86,8 @@ class Accepted(Body, frozen=True, kw_only=True, tag="ACCEPTED"):
     generation: int = 0
     skipped_source_entries: int = 0
     skipped_source_pages: int = 0
+    covered_source_entries: int = 0
+    """Entries that another source of the room, a replica of this one, has sent already."""
 
 
 class Cancel(Body, frozen=True, kw_only=True, tag="CANCEL"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvferry.daemon.rooms.matching import Match
 from kvferry.daemon.rooms.page_ranges import PageRange
-from kvferry.daemon.rooms.sides import Chunk, Offer, Room
+from kvferry.daemon.rooms.sides import Chunk, Excused, Offer, Room
 from kvferry.protocol.errors import FirstTokenTwiceError, KvferryError, PageGapError
 
 
@@ -19,15 +19,20 @@ def check_continues(offer: Offer, chunk: Chunk) -> None:
     if offer.carries_token and chunk.carries_token:
         raise FirstTokenTwiceError("a SEND before carried the first token or payload", field="first_token")
     for one in chunk.ranges:
-        expected = offer.end_page(one.component)
-        if expected is not None and one.first_page != expected:
+        before = offer.last_range(one.component)
+        if before is None:
+            continue
+        if one.first_page is None or before.first_page is None:
+            raise PageGapError(f"{one.component}: one chunk carries a list without first_page", field=one.field)
+        if one.kind == "paged" and one.first_page != before.end_page:
             raise PageGapError(
-                f"{one.component}: the chunk starts at page {one.first_page}, the one before ended at {expected}",
+                f"{one.component}: the chunk starts at page {one.first_page}, the one before ended at "
+                f"{before.end_page}",
                 field=f"{one.field}.first_page",
             )
 
 
-def check_together(room: Room, offers: Sequence[Offer]) -> None:
+def check_together(room: Room, offers: Sequence[Offer], excused: Sequence[Excused]) -> None:
     """Check what only all offers of a new room together can violate; each of them fits by itself.
 
     Raises:
@@ -36,7 +41,7 @@ def check_together(room: Room, offers: Sequence[Offer]) -> None:
     if sum(offer.carries_token for offer in offers) > 1:
         raise FirstTokenTwiceError("two SENDs of this request carry a first token or payload", field="request_id")
     if len(offers) == room.sources and all(offer.complete for offer in offers):
-        room.check_promised()
+        room.check_promised(excused)
 
 
 def would_complete(room: Room, offer: Offer, chunks: Sequence[Chunk]) -> bool:
@@ -61,12 +66,12 @@ def hold_for_writing(room: Room) -> None:
     """
     held: list[PageRange] = []
     try:
-        for one in room.ranges.values():
-            room.pool.allocator.begin_write(room.session_id, one.ids, f"{one.field}.pages")
+        for one in _holding(room.ranges.values()):
+            room.pool.allocator_of(one.component).begin_write(room.session_id, one.ids, f"{one.field}.pages")
             held.append(one)
     except KvferryError:
         for one in held:
-            room.pool.allocator.end_write(one.ids)
+            room.pool.allocator_of(one.component).end_write(one.ids)
         raise
 
 
@@ -76,12 +81,20 @@ def hold_for_reading(offer: Offer, chunk: Chunk) -> None:
     Raises:
         KvferryError: a page is not the session's, or is being written; none is held then.
     """
+    pool = offer.holder
+    if pool is None:
+        return
     held: list[PageRange] = []
     try:
-        for one in chunk.ranges:
-            offer.pool.allocator.begin_read(offer.session_id, one.ids, f"{one.field}.pages")
+        for one in _holding(chunk.ranges):
+            pool.allocator_of(one.component).begin_read(offer.session_id, one.ids, f"{one.field}.pages")
             held.append(one)
     except KvferryError:
         for one in held:
-            offer.pool.allocator.end_read(one.ids)
+            pool.allocator_of(one.component).end_read(one.ids)
         raise
+
+
+def _holding(ranges: Iterable[PageRange]) -> list[PageRange]:
+    """Return the lists that hold pages: not the empty ones, nor those whose pages another list holds."""
+    return [one for one in ranges if len(one.ids) and not one.shared]

@@ -18,34 +18,28 @@ a copy fails                          TRANSFER_FAILED                           
 all cells there, all sources done     success                                     success
 ====================================  ==========================================  ================================
 
-A room is SETTLED once no piece of it is under way; an offer once all its rooms are.
+A room is SETTLED once no piece of it is under way; an offer once all its rooms are. What other daemons say is in
+``peer_book``.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvferry.daemon.rooms.acceptance import (
-    check_continues,
-    check_together,
-    hold_for_reading,
-    hold_for_writing,
-    withdraw,
-    would_complete,
-)
-from kvferry.daemon.rooms.effects import Effect, StartPiece, StopPiece, Tell
-from kvferry.daemon.rooms.matching import Match, match
+from kvferry.daemon.rooms.acceptance import check_continues, check_together, hold_for_reading, hold_for_writing
+from kvferry.daemon.rooms.effects import AnnounceRoom, Effect, OfferChunk, TellReady
+from kvferry.daemon.rooms.endings import Endings
+from kvferry.daemon.rooms.moves import Fit, Moves
 from kvferry.daemon.rooms.page_ranges import PageRange
+from kvferry.daemon.rooms.peer_book import PeerBook
+from kvferry.daemon.rooms.registry import Sides
+from kvferry.daemon.rooms.remote import Announcement
 from kvferry.daemon.rooms.results import Generations, Results
-from kvferry.daemon.rooms.sides import Chunk, Clocked, Offer, Piece, Room, Side, SideKey, State
+from kvferry.daemon.rooms.sides import Chunk, Clocked, Offer, Room, SideKey, State
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
-    InternalError,
     KvferryError,
     PeerCancelledError,
     PeerLostError,
@@ -54,8 +48,7 @@ from kvferry.protocol.errors import (
     UnexpectedSourceError,
     UnknownRoomError,
 )
-from kvferry.protocol.events import Settled
-from kvferry.protocol.room_messages import Accepted, RoomResult
+from kvferry.protocol.room_messages import Accepted, LayerStep, RoomResult
 
 
 class Sender(NamedTuple):
@@ -68,41 +61,47 @@ class Sender(NamedTuple):
 
 
 class RoomBook:
-    """All live hand-offs. Single-threaded; ``effects`` must be drained after each call."""
+    """All live hand-offs. Single-threaded; ``effects`` must be drained after each call.
 
-    def __init__(self) -> None:
+    Attributes:
+        results: what sessions were told.
+        sides: the live sides.
+        peers: takes what other daemons say.
+    """
+
+    def __init__(self, whole_below_bytes: int = 0) -> None:
         self.results = Results()
-        self._offers: dict[SideKey, Offer] = {}
-        self._rooms: dict[SideKey, Room] = {}
-        self._by_request: dict[str, list[Offer | Room]] = {}
-        self._pieces: dict[int, Piece] = {}
-        self._piece_ids = itertools.count(1)
-        self._deadlines: list[tuple[float, int, Offer | Room]] = []
-        self._ties = itertools.count()
+        self.sides = Sides()
         self._generations = Generations()
-        self._effects: list[Effect] = []
+        self._endings = Endings(self.sides, self.results)
+        self._moves = Moves(self.sides, whole_below_bytes)
+        self.peers = PeerBook(self.sides, self._endings, self._moves)
 
     def __repr__(self) -> str:
         """Show the live counts."""
-        return f"<RoomBook offers={len(self._offers)} rooms={len(self._rooms)} pieces={len(self._pieces)}>"
+        sides = self.sides
+        return f"<RoomBook offers={len(sides.offers)} rooms={len(sides.rooms)} pieces={len(sides.pieces)}>"
 
     def effects(self) -> list[Effect]:
         """Return what to do because of the last calls, and forget it."""
-        effects, self._effects = self._effects, []
+        effects, self.sides.effects = self.sides.effects, []
         return effects
-
-    def sides(self) -> Iterator[Offer | Room]:
-        """Yield every live side."""
-        yield from self._offers.values()
-        yield from self._rooms.values()
 
     def side(self, session_id: int, key: SideKey) -> Offer | Room | None:
         """Return the session's own live side of that name, or None."""
-        side = self._offers.get(key) if key.side == "send" else self._rooms.get(key)
+        side = self.sides.offers.get(key) if key.side == "send" else self.sides.rooms.get(key)
         return side if side is not None and side.session_id == session_id else None
 
-    def receive(self, sender: Sender, ranges: tuple[PageRange, ...], sources: int) -> Accepted:
-        """Make a room and start what offers hold for it already.
+    def receive(
+        self, sender: Sender, ranges: tuple[PageRange, ...], sources: int, source_daemons: tuple[str, ...] = ()
+    ) -> Accepted:
+        """Make a room, start what offers hold for it already, and announce it to other daemons.
+
+        Args:
+            sender: whose room it is.
+            ranges: its pages.
+            sources: how many offers fill it, over all daemons.
+            source_daemons: the other daemons that may have offers.
 
         Raises:
             RoomExistsError: the request id is in use.
@@ -110,26 +109,24 @@ class RoomBook:
             KvferryError: the pages cannot be written, or a waiting SEND does not fit: see ``match``.
         """
         self._check_tenant(sender)
-        room = Room(sender.pool, sender.request_id, sender.session_id, sender.times, ranges, sources)
-        if room.key in self._rooms:
+        now = sender.times.created_at
+        room = Room(sender.pool, sender.request_id, sender.session_id, sender.times, ranges, sources, source_daemons)
+        if room.key in self.sides.rooms:
             raise RoomExistsError("a RECEIVE of this request into this pool is live", field="request_id")
         offers = [one for one in self._open_offers(sender) if len(one.rooms) < one.destinations]
         if len(offers) > sources:
             raise UnexpectedSourceError(f"{len(offers)} pools send, sources={sources}", field="sources")
-        pieces = [(offer, match_) for offer in offers for match_ in self._fit(room, offer, offer.chunks)]
-        check_together(room, offers)
+        fits = [(offer, fit) for offer in offers for fit in self._moves.fit(room, offer, 0, offer.chunks)]
+        check_together(room, offers, [one for _, fit in fits for one in fit.match.excused])
         hold_for_writing(room)
         room.generation = self._generations.next(room.session_id, room.key)
         self.results.begin(room.session_id, room.key)
-        self._enter(room)
-        for offer, match_ in pieces:
-            self._start(room, offer, match_, sender.times.created_at)
-        self._check_done(room, sender.times.created_at)
-        return Accepted(
-            generation=room.generation,
-            skipped_source_entries=room.skipped_source_entries,
-            skipped_source_pages=room.skipped_source_pages,
-        )
+        self.sides.enter(room)
+        for offer, fit in fits:
+            self._moves.start(room, offer, fit, now)
+        self.sides.effects.extend(AnnounceRoom(address, room) for address in source_daemons)
+        self._endings.check_done(room, now)
+        return _accepted(room)
 
     def send(self, sender: Sender, chunk: Chunk, destinations: int) -> Accepted:
         """Accept a SEND and start it into the rooms that wait for it.
@@ -140,49 +137,69 @@ class RoomBook:
             KvferryError: the pages cannot be read, or a room does not take them: see ``match``.
         """
         self._check_tenant(sender)
+        now = sender.times.created_at
         offer = self._offer_for(sender, destinations)
-        is_new = not offer.chunks
+        number = len(offer.chunks)
         check_continues(offer, chunk)
-        rooms = self._rooms_for(offer, sender) if is_new else [r for r in offer.rooms if r.state is State.OPEN]
-        with_chunk = [*offer.chunks, chunk]
-        fits: list[tuple[Room, list[Match]]] = []
+        rooms = [one for one in offer.rooms if isinstance(one, Room) and one.state is State.OPEN]
+        if number == 0:
+            rooms = self._rooms_for(offer, sender)
+        fits: list[tuple[Room, list[Fit]]] = []
         try:
             for room in rooms:
-                fits.append((room, self._fit(room, offer, [chunk], with_chunk)))  # noqa: PERF401  a refusal keeps what fitted
+                fits.append((room, self._moves.fit(room, offer, number, [chunk])))  # noqa: PERF401  a refusal keeps what fitted
             hold_for_reading(offer, chunk)
         except KvferryError:
-            withdraw(fits)
+            for room, its_fits in fits:
+                self._moves.withdraw(room, its_fits)
             raise
-        offer.chunks.append(chunk)
-        if is_new:
+        offer.add(chunk)
+        if number == 0:
             self.results.begin(offer.session_id, offer.key)
-            self._enter(offer)
+            self.sides.enter(offer)
         else:
-            self._set_deadline(offer, max(offer.deadline_at, sender.times.deadline_at))
-        for room, matches in fits:
-            for match_ in matches:
-                self._start(room, offer, match_, sender.times.created_at)
+            self.sides.set_deadline(offer, max(offer.deadline_at, sender.times.deadline_at))
+        for room, its_fits in fits:
+            for fit in its_fits:
+                self._moves.start(room, offer, fit, now)
+        self._offer_to_peers(offer, number)
         for room in rooms:
-            self._check_done(room, sender.times.created_at)
-        return Accepted(
-            skipped_source_entries=offer.skipped_source_entries, skipped_source_pages=offer.skipped_source_pages
+            self._endings.check_done(room, now)
+        return _accepted(offer)
+
+    def events_reached(self, session_id: int, reached: list[int], now: float) -> None:
+        """Take the values of a session's events, by their slot in its ring, and start what waited for them."""
+        for offer in [one for one in self.sides.offers.values() if one.session_id == session_id]:
+            if offer.state is not State.OPEN:
+                continue
+            for number, chunk in enumerate(offer.chunks):
+                ready = _ready_steps(chunk.steps, reached)
+                if ready > offer.ready[number]:
+                    offer.ready[number] = ready
+                    self._step_ready(offer, number, now)
+
+    def waits_for_events(self, session_id: int) -> bool:
+        """Return whether a step of the session's offers is not ready."""
+        return any(
+            offer.session_id == session_id and offer.state is State.OPEN and any(offer.waiting_steps)
+            for offer in self.sides.offers.values()
         )
 
     def piece_done(self, piece_id: int, error: KvferryError | None, now: float) -> None:
         """Take a copy's end, in whatever state its room is."""
-        piece = self._pieces.pop(piece_id)
+        piece = self.sides.pieces.pop(piece_id)
         room = piece.room
         del room.pieces[piece_id]
         if room.state is State.OPEN:
             if error is not None:
-                self._fail_room(room, error, error, now)
+                self._endings.fail_room(room, error, error, now)
             else:
                 for promise in piece.promises:
                     room.coverage[promise.component].arrive(promise.cells)
                     room.moved_bytes += promise.plan.total_bytes
                     piece.offer.moved_bytes += promise.plan.total_bytes
-                self._check_done(room, now)
-        self._settle_room(room)
+                self._endings.check_done(room, now)
+        self._endings.settle_room(room)
 
     def cancel(self, session_id: int, key: SideKey, now: float) -> None:
         """Fail the session's side if it is open still.
@@ -194,38 +211,38 @@ class RoomBook:
         if side is None:
             raise UnknownRoomError(f"no live {key.side} of this request in pool {key.pool!r}", field="request_id")
         if side.state is State.OPEN:
-            self._fail(side, CancelledError("cancelled by its own side"), PeerCancelledError("the peer cancelled"), now)
+            own, peers = CancelledError("cancelled by its own side"), PeerCancelledError("the peer cancelled")
+            self._endings.fail(side, own, peers, now)
 
     def session_lost(self, session_id: int, now: float) -> None:
-        """Fail what died with a session; complete offers live on."""
-        for side in [one for one in self.sides() if one.session_id == session_id]:
-            if side.state is State.OPEN and not (isinstance(side, Offer) and side.complete):
+        """Fail what died with a session; offers that are complete and ready live on."""
+        for side in [one for one in self.sides if one.session_id == session_id]:
+            if side.state is State.OPEN and not (isinstance(side, Offer) and side.outlives_its_sender):
                 lost = PeerLostError(f"the engine on the {side.side} side died")
-                self._fail(side, lost, lost, now)
+                self._endings.fail(side, lost, lost, now)
         self.results.forget_session(session_id)
         self._generations.forget_session(session_id)
 
     def expire(self, now: float) -> None:
         """Fail the open sides whose deadline has come."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, side = heapq.heappop(self._deadlines)
-            if side.state is State.OPEN and side.deadline_at <= now:
+        for side in self.sides.due(now):
+            if isinstance(side, Announcement):
+                self.peers.expired(side, now)
+            elif side.state is State.OPEN:
                 late = DeadlineError(f"the {side.side} side's deadline passed; missing: {side.waits_for()}")
-                self._fail(side, late, late, now)
+                self._endings.fail(side, late, late, now)
 
     def drain(self, now: float) -> None:
         """Fail the open sides that wait for a message which will not be taken any more."""
         ending = ShuttingDownError("the daemon ends")
-        for side in list(self.sides()):
+        for side in list(self.sides):
             complete = side.all_promised if isinstance(side, Room) else side.fully_matched
             if side.state is State.OPEN and not complete:
-                self._fail(side, ending, ending, now)
+                self._endings.fail(side, ending, ending, now)
 
     def next_deadline(self) -> float | None:
         """Return when to call ``expire`` next, or None."""
-        while self._deadlines and self._deadlines[0][2].state is not State.OPEN:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self.sides.next_deadline()
 
     def result(self, session_id: int, key: SideKey) -> RoomResult:
         """Return the state of the session's side.
@@ -240,20 +257,19 @@ class RoomBook:
             )
         return known
 
-    # -- accepting
-
     def _check_tenant(self, sender: Sender) -> None:
-        for other in self._by_request.get(sender.request_id, ()):
-            if other.pool.tenant != sender.pool.tenant:
-                raise RoomExistsError("the request id is another tenant's", field="request_id")
+        tenants = [one.source_or_destination.tenant for one in self.sides.of_request(sender.request_id)]
+        tenants += [one.room.tenant for one in self.sides.announced(sender.request_id)]
+        if any(tenant != sender.pool.tenant for tenant in tenants):
+            raise RoomExistsError("the request id is another tenant's", field="request_id")
 
     def _open_offers(self, sender: Sender) -> list[Offer]:
-        sides = self._by_request.get(sender.request_id, ())
+        sides = self.sides.of_request(sender.request_id)
         return [one for one in sides if isinstance(one, Offer) and one.state is State.OPEN]
 
     def _offer_for(self, sender: Sender, destinations: int) -> Offer:
         offer = Offer(sender.pool, sender.request_id, sender.session_id, sender.times, destinations)
-        live = self._offers.get(offer.key)
+        live = self.sides.offers.get(offer.key)
         if live is None:
             self.results.check_not_failed(sender.session_id, offer.key)
             return offer
@@ -268,131 +284,40 @@ class RoomBook:
 
     def _rooms_for(self, offer: Offer, sender: Sender) -> list[Room]:
         """Return the open rooms that a new offer joins."""
-        sides = self._by_request.get(sender.request_id, ())
+        sides = self.sides.of_request(sender.request_id)
         rooms = [one for one in sides if isinstance(one, Room) and one.state is State.OPEN]
         waiting = [room for room in rooms if len(room.offers) < room.sources]
-        if rooms and not waiting:
+        if rooms and not waiting and not self.sides.announced(sender.request_id):
             raise UnexpectedSourceError("every room of this request has all its sources", field="request_id")
         return waiting[: offer.destinations]
 
-    def _fit(
-        self, room: Room, offer: Offer, chunks: Sequence[Chunk], with_chunk: Sequence[Chunk] | None = None
-    ) -> list[Match]:
-        """Match the chunks, promise their cells and check what can be checked by now; or leave no trace."""
-        matches: list[Match] = []
-        try:
-            for chunk in chunks:
-                found = match(chunk, offer.pool, room)
-                for promise in found.promises:
-                    room.coverage[promise.component].promise(promise.cells)
-                matches.append(found)
-            if would_complete(room, offer, with_chunk or chunks):
-                room.check_promised()
-        except KvferryError:
-            withdraw([(room, matches)])
-            raise
-        return matches
+    def _offer_to_peers(self, offer: Offer, number: int) -> None:
+        """Offer a chunk to the rooms of other daemons: all chunks so far to those that have just been found."""
+        known = [one for one in offer.rooms if not isinstance(one, Room) and one.state is State.OPEN]
+        self.sides.effects.extend(OfferChunk(target, number) for target in known)
+        if number == 0:
+            for announcement in self.sides.announced(offer.request_id):
+                self.peers.join(announcement, offer)
 
-    def _enter(self, side: Offer | Room) -> None:
-        if isinstance(side, Room):
-            self._rooms[side.key] = side
-        else:
-            self._offers[side.key] = side
-        self._by_request.setdefault(side.request_id, []).append(side)
-        self._set_deadline(side, side.deadline_at)
+    def _step_ready(self, offer: Offer, number: int, now: float) -> None:
+        for room in list(offer.rooms):
+            if room.state is not State.OPEN:
+                continue
+            if isinstance(room, Room):
+                self._moves.start_ready(room, now)
+            else:
+                self.sides.effects.append(TellReady(room, number, offer.ready[number]))
 
-    def _set_deadline(self, side: Offer | Room, deadline_at: float) -> None:
-        side.deadline_at = deadline_at
-        heapq.heappush(self._deadlines, (deadline_at, next(self._ties), side))
 
-    def _start(self, room: Room, offer: Offer, found: Match, now: float) -> None:
-        if offer not in room.offers:
-            room.offers.append(offer)
-            offer.rooms.append(room)
-        for side in (room, offer):
-            side.skipped_source_entries = max(side.skipped_source_entries, found.skipped_source_entries)
-            side.skipped_source_pages += found.skipped_source_pages
-        if not found.promises:
-            return
-        for side in (room, offer):
-            side.first_copy_at = now if side.first_copy_at is None else side.first_copy_at
-        piece = Piece(next(self._piece_ids), offer, room, found.promises)
-        self._pieces[piece.piece_id] = room.pieces[piece.piece_id] = piece
-        plans = tuple(promise.plan for promise in found.promises)
-        self._effects.append(StartPiece(piece.piece_id, offer.pool, room.pool, plans))
+def _accepted(side: Offer | Room) -> Accepted:
+    return Accepted(
+        generation=side.generation,
+        skipped_source_entries=side.skipped_source_entries,
+        skipped_source_pages=side.skipped_source_pages,
+        covered_source_entries=side.covered_source_entries,
+    )
 
-    # -- finishing and settling
 
-    def _check_done(self, room: Room, now: float) -> None:
-        if room.state is not State.OPEN or room.pieces or not room.all_promised:
-            return
-        if not all(coverage.complete for coverage in room.coverage.values()):
-            bug = InternalError("all copies ended, but cells are missing")
-            self._fail_room(room, bug, bug, now)
-            return
-        self._finish_room(room, None, now)
-        for offer in room.offers:
-            self._room_finished(offer, None, now)
-        self._settle_room(room)
-
-    def _fail(self, side: Offer | Room, own: KvferryError, peers: KvferryError, now: float) -> None:
-        if isinstance(side, Room):
-            self._fail_room(side, own, peers, now)
-        else:
-            self._finish_offer(side, own, now)
-            for room in [one for one in side.rooms if one.state is State.OPEN]:
-                self._fail_room(room, peers, peers, now)
-            self._settle_offer(side)
-
-    def _fail_room(self, room: Room, own: KvferryError, peers: KvferryError, now: float) -> None:
-        self._finish_room(room, own, now)
-        self._effects.extend(StopPiece(piece_id) for piece_id in room.pieces)
-        for offer in room.offers:
-            self._room_finished(offer, peers, now)
-        self._settle_room(room)
-
-    def _room_finished(self, offer: Offer, error: KvferryError | None, now: float) -> None:
-        offer.outcomes.append(error)
-        if offer.state is State.OPEN and len(offer.outcomes) == offer.destinations:
-            self._finish_offer(offer, next((one for one in offer.outcomes if one), None), now)
-
-    def _finish_room(self, room: Room, error: KvferryError | None, now: float) -> None:
-        room.state = State.FINISHED
-        self._tell(room, RoomResult(state="finished", finished=room.finished_event(error, now)))
-
-    def _finish_offer(self, offer: Offer, error: KvferryError | None, now: float) -> None:
-        offer.state = State.FINISHED
-        self._tell(offer, RoomResult(state="finished", finished=offer.finished_event(error, now)))
-
-    def _settle_room(self, room: Room) -> None:
-        if room.state is not State.FINISHED or room.pieces:
-            return
-        for one in room.ranges.values():
-            room.pool.allocator.end_write(one.ids)
-        self._leave(room)
-        for offer in room.offers:
-            self._settle_offer(offer)
-
-    def _settle_offer(self, offer: Offer) -> None:
-        if offer.state is not State.FINISHED or any(room.state is not State.SETTLED for room in offer.rooms):
-            return
-        for chunk in offer.chunks:
-            for one in chunk.ranges:
-                offer.pool.allocator.end_read(one.ids)
-        self._leave(offer)
-
-    def _leave(self, side: Offer | Room) -> None:
-        side.state = State.SETTLED
-        del (self._rooms if isinstance(side, Room) else self._offers)[side.key]
-        others = self._by_request[side.request_id]
-        others.remove(side)
-        if not others:
-            del self._by_request[side.request_id]
-        settled = Settled(request_id=side.request_id, pool=side.pool.name, side=side.side, generation=side.generation)
-        self._tell(side, RoomResult(state="settled", settled=settled))
-
-    def _tell(self, side: Side, news: RoomResult) -> None:
-        self.results.add(side.session_id, side.key, news)
-        event = news.settled or news.finished
-        if event is not None:
-            self._effects.append(Tell(side.session_id, event))
+def _ready_steps(steps: tuple[LayerStep, ...], reached: list[int]) -> int:
+    """Return how many of the steps are ready: those before the first whose event has not come."""
+    return next((n for n, step in enumerate(steps) if reached[step.event] < step.value), len(steps))

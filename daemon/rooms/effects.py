@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvferry.daemon.rooms.remote import Incarnation, Target
+from kvferry.daemon.rooms.sides import Room, SourcePool
 from kvferry.pools.plan import Plan
 from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.peer_messages import RoomName
 
 
 class StartPiece(NamedTuple):
     """Copy these plans, then report ``piece_done``; the pages are held until then."""
 
     piece_id: int
-    source: Pool
+    source: SourcePool
     destination: Pool
     plans: tuple[Plan, ...]
 
@@ -31,4 +35,68 @@ class Tell(NamedTuple):
     event: Finished | Settled
 
 
-Effect = StartPiece | StopPiece | Tell
+class AnnounceRoom(NamedTuple):
+    """Tell another daemon that a room waits for its offers."""
+
+    address: str
+    room: Room
+
+
+class CloseRoom(NamedTuple):
+    """Tell another daemon the outcome of a room; ``moved`` has the bytes of each of its offers."""
+
+    address: str
+    room: RoomName
+    error: KvferryError | None
+    moved: tuple[tuple[int, int], ...]
+
+
+class RefuseOffer(NamedTuple):
+    """Tell another daemon that its offer does not fit."""
+
+    peer: Incarnation
+    room: RoomName
+    offer: int
+    error: KvferryError
+
+
+class OfferChunk(NamedTuple):
+    """Offer a chunk to another daemon's room."""
+
+    target: Target
+    chunk: int
+
+
+class TellReady(NamedTuple):
+    """Tell another daemon how many steps of a chunk are ready."""
+
+    target: Target
+    chunk: int
+    ready: int
+
+
+class Withdraw(NamedTuple):
+    """Tell another daemon that an offer has failed."""
+
+    target: Target
+    error: KvferryError
+
+
+class StopSending(NamedTuple):
+    """Write no further piece of this target, then report ``sending_done`` for each under way."""
+
+    target: Target
+
+
+Effect = (
+    StartPiece
+    | StopPiece
+    | Tell
+    | AnnounceRoom
+    | CloseRoom
+    | RefuseOffer
+    | OfferChunk
+    | TellReady
+    | Withdraw
+    | StopSending
+)

@@ -3,69 +3,113 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from kvferry.attention.state_windows import StateList, match_state
 from kvferry.daemon.rooms.page_ranges import PageRange, entries_of
-from kvferry.daemon.rooms.sides import Chunk, Promise, Room
-from kvferry.pools.coverage import Cells
+from kvferry.daemon.rooms.sides import Chunk, Excused, Promise, Room, SourcePool, rows_by_step
+from kvferry.pools.coverage import Rows, cells_of
 from kvferry.pools.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.plan import make_plan
-from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import FirstTokenTwiceError, LengthMismatchError
+
+DRAFT = "draft"
+"""The component whose layers are not numbered as the model's are."""
 
 
 class Match(msgspec.Struct, frozen=True):
-    """What a chunk fills in a room; surplus that the room does not want is counted."""
+    """What a chunk fills in a room; surplus that the room does not want is counted.
+
+    ``excused`` are cells that nothing fills because lists were trimmed, ``trimmed_pages`` the pages that this cost.
+    """
 
     promises: tuple[Promise, ...]
-    skipped_source_entries: int
+    skipped_source_entries: int = 0
+    skipped_source_pages: int = 0
+    covered_source_entries: int = 0
+    excused: tuple[Excused, ...] = ()
+    trimmed_pages: int = 0
+
+
+class _Span(NamedTuple):
+    """Which part of a source's list goes into which part of a room's."""
+
+    source_start: int
+    destination_start: int
+    count: int
     skipped_source_pages: int
+    trimmed_source: int = 0
+    trimmed_destination: int = 0
 
 
-def match(chunk: Chunk, source: Pool, room: Room) -> Match:
+def match(chunk: Chunk, source: SourcePool, room: Room, whole_below_bytes: int = 0) -> Match:
     """Return what the chunk fills in the room.
 
     Source pages before the room's first page are dropped: decode has that prefix already. Source pages past its end
-    are an error: the sides disagree about the length.
+    are an error where the component is paged: the sides disagree about the length. A chunk with steps that moves less
+    than ``whole_below_bytes`` goes with its last step.
 
     Raises:
         LengthMismatchError: the chunk goes past the room's end, or the last tokens differ.
+        WindowMismatchError, EmptyStateError: a window or state does not fit, see ``attention.state_windows``.
         PageOverlapError: a cell has a sender already.
         FirstTokenTwiceError: the room has a first token or payload already.
         UncoveredEntryError, GeometryMismatchError, DuplicateEntryError: the pools do not fit.
     """
     if chunk.carries_token and room.token_chunk is not None:
         raise FirstTokenTwiceError("another SEND of the room carries the first token or payload", field="first_token")
-    promises, skipped_entries, skipped_pages = [], 0, 0
-    for one in chunk.ranges:
-        target = room.ranges.get(one.component)
-        if target is None:
-            skipped_entries += len(entries_of(source, one.component))
-            continue
-        _check_end(one, target, last=chunk.last)
-        pairing = _pairing(source, room.pool, one.component)
-        if room.sources == 1:
-            check_covered(pairing, room.pool.manifest.optional_components)
-        skipped_entries += pairing.skipped_source_entries
-        surplus = min(max(target.first_page - one.first_page, 0), len(one.ids))
-        skipped_pages += surplus
-        if surplus < len(one.ids):
-            promises.append(_promise(one, target, pairing, surplus, room))
-    return Match(tuple(promises), skipped_entries, skipped_pages)
+    parts = [_match_component(one, chunk, source, room) for one in chunk.ranges]
+    promises = [promise for part in parts for promise in part.promises]
+    if chunk.steps:
+        total_bytes = sum(promise.plan.total_bytes for promise in promises)
+        promises = _by_steps(promises, chunk, whole=total_bytes < whole_below_bytes)
+    return Match(
+        tuple(promises),
+        sum(part.skipped_source_entries for part in parts),
+        sum(part.skipped_source_pages for part in parts),
+        sum(part.covered_source_entries for part in parts),
+        tuple(excused for part in parts for excused in part.excused),
+        sum(part.trimmed_pages for part in parts),
+    )
+
+
+def _match_component(one: PageRange, chunk: Chunk, source: SourcePool, room: Room) -> Match:
+    target = room.ranges.get(one.component)
+    if target is None:
+        return Match((), skipped_source_entries=len(entries_of(source.manifest, one.component)))
+    span = _paged_span(one, target, last=chunk.last) if target.kind == "paged" else _state_span(one, target, room)
+    pairing = _pairing(source, room.pool, one.component)
+    if room.sources == 1:
+        check_covered(pairing, room.pool.manifest.optional_components)
+    excused = []
+    if span.trimmed_destination:
+        excused.append(Excused(one.component, cells_of(pairing.pairs, span.count, len(target.ids))))
+    promises, covered = (), 0
+    if span.count and pairing.pairs:
+        promises, covered = _promises(one, target, pairing, span, room)
+    return Match(
+        promises,
+        pairing.skipped_source_entries,
+        span.skipped_source_pages,
+        covered,
+        tuple(excused),
+        span.trimmed_source + span.trimmed_destination,
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _pairing(source: Pool, destination: Pool, component: str) -> Pairing:
-    return pair_entries(entries_of(source, component), entries_of(destination, component))
+def _pairing(source: SourcePool, destination: SourcePool, component: str) -> Pairing:
+    return pair_entries(entries_of(source.manifest, component), entries_of(destination.manifest, component))
 
 
-def _check_end(one: PageRange, target: PageRange, *, last: bool) -> None:
+def _paged_span(one: PageRange, target: PageRange, *, last: bool) -> _Span:
     if one.end_page > target.end_page:
         raise LengthMismatchError(
-            f"{one.component}: source pages {one.first_page}..{one.end_page - 1} go past the room's "
-            f"{target.first_page}..{target.end_page - 1}",
+            f"{one.component}: source pages {one.start_page}..{one.end_page - 1} go past the room's "
+            f"{target.start_page}..{target.end_page - 1}",
             field=one.field,
         )
     ends_known = one.end_token is not None and target.end_token is not None
@@ -74,12 +118,60 @@ def _check_end(one: PageRange, target: PageRange, *, last: bool) -> None:
             f"{one.component}: the source ends after token {one.end_token}, the room after {target.end_token}",
             field=f"{one.field}.tokens",
         )
+    surplus = min(max(target.start_page - one.start_page, 0), len(one.ids))
+    start = max(one.start_page - target.start_page, 0)
+    return _Span(surplus, start, len(one.ids) - surplus, surplus)
 
 
-def _promise(one: PageRange, target: PageRange, pairing: Pairing, surplus: int, room: Room) -> Promise:
-    start = one.first_page + surplus - target.first_page
-    stop = one.end_page - target.first_page
-    rows = np.array([pair.destination_index for pair in pairing.pairs], np.intp)
-    cells = Cells(rows, start, stop)
-    room.coverage[one.component].check_free(cells)
-    return Promise(one.component, cells, make_plan(pairing, one.ids[surplus:], target.ids[start:stop]))
+def _state_span(one: PageRange, target: PageRange, room: Room) -> _Span:
+    found = match_state(
+        StateList(one.first_page, one.ids, one.none),
+        StateList(target.first_page, target.ids, target.none),
+        one.component,
+        room.request_id[:8],
+    )
+    if found.trimmed:
+        return _Span(
+            found.source_start,
+            found.destination_start,
+            found.count,
+            0,
+            found.dropped_source,
+            found.dropped_destination,
+        )
+    return _Span(found.source_start, found.destination_start, found.count, found.dropped_source)
+
+
+def _promises(
+    one: PageRange, target: PageRange, pairing: Pairing, span: _Span, room: Room
+) -> tuple[tuple[Promise, ...], int]:
+    """Return the promise, if anything of it is still wanted, and how many entries were covered by a replica."""
+    stop = span.destination_start + span.count
+    cells = cells_of(pairing.pairs, span.destination_start, stop)
+    replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], np.bool_)
+    free = room.coverage[one.component].free_rows(cells, replicated)
+    covered = len(free) - int(np.count_nonzero(free))
+    if covered == len(free):
+        return (), covered
+    source_ids = one.ids[span.source_start : span.source_start + span.count]
+    plan = make_plan(pairing, source_ids, target.ids[span.destination_start : stop])
+    whole = Promise(one.component, cells, plan, pairing.pairs, span.source_start)
+    return (_of(whole, free) if covered else whole,), covered
+
+
+def _of(promise: Promise, rows: Rows) -> Promise:
+    """Return what some rows of a promise are."""
+    pairs = tuple(pair for pair, kept in zip(promise.pairs, rows.tolist(), strict=True) if kept)
+    return promise._replace(cells=promise.cells.of(rows), plan=promise.plan.of(rows), pairs=pairs)
+
+
+def _by_steps(promises: list[Promise], chunk: Chunk, *, whole: bool) -> list[Promise]:
+    """Cut the promises into the chunk's steps; all of them are the last one's where they go as a whole."""
+    if whole:
+        return [one._replace(step=len(chunk.steps) - 1) for one in promises]
+    cut = []
+    for one in promises:
+        layers = [None if one.component == DRAFT else pair.destination.layer for pair in one.pairs]
+        steps = rows_by_step(layers, chunk.steps)
+        cut += [_of(one, steps == step)._replace(step=step) for step in np.unique(steps).tolist()]
+    return cut

@@ -2,85 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
+import numpy as np
 
+from kvferry.pools.manifest import component_of
 from kvferry.pools.page_checks import check_range
-from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, PageGapError, UnknownComponentError
-from kvferry.protocol.manifests import Entry
+from kvferry.protocol.manifests import Component, Entry, Manifest
 
 
 class PageRange(msgspec.Struct, frozen=True):
-    """Logical pages ``first_page`` to ``end_page`` of one component, and the pages that hold them.
+    """Consecutive logical pages of one component, from ``first_page`` on, and the pages that hold them.
 
     ``end_token`` is the position after the last token, where the client gave it; ``field`` names the list in errors.
+    ``kind`` is the component's; only a window's or state's ``first_page`` may be unknown, its list empty, or wanted by
+    nobody (``none``). A ``shared`` list has the same pages as another one of the message, which holds them.
     """
 
     component: str
-    first_page: int
+    first_page: int | None
     ids: PageIds
     end_token: int | None
     field: str
+    kind: str = "paged"
+    none: bool = False
+    shared: bool = False
+
+    @property
+    def start_page(self) -> int:
+        """Return the first logical page, 0 where it is unknown."""
+        return self.first_page or 0
 
     @property
     def end_page(self) -> int:
         """Return the logical page after the last one."""
-        return self.first_page + len(self.ids)
+        return self.start_page + len(self.ids)
 
 
 def page_ranges(
-    lists: Sequence[PageList], ids: Sequence[PageIds], pool: Pool, *, may_end_inside: bool
+    lists: Sequence[PageList],
+    ids: Sequence[PageIds],
+    manifest: Manifest,
+    *,
+    may_end_inside: bool,
+    may_lack: bool = False,
 ) -> tuple[PageRange, ...]:
-    """Return the lists with their ids.
+    """Return the lists with their ids; a component on the pages of another one goes with the other's list.
 
     Args:
         lists: as the message names them.
         ids: the id frames, in the same order.
-        pool: the sender's own pool.
+        manifest: of the sender's own pool.
         may_end_inside: whether the last page may be filled in part: not so in a chunk that others follow.
+        may_lack: whether components may have no list: so in a chunk among several.
 
     Raises:
         UnknownComponentError: a component that the pool lacks, has twice here, or needs and has not here.
-        EmptyPagesError, PageOutOfRangeError, LengthMismatchError, PageGapError: a list at fault.
+        EmptyPagesError, PageOutOfRangeError, LengthMismatchError, PageGapError, InvalidFieldError: a list at fault.
     """
-    ranges = tuple(
-        _page_range(one, its_ids, pool, f"lists[{index}]", may_end_inside=may_end_inside)
+    ranges = [
+        _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=may_end_inside)
         for index, (one, its_ids) in enumerate(zip(lists, ids, strict=True))
-    )
-    named = [one.component for one in ranges]
-    if len(set(named)) < len(named):
+    ]
+    named = {one.component for one in ranges}
+    if len(named) < len(ranges):
         raise UnknownComponentError("a component has two lists", field="lists")
-    missing = {entry.component for entry in pool.manifest.entries} - set(named)
-    required = sorted(missing.difference(pool.manifest.optional_components))
-    if required:
+    ranges = [*_with_shared(ranges, manifest), *_implied(ranges, manifest)]
+    missing = {one.name for one in manifest.components} - {one.component for one in ranges}
+    required = sorted(missing.difference(manifest.optional_components))
+    if required and not may_lack:
         raise UnknownComponentError(f"no list for component {required[0]!r}", field="lists")
-    return ranges
+    return tuple(ranges)
 
 
-def entries_of(pool: Pool, component: str) -> tuple[Entry, ...]:
-    """Return the pool's entries of one component, in manifest order."""
-    return tuple(entry for entry in pool.manifest.entries if entry.component == component)
+def entries_of(manifest: Manifest, component: str) -> tuple[Entry, ...]:
+    """Return the entries of one component, in manifest order."""
+    return tuple(entry for entry in manifest.entries if entry.component == component)
 
 
-def _page_range(one: PageList, ids: PageIds, pool: Pool, field: str, *, may_end_inside: bool) -> PageRange:
-    entries = entries_of(pool, one.component)
-    if not entries:
-        raise UnknownComponentError(
-            f"pool {pool.name!r} has no component {one.component!r}", field=f"{field}.component"
-        )
-    check_range(ids, pool.manifest.pages, f"{field}.pages")
+def _page_range(one: PageList, ids: PageIds, manifest: Manifest, field: str, *, may_end_inside: bool) -> PageRange:
+    component = component_of(manifest, one.component)
+    if component is None:
+        raise UnknownComponentError(f"the pool has no component {one.component!r}", field=f"{field}.component")
+    _check_form(one, component, field)
+    if component.kind == "paged" or len(ids):
+        check_range(ids, component.pages, f"{field}.pages")
     end_token = None
     if one.tokens is not None:
-        page_tokens = entries[0].page_tokens
-        if page_tokens is None:
+        page_tokens = entries_of(manifest, one.component)[0].page_tokens
+        if page_tokens is None or one.first_page is None:
             raise InvalidFieldError(f"{one.component!r} is not paged by tokens", field=f"{field}.tokens")
         _check_tokens(one.tokens, len(ids), page_tokens, field, may_end_inside=may_end_inside)
         end_token = one.first_page * page_tokens + one.tokens
-    return PageRange(one.component, one.first_page, ids, end_token, field)
+    return PageRange(one.component, one.first_page, ids, end_token, field, component.kind, one.none)
+
+
+def _check_form(one: PageList, component: Component, field: str) -> None:
+    if component.kind == "paged" and one.first_page is None:
+        raise InvalidFieldError(f"{one.component!r} is paged: say where the list starts", field=f"{field}.first_page")
+    if component.kind == "paged" and one.none:
+        raise InvalidFieldError(f"{one.component!r} is neither a window nor a state", field=f"{field}.none")
+    if one.none and one.pages:
+        raise InvalidFieldError("a list that is wanted by nobody names pages", field=f"{field}.pages")
+
+
+def _with_shared(ranges: Sequence[PageRange], manifest: Manifest) -> Iterator[PageRange]:
+    """Mark the lists that name the very pages of one before them in the same space."""
+    before: list[PageRange] = []
+    for one in ranges:
+        twin = any(
+            _space(manifest, other.component) == _space(manifest, one.component) and np.array_equal(other.ids, one.ids)
+            for other in before
+        )
+        yield msgspec.structs.replace(one, shared=twin)
+        before.append(one)
+
+
+def _implied(ranges: Sequence[PageRange], manifest: Manifest) -> Iterator[PageRange]:
+    """Yield the lists of paged components that lie on the pages of a listed one: draft layers on main's pages."""
+    named = {one.component for one in ranges}
+    for component in manifest.components:
+        if component.name in named or component.kind != "paged":
+            continue
+        leader = next((one for one in ranges if one.component == component.space), None)
+        if leader is not None and leader.kind == "paged":
+            yield msgspec.structs.replace(leader, component=component.name, shared=True)
+
+
+def _space(manifest: Manifest, name: str) -> str:
+    component = component_of(manifest, name)
+    assert component is not None, name
+    return component.space
 
 
 def _check_tokens(tokens: int, pages: int, page_tokens: int, field: str, *, may_end_inside: bool) -> None:

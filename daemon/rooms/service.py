@@ -106,14 +106,15 @@ class RoomService:
                 arrived=side.arrived_pages if isinstance(side, Room) else 0,
                 waits_for=side.waits_for(),
             )
-            for side in self._book.sides()
+            for side in self._book.sides
         )
 
     def _send(self, call: Call) -> Answer:
         body = expect(call, Send)
         sender = self._sender(call, body)
-        ranges = page_ranges(body.lists, call.ids, sender.pool, may_end_inside=body.last)
-        chunk = Chunk(ranges, body.last, body.first_token, body.payload)
+        manifest = sender.pool.manifest
+        ranges = page_ranges(body.lists, call.ids, manifest, may_end_inside=body.last, may_lack=not body.last)
+        chunk = Chunk(ranges, body.last, body.first_token, body.payload, body.steps)
         accepted = self._book.send(sender, chunk, body.destinations)
         self._carry_out()
         return Answer(accepted)
@@ -121,7 +122,7 @@ class RoomService:
     def _receive(self, call: Call) -> Answer:
         body = expect(call, Receive)
         sender = self._sender(call, body)
-        ranges = page_ranges(body.lists, call.ids, sender.pool, may_end_inside=True)
+        ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)
         accepted = self._book.receive(sender, ranges, body.sources)
         self._carry_out()
         return Answer(accepted)
@@ -187,7 +188,7 @@ class RoomService:
         for session in told.values():
             self._loop.call_soon(self._dispatcher.push_events, session)
         self._set_timer()
-        if any(True for _ in self._book.sides()):
+        if any(True for _ in self._book.sides):
             self._idle.clear()
         else:
             self._idle.set()

@@ -1,26 +1,36 @@
 """The two sides of hand-offs as the book keeps them: offers (accepted SENDs) and rooms (accepted RECEIVEs).
 
 Both go through the same states, and only forwards: OPEN until the outcome is known, FINISHED until no byte can move
-any more, SETTLED. A FINISHED side still holds its pages.
+any more, SETTLED. A FINISHED side still holds its pages. An offer may come from another daemon (``origin``); what such
+an offer is there is a local offer with a ``Target`` (``remote.py``) in place of the room.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 from kvferry.daemon.rooms.page_ranges import PageRange, entries_of
 from kvferry.pools.coverage import Cells, Coverage
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.pairing import Pair
 from kvferry.pools.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.room_messages import LayerStep
+
+if TYPE_CHECKING:
+    from kvferry.daemon.rooms.remote import Origin, Target
 
 
 class State(enum.Enum):
-    """How far a side has come."""
+    """How far a side is."""
 
     OPEN = "open"
     FINISHED = "finished"
@@ -28,7 +38,7 @@ class State(enum.Enum):
 
 
 class SideKey(NamedTuple):
-    """One side of a hand-off, as its session names it."""
+    """What names a side of a hand-off."""
 
     tenant: int
     request_id: str
@@ -43,13 +53,26 @@ class Clocked(NamedTuple):
     deadline_at: float
 
 
+class SourcePool(Protocol):
+    """The pool that an offer's pages are of: this daemon's own, or another's."""
+
+    tenant: int
+    name: str
+    manifest: Manifest
+
+    @property
+    def region(self) -> HostRegion:
+        """Return its memory, mapped at least for reading."""
+
+
 class Chunk(NamedTuple):
-    """One accepted SEND."""
+    """One accepted SEND. Its layers are ready step by step; all of them at once without steps."""
 
     ranges: tuple[PageRange, ...]
     last: bool
     first_token: int | None
     payload: bytes
+    steps: tuple[LayerStep, ...] = ()
 
     @property
     def carries_token(self) -> bool:
@@ -58,20 +81,40 @@ class Chunk(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """Cells of one component that a chunk fills, and the plan that fills them."""
+    """Cells of one component that a step of a chunk fills, and the plan that fills them.
+
+    ``pairs`` are the plan's entries; ``source_start`` says where in the chunk's list its pages begin.
+    """
 
     component: str
     cells: Cells
     plan: Plan
+    pairs: tuple[Pair, ...]
+    source_start: int
+    step: int = 0
+
+
+class Excused(NamedTuple):
+    """Cells of one component that need not come, because the lists were cut to the shorter length."""
+
+    component: str
+    cells: Cells
 
 
 class Piece(NamedTuple):
-    """One chunk on its way into one room."""
+    """What one step of a chunk brings into one room. It waits until the step is ready."""
 
     piece_id: int
     offer: Offer
     room: Room
     promises: tuple[Promise, ...]
+    chunk: int
+    step: int
+
+    @property
+    def ready(self) -> bool:
+        """Return whether its source's bytes are there."""
+        return self.step < self.offer.ready[self.chunk]
 
 
 class Side:
@@ -79,8 +122,7 @@ class Side:
 
     side: ClassVar[Literal["send", "receive"]]
 
-    def __init__(self, pool: Pool, request_id: str, session_id: int, times: Clocked) -> None:
-        self.pool = pool
+    def __init__(self, request_id: str, session_id: int, times: Clocked) -> None:
         self.request_id = request_id
         self.session_id = session_id
         self.created_at = times.created_at
@@ -91,11 +133,19 @@ class Side:
         self.moved_bytes = 0
         self.skipped_source_entries = 0
         self.skipped_source_pages = 0
+        self.covered_source_entries = 0
+        self.trimmed_pages = 0
+
+    @property
+    def source_or_destination(self) -> SourcePool:
+        """Return the pool of this side's pages."""
+        raise NotImplementedError
 
     @property
     def key(self) -> SideKey:
         """Return what names this side."""
-        return SideKey(self.pool.tenant, self.request_id, self.pool.name, self.side)
+        pool = self.source_or_destination
+        return SideKey(pool.tenant, self.request_id, pool.name, self.side)
 
     @property
     def pages(self) -> int:
@@ -111,7 +161,7 @@ class Side:
         started = now if self.first_copy_at is None else self.first_copy_at
         return Finished(
             request_id=self.request_id,
-            pool=self.pool.name,
+            pool=self.source_or_destination.name,
             side=self.side,
             generation=self.generation,
             error=error.info() if error else None,
@@ -121,25 +171,60 @@ class Side:
             skipped_source_pages=self.skipped_source_pages,
             waited_us=round((started - self.created_at) * 1e6),
             moved_us=round((now - started) * 1e6),
+            trimmed_pages=self.trimmed_pages,
         )
 
 
 class Offer(Side):
-    """The SENDs of one request from one pool. Its pages are held for reading until every room has settled."""
+    """The SENDs of one request from one pool. Its pages are held for reading until every room has settled.
+
+    An offer with an ``origin`` is another daemon's: here it has one room and holds nothing.
+    """
 
     side = "send"
 
-    def __init__(self, pool: Pool, request_id: str, session_id: int, times: Clocked, destinations: int) -> None:
-        super().__init__(pool, request_id, session_id, times)
+    def __init__(
+        self,
+        pool: SourcePool,
+        request_id: str,
+        session_id: int,
+        times: Clocked,
+        destinations: int,
+        origin: Origin | None = None,
+    ) -> None:
+        super().__init__(request_id, session_id, times)
+        self.pool = pool
         self.destinations = destinations
+        self.origin = origin
         self.chunks: list[Chunk] = []
-        self.rooms: list[Room] = []
+        self.ready: list[int] = []
+        self.rooms: list[Room | Target] = []
         self.outcomes: list[KvferryError | None] = []
 
     @property
+    def source_or_destination(self) -> SourcePool:
+        """Return the pool that it sends from."""
+        return self.pool
+
+    @property
+    def holder(self) -> Pool | None:
+        """Return the pool whose pages it holds: its own, unless that is another daemon's."""
+        return self.pool if isinstance(self.pool, Pool) else None
+
+    @property
     def complete(self) -> bool:
-        """Return whether the last SEND is accepted: from then on the sender may die."""
+        """Return whether the last SEND is accepted."""
         return bool(self.chunks) and self.chunks[-1].last
+
+    @property
+    def outlives_its_sender(self) -> bool:
+        """Return whether the last SEND is accepted and all its bytes are there: from then on the sender may die."""
+        return self.complete and not any(self.waiting_steps)
+
+    @property
+    def waiting_steps(self) -> list[Sequence[LayerStep]]:
+        """Return the steps of each chunk that are not ready."""
+        return [chunk.steps[ready:] for chunk, ready in zip(self.chunks, self.ready, strict=True)]
 
     @property
     def fully_matched(self) -> bool:
@@ -156,19 +241,23 @@ class Offer(Side):
         """Return how many pages all SENDs named."""
         return sum(len(one.ids) for chunk in self.chunks for one in chunk.ranges)
 
+    def add(self, chunk: Chunk) -> None:
+        """Take one more chunk; without steps it is ready."""
+        self.chunks.append(chunk)
+        self.ready.append(0 if chunk.steps else 1)
+
     def waits_for(self) -> str:
         """Say what is missing, for STATUS and for a DEADLINE error."""
         if len(self.rooms) < self.destinations:
             return f"{self.destinations - len(self.rooms)} of {self.destinations} rooms: no RECEIVE yet"
-        return "copies" if self.complete else "its own last SEND"
+        if not self.complete:
+            return "its own last SEND"
+        steps = sum(map(len, self.waiting_steps))
+        return f"the events of {steps} layer steps" if steps else "copies"
 
-    def end_page(self, component: str) -> int | None:
-        """Return where the next chunk of the component has to start; None before the first."""
-        for chunk in reversed(self.chunks):
-            for one in chunk.ranges:
-                if one.component == component:
-                    return one.end_page
-        return None
+    def last_range(self, component: str) -> PageRange | None:
+        """Return the component's list in the latest chunk that has one."""
+        return next((r for chunk in reversed(self.chunks) for r in chunk.ranges if r.component == component), None)
 
 
 class Room(Side):
@@ -184,16 +273,28 @@ class Room(Side):
         times: Clocked,
         ranges: tuple[PageRange, ...],
         sources: int,
+        source_daemons: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(pool, request_id, session_id, times)
+        super().__init__(request_id, session_id, times)
+        self.pool = pool
         self.sources = sources
+        self.source_daemons = source_daemons
         self.ranges = {one.component: one for one in ranges}
         self.coverage = {
-            one.component: Coverage(entries_of(pool, one.component), len(one.ids), pool.manifest.optional_components)
+            one.component: Coverage(
+                entries_of(pool.manifest, one.component), len(one.ids), pool.manifest.optional_components
+            )
             for one in ranges
         }
         self.offers: list[Offer] = []
         self.pieces: dict[int, Piece] = {}
+        self.waiting: list[Piece] = []
+        self.last_refusal: KvferryError | None = None
+
+    @property
+    def source_or_destination(self) -> SourcePool:
+        """Return the pool that it fills."""
+        return self.pool
 
     @property
     def pages(self) -> int:
@@ -215,15 +316,16 @@ class Room(Side):
         """Return the chunk with the first token and payload, if it came."""
         return next((c for offer in self.offers for c in offer.chunks if c.carries_token), None)
 
-    def check_promised(self) -> None:
-        """Check that nothing required is without a sender; see ``Coverage.check_promised``."""
-        for coverage in self.coverage.values():
-            coverage.check_promised()
+    def check_promised(self, excused: Sequence[Excused] = ()) -> None:
+        """Check that nothing required is without a sender but for ``excused``; see ``Coverage.check_promised``."""
+        for component, coverage in self.coverage.items():
+            coverage.check_promised([one.cells for one in excused if one.component == component])
 
     def waits_for(self) -> str:
         """Say what is missing, for STATUS and for a DEADLINE error."""
         if len(self.offers) < self.sources:
-            return f"{self.sources - len(self.offers)} of {self.sources} sources: no SEND yet"
+            missing = f"{self.sources - len(self.offers)} of {self.sources} sources: no SEND yet"
+            return f"{missing}; refused: {self.last_refusal}" if self.last_refusal else missing
         if not self.all_promised:
             return "a source's last SEND"
         return f"copies: {self.arrived_pages} of {self.pages} pages there"
@@ -235,3 +337,18 @@ class Room(Side):
         if error or chunk is None:
             return event
         return msgspec.structs.replace(event, first_token=chunk.first_token, payload=chunk.payload)
+
+
+def rows_by_step(layers: Sequence[int | None], steps: Sequence[LayerStep]) -> np.typing.NDArray[np.intp]:
+    """Return which step each row belongs to: the first that names its layer; the last where none does.
+
+    Args:
+        layers: the model's layer of each row; None where the row's layers are not the model's (draft).
+        steps: at least one.
+    """
+    last = len(steps) - 1
+    found = [
+        next((n for n, step in enumerate(steps) if layer is not None and layer in step.layer_range), last)
+        for layer in layers
+    ]
+    return np.array(found, np.intp)

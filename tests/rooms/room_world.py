@@ -20,7 +20,7 @@ from kvferry.pools.runs import PageIds
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished, Settled
-from kvferry.protocol.manifests import Entry
+from kvferry.protocol.manifests import Component, Entry
 from kvferry.protocol.room_messages import Accepted
 
 PAGE_TOKENS = 4
@@ -75,10 +75,18 @@ class RoomWorld:
         self.book.results.open_session(session)
         return session
 
-    def pool(self, name: str, entries: Sequence[Entry] | None = None, *, pages: int = 17, tenant: int = 7) -> Pool:
+    def pool(
+        self,
+        name: str,
+        entries: Sequence[Entry] | None = None,
+        *,
+        pages: int = 17,
+        tenant: int = 7,
+        components: Sequence[Component] = (),
+    ) -> Pool:
         """Make a pool with real memory; two layers by default."""
         placed = [msgspec.structs.replace(one, pages=pages) for one in (layers(2) if entries is None else entries)]
-        manifest = lay_out(placed)
+        manifest = lay_out(placed, components)
         pool = Pool(tenant, name, manifest, HostRegion.create(name, manifest.region_bytes))
         self.pools.append(pool)
         return pool
@@ -117,7 +125,7 @@ class RoomWorld:
         """SEND as the service does."""
         lists, frames = _lists(ids, first_page, tokens)
         try:
-            ranges = page_ranges(lists, frames, pool, may_end_inside=last)
+            ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=last, may_lack=not last)
             chunk = Chunk(ranges, last, first_token, payload)
             return self.book.send(self._sender(session, pool, request, deadline_s), chunk, destinations)
         finally:
@@ -138,7 +146,7 @@ class RoomWorld:
         """RECEIVE as the service does."""
         lists, frames = _lists(ids, first_page, tokens)
         try:
-            ranges = page_ranges(lists, frames, pool, may_end_inside=True)
+            ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=True)
             return self.book.receive(self._sender(session, pool, request, deadline_s), ranges, sources)
         finally:
             self._carry_out()
@@ -207,7 +215,7 @@ class RoomWorld:
     def held_pages(self, pool: Pool) -> set[int]:
         """Return the pages of a pool that live sides hold, by what the book says."""
         held: set[int] = set()
-        for side in self.book.sides():
+        for side in self.book.sides:
             if side.pool is not pool:
                 continue
             if isinstance(side, Offer):

@@ -48,7 +48,7 @@ def snapshot(world: RoomWorld) -> list[Any]:
         {session: list(events) for session, events in world.told.items()},
         dict(world.transport.under_way),
         [(pool.allocator.free_count, pool.allocator.busy_count, world.held_pages(pool)) for pool in world.pools],
-        [(side.key, side.state, side.pages, side.waits_for()) for side in world.book.sides()],
+        [(side.key, side.state, side.pages, side.waits_for()) for side in world.book.sides],
         [world.book.results.count(session) for session in world.told],
     ]
 
@@ -431,7 +431,7 @@ def test_a_third_room_waits_for_another_send(world: RoomWorld) -> None:
         world.receive(decode, room, world.filled(room, decode, 2))
     world.transport.finish_all()
     assert world.outcomes(decode) == ["OK", "settled"]
-    assert [side.pool.name for side in world.book.sides()] == ["decode1"]
+    assert [side.pool.name for side in world.book.sides] == ["decode1"]
 
 
 # -- pools that do not fit, pages that are not there

@@ -379,7 +379,7 @@ def test_draining_fails_what_waits_for_a_message(both: HandOffWorld) -> None:
     both.world.drain()
     assert both.told() == (["SHUTTING_DOWN", "SHUTTING_DOWN", "settled"], ["SHUTTING_DOWN"])
     both.world.transport.end(piece)
-    assert not list(both.world.book.sides())
+    assert not list(both.world.book.sides)
 
 
 def test_draining_lets_running_hand_offs_finish(both: HandOffWorld) -> None:

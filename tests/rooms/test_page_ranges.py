@@ -17,6 +17,7 @@ from kvferry.protocol.errors import (
     PageOutOfRangeError,
     UnknownComponentError,
 )
+from kvferry.protocol.manifests import Component
 from tests.rooms.room_world import RoomWorld, layers
 
 
@@ -25,12 +26,18 @@ def pool() -> Pool:
     """Return a pool of 17 pages of 4 tokens: main, an optional draft, and one that is not paged by tokens."""
     state = [entry for entry in layers(1, component="mamba") if entry.role == "k"]
     timeless = [type(one)(component="mamba", role="conv", layer=0, base=0, pages=1, page_bytes=8) for one in state]
-    return RoomWorld().pool("prefill", [*layers(2), *layers(1, component="draft"), *timeless])
+    components = [
+        Component(name="main", space="main", pages=17),
+        Component(name="draft", space="main", pages=17),
+        Component(name="mamba", space="mamba", pages=17, kind="state"),
+    ]
+    entries = [*layers(2), *layers(1, component="draft"), *timeless]
+    return RoomWorld().pool("prefill", entries, components=components)
 
 
 def ranges(pool: Pool, *lists: PageList, ids: list[list[int]], inside: bool = True) -> tuple[PageRange, ...]:
     frames = [np.array(one, np.int64) for one in ids]
-    return page_ranges(lists, frames, pool, may_end_inside=inside)
+    return page_ranges(lists, frames, pool.manifest, may_end_inside=inside)
 
 
 def of(component: str, pages: int, *, first_page: int = 0, tokens: int | None = None) -> PageList:
@@ -38,10 +45,11 @@ def of(component: str, pages: int, *, first_page: int = 0, tokens: int | None = 
 
 
 def test_ranges_keep_order_ids_and_logical_pages(pool: Pool) -> None:
-    main, mamba = ranges(pool, of("main", 2, first_page=3, tokens=7), of("mamba", 1), ids=[[9, 4], [1]])
+    main, mamba, draft = ranges(pool, of("main", 2, first_page=3, tokens=7), of("mamba", 1), ids=[[9, 4], [1]])
     assert (main.component, main.first_page, main.end_page, main.end_token) == ("main", 3, 5, 19)
     assert main.ids.tolist() == [9, 4]
     assert (mamba.field, mamba.end_page, mamba.end_token) == ("lists[1]", 1, None)
+    assert (draft.component, draft.ids.tolist(), draft.shared) == ("draft", [9, 4], True)
 
 
 def test_a_component_may_be_left_out_only_where_it_is_optional(pool: Pool) -> None:
@@ -55,7 +63,10 @@ def test_a_component_may_be_left_out_only_where_it_is_optional(pool: Pool) -> No
     [
         (UnknownComponentError, "lists[1].component", of("swa", 1), [1]),
         (UnknownComponentError, "lists", of("main", 1), [1]),
-        (EmptyPagesError, "lists[1].pages", of("mamba", 0), []),
+        (EmptyPagesError, "lists[1].pages", of("draft", 0), []),
+        (InvalidFieldError, "lists[1].first_page", PageList(component="draft", pages=1, first_page=None), [1]),
+        (InvalidFieldError, "lists[1].none", PageList(component="draft", pages=0, none=True), []),
+        (InvalidFieldError, "lists[1].pages", PageList(component="mamba", pages=1, none=True), [1]),
         (PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [0]),
         (PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [17]),
         (PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [-1]),

@@ -104,7 +104,7 @@ def test_a_late_chunk_does_not_start_a_failed_hand_off_anew(world: RoomWorld) ->
             world.send(prefill, source, sent[1:], first_page=1)
     world.acknowledge(prefill, source, "send")
     world.send(prefill, source, sent)
-    assert [side.side for side in world.book.sides()] == ["send"]
+    assert [side.side for side in world.book.sides] == ["send"]
 
 
 def test_a_hand_off_that_begins_anew_drops_the_old_result(world: RoomWorld) -> None:

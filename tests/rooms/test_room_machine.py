@@ -128,7 +128,8 @@ class RoomMachine(RuleBasedStateMachine):
         pool = data.draw(st.sampled_from([*self.sources, *self.sources, self.foreign]))
         key = SideKey(pool.tenant, request, pool.name, "send")
         live = self.world.book.side(session, key)
-        start = (live.end_page("main") if isinstance(live, Offer) else 0) or 0
+        before = live.last_range("main") if isinstance(live, Offer) else None
+        start = before.end_page if before else 0
         if isinstance(live, Offer) and live.complete and data.draw(st.integers(0, 9)):
             return
         if data.draw(st.integers(0, 9)) == 0:
@@ -158,11 +159,11 @@ class RoomMachine(RuleBasedStateMachine):
         sources = data.draw(st.sampled_from([1, 1, 2]))
         self.try_receive(session, pool, ids, request, first_page, sources, deadline_s=data.draw(DEADLINES))
 
-    @precondition(lambda self: self.world.told and any(True for _ in self.world.book.sides()))
+    @precondition(lambda self: self.world.told and any(True for _ in self.world.book.sides))
     @rule(data=st.data(), first_token=st.booleans())
     def answer(self, data: st.DataObject, *, first_token: bool) -> None:
         """Give a side that is live exactly what it waits for."""
-        side = data.draw(st.sampled_from(list(self.world.book.sides())))
+        side = data.draw(st.sampled_from(list(self.world.book.sides)))
         session, request = self.draw_session(data), side.request_id
         if side.pool is self.foreign or not all(pool.allocator.free_count >= PROMPT_PAGES for pool in self.world.pools):
             return
@@ -201,7 +202,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     def cancel(self, data: st.DataObject) -> None:
         """CANCEL a side that is live, whatever its state."""
-        sides = [one for one in self.world.book.sides() if one.session_id in self.world.told]
+        sides = [one for one in self.world.book.sides if one.session_id in self.world.told]
         if sides:
             side = data.draw(st.sampled_from(sides))
             self.world.cancel(side.session_id, side.pool, side.side, side.request_id)
@@ -287,7 +288,7 @@ class RoomMachine(RuleBasedStateMachine):
             {session: len(events) for session, events in world.told.items()},
             list(world.transport.under_way),
             [(pool.allocator.free_count, world.held_pages(pool)) for pool in world.pools],
-            [(one.key, one.state, one.pages, one.waits_for(), one.deadline_at) for one in world.book.sides()],
+            [(one.key, one.state, one.pages, one.waits_for(), one.deadline_at) for one in world.book.sides],
             world.book.results.total,
         ]
 
@@ -296,7 +297,7 @@ class RoomMachine(RuleBasedStateMachine):
         self.world.transport.finish_all()
         self.world.pass_time(1000)
         self.every_side_is_told_once()
-        assert not list(self.world.book.sides())
+        assert not list(self.world.book.sides)
         assert self.world.book.next_deadline() is None
         for session in list(self.world.told):
             self.world.lose(session)

@@ -1,0 +1,156 @@
+"""Which logical pages a window holds, and which pages of two state lists belong together.
+
+Pure: knows no pool, no entry and no room beyond the name that errors give. Both ends of a sliding window move with the
+sequence's length, so where the two sides disagree by a token, lists of equal length can be shifted against each other
+and lists of unequal length can differ at either end. Only logical page numbers tell; lists without them are cut to one
+length, keeping the head, as engines do today, and the caller warns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.protocol.errors import EmptyStateError, InvalidFieldError, WindowMismatchError
+
+StateIds: TypeAlias = npt.NDArray[np.int64]
+"""Page or slot ids of one component, ``(n,)`` int64."""
+
+
+class PageWindow(NamedTuple):
+    """The logical pages ``[first_page, end_page)``; a token at ``position`` is in page ``position // page_size``."""
+
+    first_page: int
+    end_page: int
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages it has."""
+        return self.end_page - self.first_page
+
+    def __str__(self) -> str:
+        """Show the pages as errors and logs do."""
+        return f"{self.first_page}..{self.end_page - 1}" if self.pages else f"none at {self.first_page}"
+
+
+class StateList(NamedTuple):
+    """One side's pages or slots of one component.
+
+    ``first_page`` is the logical page of the first one, None in a plain index list. ``none``: this side has or wants
+    nothing of the component, and says so; ``ids`` is empty then.
+    """
+
+    first_page: int | None
+    ids: StateIds
+    none: bool = False
+
+    @property
+    def window(self) -> PageWindow:
+        """Return the logical pages; only of a list that says where it starts."""
+        assert self.first_page is not None
+        return PageWindow(self.first_page, self.first_page + len(self.ids))
+
+
+class StateMatch(msgspec.Struct, frozen=True):
+    """What of both lists belongs together: ``count`` ids from each start on, and how many are left out.
+
+    ``trimmed``: the lists gave no logical pages and were cut to one length. Warn then, with room, component and both
+    lengths: nothing proves that what was kept belongs together.
+    """
+
+    source_start: int
+    destination_start: int
+    count: int
+    dropped_source: int = 0
+    dropped_destination: int = 0
+    trimmed: bool = False
+
+    def source_ids(self, source: StateList) -> StateIds:
+        """Return the ids to read, ``(count,)`` int64, a copy: the request's own list is never changed."""
+        return source.ids[self.source_start : self.source_start + self.count].copy()
+
+    def destination_ids(self, destination: StateList) -> StateIds:
+        """Return the ids to fill, ``(count,)`` int64, a copy."""
+        return destination.ids[self.destination_start : self.destination_start + self.count].copy()
+
+
+def window_of(prefix_tokens: int, seq_len: int, window: int, page_size: int) -> PageWindow:
+    """Return the logical pages of a sliding window of ``window`` tokens at the end of ``seq_len`` tokens.
+
+    ``[floor(max(prefix_tokens, seq_len - window) / page_size), ceil(seq_len / page_size))``: the tokens before
+    ``prefix_tokens`` are at the destination already.
+
+    Raises:
+        InvalidFieldError: a negative number, a window or page of no token, or a prefix longer than the sequence.
+    """
+    if not 0 <= prefix_tokens <= seq_len:
+        raise InvalidFieldError(f"a prefix of {prefix_tokens} tokens of {seq_len}", field="prefix_tokens")
+    for field, tokens in (("window", window), ("page_size", page_size)):
+        if tokens < 1:
+            raise InvalidFieldError(f"{tokens} tokens, but at least 1 is needed", field=field)
+    return PageWindow(max(prefix_tokens, seq_len - window) // page_size, -(-seq_len // page_size))
+
+
+def match_state(source: StateList, destination: StateList, component: str, room: str) -> StateMatch:
+    """Return which ids of the two lists belong together; the lists are not changed.
+
+    Where both say their first page, they are paired by logical page and what the source has beside the destination's
+    pages is dropped. Where a side does not, both are cut to the shorter length, keeping the head. A destination of
+    ``none`` drops all of the source.
+
+    Args:
+        source: what the sender has.
+        destination: what the receiver wants.
+        component: for errors.
+        room: for errors.
+
+    Raises:
+        EmptyStateError: one side is empty and the other is not, and the destination did not say ``none``.
+        WindowMismatchError: the destination wants logical pages that the source does not have.
+        InvalidFieldError: a list that says ``none`` names ids.
+    """
+    for side, one in (("source", source), ("destination", destination)):
+        if one.none and len(one.ids):
+            raise InvalidFieldError(f"{component}: the {side} says none and names {len(one.ids)} ids", field="none")
+    if destination.none:
+        return StateMatch(0, 0, 0, dropped_source=len(source.ids))
+    _check_emptiness(source, destination, component, room)
+    if not len(source.ids):
+        return StateMatch(0, 0, 0)
+    if source.first_page is None or destination.first_page is None:
+        return _heads(len(source.ids), len(destination.ids))
+    return _by_logical_page(source.window, destination.window, component, room)
+
+
+def _check_emptiness(source: StateList, destination: StateList, component: str, room: str) -> None:
+    ours, theirs = len(source.ids), len(destination.ids)
+    if ours and not theirs:
+        raise EmptyStateError(
+            f"{component} of room {room}: the source gives {ours} ids, the destination's list is empty", field="lists"
+        )
+    if theirs and not ours:
+        what = "the source says none" if source.none else "the source's list is empty"
+        raise EmptyStateError(f"{component} of room {room}: the destination wants {theirs} ids, {what}", field="lists")
+
+
+def _heads(source_length: int, destination_length: int) -> StateMatch:
+    count = min(source_length, destination_length)
+    surplus = (source_length - count, destination_length - count)
+    return StateMatch(0, 0, count, *surplus, trimmed=source_length != destination_length)
+
+
+def _by_logical_page(source: PageWindow, destination: PageWindow, component: str, room: str) -> StateMatch:
+    if destination.first_page < source.first_page or destination.end_page > source.end_page:
+        raise WindowMismatchError(
+            f"{component} of room {room}: the destination wants pages {destination}, the source has {source}",
+            field="first_page",
+        )
+    return StateMatch(
+        source_start=destination.first_page - source.first_page,
+        destination_start=0,
+        count=destination.pages,
+        dropped_source=source.pages - destination.pages,
+    )

@@ -1,0 +1,243 @@
+"""The room book's dealings with other daemons, sans I/O: their offers for rooms here, their rooms for offers here.
+
+====================================  ===========================================================================
+event                                 result
+====================================  ===========================================================================
+a peer's first chunk does not fit     the peer's offer fails with the reason; the room goes on waiting
+a peer's later chunk does not fit     both fail with the reason
+a peer withdraws its offer            the room fails as the offer did
+a source daemon dies or restarts      rooms that its offers joined: PEER_LOST; others go on waiting
+a home dies or restarts               offers that joined its rooms: PEER_LOST, after what is under way has ended
+====================================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from kvferry.daemon.rooms.effects import OfferChunk, RefuseOffer
+from kvferry.daemon.rooms.endings import Endings
+from kvferry.daemon.rooms.moves import Moves
+from kvferry.daemon.rooms.registry import Sides
+from kvferry.daemon.rooms.remote import Announcement, Incarnation, Origin, Target
+from kvferry.daemon.rooms.sides import Chunk, Clocked, Offer, Room, SideKey, SourcePool, State
+from kvferry.protocol.errors import (
+    DeadlineError,
+    FirstTokenTwiceError,
+    KvferryError,
+    PageGapError,
+    PeerLostError,
+    RoomExistsError,
+    UnexpectedSourceError,
+    UnknownRoomError,
+)
+from kvferry.protocol.peer_messages import RoomName
+
+NO_SESSION = 0
+"""The session number of offers from other daemons: nobody here is told of them."""
+
+
+class PeerBook:
+    """Takes what other daemons say. Part of the room book, which carries out its effects."""
+
+    def __init__(self, sides: Sides, endings: Endings, moves: Moves) -> None:
+        self._sides = sides
+        self._endings = endings
+        self._moves = moves
+        self._target_numbers = itertools.count(1)
+        self._targets: dict[int, Target] = {}
+
+    # -- at the home: offers of other daemons for rooms here
+
+    def room(self, name: RoomName) -> Room:
+        """Return the open room that another daemon means.
+
+        Raises:
+            UnknownRoomError: it is over, or was armed again since.
+        """
+        room = self._sides.rooms.get(SideKey(name.tenant, name.request_id, name.pool, "receive"))
+        if room is None or room.state is not State.OPEN or room.generation != name.generation:
+            raise UnknownRoomError("the room is over", field="request_id")
+        return room
+
+    def rooms_expecting(self, address: str) -> list[Room]:
+        """Return the open rooms that were announced to a daemon."""
+        return [r for r in self._sides.rooms.values() if r.state is State.OPEN and address in r.source_daemons]
+
+    def offered(self, origin: Origin, number: int, pool: SourcePool, chunk: Chunk, ready: int, now: float) -> None:
+        """Take a chunk of another daemon's offer; refuse it by an effect where it does not fit.
+
+        Args:
+            origin: which offer.
+            number: of the chunk, from 0.
+            pool: what the offer's pages are of.
+            chunk: with its page lists.
+            ready: how many of its steps are ready.
+            now: the time.
+        """
+        offer = self._sides.remote_offers.get(origin)
+        try:
+            room = self.room(origin.room)
+            if offer is None:
+                offer = self._new_offer(origin, number, pool, room, now)
+            elif number != len(offer.chunks):
+                raise PageGapError(f"chunk {number} came after {len(offer.chunks)} chunks", field="chunk")
+            fits = self._moves.fit(room, offer, number, [chunk])
+        except KvferryError as error:
+            self._refuse(origin, offer, error, now)
+            return
+        self._sides.remote_offers[origin] = offer
+        offer.add(chunk)
+        offer.ready[number] = ready
+        for fit in fits:
+            self._moves.start(room, offer, fit, now)
+        self._endings.check_done(room, now)
+
+    def step_ready(self, origin: Origin, number: int, ready: int, now: float) -> None:
+        """Take the news that steps of another daemon's chunk are ready."""
+        offer = self._sides.remote_offers.get(origin)
+        if offer is None or number >= len(offer.ready):
+            return
+        offer.ready[number] = max(offer.ready[number], ready)
+        for room in list(offer.rooms):
+            if isinstance(room, Room) and room.state is State.OPEN:
+                self._moves.start_ready(room, now)
+
+    def withdrawn(self, origin: Origin, error: KvferryError, now: float) -> None:
+        """Take the end of another daemon's offer."""
+        offer = self._sides.remote_offers.get(origin)
+        if offer is not None and offer.state is State.OPEN:
+            self._endings.fail(offer, error, error, now)
+
+    # -- at the source: rooms of other daemons for offers here
+
+    def announced(self, home: Incarnation, name: RoomName, deadline_at: float, now: float) -> None:
+        """Take another daemon's room, and offer it what is here. Once is enough."""
+        if (home, name) in self._sides.announcements:
+            return
+        for older in self._sides.announced(name.request_id):
+            same_room = msg_room(older.room) == msg_room(name)
+            if older.home.address == home.address and same_room:  # its end was lost, or is on its way
+                self._close(older, PeerLostError("the receiver has begun anew"), now)
+        announcement = Announcement(home, name, deadline_at)
+        sides = self._sides.of_request(name.request_id)
+        if any(one.source_or_destination.tenant != name.tenant for one in sides):
+            taken = RoomExistsError("the request id is another tenant's", field="request_id")
+            self._sides.effects.append(RefuseOffer(home, name, 0, taken))
+            return
+        self._sides.announcements[home, name] = announcement
+        self._sides.set_deadline(announcement, deadline_at)
+        for side in list(sides):
+            if isinstance(side, Offer) and side.state is State.OPEN:
+                self.join(announcement, side)
+
+    def join(self, announcement: Announcement, offer: Offer) -> None:
+        """Offer all chunks of a local offer to another daemon's room, if the offer has a destination left."""
+        if len(offer.rooms) >= offer.destinations:
+            return
+        target = Target(announcement, offer, next(self._target_numbers), State.OPEN)
+        self._targets[target.number] = target
+        announcement.targets.append(target)
+        offer.rooms.append(target)
+        self._sides.effects.extend(OfferChunk(target, number) for number in range(len(offer.chunks)))
+
+    def closed(
+        self,
+        home: Incarnation,
+        name: RoomName,
+        error: KvferryError | None,
+        moved: Iterable[tuple[int, int]],
+        now: float,
+    ) -> None:
+        """Take the outcome of another daemon's room."""
+        announcement = self._sides.announcements.get((home, name))
+        if announcement is None:
+            return
+        moved_bytes = dict(moved)
+        for target in announcement.targets:
+            target.offer.moved_bytes += moved_bytes.get(target.number, 0)
+        self._close(announcement, error, now)
+
+    def refused(self, home: Incarnation, number: int, error: KvferryError, now: float) -> None:
+        """Take another daemon's word that an offer does not fit its room."""
+        target = self._targets.get(number)
+        if target is not None and target.announcement.home == home:
+            self._endings.close_target(target, error, now)
+            self._forget_settled([target])
+
+    def open_target(self, home: Incarnation, number: int, name: RoomName) -> Target:
+        """Return what an offer sends to, while it may.
+
+        Raises:
+            UnknownRoomError: the room or the offer is over, or it is another one's.
+        """
+        target = self._targets.get(number)
+        if target is None or target.state is not State.OPEN or target.announcement.home != home:
+            raise UnknownRoomError("the offer is over", field="offer")
+        if target.announcement.room != name:
+            raise UnknownRoomError("the offer is for another room", field="room")
+        return target
+
+    def begin_sending(self, target: Target, piece: int, now: float) -> None:
+        """Note that a piece of the target's offer is being written to its home."""
+        target.sending.add(piece)
+        if target.offer.first_copy_at is None:
+            target.offer.first_copy_at = now
+
+    def sending_done(self, target: Target, piece: int) -> None:
+        """Note that no byte of a piece can move any more."""
+        target.sending.discard(piece)
+        self._endings.settle_target(target)
+        self._forget_settled([target])
+
+    # -- both
+
+    def peer_lost(self, peer: Incarnation, why: str, now: float) -> None:
+        """Fail what depends on an incarnation that is gone."""
+        lost = PeerLostError(f"the daemon at {peer.address} is gone: {why}")
+        for offer in [one for one in self._sides.remote_offers.values() if one.origin and one.origin.peer == peer]:
+            if offer.state is State.OPEN:
+                self._endings.fail(offer, lost, lost, now)
+        for announcement in [one for one in self._sides.announcements.values() if one.home == peer]:
+            self._close(announcement, lost, now)
+
+    def expired(self, announcement: Announcement, now: float) -> None:
+        """Drop another daemon's room at its deadline: its end was lost on the way."""
+        if (announcement.home, announcement.room) in self._sides.announcements:
+            late = DeadlineError(f"the room at {announcement.home.address} is over, and its end was not heard of")
+            self._close(announcement, late, now)
+
+    def _new_offer(self, origin: Origin, number: int, pool: SourcePool, room: Room, now: float) -> Offer:
+        if number:
+            raise PageGapError(f"chunk {number} came first", field="chunk")
+        if len(room.offers) >= room.sources:
+            raise UnexpectedSourceError(f"the room has its {room.sources} sources", field="request_id")
+        times = Clocked(now, room.deadline_at)
+        return Offer(pool, room.request_id, NO_SESSION, times, 1, origin)
+
+    def _refuse(self, origin: Origin, offer: Offer | None, error: KvferryError, now: float) -> None:
+        self._sides.effects.append(RefuseOffer(origin.peer, origin.room, origin.offer, error))
+        if offer is not None and offer.chunks and offer.state is State.OPEN:
+            self._endings.fail(offer, error, error, now)
+            return
+        room = self._sides.rooms.get(SideKey(origin.room.tenant, origin.room.request_id, origin.room.pool, "receive"))
+        if room is not None and not isinstance(error, UnknownRoomError | FirstTokenTwiceError):
+            room.last_refusal = error
+
+    def _close(self, announcement: Announcement, error: KvferryError | None, now: float) -> None:
+        self._sides.announcements.pop((announcement.home, announcement.room), None)
+        targets = list(announcement.targets)
+        for target in targets:
+            self._endings.close_target(target, error, now)
+        self._forget_settled(targets)
+
+    def _forget_settled(self, targets: Iterable[Target]) -> None:
+        for target in targets:
+            if target.state is State.SETTLED:
+                self._targets.pop(target.number, None)
+
+
+def msg_room(name: RoomName) -> tuple[str, str, int]:
+    """Return what names a room whatever its generation."""
+    return (name.request_id, name.pool, name.tenant)

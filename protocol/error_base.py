@@ -1,0 +1,52 @@
+"""The base of every error, and the four kinds by whose fault it is. The errors themselves are in ``errors``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvferry.protocol.error_info import ErrorInfo
+
+
+class KvferryError(Exception):
+    """The base of every error here. ``detail`` says what happened, with the values concerned."""
+
+    by_code: ClassVar[dict[str, type[KvferryError]]] = {}
+    code: str = "INTERNAL"
+    retryable: bool = False
+    remedy: str = ""
+
+    def __init_subclass__(cls) -> None:
+        if "code" in vars(cls):
+            cls.by_code[cls.code] = cls
+
+    def __init__(self, detail: str, *, field: str = "") -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.field = field
+
+    def __str__(self) -> str:
+        return f"{self.code}{self.field and f' [{self.field}]'}: {self.detail}{self.remedy and f' ({self.remedy})'}"
+
+    def info(self) -> ErrorInfo:
+        """Return the error as it travels."""
+        return ErrorInfo(
+            code=self.code, detail=self.detail, retryable=self.retryable, field=self.field, remedy=self.remedy
+        )
+
+
+class CallerError(KvferryError):
+    """The message or its sender is wrong; sending it again unchanged cannot help."""
+
+
+class PeerError(KvferryError):
+    """The other side of a hand-off failed it."""
+
+
+class BusyError(KvferryError):
+    """The message is right and may succeed later, unchanged."""
+
+    retryable = True
+
+
+class DaemonError(KvferryError):
+    """The daemon or its host failed."""

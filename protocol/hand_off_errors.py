@@ -1,0 +1,130 @@
+"""What can be wrong with a hand-off by its callers' fault. Import them from ``errors``, which has the tree of all."""
+
+from __future__ import annotations
+
+from kvferry.protocol.error_base import CallerError
+
+
+class LengthMismatchError(CallerError):
+    """Lengths that must be equal are not."""
+
+    code = "LENGTH_MISMATCH"
+    remedy = "give both sides the same number of pages and tokens"
+
+
+class EmptyPagesError(CallerError):
+    """A list that must name pages names none."""
+
+    code = "EMPTY_PAGES"
+    remedy = "name at least one page; leave out a hand-off that moves nothing"
+
+
+class UnknownComponentError(CallerError):
+    """A component that the pool does not have, or a required one without a list."""
+
+    code = "UNKNOWN_COMPONENT"
+    remedy = "give one page list for each component of the pool"
+
+
+class DuplicateEntryError(CallerError):
+    """Two entries of one (component, role, layer) in one manifest."""
+
+    code = "DUPLICATE_ENTRY"
+    remedy = "give each (component, role, layer) one entry"
+
+
+class UncoveredEntryError(CallerError):
+    """A destination entry that no source covers."""
+
+    code = "UNCOVERED_ENTRY"
+    remedy = "send it from some source, or make its component optional at the destination"
+
+
+class GeometryMismatchError(CallerError):
+    """Paired entries of different geometry, dtype or format."""
+
+    code = "GEOMETRY_MISMATCH"
+    remedy = "create both pools with the same page size, heads, widths, dtype and format"
+
+
+class WindowMismatchError(CallerError):
+    """Pages of a window that are wanted and not there."""
+
+    code = "WINDOW_MISMATCH"
+    remedy = "let both sides take the window at one sequence length, and keep its pages until they are sent"
+
+
+class EmptyStateError(CallerError):
+    """A window or state of which one side gives pages and the other none."""
+
+    code = "EMPTY_STATE"
+    remedy = "give the pages on both sides, or say none=true at the destination for what it does not want"
+
+
+class HeadsIndivisibleError(CallerError):
+    """A number of KV heads and a number of ranks of which neither is a multiple of the other."""
+
+    code = "HEADS_INDIVISIBLE"
+    remedy = "choose a tensor-parallel size that divides the KV heads, or is a multiple of them"
+
+
+class SlotTooSmallError(CallerError):
+    """A page of an entry is larger than one landing slot."""
+
+    code = "SLOT_TOO_SMALL"
+    remedy = "raise the landing slots' size to the largest page_bytes at least, or make the pools' pages smaller"
+
+
+class PageOverlapError(CallerError):
+    """Pages that another SEND of the room covers already."""
+
+    code = "PAGE_OVERLAP"
+    remedy = "send each logical page of each entry once"
+
+
+class PageGapError(CallerError):
+    """A chunk that does not continue the one before it."""
+
+    code = "PAGE_GAP"
+    remedy = "start a chunk at the logical page at which the last one ended, on a page boundary"
+
+
+class IncompleteError(CallerError):
+    """The last SEND leaves required pages uncovered."""
+
+    code = "INCOMPLETE"
+    remedy = "send the pages that are named, or set last=false if more follow"
+
+
+class UnexpectedSourceError(CallerError):
+    """More sources than the room's RECEIVE names."""
+
+    code = "UNEXPECTED_SOURCE"
+    remedy = "RECEIVE with sources= the number of pools that send"
+
+
+class FirstTokenTwiceError(CallerError):
+    """A second SEND of a room that carries a first token or a payload."""
+
+    code = "FIRST_TOKEN_TWICE"
+    remedy = "let one SEND of the room carry first_token and payload"
+
+
+class RoomExistsError(CallerError):
+    """The request id is in use by a live hand-off or by another tenant."""
+
+    code = "ROOM_EXISTS"
+    remedy = "wait for the other hand-off's settled event, or make a fresh request id"
+
+
+class UnknownRoomError(CallerError):
+    """No hand-off of that request id, side and pool belongs to the session."""
+
+    code = "UNKNOWN_ROOM"
+    remedy = "results are kept until they are acknowledged; check request_id, pool and side"
+
+
+class CancelledError(CallerError):
+    """Cancelled by its own side."""
+
+    code = "CANCELLED"

@@ -1,0 +1,196 @@
+"""What daemons say to each other about a hand-off between them.
+
+The *home* is the destination's daemon: it has the room, matches offers with it and decides what moves. The *source*
+daemon has the offers. A message is about one room under one generation; what is about another is void.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.base import Body
+from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
+from kvferry.protocol.manifests import Index, Manifest, Offset, Size
+from kvferry.protocol.room_messages import PageLists, Payload
+
+Number = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Checksum = Annotated[int, Meta(ge=0, lt=1 << 64)]
+
+
+class RoomName(msgspec.Struct, frozen=True, array_like=True):
+    """One arming of a room, at its home."""
+
+    request_id: Hex128
+    pool: PoolName
+    tenant: Number
+    generation: Number
+
+
+class PeerHello(Body, frozen=True, kw_only=True, tag="PEER_HELLO"):
+    """First on every connection, and again after each reconnection: who speaks, and which protocol."""
+
+    protocol_min: int
+    protocol_max: int
+    answers: bool = False
+    """Whether this answers the other's PEER_HELLO: then it is not answered again."""
+
+
+class Announce(Body, frozen=True, kw_only=True, tag="ANNOUNCE"):
+    """Home to source: a room waits for this request. Said again after a reconnection; once is enough."""
+
+    room: RoomName
+    deadline_ms: Number
+
+
+class PeerOffer(Body, frozen=True, kw_only=True, tag="OFFER"):
+    """Source to home: one SEND of the request. The first of an offer describes its pool."""
+
+    room: RoomName
+    offer: Number
+    chunk: Number
+    pool: PoolName
+    manifest: Manifest | None = None
+    lists: PageLists
+    last: bool
+    first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    payload: Payload = b""
+    steps: tuple[tuple[Index, Number], ...] = ()
+    """(first layer, layers) of each step; which events they wait for is the source's affair."""
+    ready: Number = 1
+    """How many steps are ready by now; 1 for a chunk without steps."""
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return each list's length."""
+        return tuple(one.pages for one in self.lists)
+
+
+class StepReady(Body, frozen=True, kw_only=True, tag="STEP_READY"):
+    """Source to home: so many steps of a chunk are ready."""
+
+    room: RoomName
+    offer: Number
+    chunk: Number
+    ready: Number
+
+
+class OfferRefused(Body, frozen=True, kw_only=True, tag="OFFER_REFUSED"):
+    """Home to source: the offer does not fit the room, which goes on waiting if nothing of the offer was taken."""
+
+    room: RoomName
+    offer: Number
+    error: ErrorInfo
+
+
+class OfferWithdrawn(Body, frozen=True, kw_only=True, tag="OFFER_WITHDRAWN"):
+    """Source to home: the offer has failed."""
+
+    room: RoomName
+    offer: Number
+    error: ErrorInfo
+
+
+class RoomClosed(Body, frozen=True, kw_only=True, tag="ROOM_CLOSED"):
+    """Home to source: the room's outcome is known; nothing is granted any more."""
+
+    room: RoomName
+    error: ErrorInfo | None = None
+    moved: tuple[tuple[Number, Number], ...] = ()
+    """(offer, bytes moved) of each offer of this source."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Some entries of the source's pool and a stretch of one of the chunk's page lists.
+
+    ``entries`` are indices in the source's manifest. ``heads`` has (first head, heads) of each entry, counted in the
+    source's own entry, or (0, 0) for whole pages.
+    """
+
+    component: ComponentName
+    start: Number
+    pages: Number
+    entries: tuple[Index, ...]
+    heads: tuple[tuple[Index, Index], ...]
+
+
+class Piece(Body, frozen=True, kw_only=True, tag="PIECE"):
+    """Home to source: what is to be sent by the grants that follow. Its segments are numbered part by part."""
+
+    room: RoomName
+    offer: Number
+    piece: Number
+    chunk: Number
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=64)]
+
+
+class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
+    """Home to source: write these segments of a piece's part into this landing slot."""
+
+    piece: Number
+    grant: Number
+    part: Index
+    first: Number
+    stop: Number
+    session: Annotated[str, Meta(max_length=256)]
+    address: Offset
+    size_bytes: Size
+
+
+class Landed(Body, frozen=True, kw_only=True, tag="LANDED"):
+    """Source to home: the grant is used up and no byte of it can move any more; XXH3-64 of the bytes if all went."""
+
+    piece: Number
+    grant: Number
+    checksum: Checksum = 0
+    error: ErrorInfo | None = None
+
+
+class PieceOver(Body, frozen=True, kw_only=True, tag="PIECE_OVER"):
+    """Home to source: no grant of the piece follows. Those under way are answered all the same."""
+
+    piece: Number
+
+
+class Confirm(Body, frozen=True, kw_only=True, tag="CONFIRM"):
+    """Home to source: a piece was read from the source's memory; was it the offer's all the time?"""
+
+    room: RoomName
+    offer: Number
+    piece: Number
+
+
+class Confirmed(Body, frozen=True, kw_only=True, tag="CONFIRMED"):
+    """Source to home: it was, where there is no error."""
+
+    piece: Number
+    error: ErrorInfo | None = None
+
+
+PeerBody = (
+    PeerHello
+    | Announce
+    | PeerOffer
+    | StepReady
+    | OfferRefused
+    | OfferWithdrawn
+    | RoomClosed
+    | Piece
+    | Grant
+    | Landed
+    | PieceOver
+    | Confirm
+    | Confirmed
+)
+
+
+class PeerEnvelope(msgspec.Struct, frozen=True, array_like=True):
+    """Who speaks: the address at which the sender can be reached, its incarnation, and the one it speaks to."""
+
+    address: PeerAddress
+    boot_id: Hex128
+    to_boot_id: str
+    """Empty in PEER_HELLO, which is how incarnations are learnt."""
+    body: PeerBody
