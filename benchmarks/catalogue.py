@@ -16,6 +16,7 @@ from benchmarks import (
     page_ids,
     planning,
     trace_replay,
+    unequal_tp,
 )
 from benchmarks.measure import Effort, Row
 
@@ -29,6 +30,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "coalesce": coalescing.measure,
     "plan": planning.measure,
     "local_transfer": local_transfer.measure,
+    "unequal_tp": unequal_tp.measure,
     "hand_off": hand_off.measure,
     "allocation": allocation.measure,
 }

@@ -1,4 +1,4 @@
-"""Coalescing two page lists into runs, against the way that is common: split by numpy, runs as lists of lists."""
+"""Coalescing two page lists into runs, against the way that is common (split by numpy, runs as lists) and SGLang's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare, milliseconds
+from benchmarks.peers import sglang
+from benchmarks.peers.sglang import SGLang
 from kvferry.daemon.memory import keep_freed_memory
 from kvferry.pools.runs import PageIds, coalesce
 
@@ -40,7 +42,27 @@ def measure(effort: Effort) -> list[Row]:
         _compare("coalesce/mixed", mixed, effort, note=f"runs of {MIXED_RUN} pages"),
         _compare("coalesce/contiguous", contiguous, effort, note="one run"),
     ]
+    if (peer := sglang.find()) is not None:
+        rows.append(against_sglang(peer, random, effort))
     return rows
+
+
+def against_sglang(peer: SGLang, lists: PageLists, effort: Effort) -> Row:
+    """Compare with SGLang's function, after looking that it finds the same runs."""
+    indices = [ids.astype(np.int32) for ids in lists]
+    ours, groups = coalesce(*lists), peer.group(*indices)
+    for firsts, found in zip((ours.source, ours.destination), groups, strict=True):
+        assert firsts.tolist() == [run[0] for run in found]
+        assert ours.pages.tolist() == [len(run) for run in found]
+    return compare(
+        "coalesce/against_sglang",
+        MILLISECONDS,
+        ours=milliseconds(lambda: coalesce(*lists), effort.pick(20, 1)),
+        peer=milliseconds(lambda: peer.group(*indices)),
+        peer_is=f"SGLang {peer.version}: group_concurrent_contiguous",
+        rounds=effort.pick(15, 2),
+        note=f"{len(lists.source)} pages, the lists of coalesce/random",
+    )
 
 
 def shuffled_runs(rng: np.random.Generator, count: int) -> PageIds:

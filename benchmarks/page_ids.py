@@ -1,4 +1,4 @@
-"""Page ids on the wire: a SEND of 8192 pages built into frames, and parsed, against the ids as a msgpack list."""
+"""Page ids on the wire: a SEND of 8192 pages to frames and back, against the ids as a msgpack list and SGLang's way."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import msgspec
 import numpy as np
 
 from benchmarks.measure import MICROSECONDS, Effort, Row, Target, compare, microseconds
+from benchmarks.peers import sglang
+from benchmarks.peers.sglang import SGLang
 from kvferry.clients.operations import pages, send_body
 from kvferry.daemon.memory import keep_freed_memory
+from kvferry.pools.runs import PageIds
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Request
 from kvferry.protocol.ids import new_boot_id, new_request_id, new_secret
@@ -39,7 +42,7 @@ def measure(effort: Effort) -> list[Row]:
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ListMessage)
     packed = encoder.encode(message)
     peer_build = microseconds(lambda: encoder.encode(message), repeats)
-    return [
+    rows = [
         compare(
             "page_ids/build",
             MICROSECONDS,
@@ -68,5 +71,40 @@ def measure(effort: Effort) -> list[Row]:
             peer_is=LIST,
             rounds=rounds,
             note="for engines that keep page ids as a list of int: the list must become an array first",
+        ),
+    ]
+    if (found := sglang.find()) is not None:
+        rows += against_sglang(found, request, ids, effort)
+    return rows
+
+
+def against_sglang(peer: SGLang, request: Request, ids: PageIds, effort: Effort) -> list[Row]:
+    """Compare with the functions that pack and unpack SGLang's lists of state indices; its main list goes as bytes."""
+    rounds, repeats = effort.pick(15, 2), effort.pick(200, 2)
+    indices, packed = [ids.astype(np.int32)], peer.pack([ids.tolist()], "i")
+    received = [bytes(frame) for frame in encode(request, [ids])]
+    decoded = decode_request(received)
+    assert isinstance(decoded, IncomingRequest)
+    assert [one.tolist() for one in decoded.ids] == peer.unpack(packed, "i") == [ids.tolist()]
+    assert peer.pack(indices, "i") == packed
+    where = "what SGLang sends state indices (sliding windows, indexers) with; its main list goes as int32 bytes"
+    return [
+        compare(
+            "page_ids/build_against_sglang",
+            MICROSECONDS,
+            ours=microseconds(lambda: encode(request, [ids]), repeats),
+            peer=microseconds(lambda: peer.pack(indices, "i"), effort.pick(20, 2)),
+            peer_is=f"SGLang {peer.version}: pack_int_lists of one array",
+            rounds=rounds,
+            note=f"{len(ids)} ids, ours with the whole request around them; {where}",
+        ),
+        compare(
+            "page_ids/parse_against_sglang",
+            MICROSECONDS,
+            ours=microseconds(lambda: decode_request(received), repeats),
+            peer=microseconds(lambda: peer.unpack(packed, "i"), effort.pick(20, 2)),
+            peer_is=f"SGLang {peer.version}: unpack_int_lists",
+            rounds=rounds,
+            note=f"{len(ids)} ids, ours to a checked request with an array, theirs to a list; {where}",
         ),
     ]

@@ -1,4 +1,4 @@
-"""Planning a hand-off: pairing, all checks, runs and addresses, against a Python loop over entries and runs."""
+"""Planning a hand-off: pairing, all checks, runs, addresses; against a loop over entries and runs, and SGLang's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare, milliseconds
+from benchmarks.peers import sglang
+from benchmarks.peers.sglang import Buffers, SGLang, address_lists
 from kvferry.daemon.memory import keep_freed_memory
 from kvferry.daemon.transports.local import MAX_BLOCK_BYTES
 from kvferry.pools.copies import chunk_bounds, split_blocks
@@ -37,7 +39,7 @@ def measure(effort: Effort) -> list[Row]:
     rounds = effort.pick(15, 2)
     what = f"{len(entries)} entries x {count} random pages: {len(blocks)} blocks"
     peer = milliseconds(lambda: loop_blocks(entries, source, destination))
-    return [
+    rows = [
         compare(
             "plan",
             MILLISECONDS,
@@ -56,6 +58,43 @@ def measure(effort: Effort) -> list[Row]:
             peer_is=LOOP,
             rounds=rounds,
             note=f"{what}; then absolute addresses, blocks split and chunks cut, which happens off the loop",
+        ),
+    ]
+    if (found := sglang.find()) is not None:
+        rows += against_sglang(found, entries, source, destination, effort)
+    return rows
+
+
+def against_sglang(
+    peer: SGLang, entries: Sequence[Entry], source: PageIds, destination: PageIds, effort: Effort
+) -> list[Row]:
+    """Compare with SGLang's function for Ascend, after looking that it plans the same blocks."""
+    bases = [entry.base for entry in entries]
+    buffers = Buffers(bases, bases, [entry.page_bytes for entry in entries])
+    indices = source.astype(np.int32), destination.astype(np.int32)
+    blocks = plan_blocks(entries, source, destination)
+    assert [tuple(block) for block in blocks.tolist()] == sglang.plan_blocks(peer, buffers, *indices)
+    assert blocks.T.tolist() == list(address_lists(peer, buffers, *indices))
+    rounds = effort.pick(15, 2)
+    what = f"{len(entries)} entries x {len(source)} random pages: {len(blocks)} blocks"
+    return [
+        compare(
+            "plan/against_sglang",
+            MILLISECONDS,
+            ours=milliseconds(lambda: plan_blocks(entries, source, destination)),
+            peer=milliseconds(lambda: sglang.plan_blocks(peer, buffers, *indices)),
+            peer_is=f"SGLang {peer.version}: AscendKVManager.send_kvcache up to its transfer, without checks",
+            rounds=rounds,
+            note=f"{what}; ours with pairing and every check, as an array, theirs as tuples",
+        ),
+        compare(
+            "plan/for_the_transport_against_sglang",
+            MILLISECONDS,
+            ours=milliseconds(lambda: _for_transport(plan_blocks(entries, source, destination))),
+            peer=milliseconds(lambda: address_lists(peer, buffers, *indices)),
+            peer_is=f"SGLang {peer.version}: the same and _transfer_data, up to the engine's three lists",
+            rounds=rounds,
+            note=f"{what}; what each side's transport starts from",
         ),
     ]
 

@@ -22,15 +22,19 @@ from kvferry.clients.sync_client import Client
 from kvferry.protocol.client_core import HandOff
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import new_request_id
-from kvferry.protocol.manifests import MhaSpec
+from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
 
 __all__ = [
     "AsyncClient",
     "AttachedPool",
     "Client",
+    "DraftSpec",
     "HandOff",
+    "HybridSwaSpec",
     "KvferryError",
+    "MambaSpec",
     "MhaSpec",
+    "MlaSpec",
     "Pages",
     "new_request_id",
     "no_pages",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.engine_lists import EngineLists, engine_lists
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import Entry, Manifest
 
@@ -32,8 +33,38 @@ class AttachedPool:
 
     @property
     def page_size(self) -> int:
-        """Return the tokens of a page of the first entry."""
+        """Return the tokens of a page of the first component; 0 for a pool of states only."""
         return self.manifest.entries[0].page_tokens or 0
+
+    def page_tokens(self, component: str) -> int | None:
+        """Return the tokens of a page of a component; None for a state, whose page is the slot of a request.
+
+        Raises:
+            InvalidFieldError: the pool has no such component.
+        """
+        for entry in self.manifest.entries:
+            if entry.component == component:
+                return entry.page_tokens
+        raise InvalidFieldError(f"pool {self.name!r} has no component {component!r}", field="component")
+
+    def space_of(self, component: str) -> str:
+        """Return the page space that a component's pages are allocated from.
+
+        Raises:
+            InvalidFieldError: the pool has no such component.
+        """
+        for one in self.manifest.components:
+            if one.name == component:
+                return one.space
+        raise InvalidFieldError(f"pool {self.name!r} has no component {component!r}", field="component")
+
+    def layers(self, component: str, role: str) -> tuple[int, ...]:
+        """Return the model's numbers of the layers that ``tensor`` has for a role, in its order; () without any."""
+        return tuple(e.layer for e in self.manifest.entries if (e.component, e.role) == (component, role))
+
+    def engine_lists(self) -> EngineLists:
+        """Return the pointer lists that an engine registers, with addresses of this process's mapping."""
+        return engine_lists(self.manifest, int(self.region.view().ctypes.data))
 
     def entry_tensor(self, entry: Entry) -> torch.Tensor:
         """Return one entry as a tensor of ``entry.shape`` and ``entry.dtype`` on the host, sharing its memory."""
@@ -44,8 +75,10 @@ class AttachedPool:
     def tensor(self, component: str, role: str) -> torch.Tensor:
         """Return all layers of a role as one tensor, sharing the pool's memory.
 
-        Paged: ``(layers, pages, page_size, heads, dim)``; FIA: ``(layers, pages * page_size, 1, heads, dim)``.
-        Layers are local: the first one of the pool is 0.
+        Paged: ``(layers, pages, page_size, heads, dim)``; FIA: ``(layers, pages * page_size, 1, heads, dim)``; FIA-NZ:
+        ``(layers, pages, heads, dim / n, page_size, n)``, n elements in 32 bytes; MLA: as paged with one head,
+        ``main``'s index_scale without a dim; a state: ``(layers, slots, window, channels)`` for conv, ``(layers, slots,
+        heads, ...)`` for ssm. Layers are local, the first one that has the role is 0: see ``layers``.
 
         Raises:
             InvalidFieldError: the pool has no such entries.

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from kvferry.protocol.errors import AccessDeniedError, ConfigError
-from kvferry.protocol.paths import CONTROL_SOCKET, SESSION_SOCKET
+from kvferry.protocol.paths import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
 
 DIRECTORY_MODE = 0o750
 SOCKET_MODE = 0o660
@@ -36,6 +36,11 @@ class RuntimeDirectory:
         """Return the session socket's path."""
         return self.path / SESSION_SOCKET
 
+    @property
+    def peer_socket(self) -> Path:
+        """Return the path of the socket for other daemons of this host."""
+        return self.path / PEER_SOCKET
+
     def __enter__(self) -> Self:
         """Make the directory, lock it, and remove what a dead daemon left.
 
@@ -51,7 +56,7 @@ class RuntimeDirectory:
         try:
             self._make()
             self._lock()
-            for socket in (self.control_socket, self.session_socket):
+            for socket in (self.control_socket, self.session_socket, self.peer_socket):
                 socket.unlink(missing_ok=True)
         except OSError as cause:
             raise AccessDeniedError(f"{self.path}: {cause.strerror}", field="runtime_dir") from cause
@@ -61,7 +66,7 @@ class RuntimeDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Remove the sockets and give the lock up."""
-        for socket in (self.control_socket, self.session_socket):
+        for socket in (self.control_socket, self.session_socket, self.peer_socket):
             socket.unlink(missing_ok=True)
         os.close(self._lock_fd)
         self._lock_fd = -1
@@ -70,7 +75,7 @@ class RuntimeDirectory:
         self.path.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
         mode = stat.S_IMODE(self.path.stat().st_mode)
         if mode & ~DIRECTORY_MODE:
-            ours = {CONTROL_SOCKET, SESSION_SOCKET, LOCK_FILE}
+            ours = {CONTROL_SOCKET, SESSION_SOCKET, PEER_SOCKET, LOCK_FILE}
             foreign = {one.name for one in self.path.iterdir()} - ours
             if foreign:
                 raise ConfigError(

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.ids import PeerAddress
 from kvferry.protocol.limits import Limits
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -34,10 +35,49 @@ class PoolsConfig(_Section, frozen=True, kw_only=True):
 
 
 class TransfersConfig(_Section, frozen=True, kw_only=True):
-    """``threads`` copy, by default one a core and at most 4; ``chunk_bytes`` between two looks at the queue."""
+    """``threads`` copy, by default one a core and at most 4; ``chunk_bytes`` between two looks at the queue.
+
+    A SEND that gives its layers step by step but moves less than ``whole_below_bytes`` goes as a whole, at its last
+    step: for small prompts the steps cost more than the overlap saves.
+    """
 
     threads: Annotated[int, Meta(ge=1, le=64)] | None = None
     chunk_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 30)] = 4 << 20
+    whole_below_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
+
+
+class PeersConfig(_Section, frozen=True, kw_only=True):
+    """Other daemons: those of this host find us by our runtime directory, those of other hosts at ``listen``.
+
+    ``listen`` is ``tcp://ADDRESS:PORT`` with an address of this host that they can reach; nobody is asked who he is
+    there. A peer that says nothing for ``timeout_ms`` is lost; every ``heartbeat_ms`` a sign of life is asked for.
+    """
+
+    listen: PeerAddress | None = None
+    heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 1000
+    timeout_ms: Annotated[int, Meta(ge=50, le=600_000)] = 3000
+
+
+class LandingConfig(_Section, frozen=True, kw_only=True):
+    """Transfers between hosts, over Mooncake with ``transport = "mooncake"``.
+
+    Peers write into ``slots`` slots of ``slot_bytes`` each; as many staging buffers are gathered into on the way out as
+    ``staging`` says. All daemons need the same ``slot_bytes``. ``address`` is where Mooncake listens, by default that
+    of ``peers.listen``. A write may take ``write_timeout_s``. Slots in which a write may still land rest: beyond
+    ``quarantined_bytes`` (by default half of all), or after ``quarantined_s``, the engine is rebuilt to free them, for
+    which running transfers get ``drain_timeout_s`` to end.
+    """
+
+    transport: Literal["none", "mooncake"] = "none"
+    protocol: Literal["tcp", "ascend"] = "tcp"
+    address: str | None = None
+    slots: Annotated[int, Meta(ge=1, le=65_536)] = 16
+    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 4 << 20
+    staging: Annotated[int, Meta(ge=1, le=65_536)] = 8
+    write_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    quarantined_bytes: Annotated[int, Meta(ge=0)] | None = None
+    quarantined_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
 
 
 class ServiceConfig(_Section, frozen=True, kw_only=True):
@@ -53,6 +93,8 @@ class Config(_Section, frozen=True, kw_only=True):
     logging: LoggingConfig = LoggingConfig()
     pools: PoolsConfig = PoolsConfig()
     transfers: TransfersConfig = TransfersConfig()
+    peers: PeersConfig = PeersConfig()
+    landing: LandingConfig = LandingConfig()
     service: ServiceConfig = ServiceConfig()
     limits: Limits = Limits()
 

@@ -16,6 +16,7 @@ import zmq
 
 from kvferry.daemon.access import SOCKET_MODE
 from kvferry.daemon.metrics import Counters
+from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.limits import Limits
 
 DRAIN_BOUND = 64
@@ -40,7 +41,14 @@ OnMessage = Callable[[ReceivedMessage], None]
 class ControlSocket:
     """Binds on construction; serves between ``start`` and ``close``."""
 
-    def __init__(self, path: Path, limits: Limits, counters: Counters, on_message: OnMessage) -> None:
+    def __init__(
+        self, path: Path, limits: Limits, counters: Counters, on_message: OnMessage, *, also: str | None = None
+    ) -> None:
+        """Listen on a Unix socket and, if given, on the TCP address ``also``.
+
+        Raises:
+            ConfigError: the TCP address cannot be listened on.
+        """
         self._limits = limits
         self._counters = counters
         self._on_message = on_message
@@ -59,6 +67,13 @@ class ControlSocket:
         finally:
             os.umask(umask)
         path.chmod(SOCKET_MODE)
+        if also:
+            self._bind_tcp(also)
+
+    @property
+    def endpoint(self) -> str:
+        """Return what was bound last: the TCP address with its port, if there is one."""
+        return cast("bytes", self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Serve on this loop."""
@@ -95,6 +110,14 @@ class ControlSocket:
         finally:
             self._schedule_drain()
         return True
+
+    def _bind_tcp(self, address: str) -> None:
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as cause:
+            self._socket.close(0)
+            self._context.term()
+            raise ConfigError(f"cannot listen on {address}: {cause.strerror}", field="peers.listen") from cause
 
     def _schedule_drain(self) -> None:
         """Make sure that a message which arrived unsignalled is seen."""

@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 import structlog
@@ -17,14 +18,19 @@ from kvferry.daemon.control_socket import ControlSocket
 from kvferry.daemon.dispatch import Dispatcher
 from kvferry.daemon.memory import keep_freed_memory
 from kvferry.daemon.metrics import Counters
+from kvferry.daemon.peers import Heartbeat, PeerLinks
 from kvferry.daemon.pool_service import PoolService
+from kvferry.daemon.rooms.peer_service import PeerService
 from kvferry.daemon.rooms.service import RoomService
 from kvferry.daemon.service_manager import ServiceManager
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.daemon.sessions import Session, SessionRegistry
+from kvferry.daemon.transports.landing import Landing
 from kvferry.daemon.transports.local import LocalTransport, best_copy
+from kvferry.daemon.transports.pull import PullTransport, fetch_region
+from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.base import Body
-from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.errors import KvferryError, MalformedError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
 from kvferry.protocol.versions import FEATURES, agree
@@ -68,22 +74,53 @@ class Daemon:
             max_bytes=config.max_pool_bytes,
             populate=config.pools.populate,
         )
-        self._rooms = RoomService(self._dispatcher, self._pools, self._sessions, config.limits, self.counters)
+        self._rooms = RoomService(
+            self._dispatcher,
+            self._pools,
+            self._sessions,
+            config.limits,
+            self.counters,
+            config.transfers.whole_below_bytes,
+        )
         self._transport = LocalTransport(
             self._loop,
-            self._rooms.piece_done,
+            self._copied,
             threads=config.copy_threads,
             chunk_bytes=config.transfers.chunk_bytes,
             copy=best_copy(),
         )
-        self._rooms.connect(self._transport)
+        self._links = PeerLinks(
+            self.boot_id,
+            directory.peer_socket,
+            config.peers.listen,
+            Heartbeat(config.peers.heartbeat_ms, config.peers.timeout_ms),
+            config.limits,
+            self.counters,
+        )
+        self._executor = ThreadPoolExecutor(config.copy_threads, "landing")
+        self._pull = PullTransport(
+            self._links.send, self._transport, self._executor, self._rooms.piece_done, fetch_region
+        )
+        self._remote = RemoteTransports(self._pull)
+        peers = PeerService(
+            self._links, self._rooms.book.peers, self._pools, self._remote, self._rooms.carry_out, self.counters
+        )
+        self._session_socket.region_of = peers.region_of
+        self._rooms.connect(self._transport, self._remote, peers)
+        self._landing = Landing(config, self._links, self._rooms, self._executor, self.counters)
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.handle_open("PING", lambda _body: Pong())
         self._dispatcher.handle_open("STATUS", self._status)
         self._dispatcher.check_complete()
 
     async def serve(self, manager: ServiceManager) -> None:
-        """Serve until it is stopping, then let running hand-offs finish and give everything back."""
+        """Serve until it is stopping, then let running hand-offs finish and give everything back.
+
+        Raises:
+            KvferryError: the transport between hosts cannot be had.
+        """
+        await self._landing.start(self._remote)
+        self._links.start(self._loop)
         self._control.start(self._loop)
         self._session_socket.start(self._loop)
         manager.ready(f"serving, boot id {self.boot_id}")
@@ -94,7 +131,11 @@ class Daemon:
             self._rooms.drain()
             await self._drain()
         finally:
+            self._remote.close()
+            await self._landing.close()
             self._transport.close()
+            self._executor.shutdown()
+            self._links.close()
             self._control.close()  # first what was said, then the end of the sessions
             self._session_socket.close()
             self._pools.close()
@@ -106,6 +147,10 @@ class Daemon:
                 await self._rooms.drained()
         except TimeoutError:
             log.warning("hand-offs cut off", live=len(self._rooms.status()))
+
+    def _copied(self, piece_id: int, error: KvferryError | None) -> None:
+        if not self._pull.copied(piece_id, error):
+            self._rooms.piece_done(piece_id, error)
 
     def _session_opened(self, session: Session) -> None:
         self._rooms.session_opened(session)

@@ -15,7 +15,7 @@ from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.manifest import bytes_per_page
+from kvferry.pools.manifest import bytes_per_page, spaces_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
     KvferryError,
@@ -38,7 +38,7 @@ from kvferry.protocol.pool_messages import (
     PoolCreated,
     PoolDeleted,
 )
-from kvferry.protocol.session_messages import PoolStatus
+from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
 
 log = structlog.get_logger(__name__)
 
@@ -105,19 +105,7 @@ class PoolService:
 
     def status(self) -> tuple[PoolStatus, ...]:
         """Return the pools as STATUS shows them."""
-        return tuple(
-            PoolStatus(
-                pool=pool.name,
-                tenant=pool.tenant,
-                layout_digest=pool.manifest.layout_digest,
-                region_bytes=pool.manifest.region_bytes,
-                page_bytes=bytes_per_page(pool.manifest),
-                pages=pool.allocator.capacity,
-                free=pool.allocator.free_count,
-                busy=pool.allocator.busy_count,
-            )
-            for pool in self
-        )
+        return tuple(_status_of(pool) for pool in self)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -205,10 +193,39 @@ class PoolService:
             )
 
 
+def _status_of(pool: Pool) -> PoolStatus:
+    spaces = tuple(
+        SpaceStatus(
+            space=space,
+            page_bytes=bytes_per_page(pool.manifest, space),
+            pages=allocator.capacity,
+            free=allocator.free_count,
+            busy=allocator.busy_count,
+        )
+        for space, allocator in pool.allocators.items()
+    )
+    return PoolStatus(
+        pool=pool.name,
+        tenant=pool.tenant,
+        layout_digest=pool.manifest.layout_digest,
+        region_bytes=pool.manifest.region_bytes,
+        page_bytes=spaces[0].page_bytes,
+        pages=spaces[0].pages,
+        free=spaces[0].free,
+        busy=spaces[0].busy,
+        spaces=spaces if len(spaces) > 1 else (),
+    )
+
+
 def _check_same(existing: Manifest, wanted: Manifest, name: str) -> None:
-    if (existing.layout_digest, existing.pages) != (wanted.layout_digest, wanted.pages):
+    if (existing.layout_digest, spaces_of(existing)) != (wanted.layout_digest, spaces_of(wanted)):
         raise PoolExistsError(
-            f"pool {name!r} exists with {existing.pages} pages of layout {existing.layout_digest}; "
-            f"asked for {wanted.pages} of {wanted.layout_digest}",
+            f"pool {name!r} exists with {_pages_text(existing)} pages of layout {existing.layout_digest}; "
+            f"asked for {_pages_text(wanted)} of {wanted.layout_digest}",
             field="spec",
         )
+
+
+def _pages_text(manifest: Manifest) -> str:
+    spaces = spaces_of(manifest)
+    return ", ".join(f"{pages} {space}" for space, pages in spaces.items()) if len(spaces) > 1 else f"{manifest.pages}"

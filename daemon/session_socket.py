@@ -20,9 +20,17 @@ import structlog
 from kvferry.daemon.access import SOCKET_MODE
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.sessions import Peer, Session, SessionRegistry
-from kvferry.protocol.errors import KvferryError, MalformedError, NoSessionError, OverloadedError
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import (
+    AccessDeniedError,
+    KvferryError,
+    MalformedError,
+    NoSessionError,
+    OverloadedError,
+    UnknownPoolError,
+)
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.session_messages import RegionFollows, SessionOpened, SessionRefused
+from kvferry.protocol.session_messages import RegionFollows, RegionRequest, SessionOpened, SessionRefused
 from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_open
 from kvferry.protocol.versions import agree
 
@@ -55,6 +63,7 @@ class SessionSocket:
         self.on_opened = on_opened
         self.on_lost = on_lost
         self.unopened = 0
+        self.region_of: Callable[[RegionRequest], HostRegion] = _no_region
         self._connections: dict[int, _Connection] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -145,6 +154,7 @@ class _Connection:
         self._session: Session | None = None
         self._pidfd = -1
         self._closed = False
+        self._served = False
         owner.unopened += 1
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         loop.add_reader(channel, self._readable)
@@ -174,9 +184,10 @@ class _Connection:
         self._channel.close()
         if self._session is None:
             self._owner.unopened -= 1
+        if self._session is None and not self._served:
             self._owner.counters.add("sessions.refused")
             log.info("session refused", cause=why)
-        else:
+        elif self._session is not None:
             log.info("session ended", session=self._session.session_id, pid=self._session.peer.pid, cause=why)
             self._owner.closed(self._session)
 
@@ -208,6 +219,9 @@ class _Connection:
 
     def _open(self, frame: bytes) -> None:
         opening = unpack_open(frame)
+        if isinstance(opening, RegionRequest):
+            self._give_region(opening)
+            return
         agree(opening.protocol_min, opening.protocol_max)
         peer = _peer_of(self._channel)
         self._pidfd = _pidfd_of(self._channel, peer)
@@ -224,9 +238,27 @@ class _Connection:
         if self._pidfd >= 0 and not self._closed:
             self._loop.add_reader(self._pidfd, self.close, "its process ended")
 
+    def _give_region(self, asked: RegionRequest) -> None:
+        """Hand a pool's memory to another daemon of this host: to read, and to a daemon of our own user only."""
+        peer = _peer_of(self._channel)
+        if peer.uid not in {0, os.getuid()}:
+            raise AccessDeniedError(f"user {peer.uid} runs no daemon that may read pools here", field="pool")
+        fd = self._owner.region_of(asked).read_only_fd()
+        try:
+            socket.send_fds(self._channel, [pack(RegionFollows(message_id=0, pool=asked.pool))], [fd])
+        finally:
+            os.close(fd)
+        self._owner.counters.add("peers.regions_given")
+        self._served = True
+        self.close("a daemon was given a region")
+
     def _answer(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # a peer that is gone is seen by its end-of-file
             self._channel.send(data)
+
+
+def _no_region(asked: RegionRequest) -> HostRegion:
+    raise UnknownPoolError(f"no pool {asked.pool!r}", field="pool")
 
 
 def _peer_of(channel: socket.socket) -> Peer:

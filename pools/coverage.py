@@ -7,6 +7,7 @@ is of a part of an entry's heads: before that an entry's page is one cell.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -36,9 +37,9 @@ class Cells(NamedTuple):
     stop: int
     heads: tuple[Heads | None, ...] | None = None
 
-    def select(self, rows: npt.NDArray[np.intp]) -> Cells:
-        """Return the cells of some rows, by their indices."""
-        heads = None if self.heads is None else tuple(self.heads[row] for row in rows.tolist())
+    def of(self, rows: Rows) -> Cells:
+        """Return the cells of some rows."""
+        heads = None if self.heads is None else tuple(itertools.compress(self.heads, rows.tolist()))
         return self._replace(entries=self.entries[rows], heads=heads)
 
 
@@ -69,7 +70,6 @@ class Coverage:
         self._entries = entries
         self._required = np.array([entry.component not in optional_components for entry in entries], np.bool_)
         self._promised, self._arrived, self._excused = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
-        self._excused = np.zeros((len(entries), 1, pages), np.bool_)
 
     def free_rows(self, cells: Cells, replicated: Rows) -> Rows:
         """Return which rows have no sender yet. A source's own chunks never meet: the room book sees to that.
@@ -111,10 +111,6 @@ class Coverage:
         self._tell_heads_apart(cells)
         self._set(self._excused, cells, value=True)
 
-    def excuse(self, cells: Cells) -> None:
-        """Require the cells no more."""
-        self._set(self._excused, cells, value=True)
-
     def check_promised(self, excused: Iterable[Cells] = ()) -> None:
         """Check that every required cell has a sender, but for those that are excused or would be.
 
@@ -122,8 +118,11 @@ class Coverage:
             UncoveredEntryError: names the first entry of which no page has one.
             IncompleteError: names the first cell without one and counts them.
         """
+        extra = tuple(excused)
+        for cells in extra:
+            self._tell_heads_apart(cells)
         settled = self._promised | self._excused
-        for cells in excused:
+        for cells in extra:
             self._set(settled, cells, value=True)
         bare = np.flatnonzero(self._required & ~settled.any(axis=(1, 2)))
         if len(bare):
@@ -184,7 +183,6 @@ class Coverage:
             self._promised, self._arrived, self._excused = (
                 np.repeat(grid, most, axis=1) for grid in (self._promised, self._arrived, self._excused)
             )
-            self._excused = np.repeat(self._excused, most, axis=1)
 
     def _heads_of(self, entry: int) -> int:
         return self._entries[entry].heads or 1

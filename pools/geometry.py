@@ -34,17 +34,17 @@ def dtype_bytes(dtype: str) -> int:
     return size
 
 
-def page_count(tokens: int, page_size: int) -> int:
+def page_count(tokens: int, page_size: int, field: str = "tokens") -> int:
     """Return the pages of a pool that holds ``tokens`` tokens, the padding page 0 included.
 
     Raises:
-        InvalidFieldError: less than one page of tokens, or more pages than a table can number.
+        InvalidFieldError: less than one page of tokens, or more pages than a table can number; names ``field``.
     """
     pages = tokens // page_size + 1
     if pages == 1:
-        raise InvalidFieldError(f"{tokens} tokens are less than one page of {page_size}", field="tokens")
+        raise InvalidFieldError(f"{tokens} tokens are less than one page of {page_size}", field=field)
     if pages > MAX_PAGES:
-        raise InvalidFieldError(f"{pages} pages; at most {MAX_PAGES}", field="tokens")
+        raise InvalidFieldError(f"{pages} pages; at most {MAX_PAGES}", field=field)
     return pages
 
 

@@ -5,12 +5,12 @@ Knows nothing of entries or pages: a page's geometry is ``pairing``'s business.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError
 
 
-class Heads(NamedTuple):
+class Heads(msgspec.Struct, frozen=True):
     """Consecutive KV heads: the first one and how many. Of the model, or of an entry, as the owner says."""
 
     start: int
@@ -22,7 +22,7 @@ class Heads(NamedTuple):
         return self.start + self.count
 
 
-class RankHeads(NamedTuple):
+class RankHeads(msgspec.Struct, frozen=True):
     """The model's heads that one rank holds, and how many ranks hold these very heads (1: no other)."""
 
     start: int

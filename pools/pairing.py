@@ -27,7 +27,7 @@ SLICEABLE_FORMATS = (None, "ND")
 """Physical orders in which one head of one token is contiguous."""
 
 
-class HeadSlice(NamedTuple):
+class HeadSlice(msgspec.Struct, frozen=True):
     """The heads that a pair exchanges: ``count``, from ``source`` and ``destination``, each side's own numbers."""
 
     source: int
@@ -98,10 +98,12 @@ def _pair(source: Entry, destination: Entry, index: int) -> Pair | None:
     if (source.head_start, source.heads) != (destination.head_start, destination.heads):
         ours, theirs = _heads_of(source), _heads_of(destination)
         if ours and theirs:
-            _check_sliced(source, destination, index)
+            for field in MUST_AGREE_SLICED:
+                _check_field(source, destination, field, index)
             common = intersect(ours, theirs)
             if common is None:
                 return None
+            _check_sliceable(source, destination, index)
             heads = HeadSlice(common.start - ours.start, common.start - theirs.start, common.count)
             return Pair(source, destination, index, heads)
     _check_agreement(source, destination, index)
@@ -115,9 +117,7 @@ def _heads_of(entry: Entry) -> Heads | None:
     return Heads(entry.head_start, entry.heads)
 
 
-def _check_sliced(source: Entry, destination: Entry, index: int) -> None:
-    for field in MUST_AGREE_SLICED:
-        _check_field(source, destination, field, index)
+def _check_sliceable(source: Entry, destination: Entry, index: int) -> None:
     if destination.format not in SLICEABLE_FORMATS or source.format not in SLICEABLE_FORMATS:
         raise GeometryMismatchError(
             f"{destination.name}: both sides hold other heads, and pages of format "

@@ -59,12 +59,20 @@ class PlanSide(msgspec.Struct, frozen=True):
     @property
     def sliced(self) -> npt.NDArray[np.bool_]:
         """Return which entries exchange less than whole pages: ``(entries,)`` bool."""
-        return self.slice_bytes != self.page_bytes
+        sliced: npt.NDArray[np.bool_] = self.slice_bytes != self.page_bytes
+        return sliced
 
-    def select(self, entries: npt.NDArray[np.intp]) -> PlanSide:
-        """Return the side with some of the entries only, by their indices."""
-        arrays = (self.base, self.page_bytes, self.rows, self.row_bytes, self.slice_offset, self.slice_bytes)
-        return PlanSide(*(one[entries] for one in arrays), self.ids)
+    def of(self, entries: npt.NDArray[np.bool_]) -> PlanSide:
+        """Return the side with some of the entries only, by a mask."""
+        return PlanSide(
+            self.base[entries],
+            self.page_bytes[entries],
+            self.rows[entries],
+            self.row_bytes[entries],
+            self.slice_offset[entries],
+            self.slice_bytes[entries],
+            self.ids,
+        )
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -89,9 +97,9 @@ class Plan(msgspec.Struct, frozen=True):
         """Return which entries exchange less than whole pages of some side: ``(entries,)`` bool."""
         return self.source.sliced | self.destination.sliced
 
-    def select(self, entries: npt.NDArray[np.intp]) -> Plan:
-        """Return the plan with some of the entries only, by their indices."""
-        return Plan(self.source.select(entries), self.destination.select(entries), self.runs)
+    def of(self, entries: npt.NDArray[np.bool_]) -> Plan:
+        """Return the plan with some of the entries only, by a mask."""
+        return Plan(self.source.of(entries), self.destination.of(entries), self.runs)
 
     def blocks(self) -> Blocks:
         """Return all copies, entry by entry, runs in order: ``(n, 3)`` uint64.
@@ -100,34 +108,12 @@ class Plan(msgspec.Struct, frozen=True):
         """
         sliced = self.sliced
         if not sliced.any():
-            return self._whole_blocks()
-        one_by_one = [self.select(np.array([entry])) for entry in range(len(sliced))]
-        return np.concatenate(
-            [one._token_blocks() if cut else one._whole_blocks() for one, cut in zip(one_by_one, sliced, strict=True)]
-        )
-
-    def _whole_blocks(self) -> Blocks:
-        sizes = self.source.page_bytes[:, None]
-        columns = np.empty((3, len(sizes), len(self.runs.pages)), np.uint64)  # each column in one piece
-        np.multiply(sizes, self.runs.source.astype(np.uint64), out=columns[0])
-        np.multiply(sizes, self.runs.destination.astype(np.uint64), out=columns[1])
-        np.multiply(sizes, self.runs.pages.astype(np.uint64), out=columns[2])
-        columns[0] += self.source.base[:, None]
-        columns[1] += self.destination.base[:, None]
-        return columns.reshape(3, -1).T
-
-    def _token_blocks(self) -> Blocks:
-        """Return a block for each row of the side that has more of them."""
-        rows = np.maximum(self.source.rows, self.destination.rows)
-        size = self.source.segment_bytes // rows
-        tokens = np.arange(int(rows[0]), dtype=np.uint64)
-        blocks = np.empty((len(self.source.ids), len(tokens), 3), np.uint64)
-        for column, side in enumerate((self.source, self.destination)):
-            row_bytes = np.where(side.rows == rows, side.row_bytes, size)  # a whole page holds its tokens in a row
-            pages = side.base + side.slice_offset + side.ids.astype(np.uint64) * side.page_bytes
-            blocks[:, :, column] = pages[:, None] + tokens * row_bytes
-        blocks[:, :, 2] = size
-        return blocks.reshape(-1, 3)
+            return _whole_blocks(self)
+        parts = []
+        for entry, cut in enumerate(sliced.tolist()):
+            alone = self.of(np.arange(len(sliced)) == entry)
+            parts.append(_token_blocks(alone) if cut else _whole_blocks(alone))
+        return np.concatenate(parts)
 
 
 def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageIds) -> Plan:
@@ -174,7 +160,8 @@ def make_side(entries: Sequence[Entry], heads: Sequence[Heads | None] | None, id
     if heads is None or not any(heads):
         return PlanSide(base, page_bytes, ones, page_bytes, zeros, page_bytes, ids)
     shapes = np.array([_slice_of(entry, its) for entry, its in zip(entries, heads, strict=True)], np.uint64)
-    return PlanSide(base, page_bytes, *np.ascontiguousarray(shapes.T), ids)
+    rows, row_bytes, slice_offset, slice_bytes = np.ascontiguousarray(shapes.T)
+    return PlanSide(base, page_bytes, rows, row_bytes, slice_offset, slice_bytes, ids)
 
 
 def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
@@ -193,3 +180,28 @@ def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
     row_bytes = entry.page_bytes // tokens
     head_bytes = row_bytes // held
     return tokens, row_bytes, heads.start * head_bytes, heads.count * head_bytes
+
+
+def _whole_blocks(plan: Plan) -> Blocks:
+    sizes = plan.source.page_bytes[:, None]
+    columns = np.empty((3, len(sizes), len(plan.runs.pages)), np.uint64)  # each column in one piece
+    np.multiply(sizes, plan.runs.source.astype(np.uint64), out=columns[0])
+    np.multiply(sizes, plan.runs.destination.astype(np.uint64), out=columns[1])
+    np.multiply(sizes, plan.runs.pages.astype(np.uint64), out=columns[2])
+    columns[0] += plan.source.base[:, None]
+    columns[1] += plan.destination.base[:, None]
+    return columns.reshape(3, -1).T
+
+
+def _token_blocks(plan: Plan) -> Blocks:
+    """Return a block for each token of each page of the plan's one entry."""
+    rows = max(int(plan.source.rows[0]), int(plan.destination.rows[0]))
+    size = int(plan.source.segment_bytes[0]) // rows
+    tokens = np.arange(rows, dtype=np.uint64)
+    blocks = np.empty((len(plan.source.ids), rows, 3), np.uint64)
+    for column, side in enumerate((plan.source, plan.destination)):
+        row_bytes = int(side.row_bytes[0]) if side.sliced[0] else size  # a whole page holds its tokens in a row
+        pages = side.base + side.slice_offset + side.ids.astype(np.uint64) * side.page_bytes
+        blocks[:, :, column] = pages[:, None] + tokens * np.uint64(row_bytes)
+    blocks[:, :, 2] = size
+    return blocks.reshape(-1, 3)

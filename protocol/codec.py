@@ -64,21 +64,14 @@ def encode(message: Request | Reply | Event, ids: Sequence[PageIds] = ()) -> Fra
     Raises:
         ValueError: the lists are not those that the body announces: a bug of the caller.
     """
-    frames: Frames = [_encoder.encode(message)]
-    counts = message.body.page_counts()
-    if not ids and not counts:
-        return frames
-    if tuple(len(one) for one in ids) != counts:
-        raise ValueError(f"{type(message.body).__name__} announces {counts} page ids")
-    frames.extend(np.ascontiguousarray(one, WIRE_IDS).data.cast("B") for one in ids)
-    return frames
+    return with_page_lists(_encoder.encode(message), message.body, ids)
 
 
 def decode_request(frames: Sequence[bytes]) -> IncomingRequest | UnreadableRequest:
     """Return the request, or what to answer where the bytes are none. Never raises for any input."""
     try:
         request = _request_decoder.decode(frames[0])
-        return IncomingRequest(request, _page_lists(request.body, frames[1:]))
+        return IncomingRequest(request, page_lists(request.body, frames[1:]))
     except (msgspec.MsgspecError, ValueError, IndexError, RecursionError, MemoryError, KvferryError) as cause:
         return _explain(frames[0] if frames else b"", cause)
 
@@ -91,12 +84,33 @@ def decode_from_daemon(frames: Sequence[bytes]) -> IncomingReply:
     """
     try:
         message = _from_daemon_decoder.decode(frames[0])
-        return IncomingReply(message, _page_lists(message.body, frames[1:]))
+        return IncomingReply(message, page_lists(message.body, frames[1:]))
     except (msgspec.MsgspecError, ValueError, IndexError, RecursionError, MemoryError) as cause:
         raise MalformedError(f"the daemon's message cannot be read: {cause}") from cause
 
 
-def _page_lists(body: Body, frames: Sequence[bytes]) -> tuple[PageIds, ...]:
+def with_page_lists(head: bytes, body: Body, ids: Sequence[PageIds]) -> Frames:
+    """Return a message's frames: its head and the page lists that its body announces.
+
+    Raises:
+        ValueError: the lists are not those that the body announces: a bug of the caller.
+    """
+    frames: Frames = [head]
+    counts = body.page_counts()
+    if not ids and not counts:
+        return frames
+    if tuple(len(one) for one in ids) != counts:
+        raise ValueError(f"{type(body).__name__} announces {counts} page ids")
+    frames.extend(np.ascontiguousarray(one, WIRE_IDS).data.cast("B") for one in ids)
+    return frames
+
+
+def page_lists(body: Body, frames: Sequence[bytes]) -> tuple[PageIds, ...]:
+    """Return the page lists that follow a body, as views of the received bytes.
+
+    Raises:
+        MalformedError: they are not those that the body announces.
+    """
     counts = body.page_counts()
     if not counts and not frames:
         return ()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 CONTROL_SOCKET = "control.sock"
 SESSION_SOCKET = "session.sock"
+PEER_SOCKET = "peer.sock"
 
 
 def default_runtime_dir(environ: Mapping[str, str]) -> Path:

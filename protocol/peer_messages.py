@@ -17,8 +17,8 @@ from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
 from kvferry.protocol.manifests import Index, Manifest, Offset, Size
 from kvferry.protocol.room_messages import PageLists, Payload
 
-Number = Annotated[int, Meta(ge=0, lt=1 << 63)]
-Checksum = Annotated[int, Meta(ge=0, lt=1 << 64)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Checksum = Annotated[int, Meta(ge=0)]
 
 
 class RoomName(msgspec.Struct, frozen=True, array_like=True):
@@ -54,6 +54,8 @@ class PeerOffer(Body, frozen=True, kw_only=True, tag="OFFER"):
     chunk: Number
     pool: PoolName
     manifest: Manifest | None = None
+    region: Number = 0
+    """Which memory it is, for a home on the same host."""
     lists: PageLists
     last: bool
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
@@ -140,12 +142,13 @@ class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
 
 
 class Landed(Body, frozen=True, kw_only=True, tag="LANDED"):
-    """Source to home: the grant is used up and no byte of it can move any more; XXH3-64 of the bytes if all went."""
+    """Source to home: the grant is used up, and its pages are not read any more; XXH3-64 of the bytes if all landed."""
 
-    piece: Number
     grant: Number
     checksum: Checksum = 0
     error: ErrorInfo | None = None
+    may_still_land: bool = False
+    """Whether bytes may still land, whatever the source does: the slot has to rest."""
 
 
 class PieceOver(Body, frozen=True, kw_only=True, tag="PIECE_OVER"):

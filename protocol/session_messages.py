@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.ids import Hex128
+from kvferry.protocol.ids import Hex128, PoolName
 from kvferry.protocol.limits import Limits
 
 ClientName = Annotated[str, Meta(max_length=128)]
@@ -44,8 +44,22 @@ class Status(Body, frozen=True, kw_only=True, tag="STATUS"):
     """Ask what the daemon holds and does."""
 
 
-class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One pool in STATUS. ``pages`` leaves the padding page out; ``busy`` pages have a reader or a writer."""
+class SpaceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One page space of a pool in STATUS; see ``PoolStatus``."""
+
+    space: str
+    page_bytes: int
+    pages: int
+    free: int
+    busy: int
+
+
+class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One pool in STATUS. ``pages`` leaves the padding page out; ``busy`` pages have a reader or a writer.
+
+    ``page_bytes``, ``pages``, ``free`` and ``busy`` are of the first page space; ``spaces`` has all where there are
+    several.
+    """
 
     pool: str
     tenant: int
@@ -55,6 +69,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
     free: int
     busy: int
+    spaces: tuple[SpaceStatus, ...] = ()
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +117,15 @@ class SessionOpen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     protocol_min: int
     protocol_max: int
     name: ClientName = ""
+
+
+class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REGION_REQUEST"):
+    """Another daemon of this host asks, instead of opening a session, for a pool's memory: to read it."""
+
+    tenant: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    pool: PoolName
+    region: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    """Which memory the pool had when it was offered."""
 
 
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPENED"):

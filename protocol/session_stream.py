@@ -9,21 +9,19 @@ import msgspec
 
 from kvferry.protocol.errors import MalformedError
 from kvferry.protocol.session_messages import (
-    RegionFollows,
+    RegionRequest,
     SessionFrame,
     SessionOpen,
-    SessionOpened,
-    SessionRefused,
 )
 
 MAX_SESSION_FRAME_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
-_open_decoder = msgspec.msgpack.Decoder(SessionOpen)
+_open_decoder = msgspec.msgpack.Decoder(SessionOpen | RegionRequest)
 _frame_decoder = msgspec.msgpack.Decoder(SessionFrame)
 
 
-def pack(message: SessionOpen | SessionOpened | SessionRefused | RegionFollows) -> bytes:
+def pack(message: SessionOpen | RegionRequest | SessionFrame) -> bytes:
     """Return the message as one frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -53,19 +51,20 @@ class FrameSplitter:
             yield frame
 
 
-def unpack_open(frame: bytes) -> SessionOpen:
-    """Return a client's opening frame.
+def unpack_open(frame: bytes) -> SessionOpen | RegionRequest:
+    """Return the opening frame of a client, or of another daemon.
 
     Raises:
         MalformedError: the bytes are none.
     """
     try:
-        return _open_decoder.decode(frame)
+        opening: SessionOpen | RegionRequest = _open_decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
         raise MalformedError(f"no session opening: {cause}") from cause
+    return opening
 
 
-def unpack_frame(frame: bytes) -> SessionOpened | SessionRefused | RegionFollows:
+def unpack_frame(frame: bytes) -> SessionFrame:
     """Return a daemon's frame.
 
     Raises:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
+from kvferry.clients.cli.tables import table
 from kvferry.clients.sync_client import Client
-from kvferry.protocol.session_messages import StatusReport
+from kvferry.protocol.session_messages import PoolStatus, StatusReport
 
 GIB = 1 << 30
 
@@ -40,35 +41,30 @@ def _lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         f"kvferry {report.daemon_version} pid {report.pid} boot {boot_id[:8]} {state} "
         f"for {report.uptime_ms / 1000:.0f} s"
     )
-    yield from _table(
+    yield from table(
         "pools",
         ("pool", "tenant", "pages", "free", "busy", "page KiB", "GiB", "layout"),
-        [
-            (p.pool, p.tenant, p.pages, p.free, p.busy, f"{p.page_bytes / 1024:.1f}", f"{p.region_bytes / GIB:.2f}",
-             p.layout_digest[:8])
-            for p in report.pools
-        ],
-    )  # fmt: skip
-    yield from _table(
+        [row for pool in report.pools for row in _pool_rows(pool)],
+    )
+    yield from table(
         "sessions",
         ("session", "name", "tenant", "pid", "pages", "hand-offs", "unacked"),
         [(s.session, s.name, s.tenant, s.pid, s.pages, s.rooms, s.unacknowledged_events) for s in report.sessions],
     )
-    yield from _table(
+    yield from table(
         "hand-offs",
         ("request", "side", "pool", "state", "age ms", "pages", "arrived", "waits for"),
         [(r.request, r.side, r.pool, r.state, r.age_ms, r.pages, r.arrived, r.waits_for) for r in report.rooms],
     )
-    yield from _table("counters", ("name", "count"), list(report.counters.items()))
+    yield from table("counters", ("name", "count"), list(report.counters.items()))
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterable[str]:
-    yield ""
-    if not rows:
-        yield f"no {title}"
-        return
-    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    yield title
-    for row in cells:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:
+    """Yield a pool's row, and one more for each page space beyond the first; spaces are named where there are more."""
+    first, *more = [f"{pool.pool} {one.space}" for one in pool.spaces] or [pool.pool]
+    yield (
+        first, pool.tenant, pool.pages, pool.free, pool.busy, f"{pool.page_bytes / 1024:.1f}",
+        f"{pool.region_bytes / GIB:.2f}", pool.layout_digest[:8],
+    )  # fmt: skip
+    for name, one in zip(more, pool.spaces[1:], strict=True):
+        yield (name, "", one.pages, one.free, one.busy, f"{one.page_bytes / 1024:.1f}", "", "")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from kvferry.clients.cli import inspect, planning, probing
+from kvferry.clients.cli import inspect, layouts, planning, probing
 from kvferry.protocol.errors import KvferryError
 
 
@@ -50,8 +50,13 @@ def _parser() -> argparse.ArgumentParser:
         ("ping", "ask whether the daemon answers", inspect.ping, _add_runtime_dir),
         ("status", "show what the daemon holds and does", inspect.status, _add_status),
         ("probe", "send any message, written as JSON, and print the reply", probing.probe, _add_probe),
-        ("layout", "print the manifest of a pool spec", planning.layout, _add_file),
-        ("plan", "print the copies of a hand-off, without a daemon", planning.plan, _add_file),
+        (
+            "layout",
+            "print the manifest of a pool spec, or what a model's pool takes",
+            layouts.layout,
+            layouts.add_layout,
+        ),
+        ("plan", "print the copies of a hand-off, without a daemon", planning.plan, _add_plan),
     ):
         command = commands.add_parser(name, help=text, description=text)
         arguments(command)
@@ -77,6 +82,12 @@ def _add_probe(command: argparse.ArgumentParser) -> None:
 
 def _add_file(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", metavar="FILE", help="a JSON file, or - for standard input")
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    _add_file(command)
+    command.add_argument("--explain", action="store_true", help="show what pairs with what, what is left out, and why")
+    command.add_argument("--json", action="store_true", help="the explanation for programs")
 
 
 if __name__ == "__main__":

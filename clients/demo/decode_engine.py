@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -38,9 +39,12 @@ class _Request:
 class DecodeEngine:
     """One engine; requests in turn, one token each, so that every one is computed as if alone."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, sources: int = 1, source_daemons: Sequence[str] = ()) -> None:
+        """Receive from so many pools, of these daemons or, where none are given, of this engine's own."""
         self._client = engine.client
         self._model = engine.model
+        self._sources = sources
+        self._source_daemons = tuple(source_daemons)
         self._pool = engine.pool.name
         self._page_size = engine.pool.page_size
         self._k = engine.pool.tensor("main", "k")
@@ -71,12 +75,22 @@ class DecodeEngine:
             prompt = self._backlog.popleft()
             self._unreserved_pages -= self._most_pages(prompt)
             ids = self._allocate(-(-len(prompt.tokens) // self._page_size))
-            lists = [pages(ids, tokens=len(prompt.tokens))]
-            room = self._client.receive(self._pool, prompt.request_id, lists, deadline_s=HAND_OFF_DEADLINE_S)
+            room = self._receive(prompt, ids)
             sequence = PagedSequence(torch.tensor(ids), self._page_size, len(prompt.tokens))
             self._rooms[room] = _Request(prompt, sequence, PagedCache(self._k, self._v, sequence))
         if self._backlog and not self._rooms and not self._decoding:
             raise InternalError(f"a prompt of {len(self._backlog[0].tokens)} tokens does not fit in {self._pool}")
+
+    def _receive(self, prompt: Prompt, ids: list[int]) -> HandOff:
+        """Make a room for a prompt in these pages."""
+        return self._client.receive(
+            self._pool,
+            prompt.request_id,
+            [pages(ids, tokens=len(prompt.tokens))],
+            sources=self._sources,
+            source_daemons=self._source_daemons,
+            deadline_s=HAND_OFF_DEADLINE_S,
+        )
 
     def _most_pages(self, prompt: Prompt) -> int:
         """Return how many pages a request can come to need; the last token's K and V are never computed."""
@@ -140,9 +154,10 @@ class DecodeEngine:
 
 def main() -> None:
     """Serve the router's prompts until there are no more."""
-    engine = start(arguments())
+    options = arguments()
+    engine = start(options)
     with engine.client:
-        decode = DecodeEngine(engine)
+        decode = DecodeEngine(engine, sources=options.sources, source_daemons=options.source_daemon)
         for prompt in read_prompts():
             decode.add(prompt)
         decode.run()

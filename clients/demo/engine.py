@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvferry.clients.demo.messages import Ready, tell
 from kvferry.clients.demo.model import load_model
 from kvferry.clients.demo.prompts import PAGE_SIZE
+from kvferry.clients.demo.stages import cut_stage, split_layers
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.manifests import MhaSpec
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Engine(NamedTuple):
-    """A client with one pool, and a model."""
+    """A client with one pool, and a model or one pipeline stage of it."""
 
     client: Client
     pool: AttachedPool
@@ -34,6 +35,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pool", default="")
     parser.add_argument("--pool-tokens", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--stage", type=int, default=0, help="which pipeline stage of the model, from 0")
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--listen", help="where the stage before connects to")
+    parser.add_argument("--next-stage", help="where the next stage listens")
+    parser.add_argument("--sources", type=int, default=1, help="how many pools send to decode")
+    parser.add_argument("--source-daemon", action="append", default=[], help="where a source's daemon listens")
     return parser.parse_args()
 
 
@@ -41,16 +48,19 @@ def start(options: argparse.Namespace) -> Engine:
     """Load the model, open a session, create and map the pool, and tell the router."""
     started = time.monotonic()
     model = load_model(options.model, options.threads)
+    layers = split_layers(model.config.num_hidden_layers, options.stages)[options.stage]
+    cut_stage(model, layers)
     client = Client.connect(options.runtime_dir, name=options.pool)
-    pool = client.create_pool(options.pool, pool_spec(model.config, options.pool_tokens))
+    pool = client.create_pool(options.pool, pool_spec(model.config, options.pool_tokens, layers.start))
     tell(Ready(load_s=time.monotonic() - started))
     return Engine(client, pool, model)
 
 
-def pool_spec(config: LlamaConfig, tokens: int) -> MhaSpec:
-    """Return the spec of a pool for this model."""
+def pool_spec(config: LlamaConfig, tokens: int, first_layer: int = 0) -> MhaSpec:
+    """Return the spec of a pool for this model, or for its stage that begins with ``first_layer``."""
     return MhaSpec(
         layers=config.num_hidden_layers,
+        first_layer=first_layer,
         tokens=tokens,
         page_size=PAGE_SIZE,
         kv_heads=config.num_key_value_heads or config.num_attention_heads,

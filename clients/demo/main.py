@@ -1,10 +1,11 @@
-"""``kvferry demo``: starts a daemon and two engines, routes prompts to both, and compares with plain ``generate()``."""
+"""``kvferry demo``: starts daemons and engines, routes prompts to them, and compares with plain ``generate()``."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -15,10 +16,11 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
+from kvferry.clients.demo.cluster import Cluster, Node, check_possible, start_cluster, start_engine
 from kvferry.clients.demo.errors import DemoError
 from kvferry.clients.demo.messages import Arrived, Done, Prefilled, Prompt, Ready, Token
 from kvferry.clients.demo.model import OFFLINE, check_installed, converted_model, load_tokenizer
-from kvferry.clients.demo.processes import Child, failure, listen, start_daemon
+from kvferry.clients.demo.processes import Child, failure, listen
 from kvferry.clients.demo.prompts import AT_LEAST, make_prompts
 from kvferry.clients.demo.report import Report, RequestFigures, table
 from kvferry.protocol.ids import new_request_id
@@ -30,25 +32,26 @@ ENGINE_THREADS = 1
 """The same for all: tokens are identical only so."""
 REFERENCES = 2
 """As many processes compute the reference as served before: one a core on the smallest machine."""
+MOST_HOSTS = 3
 
 
 class _Run(NamedTuple):
     """What every step of a run needs."""
 
     folder: Path
-    runtime_dir: Path
     model: Path
-    daemon: Child
+    cluster: Cluster
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the demo; return 0 only where every token was identical."""
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     os.environ.update(OFFLINE)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
     try:
         check_installed()
+        check_possible(options.hosts)
         with contextlib.ExitStack() as stack:
             return _run(options, stack)
     except DemoError as error:
@@ -62,14 +65,31 @@ def main(arguments: Sequence[str]) -> int:
     return 1
 
 
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options; exit with status 2 where they do not fit each other."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.transport is not None and (options.transport == "local") != (options.hosts == 1):
+        parser.error("argument --transport: local is for --hosts 1, mooncake for more")
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvferry demo", description="Hand a real model's KV cache over.")
     at_least = _number_from(AT_LEAST)
     parser.add_argument("--prompts", type=at_least, default=AT_LEAST, metavar="N", help=f"how many, {AT_LEAST} or more")
     parser.add_argument("--max-new-tokens", type=_number_from(1), default=24, metavar="N", help="tokens a prompt (24)")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        choices=range(1, MOST_HOSTS + 1),
+        default=1,
+        help="1: one daemon (the default); 2: prefill and decode on hosts of their own; 3: two pipeline stages prefill",
+    )
+    parser.add_argument("--transport", choices=("local", "mooncake"), help="local on one host, mooncake between hosts")
     parser.add_argument("--json", type=_writable, metavar="FILE", help="write the figures there")
-    parser.add_argument("--keep", action="store_true", help="leave the daemon up until Ctrl-C")
-    parser.add_argument("--runtime-dir", type=Path, help="where the daemon's sockets go (a new folder)")
+    parser.add_argument("--keep", action="store_true", help="leave the daemons up until Ctrl-C")
+    parser.add_argument("--runtime-dir", type=Path, help="where the daemons' sockets go (a new folder)")
     return parser
 
 
@@ -107,9 +127,10 @@ def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     }
     report = Report(figures, tokenizer)
     runtime_dir = (options.runtime_dir or folder / "run").absolute()
-    daemon = stack.enter_context(start_daemon(runtime_dir, folder))
-    _say(f"the daemon serves in {runtime_dir} (pid {daemon.pid})")
-    run = _Run(folder, runtime_dir, model, daemon)
+    cluster = start_cluster(options.hosts, runtime_dir, folder, stack)
+    for node in cluster.nodes:
+        _say(f"the {node.daemon.name} serves in {node.runtime_dir} (pid {node.daemon.pid})")
+    run = _Run(folder, model, cluster)
     _hand_off(run, prompts, report)
     _compare(run, prompts, report)
     totals = report.totals(time.monotonic() - started)
@@ -117,30 +138,37 @@ def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(totals)) + b"\n")
     if options.keep:
-        _say(f"the daemon stays up: kvferry status --runtime-dir {runtime_dir}   (Ctrl-C ends it)")
-    elif daemon.end():
-        raise failure([daemon])
+        for node in cluster.nodes:
+            stays = f"the {node.daemon.name} stays up: kvferry status --runtime-dir {node.runtime_dir}"
+            _say(f"{stays}   (Ctrl-C ends it)")
+    elif failed := [daemon for daemon in cluster.daemons if daemon.end()]:
+        raise failure(failed)
     outcome = "ok" if totals.ok else "failed"
     print(
         f"demo: {outcome} prompts={totals.prompts} tokens={totals.tokens} identical={str(totals.identical).lower()}",
         flush=True,
     )
     if options.keep:
-        _keep(daemon)
+        _keep(cluster.daemons)
     return 0 if totals.ok else 1
 
 
 def _hand_off(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
-    """Give all prompts to both engines at once, and follow them to the last token."""
-    with _engine(run, "prefill") as prefill, _engine(run, "decode") as decode:
-        _say(f"loading the model in a {prefill.name} (pid {prefill.pid}) and a {decode.name} (pid {decode.pid})")
-        loading = {prefill, decode}
-        for child, line in listen([prefill, decode], run.daemon, SILENCE_S):
+    """Give all prompts to all engines at once, and follow them to the last token."""
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(_engine(run, node, "prefill", run.cluster.prefill_arguments(stage)))
+            for stage, node in enumerate(run.cluster.prefill)
+        ]
+        engines.append(stack.enter_context(_engine(run, run.cluster.decode, "decode", run.cluster.decode_arguments())))
+        _say(f"loading the model in {' and '.join(f'a {engine.name} (pid {engine.pid})' for engine in engines)}")
+        loading = set(engines)
+        for child, line in listen(engines, run.cluster.daemons, SILENCE_S):
             if isinstance(line, Ready):
                 _say(f"the {child.name} is ready after {line.load_s:.1f} s")
                 loading.discard(child)
                 if not loading:
-                    for engine in (decode, prefill):
+                    for engine in reversed(engines):
                         engine.tell(prompts)
             elif isinstance(line, Prefilled):
                 report.prefilled(line)
@@ -159,30 +187,38 @@ def _compare(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
     with contextlib.ExitStack() as stack:
         children = []
         for number in range(REFERENCES):
-            child = stack.enter_context(_engine(run, "reference", f" {number + 1}"))
+            child = stack.enter_context(_reference(run, number + 1))
             child.tell(by_length[number::REFERENCES])
             children.append(child)
-        for _, line in listen(children, run.daemon, SILENCE_S):
+        for _, line in listen(children, run.cluster.daemons, SILENCE_S):
             if isinstance(line, Done):
                 report.reference(line)
 
 
-def _engine(run: _Run, name: str, number: str = "") -> Child:
-    arguments = ["--model", os.fspath(run.model), "--threads", str(ENGINE_THREADS)]
-    arguments += ["--runtime-dir", os.fspath(run.runtime_dir)]
-    arguments += ["--pool", f"demo-{name}", "--pool-tokens", str(POOL_TOKENS)]
-    return Child(f"{name} engine{number}", f"kvferry.clients.demo.{name}_engine", arguments, OFFLINE, run.folder)
+def _engine(run: _Run, node: Node, name: str, its_arguments: Sequence[str]) -> Child:
+    arguments = [*_model_arguments(run), "--pool", f"demo-{name}", "--pool-tokens", str(POOL_TOKENS), *its_arguments]
+    return start_engine(node, f"{name} engine", f"kvferry.clients.demo.{name}_engine", arguments, OFFLINE)
 
 
-def _keep(daemon: Child) -> None:
+def _reference(run: _Run, number: int) -> Child:
+    module = "kvferry.clients.demo.reference_engine"
+    return Child(f"reference engine {number}", module, _model_arguments(run), OFFLINE, run.folder)
+
+
+def _model_arguments(run: _Run) -> list[str]:
+    return ["--model", os.fspath(run.model), "--threads", str(ENGINE_THREADS)]
+
+
+def _keep(daemons: Sequence[Child]) -> None:
     """Wait for Ctrl-C or SIGTERM.
 
     Raises:
-        DemoError: the daemon ended by itself.
+        DemoError: a daemon ended by itself.
     """
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        daemon.output.read()  # it says nothing there, and closes it when it ends
-        raise failure([daemon])
+        # They say nothing there, and close it when they end.
+        ended, _, _ = select.select([daemon.output for daemon in daemons], [], [])
+        raise failure([daemon for daemon in daemons if daemon.output in ended])
 
 
 def _say(text: str) -> None:

@@ -1,11 +1,13 @@
 """The demo's prefill engine: computes prompts chunk by chunk and sends each chunk's pages while it computes the next.
 
 Full pages are kept as a prefix cache: a prompt that begins like one before sends the same pages again and computes
-only the rest.
+only the rest. The engine may be one pipeline stage: then it takes hidden states from the stage before, gives its own to
+the next one, and all of them reuse the same pages. The last stage has the first token.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from typing import Final
@@ -15,6 +17,8 @@ import torch
 from kvferry.clients.demo.engine import Engine, arguments, start
 from kvferry.clients.demo.messages import Prefilled, Prompt, read_prompts, tell
 from kvferry.clients.demo.paged_cache import PagedCache, PagedSequence
+from kvferry.clients.demo.stage_channel import StageChannel, accept, connect, listen, parsed
+from kvferry.clients.demo.stages import compute
 from kvferry.clients.operations import pages
 from kvferry.protocol.client_core import HandOff
 from kvferry.protocol.errors import PoolFullError
@@ -26,11 +30,16 @@ LOOK_S: Final = 1.0
 
 
 class PrefillEngine:
-    """One engine; prompts one after another."""
+    """One engine; prompts one after another, the same ones in the same order in all stages."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self, engine: Engine, *, before: StageChannel | None = None, after: StageChannel | None = None
+    ) -> None:
+        """Compute with an engine that has a whole model, or a stage ``before`` or ``after`` it."""
         self._client = engine.client
         self._model = engine.model
+        self._before = before
+        self._after = after
         self._pool = engine.pool.name
         self._page_size = engine.pool.page_size
         self._k = engine.pool.tensor("main", "k")
@@ -42,7 +51,7 @@ class PrefillEngine:
     def prefill(self, prompt: Prompt) -> None:
         """Compute a prompt and send it; returns when its last chunk is on its way."""
         started = time.monotonic()
-        reused = self._reusable(prompt.tokens)
+        reused = self._agreed(prompt.request_id, self._reusable(prompt.tokens))
         ids = reused + self._allocate(-(-len(prompt.tokens) // self._page_size) - len(reused), keep=reused)
         sequence = PagedSequence(torch.tensor(ids), self._page_size, len(reused) * self._page_size)
         cache = PagedCache(self._k, self._v, sequence)
@@ -51,18 +60,16 @@ class PrefillEngine:
         for begin in begins:
             self._collect()
             tokens = prompt.tokens[begin : begin + begins.step]
-            with torch.inference_mode():
-                logits = self._model(
-                    torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1
-                ).logits
+            output = self._compute(prompt.request_id, tokens, cache, begin)
             end = begin + len(tokens)
             last = end == len(prompt.tokens)
-            first_token = int(logits[0, -1].argmax()) if last else None
+            first_token = int(output[-1].argmax()) if last and not self._after else None
             now = time.monotonic()
-            hand_off = self._send(prompt.request_id, ids, sent_pages, end, first_token)
+            hand_off = self._send(prompt.request_id, ids, sent_pages, end, last=last, first_token=first_token)
             sent_pages = end // self._page_size
             if last:
                 self._in_flight[hand_off] = self._keep_full_pages(prompt.tokens, ids)
+            if first_token is not None:
                 tell(
                     Prefilled(
                         request_id=prompt.request_id,
@@ -79,14 +86,33 @@ class PrefillEngine:
             self._collect(LOOK_S)
         self._evict(keep=[])
 
-    def _send(self, request_id: str, ids: list[int], first_page: int, end: int, first_token: int | None) -> HandOff:
-        """Send the pages from ``first_page`` up to token ``end``; the first token says that they are the last ones."""
+    def _agreed(self, request_id: str, reusable: list[int]) -> list[int]:
+        """Return those of the reusable pages that every stage has: what one computes, all the next ones must."""
+        count = min(self._before.proposed(request_id), len(reusable)) if self._before else len(reusable)
+        if self._after:
+            count = self._after.propose(request_id, count)
+        if self._before:
+            self._before.agree(request_id, count)
+        return reusable[:count]
+
+    def _compute(self, request_id: str, tokens: tuple[int, ...], cache: PagedCache, begin: int) -> torch.Tensor:
+        """Return the last token's logits ``(1, vocabulary)``; but for the last stage the hidden states, sent on."""
+        inputs = self._before.receive(request_id, begin, len(tokens)) if self._before else torch.tensor(tokens)
+        output = compute(self._model, inputs, cache, begin, only_last=self._after is None)
+        if self._after:
+            self._after.send(request_id, begin, output)
+        return output
+
+    def _send(
+        self, request_id: str, ids: list[int], first_page: int, end: int, *, last: bool, first_token: int | None
+    ) -> HandOff:
+        """Send the pages from ``first_page`` up to token ``end``."""
         chunk = ids[first_page : -(-end // self._page_size)]
         return self._client.send(
             self._pool,
             request_id,
             [pages(chunk, first_page=first_page, tokens=end - first_page * self._page_size)],
-            last=first_token is not None,
+            last=last,
             first_token=first_token,
             deadline_s=HAND_OFF_DEADLINE_S,
         )
@@ -146,9 +172,15 @@ class PrefillEngine:
 
 def main() -> None:
     """Serve the router's prompts until there are no more."""
-    engine = start(arguments())
-    with engine.client:
-        prefill = PrefillEngine(engine)
+    options = arguments()
+    with contextlib.ExitStack() as stack:
+        # Before the model is loaded: the stage before may be the first to be ready.
+        listener = stack.enter_context(listen(*parsed(options.listen))) if options.listen else None
+        engine = start(options)
+        stack.enter_context(engine.client)
+        before = stack.enter_context(accept(listener)) if listener else None
+        after = stack.enter_context(connect(*parsed(options.next_stage))) if options.next_stage else None
+        prefill = PrefillEngine(engine, before=before, after=after)
         for prompt in list(read_prompts()):  # all at once: the router must not wait for prefill to read on
             prefill.prefill(prompt)
         prefill.finish()

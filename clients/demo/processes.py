@@ -17,6 +17,7 @@ from typing import IO, Final, Self
 import msgspec
 
 from kvferry.clients.demo.errors import DemoError
+from kvferry.clients.demo.hosts import Host
 from kvferry.clients.demo.messages import FromEngine, Line, decode_line, encode_line
 
 ENDING_S: Final = 15.0
@@ -30,13 +31,22 @@ class Child:
     """One Python module as a process; its standard error goes to a file."""
 
     def __init__(
-        self, name: str, module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        host: Host | None = None,
     ) -> None:
+        """Start it, on a host or where this process is; the file is in ``folder``."""
         self.name = name
+        self.folder = folder
+        command = [sys.executable, "-P", "-m", module, *arguments]
         self._log = folder / f"{name.replace(' ', '-')}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  ourselves, no shell
-                [sys.executable, "-P", "-m", module, *arguments],
+                host.command(command) if host else command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -120,8 +130,14 @@ class Child:
         return [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
 
 
-def start_daemon(runtime_dir: Path, folder: Path) -> Child:
+def start_daemon(runtime_dir: Path, folder: Path, config: str = "", host: Host | None = None) -> Child:
     """Return a daemon that serves in ``runtime_dir``, waiting for its READY as a service manager does.
+
+    Args:
+        runtime_dir: where its sockets go.
+        folder: where its log and its configuration go; its own.
+        config: the text of its configuration file.
+        host: where it runs, if not where this process does.
 
     Raises:
         DemoError: it ended instead, or is not ready in time.
@@ -131,7 +147,13 @@ def start_daemon(runtime_dir: Path, folder: Path) -> Child:
         notifications.bind(os.fspath(address))
         notifications.settimeout(0.2)
         environment = {"NOTIFY_SOCKET": os.fspath(address)}
-        child = Child("daemon", "kvferry.daemon", ["--runtime-dir", os.fspath(runtime_dir)], environment, folder)
+        arguments = ["--runtime-dir", os.fspath(runtime_dir)]
+        if config:
+            file = folder / "kvferry.toml"
+            file.write_text(config)
+            arguments += ["--config", os.fspath(file)]
+        name = f"daemon of host {host.number}" if host else "daemon"
+        child = Child(name, "kvferry.daemon", arguments, environment, folder, host)
         try:
             _wait_for_ready(child, notifications)
         except BaseException:
@@ -140,15 +162,15 @@ def start_daemon(runtime_dir: Path, folder: Path) -> Child:
         return child
 
 
-def listen(children: Sequence[Child], daemon: Child | None, timeout_s: float) -> Iterator[tuple[Child, FromEngine]]:
+def listen(children: Sequence[Child], daemons: Sequence[Child], timeout_s: float) -> Iterator[tuple[Child, FromEngine]]:
     """Yield what the children say until all of them have closed their output.
 
     Raises:
-        DemoError: a child ended with an error, the daemon ended, or none said anything for ``timeout_s``.
+        DemoError: a child ended with an error, a daemon ended, or none said anything for ``timeout_s``.
     """
     with selectors.DefaultSelector() as selector:
         pending = dict.fromkeys(children, b"")
-        watched = [*children, daemon] if daemon else list(children)
+        watched = [*children, *daemons]
         for child in watched:
             selector.register(child.output, selectors.EVENT_READ, child)
         while pending:
@@ -158,13 +180,13 @@ def listen(children: Sequence[Child], daemon: Child | None, timeout_s: float) ->
             for key, _ in ready:
                 speaker: Child = key.data
                 data = os.read(key.fd, 1 << 16)
-                if data and speaker is not daemon:
+                if data and speaker not in daemons:
                     *lines, pending[speaker] = (pending[speaker] + data).split(b"\n")
                     yield from ((speaker, _decoded(speaker, line)) for line in lines)
                 elif not data:
                     selector.unregister(speaker.output)
                     pending.pop(speaker, None)
-                    if speaker is daemon or speaker.status(ENDING_S) != 0:
+                    if speaker in daemons or speaker.status(ENDING_S) != 0:
                         raise failure([speaker, *(one for one in watched if one is not speaker)])
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+import weakref
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,6 +18,9 @@ from kvferry.protocol.errors import FirstTokenTwiceError, LengthMismatchError
 
 DRAFT = "draft"
 """The component whose layers are not numbered as the model's are."""
+
+_Pairings: TypeAlias = "weakref.WeakKeyDictionary[SourcePool, dict[str, Pairing]]"
+_pairings: weakref.WeakKeyDictionary[SourcePool, _Pairings] = weakref.WeakKeyDictionary()
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -39,7 +42,7 @@ class _Span(NamedTuple):
 
     source_start: int
     destination_start: int
-    count: int
+    pages: int
     skipped_source_pages: int
     trimmed_source: int = 0
     trimmed_destination: int = 0
@@ -86,9 +89,10 @@ def _match_component(one: PageRange, chunk: Chunk, source: SourcePool, room: Roo
         check_covered(pairing, room.pool.manifest.optional_components)
     excused = []
     if span.trimmed_destination:
-        excused.append(Excused(one.component, cells_of(pairing.pairs, span.count, len(target.ids))))
-    promises, covered = (), 0
-    if span.count and pairing.pairs:
+        excused.append(Excused(one.component, cells_of(pairing.pairs, span.pages, len(target.ids))))
+    promises: tuple[Promise, ...] = ()
+    covered = 0
+    if span.pages and pairing.pairs:
         promises, covered = _promises(one, target, pairing, span, room)
     return Match(
         promises,
@@ -100,9 +104,13 @@ def _match_component(one: PageRange, chunk: Chunk, source: SourcePool, room: Roo
     )
 
 
-@functools.lru_cache(maxsize=64)
 def _pairing(source: SourcePool, destination: SourcePool, component: str) -> Pairing:
-    return pair_entries(entries_of(source.manifest, component), entries_of(destination.manifest, component))
+    """Return the pairing, which the destination's pool remembers for as long as both live."""
+    known = _pairings.setdefault(destination, weakref.WeakKeyDictionary()).setdefault(source, {})
+    if component not in known:
+        entries = entries_of(source.manifest, component)
+        known[component] = pair_entries(entries, entries_of(destination.manifest, component))
+    return known[component]
 
 
 def _paged_span(one: PageRange, target: PageRange, *, last: bool) -> _Span:
@@ -146,14 +154,14 @@ def _promises(
     one: PageRange, target: PageRange, pairing: Pairing, span: _Span, room: Room
 ) -> tuple[tuple[Promise, ...], int]:
     """Return the promise, if anything of it is still wanted, and how many entries were covered by a replica."""
-    stop = span.destination_start + span.count
+    stop = span.destination_start + span.pages
     cells = cells_of(pairing.pairs, span.destination_start, stop)
     replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], np.bool_)
     free = room.coverage[one.component].free_rows(cells, replicated)
     covered = len(free) - int(np.count_nonzero(free))
     if covered == len(free):
         return (), covered
-    source_ids = one.ids[span.source_start : span.source_start + span.count]
+    source_ids = one.ids[span.source_start : span.source_start + span.pages]
     plan = make_plan(pairing, source_ids, target.ids[span.destination_start : stop])
     whole = Promise(one.component, cells, plan, pairing.pairs, span.source_start)
     return (_of(whole, free) if covered else whole,), covered

@@ -81,11 +81,13 @@ class PeerBook:
             room = self.room(origin.room)
             if offer is None:
                 offer = self._new_offer(origin, number, pool, room, now)
-            elif number != len(offer.chunks):
+            elif number < len(offer.chunks):
+                return  # said again after a reconnection
+            elif number > len(offer.chunks):
                 raise PageGapError(f"chunk {number} came after {len(offer.chunks)} chunks", field="chunk")
             fits = self._moves.fit(room, offer, number, [chunk])
         except KvferryError as error:
-            self._refuse(origin, offer, error, now)
+            self.refuse(origin, error, now)
             return
         self._sides.remote_offers[origin] = offer
         offer.add(chunk)
@@ -114,10 +116,14 @@ class PeerBook:
 
     def announced(self, home: Incarnation, name: RoomName, deadline_at: float, now: float) -> None:
         """Take another daemon's room, and offer it what is here. Once is enough."""
-        if (home, name) in self._sides.announcements:
+        known = self._sides.announcements.get((home, name))
+        if known is not None:  # said again after a reconnection: what we said may be lost as well
+            for target in known.targets:
+                chunks = range(len(target.offer.chunks))
+                self._sides.effects.extend(OfferChunk(target, number) for number in chunks)
             return
         for older in self._sides.announced(name.request_id):
-            same_room = msg_room(older.room) == msg_room(name)
+            same_room = _whatever_generation(older.room) == _whatever_generation(name)
             if older.home.address == home.address and same_room:  # its end was lost, or is on its way
                 self._close(older, PeerLostError("the receiver has begun anew"), now)
         announcement = Announcement(home, name, deadline_at)
@@ -216,7 +222,9 @@ class PeerBook:
         times = Clocked(now, room.deadline_at)
         return Offer(pool, room.request_id, NO_SESSION, times, 1, origin)
 
-    def _refuse(self, origin: Origin, offer: Offer | None, error: KvferryError, now: float) -> None:
+    def refuse(self, origin: Origin, error: KvferryError, now: float) -> None:
+        """Refuse a chunk of another daemon's offer; what came before it fails with it, else the room goes on."""
+        offer = self._sides.remote_offers.get(origin)
         self._sides.effects.append(RefuseOffer(origin.peer, origin.room, origin.offer, error))
         if offer is not None and offer.chunks and offer.state is State.OPEN:
             self._endings.fail(offer, error, error, now)
@@ -238,6 +246,6 @@ class PeerBook:
                 self._targets.pop(target.number, None)
 
 
-def msg_room(name: RoomName) -> tuple[str, str, int]:
+def _whatever_generation(name: RoomName) -> tuple[str, str, int]:
     """Return what names a room whatever its generation."""
     return (name.request_id, name.pool, name.tenant)

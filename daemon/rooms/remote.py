@@ -34,7 +34,8 @@ class RemotePool:
         mapping: its memory, for reading, where that daemon is on this host and the transport has mapped it.
     """
 
-    def __init__(self, tenant: int, name: str, manifest: Manifest, peer: Incarnation) -> None:
+    def __init__(self, tenant: int, name: str, manifest: Manifest, peer: Incarnation, region_id: int) -> None:
+        self.region_id = region_id
         self.tenant = tenant
         self.name = name
         self.manifest = manifest

@@ -11,11 +11,13 @@ from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.rooms.book import RoomBook, Sender
-from kvferry.daemon.rooms.effects import StartPiece, StopPiece, Tell
+from kvferry.daemon.rooms.effects import Effect, StartPiece, StopPiece, Tell
 from kvferry.daemon.rooms.page_ranges import page_ranges
+from kvferry.daemon.rooms.peer_service import PeerService
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Room, SideKey, State
 from kvferry.daemon.sessions import Session, SessionRegistry
 from kvferry.daemon.transports.base import Transport
+from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.errors import KvferryError, OverloadedError, ShuttingDownError
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.limits import Limits
@@ -36,6 +38,7 @@ class RoomService:
         sessions: SessionRegistry,
         limits: Limits,
         counters: Counters,
+        whole_below_bytes: int,
     ) -> None:
         self.draining = False
         self._dispatcher = dispatcher
@@ -43,12 +46,15 @@ class RoomService:
         self._sessions = sessions
         self._limits = limits
         self._counters = counters
-        self._book = RoomBook()
+        self._book = RoomBook(whole_below_bytes)
         self._transport: Transport | None = None
+        self._remote: RemoteTransports | None = None
+        self._peers: PeerService | None = None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._cancels: dict[tuple[int, SideKey], list[tuple[Call, bool]]] = {}
+        self._carrying_out = False
         self._idle = asyncio.Event()
         self._idle.set()
         dispatcher.handle("SEND", self._send)
@@ -57,9 +63,16 @@ class RoomService:
         dispatcher.handle("RESULT", self._result)
         dispatcher.on_acknowledged = self._acknowledged
 
-    def connect(self, transport: Transport) -> None:
-        """Copy by this transport."""
+    @property
+    def book(self) -> RoomBook:
+        """Return the book, for the parts of the daemon that other daemons speak to."""
+        return self._book
+
+    def connect(self, transport: Transport, remote: RemoteTransports, peers: PeerService) -> None:
+        """Copy by these transports, and speak to other daemons by ``peers``."""
         self._transport = transport
+        self._remote = remote
+        self._peers = peers
 
     def session_opened(self, session: Session) -> None:
         """Keep the session's results from now on."""
@@ -70,12 +83,14 @@ class RoomService:
         self._book.session_lost(session.session_id, time.monotonic())
         for key in [one for one in self._cancels if one[0] == session.session_id]:
             del self._cancels[key]
-        self._carry_out()
+        self.carry_out()
 
     def piece_done(self, piece_id: int, error: KvferryError | None) -> None:
-        """Take the end of a copy from the transport."""
+        """Take the end of a copy from a transport."""
+        if self._remote is not None:
+            self._remote.forget(piece_id)
         self._book.piece_done(piece_id, error, time.monotonic())
-        self._carry_out()
+        self.carry_out()
 
     async def drained(self) -> None:
         """Return once no hand-off is live and the events of the last ones are on their way."""
@@ -90,7 +105,7 @@ class RoomService:
         """Take no new hand-offs, and fail those that wait for one."""
         self.draining = True
         self._book.drain(time.monotonic())
-        self._carry_out()
+        self.carry_out()
 
     def status(self) -> tuple[RoomStatus, ...]:
         """Return the live sides as STATUS shows them."""
@@ -99,7 +114,7 @@ class RoomService:
             RoomStatus(
                 request=side.request_id[:REQUEST_DIGITS_SHOWN],
                 side=side.side,
-                pool=side.pool.name,
+                pool=side.source_or_destination.name,
                 state=side.state.value,
                 age_ms=round((now - side.created_at) * 1000),
                 pages=side.pages,
@@ -116,15 +131,18 @@ class RoomService:
         ranges = page_ranges(body.lists, call.ids, manifest, may_end_inside=body.last, may_lack=not body.last)
         chunk = Chunk(ranges, body.last, body.first_token, body.payload, body.steps)
         accepted = self._book.send(sender, chunk, body.destinations)
-        self._carry_out()
+        self.carry_out()
         return Answer(accepted)
 
     def _receive(self, call: Call) -> Answer:
         body = expect(call, Receive)
         sender = self._sender(call, body)
         ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)
-        accepted = self._book.receive(sender, ranges, body.sources)
-        self._carry_out()
+        daemons = body.source_daemons
+        if daemons and self._peers is not None:
+            daemons = self._peers.source_daemons(daemons)
+        accepted = self._book.receive(sender, ranges, body.sources, daemons)
+        self.carry_out()
         return Answer(accepted)
 
     def _cancel(self, call: Call) -> Answer | None:
@@ -138,7 +156,7 @@ class RoomService:
         waiting = self._cancels.setdefault((session_id, key), [])
         waiting.append((call, was_finished))
         self._book.cancel(session_id, key, time.monotonic())
-        self._carry_out()
+        self.carry_out()
         return None
 
     def _result(self, call: Call) -> Answer:
@@ -172,26 +190,52 @@ class RoomService:
         if known is not None and known.settled is not None and known.settled.generation == event.generation:
             self._book.results.forget(session.session_id, key)
 
-    def _carry_out(self) -> None:
-        """Do what the book asks, in its order."""
-        told: dict[int, Session] = {}
-        for effect in self._book.effects():
-            if isinstance(effect, Tell):
-                session = self._tell(effect)
-                if session is not None:
-                    told[session.session_id] = session
-            elif self._transport is not None and isinstance(effect, StartPiece):
-                self._transport.start(effect)
-            elif self._transport is not None and isinstance(effect, StopPiece):
-                self._transport.stop(effect.piece_id)
-        # After the reply that this call may still give: events never overtake their request's reply.
-        for session in told.values():
-            self._loop.call_soon(self._dispatcher.push_events, session)
+    def carry_out(self) -> None:
+        """Do what the book asks, in its order; what that leads to comes after it, not in between."""
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while effects := self._book.effects():
+                self._do(effects)
+        finally:
+            self._carrying_out = False
         self._set_timer()
         if any(True for _ in self._book.sides):
             self._idle.clear()
         else:
             self._idle.set()
+
+    def _do(self, effects: list[Effect]) -> None:
+        told: dict[int, Session] = {}
+        for effect in effects:
+            if isinstance(effect, Tell):
+                session = self._tell(effect)
+                if session is not None:
+                    told[session.session_id] = session
+            elif isinstance(effect, StartPiece):
+                self._start(effect)
+            elif isinstance(effect, StopPiece):
+                self._stop(effect.piece_id)
+            elif self._peers is not None:
+                self._peers.carry_out(effect)
+        # After the reply that this call may still give: events never overtake their request's reply.
+        for session in told.values():
+            self._loop.call_soon(self._dispatcher.push_events, session)
+
+    def _start(self, effect: StartPiece) -> None:
+        piece = self._book.sides.pieces[effect.piece_id]
+        if piece.offer.origin is not None and self._remote is not None:
+            self._remote.start(piece)
+        elif self._transport is not None:
+            self._transport.start(effect)
+
+    def _stop(self, piece_id: int) -> None:
+        piece = self._book.sides.pieces[piece_id]
+        if piece.offer.origin is not None and self._remote is not None:
+            self._remote.stop(piece_id)
+        elif self._transport is not None:
+            self._transport.stop(piece_id)
 
     def _tell(self, effect: Tell) -> Session | None:
         event = effect.event
@@ -239,4 +283,4 @@ class RoomService:
     def _expire(self) -> None:
         self._timer = None
         self._book.expire(time.monotonic())
-        self._carry_out()
+        self.carry_out()

@@ -1,7 +1,8 @@
 """The local transport: copies within this process's mappings, on a few threads that release the GIL.
 
 Pieces take turns: a thread copies one chunk of the piece at the head of the queue and puts it back at the tail, so a
-large hand-off does not hold up a small one. Expanding a plan into blocks happens on the threads as well.
+large hand-off does not hold up a small one. Expanding a plan into blocks happens on the threads as well. Slices of
+pages, which unequal tensor parallelism exchanges, go through a staging buffer small enough to stay in a cache.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from kvferry.daemon.rooms.effects import StartPiece
+from kvferry.daemon.rooms.remote import RemotePool
+from kvferry.daemon.rooms.sides import SourcePool
 from kvferry.daemon.transports.base import OnPieceDone
 from kvferry.pools.copies import (
     CopyBlocks,
@@ -24,10 +30,15 @@ from kvferry.pools.copies import (
     split_blocks,
     vectored_copy_works,
 )
-from kvferry.pools.plan import Blocks
+from kvferry.pools.gather import cut_parcels, gather, scatter
+from kvferry.pools.plan import Blocks, Plan
+from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError
 
 MAX_BLOCK_BYTES = 1 << 20
+STAGING_BYTES: Final = 4 << 20
+"""A thread's staging for slices, small enough for the last cache; more where one page alone has more."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -43,13 +54,31 @@ def best_copy() -> CopyBlocks:
     return copy_one_by_one
 
 
+class _WholePages(NamedTuple):
+    """A chunk of whole pages: blocks of absolute addresses."""
+
+    blocks: Blocks
+
+
+class _Slices(NamedTuple):
+    """A chunk of slices: segments of a plan."""
+
+    plan: Plan
+    first: int
+    stop: int
+    size_bytes: int
+
+
+_Chunk = _WholePages | _Slices
+
+
 class _Job:
     """One piece: chunks not begun, chunks under way, and the first error. Guarded by the transport's lock."""
 
     def __init__(self, piece: StartPiece) -> None:
         self.piece = piece
-        self.blocks: Blocks | None = None
-        self.bounds: deque[tuple[int, int]] = deque()
+        self.expanded = False
+        self.chunks: deque[_Chunk] = deque()
         self.under_way = 0
         self.error: KvferryError | None = None
 
@@ -74,6 +103,7 @@ class LocalTransport:
         self._queue: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._staging = threading.local()
         self._threads = [
             threading.Thread(target=self._work, name=f"copy-{number}", daemon=True) for number in range(threads)
         ]
@@ -119,36 +149,34 @@ class LocalTransport:
                 if job.error is not None:
                     self._finish_if_idle(job)
                     continue
-                if job.blocks is None:
-                    chunk = None
-                else:
-                    chunk = job.bounds.popleft()
-                    if job.bounds:
-                        self._queue.append(job)
-                        self._changed.notify()
+                chunk = job.chunks.popleft() if job.expanded else None
+                if chunk is not None and job.chunks:
+                    self._queue.append(job)
+                    self._changed.notify()
                 job.under_way += 1
             error = self._step(job, chunk)
             with self._changed:
                 job.under_way -= 1
                 if job.error is None:
                     job.error = error
-                if chunk is None and job.bounds and job.error is None:
+                if chunk is None and job.chunks and job.error is None:
                     self._queue.append(job)
                     self._changed.notify()
                 else:
                     self._finish_if_idle(job)
 
-    def _step(self, job: _Job, chunk: tuple[int, int] | None) -> KvferryError | None:
+    def _step(self, job: _Job, chunk: _Chunk | None) -> KvferryError | None:
         """Expand the piece, or copy one chunk of it; return what went wrong."""
         try:
             if chunk is None:
-                job.blocks = _absolute_blocks(job.piece)
-                bounds = chunk_bounds(job.blocks, self._chunk_bytes).tolist()
-                job.bounds.extend(pairwise(bounds))
-                if len(job.bounds) == 1:  # a small piece takes one turn, on one thread
-                    chunk = job.bounds.popleft()
-            if chunk is not None and job.blocks is not None:
-                self._copy(job.blocks[chunk[0] : chunk[1]])
+                job.chunks.extend(_chunks_of(job.piece, self._chunk_bytes))
+                job.expanded = True
+                if len(job.chunks) == 1:  # a small piece takes one turn, on one thread
+                    chunk = job.chunks.popleft()
+            if isinstance(chunk, _WholePages):
+                self._copy(chunk.blocks)
+            elif chunk is not None:
+                self._copy_slices(job.piece, chunk)
         except KvferryError as error:
             return error
         except Exception as error:  # a thread that dies would leave its piece unsettled for ever
@@ -156,9 +184,17 @@ class LocalTransport:
             return InternalError(f"the copy failed: {type(error).__name__}: {error}")
         return None
 
+    def _copy_slices(self, piece: StartPiece, chunk: _Slices) -> None:
+        staging: npt.NDArray[np.uint8] | None = getattr(self._staging, "buffer", None)
+        if staging is None or len(staging) < chunk.size_bytes:
+            staging = self._staging.buffer = np.empty(max(chunk.size_bytes, STAGING_BYTES), np.uint8)
+        at = staging.ctypes.data
+        gather(chunk.plan.source, _address(piece.source), chunk.first, chunk.stop, at, self._copy)
+        scatter(chunk.plan.destination, _address(piece.destination), chunk.first, chunk.stop, at, self._copy)
+
     def _finish_if_idle(self, job: _Job) -> None:
         """Report the piece once nothing of it is under way and nothing is left to do. Needs the lock."""
-        if job.under_way or (job.bounds and job.error is None):
+        if job.under_way or (job.chunks and job.error is None):
             return
         if self._jobs.pop(job.piece.piece_id, None) is not None:
             self._loop.call_soon_threadsafe(self._report, job.piece.piece_id, job.error)
@@ -168,9 +204,40 @@ class LocalTransport:
             self._on_piece_done(piece_id, error)
 
 
-def _absolute_blocks(piece: StartPiece) -> Blocks:
-    """Return the piece's copies as absolute addresses, no block above MAX_BLOCK_BYTES."""
-    blocks = np.concatenate([plan.blocks() for plan in piece.plans])
-    blocks[:, 0] += np.uint64(piece.source.region.address)
-    blocks[:, 1] += np.uint64(piece.destination.region.address)
-    return split_blocks(blocks, MAX_BLOCK_BYTES)
+def _chunks_of(piece: StartPiece, chunk_bytes: int) -> list[_Chunk]:
+    """Return the piece's copies: whole pages as absolute addresses, no block above MAX_BLOCK_BYTES, then slices."""
+    whole: list[Blocks] = []
+    slices: list[_Chunk] = []
+    for plan in piece.plans:
+        sliced = plan.sliced
+        if not sliced.any():
+            whole.append(plan.blocks())
+            continue
+        if not sliced.all():
+            whole.append(plan.of(~sliced).blocks())
+            plan = plan.of(sliced)  # noqa: PLW2901  the rest of it
+        max_bytes = max(min(chunk_bytes, STAGING_BYTES), int(plan.source.segment_bytes.max()))
+        slices += [_Slices(plan, *parcel) for parcel in cut_parcels(plan.source, max_bytes)]
+    return [*_whole_chunks(piece, whole, chunk_bytes), *slices]
+
+
+def _whole_chunks(piece: StartPiece, parts: Sequence[Blocks], chunk_bytes: int) -> list[_Chunk]:
+    if not parts:
+        return []
+    blocks = np.concatenate(parts)
+    blocks[:, 0] += np.uint64(_address(piece.source))
+    blocks[:, 1] += np.uint64(_address(piece.destination))
+    blocks = split_blocks(blocks, MAX_BLOCK_BYTES)
+    return [_WholePages(blocks[first:stop]) for first, stop in pairwise(chunk_bounds(blocks, chunk_bytes).tolist())]
+
+
+def _address(pool: SourcePool) -> int:
+    """Return where a pool's region is mapped here.
+
+    Raises:
+        InternalError: it is not.
+    """
+    region = pool.region if isinstance(pool, Pool) else pool.mapping if isinstance(pool, RemotePool) else None
+    if region is None:
+        raise InternalError(f"the memory of pool {pool.name!r} is not mapped here")
+    return region.address

@@ -35,7 +35,7 @@ class HostRegion:
     Valid until ``close``; views made before keep the memory mapped. Not for several threads at once, but views are.
     """
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
         """Map ``fd``, which this object owns from now on, also where this raises.
 
         Raises:
@@ -45,7 +45,7 @@ class HostRegion:
         self._fd = fd
         self.size_bytes = size_bytes
         try:
-            self._map = _map(fd, size_bytes)
+            self._map = _map(fd, size_bytes, writable=writable)
         except KvferryError:
             os.close(fd)
             raise
@@ -94,6 +94,15 @@ class HostRegion:
         return self._fd
 
     @property
+    def identity(self) -> int:
+        """Return a number that no other region of this host has while this one lives."""
+        return os.fstat(self._fd).st_ino
+
+    def read_only_fd(self) -> int:
+        """Return a new descriptor of the region that nobody can map for writing; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
     def address(self) -> int:
         """Return where the region begins in this process."""
         return int(self.view().ctypes.data)
@@ -104,7 +113,7 @@ class HostRegion:
         return self._map
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """Return the region as ``(size_bytes,)`` uint8, without a copy, writable."""
+        """Return the region as ``(size_bytes,)`` uint8, without a copy, writable where the region is."""
         return np.frombuffer(self._map, np.uint8)
 
     def populate(self, cancelled: threading.Event) -> None:
@@ -136,11 +145,11 @@ class HostRegion:
                 self._map.close()
 
 
-def _map(fd: int, size_bytes: int) -> mmap.mmap:
+def _map(fd: int, size_bytes: int, *, writable: bool) -> mmap.mmap:
     found = os.fstat(fd).st_size
     if found != size_bytes:
         raise InvalidFieldError(f"the region has {found} bytes, its manifest {size_bytes}", field="region")
     try:
-        return mmap.mmap(fd, size_bytes)
+        return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except OSError as cause:
         raise OutOfMemoryError(f"cannot map {size_bytes} bytes: {cause}") from cause

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.pools.layouts import mha
-from kvferry.protocol.manifests import Manifest, PoolSpec
+from kvferry.pools.layouts import hybrid_swa, mamba, mha, mla
+from kvferry.protocol.manifests import HybridSwaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
 
 
 def manifest_of(spec: PoolSpec) -> Manifest:
@@ -13,4 +13,10 @@ def manifest_of(spec: PoolSpec) -> Manifest:
         InvalidFieldError: the spec makes no sense; the field is named.
         GeometryMismatchError: a bug in a layout: its two derivations of a page's bytes disagree.
     """
-    return mha.manifest_of(spec)
+    if isinstance(spec, MhaSpec):
+        return mha.manifest_of(spec)
+    if isinstance(spec, MlaSpec):
+        return mla.manifest_of(spec)
+    if isinstance(spec, HybridSwaSpec):
+        return hybrid_swa.manifest_of(spec)
+    return mamba.manifest_of(spec)

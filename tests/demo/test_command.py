@@ -7,11 +7,10 @@ import json
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import psutil
 import pytest
@@ -19,11 +18,11 @@ import pytest
 from kvferry.clients.demo import main as command
 from kvferry.clients.demo import model
 from kvferry.clients.demo.errors import DemoError
-from tests.kvferry_command import COMMAND, run_kvferry
+from tests.demo.demo_process import END_S, demo, lines_until
+from tests.kvferry_command import run_kvferry
 
 NEW_TOKENS: Final = 3
 PAGE_BYTES: Final = 30 * 2 * 128 * 3 * 64 * 4  # K and V of 30 layers, 128 tokens of 3 heads of 64 floats
-END_S: Final = 30.0
 
 
 @pytest.fixture(scope="session")
@@ -33,32 +32,6 @@ def _installed(require: Callable[[object, str], None]) -> None:
         model.check_installed()
     except DemoError as error:
         require(None, str(error))
-
-
-@contextlib.contextmanager
-def demo(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """Run ``kvferry demo``; on leaving it and all that it started must have ended."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen([COMMAND, "demo", *arguments], stdout=subprocess.PIPE, text=True, env=environment)
-    with process:
-        try:
-            yield process
-        finally:
-            started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-            process.terminate()
-            process.wait(END_S)
-    assert psutil.wait_procs(started, END_S)[1] == []
-
-
-def lines_until(output: IO[str] | None, pattern: str) -> list[str]:
-    """Read lines up to one that matches."""
-    assert output is not None
-    lines: list[str] = []
-    for line in output:
-        lines.append(line.rstrip("\n"))
-        if re.match(pattern, line):
-            return lines
-    raise AssertionError("\n".join([f"no line matches {pattern}:", *lines]))
 
 
 @pytest.mark.usefixtures("_installed")
@@ -165,6 +138,11 @@ def restored_process() -> Iterator[None]:
         ["--max-new-tokens", "0"],
         ["--json", "/nowhere/figures.json"],
         ["--json", "/"],
+        ["--hosts", "4"],
+        ["--hosts", "none"],
+        ["--transport", "carrier pigeon"],
+        ["--transport", "mooncake"],
+        ["--transport", "local", "--hosts", "3"],
     ],
     ids=" ".join,
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +24,8 @@ from kvferry.clients.demo.decode_engine import DecodeEngine
 from kvferry.clients.demo.engine import Engine
 from kvferry.clients.demo.messages import Arrived, FromEngine, Prefilled, Prompt, Token, decode_line
 from kvferry.clients.demo.prefill_engine import PrefillEngine
+from kvferry.clients.demo.stage_channel import StageChannel
+from kvferry.clients.demo.stages import cut_stage
 from kvferry.protocol.errors import InternalError, PeerLostError, PoolFullError
 from tests.daemons import running_daemon
 
@@ -76,9 +80,15 @@ def pair_of(runtime_dir: Path, model: torch.nn.Module, prefill_pages: int, decod
         yield Pair(PrefillEngine(prefill), DecodeEngine(decode), (clients[0], clients[1]))
 
 
-def spec_of(page_count: int) -> MhaSpec:
+def spec_of(page_count: int, layers: range = range(2)) -> MhaSpec:
     return MhaSpec(
-        layers=2, tokens=page_count * PAGE_SIZE, page_size=PAGE_SIZE, kv_heads=2, head_dim=12, dtype="float32"
+        layers=len(layers),
+        first_layer=layers.start,
+        tokens=page_count * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        kv_heads=2,
+        head_dim=12,
+        dtype="float32",
     )
 
 
@@ -174,3 +184,88 @@ def test_decode_says_that_prefill_has_gone(runtime_dir: Path, tiny_model: torch.
         pair.clients[0].close()
         with pytest.raises(PeerLostError):
             pair.decode.run()
+
+
+# -- prefill in pipeline stages
+
+
+class Staged(NamedTuple):
+    """Two prefill engines with a layer each, and a decode engine with both, each with a session and a pool."""
+
+    stages: tuple[PrefillEngine, PrefillEngine]
+    decode: DecodeEngine
+    client: Client
+
+    def run(self, prompts: list[Prompt]) -> None:
+        """Serve all prompts, the engines side by side as their processes are."""
+        with ThreadPoolExecutor(2) as executor:
+            prefilled = [executor.submit(prefill_all, stage, prompts) for stage in self.stages]
+            for prompt in prompts:
+                self.decode.add(prompt)
+            self.decode.run()
+            for one in prefilled:
+                one.result()
+
+
+def prefill_all(stage: PrefillEngine, prompts: list[Prompt]) -> None:
+    for prompt in prompts:
+        stage.prefill(prompt)
+    stage.finish()
+
+
+@contextlib.contextmanager
+def staged(
+    runtime_dir: Path, model: torch.nn.Module, stage_pages: tuple[int, int], decode_pages: int
+) -> Iterator[Staged]:
+    with contextlib.ExitStack() as stack:
+        names = ("stage-0", "stage-1", "decode")
+        clients = [stack.enter_context(Client.connect(runtime_dir, name=name)) for name in names]
+        ends = [stack.enter_context(StageChannel(end)) for end in socket.socketpair()]
+        engines = []
+        layers = (range(1), range(1, 2), range(2))
+        for client, name, held, count in zip(clients, names, layers, (*stage_pages, decode_pages), strict=True):
+            part = copy.deepcopy(model)
+            cut_stage(part, held)
+            engines.append(Engine(client, client.create_pool(name, spec_of(count, held)), part))
+        first = PrefillEngine(engines[0], after=ends[0])
+        last = PrefillEngine(engines[1], before=ends[1])
+        yield Staged((first, last), DecodeEngine(engines[2], sources=2), clients[0])
+
+
+@pytest.mark.parametrize(
+    ("stage_pages", "decode_pages"),
+    [((40, 40), 40), ((6, 40), 40), ((40, 6), 40), ((7, 6), 6)],
+    ids=["roomy", "first stage short", "last stage short", "all short"],
+)
+def test_two_stages_give_the_tokens_of_one_process(
+    runtime_dir: Path,
+    tiny_model: torch.nn.Module,
+    capsysbinary: pytest.CaptureFixture[bytes],
+    stage_pages: tuple[int, int],
+    decode_pages: int,
+) -> None:
+    prompts = several()
+    with staged(runtime_dir, tiny_model, stage_pages, decode_pages) as engines:
+        engines.run(prompts)
+        assert [pool.pages - pool.free for pool in engines.client.status().pools] == [0, 0, 0]
+    said = reports(capsysbinary)
+    prefilled = [line for line in said if isinstance(line, Prefilled)]
+    assert [line.request_id for line in prefilled] == [prompt.request_id for prompt in prompts]
+    for prompt in prompts:
+        tokens = [line.token for line in said if isinstance(line, Token) and line.request_id == prompt.request_id]
+        assert tokens == expected(tiny_model, prompt)
+    if stage_pages == (40, 40):
+        assert prefilled[3].reused_pages == 3
+
+
+def test_stages_reuse_what_both_of_them_have(
+    runtime_dir: Path, tiny_model: torch.nn.Module, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """The last stage's pages hold but one prompt: it gives its prefixes up, the first one still has them."""
+    prompts = [prompt_of((*PREFIX, 5)), prompt_of(PREFIX[::-1]), prompt_of((*PREFIX, 6)), prompt_of((*PREFIX, 7))]
+    with staged(runtime_dir, tiny_model, (40, 5), 40) as engines:
+        engines.run(prompts)
+    said = reports(capsysbinary)
+    assert [line.reused_pages for line in said if isinstance(line, Prefilled)] == [0, 0, 0, 3]
+    tokens = [line.token for line in said if isinstance(line, Token) and line.request_id == prompts[2].request_id]
+    assert tokens == expected(tiny_model, prompts[2])

@@ -53,7 +53,7 @@ def test_a_child_that_fails_is_named_with_the_end_of_its_log(folder: Path) -> No
         Child("prefill engine", "kvferry.clients.demo.prefill_engine", ["--nonsense"], {}, folder) as child,
         pytest.raises(DemoError, match=r"the prefill engine \(pid \d+\) ended with status 2: .*--model") as raised,
     ):
-        list(listen([child], None, TIMEOUT_S))
+        list(listen([child], [], TIMEOUT_S))
     assert "prefill engine | usage:" in raised.value.details
 
 
@@ -61,7 +61,7 @@ def test_a_killed_child_is_named_by_its_signal_and_the_others_end(folder: Path) 
     with silent_child(folder, "one") as one, silent_child(folder, "two") as two:
         os.kill(two.pid, signal.SIGKILL)
         with pytest.raises(DemoError, match=rf"^the two \(pid {two.pid}\) was killed by SIGKILL$"):
-            list(listen([one, two], None, TIMEOUT_S))
+            list(listen([one, two], [], TIMEOUT_S))
         assert one.status(0) is None
     assert not psutil.pid_exists(one.pid)
 
@@ -71,24 +71,24 @@ def test_failures_that_belong_together_are_told_together(folder: Path) -> None:
         for child in (one, two):
             os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(DemoError, match=r"the (one|two) .* SIGKILL; the (one|two) .* SIGKILL$"):
-            list(listen([one, two], None, TIMEOUT_S))
+            list(listen([one, two], [], TIMEOUT_S))
 
 
 def test_the_daemons_end_is_noticed_while_the_children_run(folder: Path) -> None:
     with silent_child(folder, "one") as one, silent_child(folder, "daemon") as daemon:
         os.kill(daemon.pid, signal.SIGKILL)
         with pytest.raises(DemoError, match=r"the daemon .* was killed by SIGKILL"):
-            list(listen([one], daemon, TIMEOUT_S))
+            list(listen([one], [daemon], TIMEOUT_S))
 
 
 def test_silence_is_bounded(folder: Path) -> None:
     with silent_child(folder, "one") as one, pytest.raises(DemoError, match=r"one said nothing for 0\.1 s"):
-        list(listen([one], None, 0.1))
+        list(listen([one], [], 0.1))
 
 
 def test_what_is_no_line_of_ours_is_a_reason(folder: Path) -> None:
     with Child("one", "platform", [], {}, folder) as one, pytest.raises(DemoError, match="the one said b'Linux"):
-        list(listen([one], None, TIMEOUT_S))
+        list(listen([one], [], TIMEOUT_S))
 
 
 def test_orders_to_a_child_that_has_ended_fail(folder: Path) -> None:

@@ -2,10 +2,12 @@
 
 A source page is filled with bytes computed from (entry, logical page, token, head, byte of the element). Whoever
 copies right puts exactly those bytes at the destination's page of the same logical number, and touches nothing else.
+Each side may be split over the ranks of a tensor parallelism of its own; heads are the model's.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from typing import NamedTuple, TypeAlias
 
@@ -14,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from kvferry.pools.coverage import Cells, Coverage, cells_of
 from kvferry.pools.geometry import DTYPE_BYTES
-from kvferry.pools.pairing import Pairing, check_covered, pair_entries
+from kvferry.pools.pairing import check_covered, pair_entries
 from kvferry.pools.plan import Plan, make_plan
 from kvferry.protocol.manifests import Entry
 
@@ -42,12 +45,31 @@ class Array(NamedTuple):
         return self.tokens * self.heads * self.width * DTYPE_BYTES[self.dtype]
 
 
+class Split(NamedTuple):
+    """One rank of so many."""
+
+    size: int = 1
+    rank: int = 0
+
+    def heads(self, total: int) -> range:
+        """Return the heads that the rank holds: those which its share of the model touches."""
+        return range(self.rank * total // self.size, -(-(self.rank + 1) * total // self.size))
+
+
 class SourceSide(NamedTuple):
-    """One pipeline stage: its entries, its memory, and the pages it sends."""
+    """One rank of a pipeline stage: its entries, its memory, and the pages it sends."""
 
     entries: list[Entry]
     memory: Memory
     pages: npt.NDArray[np.int64]
+
+
+class Planned(NamedTuple):
+    """What one source sends."""
+
+    source: SourceSide
+    cells: Cells
+    plan: Plan
 
 
 class HandOffCase(NamedTuple):
@@ -59,28 +81,41 @@ class HandOffCase(NamedTuple):
     region_bytes: int
     prefix: int
     arrays: dict[tuple[str, str, int], Array]
+    split: Split
 
 
-def tagged_page(array: Array, logical_page: int) -> Memory:
-    """Return the bytes of one logical page: ``(page_bytes,)`` uint8."""
+def tagged_page(array: Array, logical_page: int, split: Split) -> Memory:
+    """Return the bytes of one logical page at one rank: uint8."""
     token, head, byte = np.indices((array.tokens, array.heads, array.page_bytes // array.tokens // array.heads))
     page_tag = zlib.crc32(f"{array.component}/{array.role}/{array.layer}/{logical_page}".encode())
     tags = (page_tag << 16) + (token * 1024 + head * 256 + byte).astype(np.uint64)
     mixed: Memory = ((tags * _MIX) >> np.uint64(56)).astype(np.uint8)
-    return mixed.reshape(-1)
+    return mixed[:, split.heads(array.heads)].reshape(-1)
 
 
-def plans_of(case: HandOffCase) -> list[Plan]:
-    """Plan every source into the destination, as the daemon does, with all checks."""
-    return [make_plan(pairing_of(case, one), one.pages[case.prefix :], case.pages) for one in case.sources]
-
-
-def pairing_of(case: HandOffCase, source: SourceSide) -> Pairing:
-    """Pair one source's entries with the destination's."""
-    pairing = pair_entries(source.entries, case.entries)
-    if len(case.sources) == 1:
-        check_covered(pairing, OPTIONAL)
-    return pairing
+def plans_of(case: HandOffCase) -> list[Planned]:
+    """Plan every source into the destination, as the daemon does, with all checks. Replicas are not sent twice."""
+    coverage = Coverage(case.entries, len(case.pages), OPTIONAL)
+    planned = []
+    for source in case.sources:
+        pairing = pair_entries(source.entries, case.entries)
+        if len(case.sources) == 1:
+            check_covered(pairing, OPTIONAL)
+        cells = cells_of(pairing.pairs, 0, len(case.pages))
+        free = coverage.free_rows(cells, np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], bool))
+        if not free.any():
+            continue
+        cells = cells.of(free)
+        coverage.promise(cells)
+        kept = msgspec.structs.replace(pairing, pairs=tuple(itertools.compress(pairing.pairs, free)))
+        planned.append(Planned(source, cells, make_plan(kept, source.pages[case.prefix :], case.pages)))
+    coverage.check_promised()
+    for one in planned:
+        assert not coverage.complete
+        coverage.arrive(one.cells)
+    assert coverage.complete
+    assert coverage.arrived_pages == len(case.pages)
+    return planned
 
 
 def expected_memory(case: HandOffCase) -> Memory:
@@ -93,13 +128,14 @@ def expected_memory(case: HandOffCase) -> Memory:
             continue
         for number, page in enumerate(case.pages.tolist()):
             start = entry.base + page * entry.page_bytes
-            memory[start : start + entry.page_bytes] = tagged_page(case.arrays[key], case.prefix + number)
+            content = tagged_page(case.arrays[key], case.prefix + number, case.split)
+            memory[start : start + entry.page_bytes] = content
     return memory
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> HandOffCase:
-    """Draw a model, its split into stages, both sides' layouts, and the page lists."""
+    """Draw a model, its split into stages and ranks, both sides' layouts, and the page lists."""
     main, draft = _arrays(draw, "main"), _arrays(draw, "draft") if draw(st.booleans()) else []
     prefix = draw(st.integers(0, 3))
     count = prefix + draw(st.integers(1, 6))
@@ -108,27 +144,36 @@ def cases(draw: st.DrawFn) -> HandOffCase:
         stages[-1] += draft
     pages = draw(st.integers(count - prefix + 1, 12))
     kept = [array for array in main if array.role != "surplus"] + draft
-    entries, region_bytes = _layout(draw, kept, pages)
+    heads = {array.heads for array in main + draft}
+    sizes = [size for size in range(1, 7) if all(most % size == 0 or size % most == 0 for most in heads)]
+    size = draw(st.sampled_from(sizes))
+    split = Split(size, draw(st.integers(0, size - 1)))
+    source_size = draw(st.sampled_from(sizes))
+    one_rank = split.size == source_size == 1
+    entries, region_bytes = _layout(draw, kept, pages, split, must_say_all=not one_rank)
+    ranks = draw(st.permutations([Split(source_size, rank) for rank in range(source_size)]))
     return HandOffCase(
-        [_source(draw, stage, count) for stage in stages],
+        [_source(draw, stage, count, rank, must_say_all=not one_rank) for stage in stages for rank in ranks],
         entries,
         np.array(draw(st.permutations(range(1, pages)))[: count - prefix], np.int64),
         region_bytes,
         prefix,
         {(array.component, array.role, array.layer): array for array in main + draft},
+        split,
     )
 
 
 def _arrays(draw: st.DrawFn, component: str) -> list[Array]:
     layers = draw(st.integers(1, 4))
     first = draw(st.integers(0, 3)) if component == "main" else 0
-    tokens, heads = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    tokens, heads = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 4, 6]))
     roles = ["k", "v", *draw(st.sets(st.sampled_from(["index_k", "index_scale", "surplus"])))]
     arrays = []
     for role in sorted(roles):
         width, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(sorted(DTYPE_BYTES)))
         role_layers = layers if role in {"k", "v"} else draw(st.integers(1, layers))  # a compact indexer has fewer
-        arrays += [Array(component, role, first + n, tokens, heads, width, dtype) for n in range(role_layers)]
+        its_heads = heads if role in {"k", "v"} else 1
+        arrays += [Array(component, role, first + n, tokens, its_heads, width, dtype) for n in range(role_layers)]
     return arrays
 
 
@@ -141,44 +186,48 @@ def _stages(draw: st.DrawFn, arrays: list[Array]) -> list[list[Array]]:
     return stages
 
 
-def _layout(draw: st.DrawFn, arrays: list[Array], pages: int) -> tuple[list[Entry], int]:
+def _layout(
+    draw: st.DrawFn, arrays: list[Array], pages: int, split: Split, *, must_say_all: bool
+) -> tuple[list[Entry], int]:
     """Lay entries out in random order with random gaps; some say all of themselves, some only what they must."""
     entries, base = [], draw(st.integers(0, 9))
     for array in draw(st.permutations(arrays)):
+        held = split.heads(array.heads)
         entry = Entry(
             component=array.component,
             role=array.role,
             layer=array.layer,
             base=base,
             pages=pages,
-            page_bytes=array.page_bytes,
+            page_bytes=array.page_bytes // array.heads * len(held),
+            replicas=split.size * len(held) // array.heads if split.size > array.heads else None,
         )
-        if draw(st.booleans()):
+        if must_say_all or draw(st.booleans()):
             rows = draw(st.sampled_from([(pages, array.tokens), (pages * array.tokens, 1)]))
             entry = msgspec.structs.replace(
                 entry,
                 page_tokens=array.tokens,
-                head_start=0,
-                heads=array.heads,
+                head_start=held.start,
+                heads=len(held),
                 total_heads=array.heads,
                 dtype=array.dtype,
-                shape=(*rows, array.heads, array.width),
+                shape=(*rows, len(held), array.width),
                 format="ND",
             )
         entries.append(entry)
-        base += pages * array.page_bytes + draw(st.integers(0, 9))
+        base += pages * entry.page_bytes + draw(st.integers(0, 9))
     return entries, base
 
 
-def _source(draw: st.DrawFn, arrays: list[Array], count: int) -> SourceSide:
+def _source(draw: st.DrawFn, arrays: list[Array], count: int, split: Split, *, must_say_all: bool) -> SourceSide:
     pages = draw(st.integers(count + 1, 14))
     sent = draw(st.permutations(range(1, pages)))[:count]
-    entries, region_bytes = _layout(draw, arrays, pages)
+    entries, region_bytes = _layout(draw, arrays, pages, split, must_say_all=must_say_all)
     memory = np.random.default_rng(draw(st.integers(0, 9))).integers(0, 256, region_bytes, np.uint8)
     by_key = {(array.component, array.role, array.layer): array for array in arrays}
     for entry in entries:
         array = by_key[entry.component, entry.role, entry.layer]
         for logical, page in enumerate(sent):
             start = entry.base + page * entry.page_bytes
-            memory[start : start + entry.page_bytes] = tagged_page(array, logical)
+            memory[start : start + entry.page_bytes] = tagged_page(array, logical, split)
     return SourceSide(entries, memory, np.array(sent, np.int64))

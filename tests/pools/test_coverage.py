@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.coverage import Cells, Coverage
+from kvferry.pools.coverage import Cells, Coverage, cells_of
+from kvferry.pools.heads import Heads
+from kvferry.pools.pairing import pair_entries
 from kvferry.protocol.errors import IncompleteError, PageOverlapError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 
@@ -26,6 +31,10 @@ def cells_in(cells: Cells) -> set[tuple[int, int]]:
     return {(int(entry), page) for entry in cells.entries for page in range(cells.start, cells.stop)}
 
 
+def everything_free(coverage: Coverage, cells: Cells) -> bool:
+    return bool(coverage.free_rows(cells, np.zeros(len(cells.entries), np.bool_)).all())
+
+
 REQUIRED = {(entry, page) for entry in (0, 1) for page in range(PAGES)}
 
 
@@ -36,9 +45,9 @@ def test_every_cell_is_counted_once(offers: list[Cells], arrive: bool) -> None: 
     for offer in offers:
         if cells_in(offer) & promised:
             with pytest.raises(PageOverlapError):
-                coverage.check_free(offer)
+                everything_free(coverage, offer)
             continue
-        coverage.check_free(offer)
+        assert everything_free(coverage, offer)
         coverage.promise(offer)
         promised |= cells_in(offer)
         if arrive:
@@ -60,14 +69,14 @@ def test_what_is_withdrawn_may_be_promised_again(cells: Cells) -> None:
     coverage = Coverage(ENTRIES, PAGES, ["draft"])
     coverage.promise(cells)
     coverage.withdraw(cells)
-    coverage.check_free(EVERYTHING)
+    assert everything_free(coverage, EVERYTHING)
 
 
 def test_errors_name_the_first_cell() -> None:
     coverage = Coverage(ENTRIES, PAGES, ["draft"])
     coverage.promise(Cells(np.array([0, 2]), 0, 2))
     with pytest.raises(PageOverlapError, match="draft/k/0: room page 1 has a sender already"):
-        coverage.check_free(Cells(np.array([1, 2]), 1, 3))
+        everything_free(coverage, Cells(np.array([1, 2]), 1, 3))
     with pytest.raises(UncoveredEntryError, match=r"no source entry for main/k/1 \(1 entries uncovered\)"):
         coverage.check_promised()
     coverage.promise(Cells(np.array([1]), 0, PAGES))
@@ -83,3 +92,132 @@ def test_a_promised_optional_cell_must_arrive() -> None:
     assert not coverage.complete
     coverage.arrive(EVERYTHING)
     assert coverage.complete
+
+
+SPLIT = [
+    Entry(
+        component=component,
+        role=role,
+        layer=0,
+        base=0,
+        pages=9,
+        page_bytes=8,
+        page_tokens=1,
+        head_start=4,
+        heads=heads,
+        total_heads=8,
+    )
+    for component, role, heads in (("main", "k", 4), ("main", "index_k", 1), ("draft", "k", 2))
+]
+
+
+@st.composite
+def offers(draw: st.DrawFn) -> tuple[Cells, list[bool], bool]:
+    """Draw what a source could send, what of it others hold as well, and whether it arrives."""
+    rows = draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
+    heads: list[Heads | None] = []
+    for entry in rows:
+        start = draw(st.integers(0, (SPLIT[entry].heads or 1) - 1))
+        some = Heads(start, draw(st.integers(1, (SPLIT[entry].heads or 1) - start)))
+        heads.append(draw(st.sampled_from([None, some])))
+    start = draw(st.integers(0, PAGES - 1))
+    cells = Cells(np.array(rows), start, draw(st.integers(start + 1, PAGES)), tuple(heads))
+    if not any(heads) and draw(st.booleans()):
+        cells = cells._replace(heads=None)
+    return cells, draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))), draw(st.booleans())
+
+
+def split_cells(cells: Cells, row: int) -> set[tuple[int, int, int]]:
+    """Return a row's cells as (entry, head, page)."""
+    entry = int(cells.entries[row])
+    heads = (cells.heads and cells.heads[row]) or Heads(0, SPLIT[entry].heads or 1)
+    return {(entry, head, page) for head in range(heads.start, heads.stop) for page in range(cells.start, cells.stop)}
+
+
+@given(st.lists(offers(), max_size=8), st.sampled_from(["withdraw", "excuse", "keep"]))
+def test_heads_are_counted_apart(sources: list[tuple[Cells, list[bool], bool]], in_the_end: str) -> None:
+    coverage = Coverage(SPLIT, PAGES, ["draft"])
+    promised, arrived = set[tuple[int, int, int]](), set[tuple[int, int, int]]()
+    required = {(0, head, page) for head in range(4) for page in range(PAGES)} | {(1, 0, page) for page in range(PAGES)}
+    for cells, replicated, arrives in sources:
+        rows = [split_cells(cells, row) for row in range(len(cells.entries))]
+        if any(row & promised and not (row <= promised and may) for row, may in zip(rows, replicated, strict=True)):
+            with pytest.raises(PageOverlapError):
+                coverage.free_rows(cells, np.array(replicated))
+            continue
+        free = coverage.free_rows(cells, np.array(replicated))
+        assert free.tolist() == [not row & promised for row in rows]
+        wanted, fresh = cells.of(free), set().union(*itertools.compress(rows, free.tolist()))
+        coverage.promise(wanted)
+        if in_the_end == "withdraw":
+            coverage.withdraw(wanted)
+            assert coverage.free_rows(wanted, np.zeros(len(wanted.entries), np.bool_)).all()
+            continue
+        promised |= fresh
+        if in_the_end == "excuse":
+            coverage.excuse(wanted)
+        if arrives:
+            coverage.arrive(wanted)
+            arrived |= fresh
+    if in_the_end == "excuse":
+        required -= promised
+    assert coverage.complete == (promised | required <= arrived)
+    pages = [{one for one in REQUIRED_SPLIT if one[2] == page} for page in range(PAGES)]
+    assert coverage.arrived_pages == sum(page <= arrived for page in pages)
+    check_missing(coverage, required - promised)
+
+
+REQUIRED_SPLIT = {
+    (entry, head, page) for entry, held in ((0, 4), (1, 1)) for head in range(held) for page in range(PAGES)
+}
+
+
+def check_missing(coverage: Coverage, missing: set[tuple[int, int, int]]) -> None:
+    if not missing:
+        coverage.check_promised()
+        return
+    with pytest.raises((UncoveredEntryError, IncompleteError)):
+        coverage.check_promised()
+    told_apart = [Cells(np.array([entry]), page, page + 1, (Heads(head, 1),)) for entry, head, page in sorted(missing)]
+    coverage.check_promised(told_apart)
+    with pytest.raises((UncoveredEntryError, IncompleteError)):
+        coverage.check_promised(told_apart[1:])
+
+
+def test_errors_name_the_heads() -> None:
+    coverage = Coverage(SPLIT, PAGES, ["draft"])
+    some = Cells(np.array([0, 1]), 0, PAGES, (Heads(1, 2), None))
+    coverage.promise(some)
+    with pytest.raises(PageOverlapError, match=r"main/k/0: room page 2, heads 5\.\.6, has a sender already"):
+        everything_free(coverage, Cells(np.array([0]), 2, 4))
+    with pytest.raises(PageOverlapError, match=r"main/k/0: room page 2, heads 6\.\.6, has a sender already"):
+        everything_free(coverage, Cells(np.array([0]), 2, 4, (Heads(2, 2),)))
+    with pytest.raises(PageOverlapError, match="main/index_k/0: room page 0 has a sender already"):
+        everything_free(coverage, Cells(np.array([1]), 0, 4))
+    coverage.promise(Cells(np.array([0]), 1, PAGES, (Heads(0, 1),)))
+    coverage.promise(Cells(np.array([0]), 2, PAGES, (Heads(3, 1),)))
+    with pytest.raises(
+        IncompleteError, match=r"main/k/0: room page 0, heads 4\.\.4, has no sender \(3 cells missing\)"
+    ):
+        coverage.check_promised()
+    coverage.promise(Cells(np.array([0]), 0, 1, (Heads(0, 1),)))
+    with pytest.raises(IncompleteError, match=r"room page 0, heads 7\.\.7, has no sender \(2 cells missing\)"):
+        coverage.check_promised()
+
+
+def test_a_replica_that_is_taken_in_part_is_an_overlap() -> None:
+    coverage = Coverage(SPLIT, PAGES, ["draft"])
+    coverage.promise(Cells(np.array([1]), 0, 2))
+    replicated = np.array([True])
+    assert not coverage.free_rows(Cells(np.array([1]), 0, 2), replicated).any()
+    assert coverage.free_rows(Cells(np.array([1]), 2, 4), replicated).all()
+    with pytest.raises(PageOverlapError, match="main/index_k/0: room page 1 has a sender already"):
+        coverage.free_rows(Cells(np.array([1]), 1, 3), replicated)
+
+
+def test_cells_of_pairs() -> None:
+    ours = msgspec.structs.replace(SPLIT[0], head_start=6, heads=2, page_bytes=4)
+    whole = pair_entries([SPLIT[1], SPLIT[2]], SPLIT).pairs
+    assert cells_of(whole, 1, 3).heads is None
+    assert cells_of(whole, 1, 3).entries.tolist() == [1, 2]
+    assert cells_of(pair_entries([ours, SPLIT[2]], SPLIT).pairs, 1, 3).heads == (Heads(2, 2), None)

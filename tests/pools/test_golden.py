@@ -1,7 +1,4 @@
-"""Planning against results of an independent implementation: ``golden/transfer_planning.json``.
-
-Its ``head_slices`` are about unequal tensor parallelism, which kvferry refuses so far: left out here.
-"""
+"""Planning against results of an independent implementation: ``golden/transfer_planning.json``."""
 
 from __future__ import annotations
 
@@ -9,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 
-from kvferry.pools.pairing import Pairing, check_covered, pair_entries
+from kvferry.pools.heads import RankHeads, intersect, rank_heads
+from kvferry.pools.pairing import HeadSlice, Pairing, check_covered, pair_entries
 from kvferry.pools.plan import make_plan
 from kvferry.pools.runs import coalesce
 from kvferry.protocol.errors import DuplicatePageError
@@ -89,6 +88,26 @@ def test_address_plan(case: dict[str, Any]) -> None:
     plan = make_plan(pairing, np.array(case["src_pages"], np.int64), np.array(case["dst_pages"], np.int64))
     assert plan.blocks().tolist() == case["blocks"]
     assert plan.total_bytes == sum(block[2] for block in case["blocks"])
+
+
+@pytest.mark.parametrize("case", GOLDEN["head_slices"])
+def test_head_slices(case: dict[str, Any]) -> None:
+    source, destination = (
+        rank_heads(case["total_heads"], case[f"{side}_tp"], case[f"{side}_rank"]) for side in ("src", "dst")
+    )
+    common = intersect(source.heads, destination.heads)
+    assert common is not None
+    expected = HeadSlice(case["src_head_start"], case["dst_head_start"], case["heads"])
+    assert HeadSlice(common.start - source.start, common.start - destination.start, common.count) == expected
+    (pair,) = pair_entries([of_heads(source)], [of_heads(destination)]).pairs
+    assert pair.heads == (None if source == destination else expected)
+
+
+def of_heads(held: RankHeads) -> Entry:
+    whole = entry("k", 0, 0, page_bytes=4 * 32 * held.count)
+    return msgspec.structs.replace(
+        whole, page_tokens=4, head_start=held.start, heads=held.count, total_heads=16, replicas=held.replicas
+    )
 
 
 def as_input(case: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,12 @@ GEOMETRY: dict[str, list[Any]] = {
     "dtype": ["bfloat16", "float32", None],
     "format": ["NZ", None],
 }
-PLACE: dict[str, list[Any]] = {"base": [0, 641], "pages": [2, 6], "shape": [(20, 1, 2, 16), (1,), None]}
+PLACE: dict[str, list[Any]] = {
+    "base": [0, 641],
+    "pages": [2, 6],
+    "shape": [(20, 1, 2, 16), (1,), None],
+    "replicas": [1, 8],
+}
 
 
 def changed(field: str, value: Any) -> Entry:  # noqa: ANN401  any field of an entry

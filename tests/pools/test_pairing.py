@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.pairing import MUST_AGREE, check_covered, pair_entries
+from kvferry.pools.pairing import MUST_AGREE, MUST_AGREE_SLICED, check_covered, pair_entries
 from kvferry.protocol.errors import DuplicateEntryError, GeometryMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 
@@ -84,9 +84,11 @@ def test_other_tests_cover_every_field_that_must_agree() -> None:
 
 @pytest.mark.parametrize("field", MUST_AGREE)
 def test_a_field_that_both_give_must_agree(field: str) -> None:
+    # Where one side does not say of how many heads its own are, other heads are no slice.
+    ours = msgspec.structs.replace(FULL, total_heads=None) if field in {"head_start", "heads"} else FULL
     other = msgspec.structs.replace(FULL, shape=None, **{field: OTHER[field]})
     with pytest.raises(GeometryMismatchError, match=f"main/k/0: {field} is") as refused:
-        pair_entries([FULL], [msgspec.structs.replace(FULL, layer=1), other])
+        pair_entries([ours], [msgspec.structs.replace(FULL, layer=1), other])
     assert refused.value.field == f"destination.entries[1].{field}"
 
 
@@ -114,3 +116,62 @@ def test_a_name_given_twice_is_refused(side: str) -> None:
     with pytest.raises(DuplicateEntryError) as refused:
         pair_entries(twice if side == "source" else once, twice if side == "destination" else once)
     assert refused.value.field == f"{side}.entries[1]"
+
+
+def rank(start: int, count: int, **others: Any) -> Entry:  # noqa: ANN401  any field of an entry
+    """Return FULL with other heads of the same width."""
+    held = {"head_start": start, "heads": count, "page_bytes": 128 * count, "shape": (5, 4, count, 16)}
+    return msgspec.structs.replace(FULL, **{**held, **others})
+
+
+@given(st.tuples(st.integers(0, 7), st.integers(1, 8)), st.tuples(st.integers(0, 7), st.integers(1, 8)))
+def test_the_heads_of_both_sides_are_exchanged(ours: tuple[int, int], theirs: tuple[int, int]) -> None:
+    held, wanted = (set(range(start, start + count)) for start, count in (ours, theirs))
+    pairing = pair_entries([rank(*ours)], [rank(*theirs)])
+    if not held & wanted:
+        assert (pairing.pairs, pairing.skipped_source_entries) == ((), 1)
+        assert pairing.uncovered == (rank(*theirs),)
+        return
+    (pair,) = pairing.pairs
+    assert (pairing.uncovered, pairing.skipped_source_entries) == ((), 0)
+    if held == wanted:
+        assert pair.heads is None
+        return
+    assert pair.heads is not None
+    sent = {ours[0] + pair.heads.source + head for head in range(pair.heads.count)}
+    assert sent == {theirs[0] + pair.heads.destination + head for head in range(pair.heads.count)} == held & wanted
+
+
+@pytest.mark.parametrize("field", MUST_AGREE_SLICED)
+def test_sides_with_other_heads_must_agree_too(field: str) -> None:
+    other = rank(0, 8, shape=None, **{field: {**OTHER, "total_heads": 16}[field]})
+    with pytest.raises(GeometryMismatchError, match=f"main/k/0: {field} is") as refused:
+        pair_entries([FULL], [other])
+    assert refused.value.field == f"destination.entries[0].{field}"
+
+
+@pytest.mark.parametrize(
+    ("other", "field", "what"),
+    [
+        (rank(0, 8, page_bytes=2048, shape=None), "page_bytes", "a head of one token has 32 bytes at the source, 64"),
+        (rank(0, 8, page_bytes=1025, shape=None), "page_bytes", "do not divide into 4 tokens x 8 heads"),
+        (rank(0, 8, shape=(5, 4, 4, 32)), "shape", "a head is 16 wide at the source, 32"),
+        (rank(0, 8, page_tokens=None), "page_tokens", "both sides give page_tokens"),
+    ],
+)
+def test_heads_of_another_width_are_refused(other: Entry, field: str, what: str) -> None:
+    with pytest.raises(GeometryMismatchError, match=what) as refused:
+        pair_entries([FULL], [other])
+    assert refused.value.field == f"destination.entries[0].{field}"
+
+
+def test_pages_that_are_not_ordered_by_tokens_are_not_cut() -> None:
+    nz = msgspec.structs.replace(FULL, format="NZ")
+    assert pair_entries([nz], [nz]).pairs[0].heads is None
+    with pytest.raises(GeometryMismatchError, match="pages of format NZ cannot be cut by heads") as refused:
+        pair_entries([nz], [rank(0, 8, format="NZ")])
+    assert refused.value.field == "destination.entries[0].format"
+
+
+def test_replicas_are_not_compared() -> None:
+    assert pair_entries([FULL], [msgspec.structs.replace(FULL, replicas=4)]).pairs[0].heads is None

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Final, TypeAlias
 
+import msgspec
 import numpy as np
 
 from kvferry.protocol.base import PageList
@@ -19,7 +20,17 @@ from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.manifests import Entry, Manifest, MhaSpec
+from kvferry.protocol.manifests import (
+    Component,
+    DraftSpec,
+    Entry,
+    HybridSwaSpec,
+    MambaSpec,
+    Manifest,
+    MhaSpec,
+    MlaSpec,
+    PoolSpec,
+)
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -33,7 +44,7 @@ from kvferry.protocol.pool_messages import (
     PoolDeleted,
 )
 from kvferry.protocol.requests import Busy, ErrorReply, ReplyBody, RequestBody
-from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, Receive, Result, RoomResult, Send
+from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, LayerStep, Receive, Result, RoomResult, Send
 from kvferry.protocol.session_messages import (
     Hello,
     Ping,
@@ -71,7 +82,112 @@ ENTRY: Final = Entry(
     shape=(3, 128, 2, 8),
     format="ND",
 )
-MANIFEST: Final = Manifest(pages=3, region_bytes=12288, layout_digest="0" * 32, entries=(ENTRY,))
+MANIFEST: Final = Manifest(
+    pages=3,
+    region_bytes=12288,
+    layout_digest="0" * 32,
+    entries=(ENTRY,),
+    components=(Component(name="main", space="main", pages=3),),
+)
+DRAFT: Final = DraftSpec(
+    layers=1,
+    kv_heads=2,
+    head_start=2,
+    total_heads=8,
+    head_dim=16,
+    v_head_dim=8,
+    kv_lora_rank=32,
+    qk_rope_head_dim=4,
+    index_head_dim=16,
+    replicas=2,
+    dtype="float16",
+)
+SPECS: Final[dict[str, PoolSpec]] = {
+    "mha": MhaSpec(
+        layers=2,
+        first_layer=4,
+        tokens=256,
+        page_size=128,
+        kv_heads=2,
+        head_start=2,
+        total_heads=8,
+        head_dim=16,
+        v_head_dim=8,
+        dtype="float16",
+        view="fia",
+        replicas=2,
+        draft=DRAFT,
+        optional_components=("draft", "main"),
+    ),
+    "mla": MlaSpec(
+        layers=3,
+        first_layer=4,
+        tokens=256,
+        page_size=128,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        index_head_dim=128,
+        index_layers=(4, 6),
+        index_scale=True,
+        index_dtype="int8",
+        dtype="float8_e4m3fn",
+        packed="ascend",
+        view="nz",
+        replicas=8,
+        draft=DRAFT,
+        optional_components=("draft", "main"),
+    ),
+    "hybrid_swa": HybridSwaSpec(
+        full_layers=(5, 11),
+        window_layers=(4, 6),
+        tokens=256,
+        window_tokens=512,
+        window=100,
+        page_size=128,
+        kv_heads=2,
+        head_start=2,
+        total_heads=8,
+        head_dim=16,
+        v_head_dim=8,
+        window_kv_heads=1,
+        window_head_start=1,
+        window_total_heads=4,
+        window_head_dim=32,
+        window_v_head_dim=16,
+        window_replicas=3,
+        dtype="float16",
+        view="nz",
+        replicas=2,
+        draft=DRAFT,
+        optional_components=("draft", "swa"),
+    ),
+    "mamba": MambaSpec(
+        state_layers=(0, 1),
+        slots=9,
+        conv_window=3,
+        conv_channels=64,
+        conv_dtype="float16",
+        ssm_shape=(4, 8, 16),
+        ssm_dtype="bfloat16",
+        state_head_start=4,
+        state_total_heads=8,
+        attention_layers=(2,),
+        tokens=256,
+        page_size=128,
+        kv_heads=2,
+        head_start=2,
+        total_heads=8,
+        head_dim=16,
+        v_head_dim=8,
+        dtype="bfloat16",
+        view="fia",
+        replicas=2,
+        draft=DRAFT,
+        optional_components=("draft", "mamba"),
+    ),
+}
+"""A spec of every kind with every field. What they say is nonsense: it is their bytes that count."""
+
 FINISHED: Final = Finished(
     request_id=REQUEST,
     pool="decode",
@@ -163,6 +279,7 @@ MESSAGES: Final[dict[str, Message]] = {
             destinations=2,
             first_token=17,
             payload=b"\x00\xff",
+            steps=(LayerStep(first_layer=4, layers=2, event=1, value=9),),
         ),
         *IDS,
     ),
@@ -197,7 +314,8 @@ SESSION_FRAMES: Final[dict[str, SessionOpen | SessionOpened | SessionRefused | R
 def as_hex() -> dict[str, list[str]]:
     """Return the frames of every sample, in hexadecimal digits."""
     messages = {name: [bytes(one).hex() for one in encode(*message)] for name, message in MESSAGES.items()}
-    return messages | {f"session {name}": [pack(frame).hex()] for name, frame in SESSION_FRAMES.items()}
+    frames = {f"session {name}": [pack(frame).hex()] for name, frame in SESSION_FRAMES.items()}
+    return messages | frames | {f"spec {kind}": [msgspec.msgpack.encode(spec).hex()] for kind, spec in SPECS.items()}
 
 
 if __name__ == "__main__":

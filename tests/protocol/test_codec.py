@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from kvferry.protocol.codec import (
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.errors import CallerError, InvalidFieldError, MalformedError
 from kvferry.protocol.ids import NO_BOOT
+from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Allocate, Free
 from kvferry.protocol.requests import REQUEST_TYPES
 from kvferry.protocol.room_messages import Send
@@ -30,7 +31,7 @@ from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import FrameSplitter, unpack_frame, unpack_open
 from kvferry.protocol.versions import PROTOCOL_MAX
 from tests.protocol.bodies import ALL_BODIES, REQUESTS, messages
-from tests.protocol.samples import GOLDEN, IDS, MESSAGES, SESSION_FRAMES, as_hex
+from tests.protocol.samples import GOLDEN, IDS, MESSAGES, SESSION_FRAMES, SPECS, as_hex
 
 GOLDEN_HEX: dict[str, list[str]] = json.loads(GOLDEN.read_text())
 
@@ -99,6 +100,18 @@ def test_golden_bytes_are_read(name: str) -> None:
 def test_golden_session_frames_are_read(name: str) -> None:
     (frame,) = FrameSplitter().feed(bytes.fromhex(GOLDEN_HEX[f"session {name}"][0]))
     assert (unpack_open(frame) if name == "OPEN" else unpack_frame(frame)) == SESSION_FRAMES[name]
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_golden_specs_are_read(kind: str) -> None:
+    (raw,) = GOLDEN_HEX[f"spec {kind}"]
+    assert msgspec.msgpack.decode(bytes.fromhex(raw), type=PoolSpec) == SPECS[kind]
+    fields = msgspec.structs.fields(SPECS[kind])
+    assert all(getattr(SPECS[kind], one.name) != one.default for one in fields), "every field is said"
+
+
+def test_there_is_a_golden_spec_of_every_kind() -> None:
+    assert {type(one) for one in SPECS.values()} == set(get_args(PoolSpec))
 
 
 def test_a_newer_side_may_add_fields_at_the_tail() -> None:

@@ -8,9 +8,10 @@ import re
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvferry.clients import Client, MhaSpec, new_request_id, pages
+from kvferry.clients import Client, HybridSwaSpec, KvferryError, MambaSpec, MhaSpec, new_request_id, pages
 from kvferry.clients.cli.main import main
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry
@@ -89,6 +90,44 @@ def test_status_for_people(daemon: DaemonProcess, busy: str) -> None:
     assert {"pools", "sessions", "counters"} <= set(lines)
     assert any("a holder" in line for line in lines)
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_every_page_space_is_shown(daemon: DaemonProcess, name: str) -> None:
+    window = HybridSwaSpec(
+        full_layers=(1,),
+        window_layers=(0,),
+        tokens=64,
+        window_tokens=32,
+        window=32,
+        page_size=4,
+        kv_heads=1,
+        head_dim=4,
+        dtype="float16",
+    )
+    with Client.connect(daemon.runtime_dir, name="a holder") as client:
+        client.create_pool(name, window)
+        client.allocate(name, 3)
+        client.allocate(name, 5, space="swa")
+        (pool,) = [one for one in client.status().pools if one.pool == name]
+        done = run_kvferry("status", "--runtime-dir", daemon.runtime_dir)
+    assert [(one.space, one.pages, one.free, one.busy) for one in pool.spaces] == [
+        ("main", 16, 13, 0),
+        ("swa", 8, 3, 0),
+    ]
+    assert (pool.pages, pool.free, pool.page_bytes) == (16, 13, 2 * 4 * 4 * 2)
+    rows = [line.split()[1:] for line in done.stdout.splitlines() if name in line.split()]
+    assert rows[0][:1] + rows[0][2:5] == ["main", "16", "13", "0"]
+    assert rows[1] == ["swa", "8", "3", "0", "0.1"]
+
+
+def test_a_pool_with_other_windows_is_another_pool(daemon: DaemonProcess, name: str) -> None:
+    spec = MambaSpec(state_layers=(0,), slots=4, ssm_shape=(2, 4), dtype="float16")
+    with Client.connect(daemon.runtime_dir, name="a holder") as client:
+        client.create_pool(name, spec)
+        client.create_pool(name, spec)
+        with pytest.raises(KvferryError, match=f"pool {name!r} exists with 5 pages") as refused:
+            client.create_pool(name, msgspec.structs.replace(spec, slots=5))
+    assert refused.value.code == "POOL_EXISTS"
 
 
 def test_the_environment_says_where_the_daemon_is(

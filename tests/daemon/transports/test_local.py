@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.rooms.effects import StartPiece
+from kvferry.daemon.rooms.remote import Incarnation, RemotePool
 from kvferry.daemon.transports import local
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.pools.copies import CopyBlocks, copy_one_by_one
@@ -19,6 +20,7 @@ from kvferry.pools.pairing import pair_entries
 from kvferry.pools.plan import Blocks, make_plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, TransferFailedError
+from kvferry.protocol.manifests import Entry
 from tests.rooms.room_world import PAGE_BYTES, RoomWorld
 
 WAIT_S = 30.0
@@ -139,6 +141,86 @@ async def test_large_blocks_are_copied_in_parts() -> None:
         )
         await site.reported(1)
     assert sorted(seen) == [7, *[local.MAX_BLOCK_BYTES] * 3]
+
+
+def heads_of(first: int, count: int, *, tokens: int = 4) -> list[Entry]:
+    """Return k and v of one layer of 8 heads, V wider, and an index that is the same everywhere."""
+    return [
+        Entry(
+            component="main",
+            role=role,
+            layer=0,
+            base=0,
+            pages=1,
+            page_bytes=tokens * held * head_bytes,
+            page_tokens=tokens,
+            head_start=start,
+            heads=held,
+            total_heads=total,
+        )
+        for role, start, held, total, head_bytes in (
+            ("k", first, count, 8, 6),
+            ("index_k", 0, 1, 1, 16),
+            ("v", first, count, 8, 24),
+        )
+    ]
+
+
+def by_head(pool: Pool, role: str, ids: np.typing.NDArray[np.int64]) -> np.typing.NDArray[np.uint8]:
+    """Return the pages of an entry: ``(pages, tokens, heads, bytes)``."""
+    (entry,) = (one for one in pool.manifest.entries if one.role == role)
+    memory = pool.region.view()[entry.base : entry.base + entry.pages * entry.page_bytes]
+    return memory.reshape(entry.pages, entry.page_tokens or 0, entry.heads or 0, -1)[ids]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 500, ONE_CHUNK])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("ours", "theirs"), [((0, 8), (2, 2)), ((4, 2), (4, 4)), ((2, 4), (0, 4)), ((6, 2), (0, 8))])
+async def test_slices_and_whole_pages_of_one_piece_arrive(
+    chunk_bytes: int, threads: int, ours: tuple[int, int], theirs: tuple[int, int]
+) -> None:
+    async with closing(Site(best_copy(), threads=threads, chunk_bytes=chunk_bytes)) as site:
+        rng = np.random.default_rng(chunk_bytes)
+        source = site.world.pool("sliced source", heads_of(*ours), pages=33)
+        destination = site.world.pool("sliced destination", heads_of(*theirs), pages=33)
+        for pool in (source, destination):
+            pool.region.view()[:] = rng.integers(0, 256, pool.manifest.region_bytes, np.uint8)
+        expected = {role: by_head(destination, role, np.arange(33)) for role in ("k", "v", "index_k")}
+        sent, received = (rng.permutation(np.arange(1, 33))[:20] for _ in range(2))
+        for role, content in expected.items():
+            (first, count), (own_first, own_count) = ((0, 1), (0, 1)) if role == "index_k" else (theirs, ours)
+            common = range(max(first, own_first), min(first + count, own_first + own_count))
+            for head in common:
+                content[received, :, head - first] = by_head(source, role, sent)[:, :, head - own_first]
+        plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), sent, received)
+        assert plan.sliced.sum() == 2
+        site.transport.start(StartPiece(1, source, destination, (plan,)))
+        assert await site.reported(1) == [(1, None)]
+        for role, content in expected.items():
+            assert (by_head(destination, role, np.arange(33)) == content).all()
+
+
+async def test_a_page_larger_than_the_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "STAGING_BYTES", 8)
+    async with closing(Site(best_copy(), threads=1, chunk_bytes=1)) as site:
+        source = site.world.pool("sliced source", heads_of(0, 8), pages=3)
+        destination = site.world.pool("sliced destination", heads_of(7, 1), pages=3)
+        source.region.view()[:] = 7
+        ids = np.arange(1, 3)
+        plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
+        site.transport.start(StartPiece(1, source, destination, (plan,)))
+        assert await site.reported(1) == [(1, None)]
+        assert all((by_head(destination, role, ids) == 7).all() for role in ("k", "v", "index_k"))
+
+
+async def test_a_pool_that_is_not_mapped_here_is_an_error() -> None:
+    async with closing(Site(best_copy())) as site:
+        piece = site.piece(1, 1, 2)
+        far = RemotePool(7, "far", site.source.manifest, Incarnation("tcp://10.0.0.1:1", "0" * 32), 1)
+        site.transport.start(piece._replace(source=far))
+        ((_, error),) = await site.reported(1)
+        assert error is not None
+        assert (error.code, "'far' is not mapped here" in str(error)) == ("INTERNAL", True)
 
 
 async def test_a_stopped_piece_ends_early_and_is_reported_once() -> None:

@@ -1,0 +1,134 @@
+"""Mooncake's engine by itself, over loopback into another process: what hand-offs between hosts are compared with.
+
+The same bytes go in two ways: one block a page, as engines write today, with many under way (all in one submission is
+no faster, and blocks its thread); and in big blocks, which is the most this engine does. Other benchmarks take
+``raw_mooncake`` and compare with its contenders in their own run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, compare
+from benchmarks.mooncake_peer import ADDRESS
+from kvferry.daemon.transports import mooncake_native
+from kvferry.daemon.transports.mooncake_native import MooncakeSettings, NativeEngine
+from kvferry.pools.devices.host import HostRegion
+
+KIB, MIB = 1 << 10, 1 << 20
+BIG_BLOCK_BYTES = 4 * MIB
+BLOCKS_UNDER_WAY = 4
+PAGES_UNDER_WAY = 256  # below Mooncake's own limits a peer
+POLL_S = 0.0001
+NOISE_BYTES = 10_000_019  # a prime: no two pages alike
+PAGE_SIZES = (16 * KIB, 128 * KIB)
+_DONE, _FAILED = 1, -1
+
+
+def measure(effort: Effort) -> list[Row]:
+    """Compare one block a page with big blocks, for two sizes of page, at random places on both sides."""
+    size_bytes = effort.pick(64, 8) * MIB
+    with raw_mooncake(size_bytes) as raw:
+        return [
+            compare(
+                f"mooncake_raw/{page_bytes // KIB}KiB/random/{size_bytes // MIB}MiB",
+                GIGABYTES_A_SECOND,
+                ours=partial(raw.one_block_a_page, page_bytes),
+                peer=raw.big_blocks,
+                peer_is=f"the same engine, blocks of {BIG_BLOCK_BYTES // MIB} MiB, {BLOCKS_UNDER_WAY} under way",
+                rounds=effort.pick(7, 1),
+                note="both are Mooncake: what a hand-off has to beat, and what it can reach",
+            )
+            for page_bytes in PAGE_SIZES
+        ]
+
+
+class RawMooncake:
+    """Writes all of ``source`` into the peer's region, which is as large. Each contender returns GB/s."""
+
+    def __init__(self, engine: list[NativeEngine], session_name: str, source: HostRegion, peer_address: int) -> None:
+        self._engine = engine  # the only reference stays in the list: see destroy
+        self._session_name = session_name
+        self._source = source
+        self._peer_address = peer_address
+
+    def one_block_a_page(self, page_bytes: int) -> float:
+        """Write each page from a random place to a random place, with many under way."""
+        count = self._source.size_bytes // page_bytes
+        source, destination = (np.random.default_rng(seed).permutation(count) for seed in (1, 2))
+        return self._write(source.tolist(), destination.tolist(), page_bytes, PAGES_UNDER_WAY)
+
+    def big_blocks(self) -> float:
+        """Write all in order, in blocks of ``BIG_BLOCK_BYTES``."""
+        places = range(self._source.size_bytes // BIG_BLOCK_BYTES)
+        return self._write(places, places, BIG_BLOCK_BYTES, BLOCKS_UNDER_WAY)
+
+    def _write(self, source: Sequence[int], destination: Sequence[int], block_bytes: int, most: int) -> float:
+        waiting = zip(source, destination, strict=True)
+        under_way: list[int] = []
+        ended = 0
+        started = time.perf_counter()
+        while ended < len(source):
+            for here, there in waiting:
+                under_way.append(self._submit(here * block_bytes, there * block_bytes, block_bytes))
+                if len(under_way) >= most:
+                    break
+            left = [batch_id for batch_id in under_way if not self._has_ended(batch_id)]
+            ended += len(under_way) - len(left)
+            if len(left) == len(under_way):
+                time.sleep(POLL_S)
+            under_way = left
+        return len(source) * block_bytes / (time.perf_counter() - started) / 1e9
+
+    def _submit(self, source: int, destination: int, block_bytes: int) -> int:
+        batch_id = self._engine[0].batch_transfer_async_write(
+            self._session_name, [self._source.address + source], [self._peer_address + destination], [block_bytes]
+        )
+        assert batch_id, "Mooncake did not begin"
+        return batch_id
+
+    def _has_ended(self, batch_id: int) -> bool:
+        status = self._engine[0].transfer_check_status(batch_id)
+        assert status != _FAILED, "a write failed"
+        return status == _DONE
+
+
+@contextmanager
+def raw_mooncake(size_bytes: int) -> Iterator[RawMooncake]:
+    """Run an engine here and one in another process, with so many bytes registered there and noise to write here."""
+    with (
+        HostRegion.create("bench-source", size_bytes) as source,
+        HostRegion.create("bench-landing", size_bytes) as landing,
+    ):
+        source.view()[:] = np.resize(np.random.default_rng(0).integers(0, 256, NOISE_BYTES, np.uint8), size_bytes)
+        landing.view()[:] = 1
+        holder = [mooncake_native.create(MooncakeSettings(address=ADDRESS))]
+        try:
+            with _running_peer(landing) as (port, address):
+                raw = RawMooncake(holder, f"{ADDRESS}:{port}", source, address)
+                raw.big_blocks()
+                assert np.array_equal(source.view(), landing.view())
+                yield raw
+        finally:
+            mooncake_native.destroy(holder)
+
+
+@contextmanager
+def _running_peer(landing: HostRegion) -> Iterator[tuple[int, int]]:
+    command = [sys.executable, "-m", "benchmarks.mooncake_peer", str(landing.fd), str(landing.size_bytes)]
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(  # noqa: S603  our own module
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[landing.fd]
+    ) as process:
+        assert process.stdout is not None
+        port, address = map(int, process.stdout.readline().split())
+        yield port, address
+        process.kill()

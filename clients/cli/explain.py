@@ -1,0 +1,245 @@
+"""``kvferry plan --explain``: what a dry run decided and why, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from kvferry.clients.cli.dry_run import DryRun, PlanInput
+from kvferry.clients.cli.tables import table
+from kvferry.pools.pairing import Pair
+from kvferry.pools.plan import Plan
+from kvferry.protocol.manifests import Entry
+
+SHOWN_PAGES = 8
+
+Coverage = Literal["optional", "other source", "missing"]
+"""Why a destination entry may stay uncovered, or that it may not."""
+
+
+class Place(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An entry in one side's list. ``head_start`` and ``heads`` are the model's heads that it holds."""
+
+    index: int
+    base: int
+    page_bytes: int
+    head_start: int | None = None
+    heads: int | None = None
+
+
+class ExplainedPair(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A pair. ``heads``: the model's heads exchanged, [first, end), where given; ``sliced``: not all that are held."""
+
+    entry: str
+    source: Place
+    destination: Place
+    heads: tuple[int, int] | None = None
+    sliced: bool = False
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    """A source entry that goes nowhere."""
+
+    entry: str
+    index: int
+    reason: str
+
+
+class Uncovered(msgspec.Struct, frozen=True):
+    """A destination entry that this source does not fill."""
+
+    entry: str
+    index: int
+    coverage: Coverage
+
+
+class DroppedPages(msgspec.Struct, frozen=True):
+    """Pages of a list that are not copied: their first logical page, their ids and why."""
+
+    side: Literal["source"]
+    first_page: int
+    pages: tuple[int, ...]
+    reason: str
+
+
+class Blocks(msgspec.Struct, frozen=True):
+    """How much is copied.
+
+    ``before``: one block for each page of each pair, one for each token of it where heads are sliced. ``after``: with
+    the runs coalesced, as ``kvferry plan`` lists them.
+    """
+
+    pages: int
+    runs: int
+    before: int
+    after: int
+    of_sliced_heads: int
+    total_bytes: int
+
+
+class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All of it. ``blocks`` is missing and ``error`` is there where the hand-off is refused."""
+
+    pairs: tuple[ExplainedPair, ...]
+    skipped_source_entries: tuple[Skipped, ...]
+    uncovered_destination_entries: tuple[Uncovered, ...]
+    dropped_pages: tuple[DroppedPages, ...]
+    blocks: Blocks | None = None
+    error: dict[str, str] | None = None
+
+
+def explain(given: PlanInput, run: DryRun, error: dict[str, str] | None = None) -> Explanation:
+    """Return what the dry run decided; ``error`` as it is shown, where it was refused."""
+    return Explanation(
+        pairs=tuple(_pairs(given, run)),
+        skipped_source_entries=tuple(_skipped(given, run)),
+        uncovered_destination_entries=tuple(_uncovered(given, run)),
+        dropped_pages=tuple(_dropped(given, run)),
+        blocks=_blocks(run.plan) if run.plan else None,
+        error=error,
+    )
+
+
+def lines_of(explanation: Explanation) -> Iterable[str]:
+    """Yield the explanation for people; bases as they are in the manifests and in the blocks."""
+    yield from table(
+        "pairs",
+        ("entry", "source", "base", "page bytes", "destination", "base", "page bytes", "heads"),
+        [_row(pair) for pair in explanation.pairs],
+    )
+    yield from table(
+        "skipped source entries",
+        ("source", "entry", "why"),
+        [(one.index, one.entry, one.reason) for one in explanation.skipped_source_entries],
+    )
+    yield from table(
+        "uncovered destination entries",
+        ("destination", "entry", "coverage"),
+        [(one.index, one.entry, one.coverage) for one in explanation.uncovered_destination_entries],
+    )
+    yield from table(
+        "dropped pages",
+        ("side", "logical", "pages", "why"),
+        [
+            (one.side, _span(one.first_page, len(one.pages)), _shortened(one.pages), one.reason)
+            for one in explanation.dropped_pages
+        ],
+    )
+    yield ""
+    if explanation.blocks:
+        yield from _block_lines(explanation.blocks)
+    if explanation.error:
+        yield refusal_line(explanation.error)
+
+
+def refusal_line(error: dict[str, str]) -> str:
+    """Return a refusal for people."""
+    field, remedy = error.get("field"), error.get("remedy")
+    return f"refused: {error['code']}{f' [{field}]' if field else ''}: {error['detail']}{f' ({remedy})' * bool(remedy)}"
+
+
+def _pairs(given: PlanInput, run: DryRun) -> Iterable[ExplainedPair]:
+    index_of = {entry.name: index for index, entry in enumerate(given.source.entries)}
+    for pair in run.pairing.pairs:
+        yield ExplainedPair(
+            entry=pair.destination.name,
+            source=_place(index_of[pair.source.name], pair.source),
+            destination=_place(pair.destination_index, pair.destination),
+            heads=_heads(pair),
+            sliced=pair.heads is not None,
+        )
+
+
+def _heads(pair: Pair) -> tuple[int, int] | None:
+    if pair.source.head_start is None or pair.source.heads is None:
+        return None
+    if pair.heads is None:
+        return (pair.source.head_start, pair.source.head_start + pair.source.heads)
+    first = pair.source.head_start + pair.heads.source
+    return (first, first + pair.heads.count)
+
+
+def _place(index: int, entry: Entry) -> Place:
+    return Place(index, entry.base, entry.page_bytes, entry.head_start, entry.heads)
+
+
+def _skipped(given: PlanInput, run: DryRun) -> Iterable[Skipped]:
+    used = {pair.source.name for pair in run.pairing.pairs}
+    names = {entry.name for entry in given.destination.entries}
+    components = {entry.component for entry in given.destination.entries}
+    for index, entry in enumerate(given.source.entries):
+        if entry.name in used:
+            continue
+        if entry.name in names:
+            reason = "the destination's entry of that name holds other heads"
+        elif entry.component in components:
+            reason = "the destination has no such entry"
+        else:
+            reason = f"the destination has no component {entry.component}"
+        yield Skipped(entry.name, index, reason)
+
+
+def _uncovered(given: PlanInput, run: DryRun) -> Iterable[Uncovered]:
+    paired = {pair.destination_index for pair in run.pairing.pairs}
+    for index, entry in enumerate(given.destination.entries):
+        if index in paired:
+            continue
+        coverage: Coverage = "other source" if given.partial else "missing"
+        if entry.component in given.destination.optional_components:
+            coverage = "optional"
+        yield Uncovered(entry.name, index, coverage)
+
+
+def _dropped(given: PlanInput, run: DryRun) -> Iterable[DroppedPages]:
+    if run.dropped_source_pages:
+        yield DroppedPages(
+            "source",
+            given.source_first_page,
+            given.source_pages[: run.dropped_source_pages],
+            f"the destination starts at logical page {given.destination_first_page}: it has these already",
+        )
+
+
+def _blocks(plan: Plan) -> Blocks:
+    sliced = plan.sliced
+    whole = int((~sliced).sum())
+    slices = int(np.maximum(plan.source.rows, plan.destination.rows)[sliced].sum()) * plan.pages
+    return Blocks(
+        pages=plan.pages,
+        runs=len(plan.runs.pages),
+        before=whole * plan.pages + slices,
+        after=whole * len(plan.runs.pages) + slices,
+        of_sliced_heads=slices,
+        total_bytes=plan.total_bytes,
+    )
+
+
+def _block_lines(blocks: Blocks) -> Iterable[str]:
+    yield f"copied: pages {blocks.pages}, runs {blocks.runs}, bytes {blocks.total_bytes}"
+    yield f"blocks: {blocks.before} before coalescing, {blocks.after} after"
+    if blocks.of_sliced_heads:
+        yield f"of these, heads of single tokens: {blocks.of_sliced_heads} (the sides hold different heads)"
+
+
+def _row(pair: ExplainedPair) -> tuple[object, ...]:
+    ours, theirs = pair.source, pair.destination
+    heads = _span(pair.heads[0], pair.heads[1] - pair.heads[0]) if pair.heads else "-"
+    if pair.sliced:
+        heads += f" of {_held(ours)} -> {_held(theirs)}"
+    return (pair.entry, ours.index, ours.base, ours.page_bytes, theirs.index, theirs.base, theirs.page_bytes, heads)
+
+
+def _held(place: Place) -> str:
+    return _span(place.head_start or 0, place.heads or 0)
+
+
+def _span(first: int, count: int) -> str:
+    return f"{first}..{first + count - 1}"
+
+
+def _shortened(pages: Sequence[int]) -> str:
+    shown = " ".join(str(page) for page in pages[:SHOWN_PAGES])
+    return shown if len(pages) <= SHOWN_PAGES else f"{shown} and {len(pages) - SHOWN_PAGES} more"

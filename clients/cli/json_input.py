@@ -1,0 +1,55 @@
+"""JSON in and out of commands that need no daemon: one object from a file, one object printed, also of an error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.protocol.codec import invalid_field
+from kvferry.protocol.errors import InvalidFieldError, KvferryError
+
+T = TypeVar("T")
+REFUSED = 2
+
+
+def read_json(name: str, kind: type[T]) -> T:
+    """Return the object in a file, or on standard input where the name is ``-``.
+
+    Raises:
+        InvalidFieldError: no such file, no JSON object, or a field is unknown or wrong; names the field.
+    """
+    try:
+        return msgspec.json.decode(_read(name), type=kind)
+    except msgspec.ValidationError as cause:
+        raise invalid_field(cause) from cause
+    except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
+        raise InvalidFieldError(f"the input is no JSON object: {cause}") from cause
+
+
+def print_json(value: Any) -> int:  # noqa: ANN401  whatever msgspec can encode
+    """Print a value on one line; return the exit status of success."""
+    print(msgspec.json.encode(value).decode())
+    return 0
+
+
+def shown(error: KvferryError) -> dict[str, str]:
+    """Return what a person is told of an error: its code, detail, field and remedy, as far as it has them."""
+    info = error.info()
+    fields = {"code": info.code, "detail": info.detail, "field": info.field, "remedy": info.remedy}
+    return {name: text for name, text in fields.items() if text}
+
+
+def print_refusal(error: KvferryError) -> int:
+    """Print why the input was refused; return the exit status of that."""
+    print_json({"error": shown(error)})
+    return REFUSED
+
+
+def _read(name: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as cause:
+        raise InvalidFieldError(f"{name}: {cause.strerror}", field="FILE") from cause

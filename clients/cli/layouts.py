@@ -1,0 +1,150 @@
+"""``kvferry layout``: the manifest of a pool spec, or the memory that a well-known model needs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.clients.cli.json_input import print_json, print_refusal, read_json
+from kvferry.clients.cli.tables import table
+from kvferry.pools.engine_lists import engine_lists
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.model_facts import MODELS
+from kvferry.pools.models import DEFAULT_PAGE_SIZE, DEFAULT_REQUESTS, model_spec
+from kvferry.pools.sizing import SpaceSize, space_sizes
+from kvferry.protocol.errors import InvalidFieldError, KvferryError
+from kvferry.protocol.manifests import Manifest, PoolSpec
+
+GIB = 1 << 30
+DEFAULT_TOKENS = 65536
+DEFAULT_TP_SIZE = 1
+
+
+def add_layout(command: argparse.ArgumentParser) -> None:
+    """Add the command's arguments: a file, a model, or the list of models."""
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument("file", nargs="?", metavar="FILE", help="a JSON file with a pool spec, or - for standard input")
+    what.add_argument("--model", metavar="NAME", help="the pool of a well-known model: what memory it needs")
+    what.add_argument("--models", action="store_true", help="list the models")
+    command.add_argument("--json", action="store_true", help="with --model: the spec and its manifest, for programs")
+    of_model = command.add_argument_group("of the model's pool")
+    of_model.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help=f"capacity ({DEFAULT_TOKENS})")
+    of_model.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help=f"in tokens ({DEFAULT_PAGE_SIZE})")
+    of_model.add_argument("--dtype", help="of keys and values (the model's own)")
+    of_model.add_argument("--tp", type=int, default=DEFAULT_TP_SIZE, help="ranks of tensor parallelism (1)")
+    of_model.add_argument("--rank", type=int, default=0, help="which of them (0)")
+    of_model.add_argument("--layers", metavar="FIRST:END", help="the pipeline stage's, END not included (all)")
+    of_model.add_argument(
+        "--requests", type=int, default=DEFAULT_REQUESTS, help=f"at once, for windows and states ({DEFAULT_REQUESTS})"
+    )
+    of_model.add_argument("--packed", choices=("ds_mla", "ascend"), help="latent attention in this float8 form")
+    of_model.add_argument("--draft", action="store_true", help="with the model's own draft layers")
+
+
+def layout(options: argparse.Namespace) -> int:
+    """Print a spec's manifest, a model's sizes, or the models."""
+    try:
+        if options.models:
+            print("\n".join(_model_lines()))
+            return 0
+        if options.model is None:
+            return print_json(_as_json(manifest_of(read_json(options.file, PoolSpec))))  # type: ignore[arg-type]
+        spec = _spec_of(options)
+        manifest = manifest_of(spec)
+    except KvferryError as error:
+        return print_refusal(error)
+    if options.json:
+        return print_json({"spec": spec, **_as_json(manifest)})
+    print("\n".join(_size_lines(options, spec, manifest)))
+    return 0
+
+
+def _as_json(manifest: Manifest) -> dict[str, Any]:
+    fields = msgspec.to_builtins(manifest)
+    order = ("pages", "region_bytes", "layout_digest", "entries", "components", "optional_components")
+    return {
+        **{name: fields[name] for name in order},
+        "memory": space_sizes(manifest),
+        "engine_lists": engine_lists(manifest),
+    }
+
+
+def _spec_of(options: argparse.Namespace) -> PoolSpec:
+    first, count = _stage(options.layers)
+    return model_spec(
+        options.model,
+        tokens=options.tokens,
+        page_size=options.page_size,
+        dtype=options.dtype,
+        tp_size=options.tp,
+        tp_rank=options.rank,
+        first_layer=first,
+        layers=count,
+        requests=options.requests,
+        draft=options.draft,
+        packed=options.packed,
+    )
+
+
+def _stage(text: str | None) -> tuple[int, int | None]:
+    if text is None:
+        return 0, None
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal()):
+        raise InvalidFieldError(f"layers are FIRST:END, not {text!r}", field="layers")
+    return int(first), int(end) - int(first)
+
+
+def _size_lines(options: argparse.Namespace, spec: PoolSpec, manifest: Manifest) -> Iterable[str]:
+    facts = MODELS[options.model.lower()]
+    yield (
+        f"{facts.name} ({facts.source}), {spec.dtype}, layers {options.layers or f'0:{facts.layers}'}, "
+        f"rank {options.rank} of {options.tp}"
+    )
+    sizes = space_sizes(manifest)
+    head = ("space", "pages", "page tokens", "bytes a token", "bytes a page", "GiB")
+    yield from table("page spaces", head, [_row(one) for one in sizes])
+    yield ""
+    yield f"total {manifest.region_bytes} bytes, {manifest.region_bytes / GIB:.3f} GiB"
+    for space in sizes:
+        if space.kind == "state":
+            yield f"state {space.page_bytes} bytes a request"
+    yield f"layout {manifest.layout_digest}"
+
+
+def _model_lines() -> Iterable[str]:
+    head = ("model", "kind", "layers", "bytes a token", "bytes a page", "window", "state bytes", "source")
+    yield from table("models", head, [_model_row(name) for name in MODELS])
+    yield ""
+    yield f"One rank holds all; pages of {DEFAULT_PAGE_SIZE} tokens, keys and values as in the model itself."
+
+
+def _model_row(name: str) -> Sequence[object]:
+    facts = MODELS[name]
+    spec = model_spec(name, tokens=DEFAULT_TOKENS)
+    by_kind = {one.kind: one for one in space_sizes(manifest_of(spec))}
+    window, state = by_kind.get("window"), by_kind.get("state")
+    return (
+        name,
+        spec.__struct_config__.tag,
+        facts.layers,
+        by_kind["paged"].token_bytes,
+        by_kind["paged"].page_bytes,
+        f"{window.token_bytes} x {facts.window}" if window else "-",
+        state.page_bytes if state else "-",
+        facts.source,
+    )
+
+
+def _row(size: SpaceSize) -> Sequence[object]:
+    return (
+        size.space,
+        size.pages,
+        "-" if size.page_tokens is None else size.page_tokens,
+        "-" if size.token_bytes is None else size.token_bytes,
+        size.page_bytes,
+        f"{size.total_bytes / GIB:.3f}",
+    )

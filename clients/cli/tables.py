@@ -1,0 +1,18 @@
+"""Plain tables for people: a title, a head, and columns as wide as their widest cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterable[str]:
+    """Yield a table's lines, an empty one first; without rows one line says so."""
+    yield ""
+    if not rows:
+        yield f"no {title}"
+        return
+    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    yield title
+    for row in cells:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,198 @@
+"""Landing slots: the bounded memory into which daemons of other hosts may write, and who may still write where.
+
+A slot is free, granted to one (peer, grant), or in quarantine: its grant is over, but a write of the peer may still
+land. Quarantine ends slot by slot where the peer reports its writes terminal, or for all slots at once with a fence:
+this daemon destroys and rebuilds its engine, after which nothing old can land. A fence would tear down the writes of
+live grants too, so it waits until they have ended, and no slot is granted meanwhile; after ``drain_timeout_s`` it waits
+no longer. Knows nothing of sockets, engines or clocks: times are seconds of whatever clock the caller reads.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from kvferry.protocol.ids import BootId
+
+
+class FenceBounds(NamedTuple):
+    """When quarantine becomes too much.
+
+    Attributes:
+        quarantined_bytes: more than this asks for a fence.
+        quarantined_s: a slot that has rested longer than this asks for one.
+        drain_timeout_s: how long a fence that is asked for waits for live grants to end.
+    """
+
+    quarantined_bytes: int
+    quarantined_s: float
+    drain_timeout_s: float
+
+
+class Slot(NamedTuple):
+    """One granted slot.
+
+    Attributes:
+        number: of the slot, 0 to ``count - 1``.
+        address: its first byte in this process: what the peer's writes name.
+        size_bytes: its length.
+    """
+
+    number: int
+    address: int
+    size_bytes: int
+
+
+class _Granted(NamedTuple):
+    peer: BootId
+    grant_id: int
+
+
+class _Quarantined(NamedTuple):
+    peer: BootId
+    grant_id: int
+    since_s: float
+
+
+class LandingSlots:
+    """``count`` slots of ``slot_bytes`` each, side by side from ``base_address``. The memory belongs to the caller."""
+
+    def __init__(self, base_address: int, slot_bytes: int, count: int, bounds: FenceBounds) -> None:
+        assert base_address > 0, base_address
+        assert slot_bytes > 0, slot_bytes
+        assert count > 0, count
+        self.slot_bytes: Final = slot_bytes
+        self.count: Final = count
+        self._base_address = base_address
+        self._bounds = bounds
+        self._free = list(range(count - 1, -1, -1))  # the lowest is taken first; the last one given back comes next
+        self._granted: dict[int, _Granted] = {}
+        self._quarantined: dict[int, _Quarantined] = {}  # in the order in which they came
+        self._draining_since_s: float | None = None
+        self._fencing = False
+
+    def __repr__(self) -> str:
+        """Show how many slots are in which state."""
+        state = " draining" if self.draining else ""
+        return (
+            f"<LandingSlots free={len(self._free)} granted={len(self._granted)} "
+            f"quarantined={len(self._quarantined)} slot_bytes={self.slot_bytes}{state}>"
+        )
+
+    @property
+    def free(self) -> int:
+        """Return how many slots can be granted, were no fence waiting."""
+        return len(self._free)
+
+    @property
+    def granted(self) -> int:
+        """Return how many slots are granted."""
+        return len(self._granted)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Return how many bytes rest because a write may still land in them."""
+        return len(self._quarantined) * self.slot_bytes
+
+    @property
+    def draining(self) -> bool:
+        """Return whether a fence waits for live grants to end, or is under way: no slot is granted."""
+        return self._fencing or self._draining_since_s is not None
+
+    def oldest_quarantine_s(self, now_s: float) -> float:
+        """Return for how many seconds the slot longest in quarantine has rested; 0 where none rests."""
+        for quarantined in self._quarantined.values():
+            return now_s - quarantined.since_s
+        return 0.0
+
+    def take(self, peer: BootId, grant_id: int) -> Slot | None:
+        """Grant a slot to a peer; None where none is free, or a fence waits."""
+        if self.draining or not self._free:
+            return None
+        number = self._free.pop()
+        self._granted[number] = _Granted(peer, grant_id)
+        return Slot(number, self._base_address + number * self.slot_bytes, self.slot_bytes)
+
+    def give_back(self, number: int, peer: BootId, grant_id: int) -> bool:
+        """Free a slot of this grant: no write of the grant can land any more. False where the grant is over already.
+
+        Ends a quarantine as well, so that a late report of terminal writes counts. A report that comes after a fence
+        and a new grant of the slot finds another grant in it, and changes nothing.
+        """
+        if self._granted.get(number) == (peer, grant_id):
+            del self._granted[number]
+        elif (resting := self._quarantined.get(number)) is not None and resting[:2] == (peer, grant_id):
+            del self._quarantined[number]
+        else:
+            return False
+        self._free.append(number)
+        return True
+
+    def quarantine(self, number: int, peer: BootId, grant_id: int, now_s: float) -> bool:
+        """End a grant whose writes may still land: the slot rests. False where the grant is over already."""
+        if self._granted.get(number) != (peer, grant_id):
+            return False
+        del self._granted[number]
+        self._quarantined[number] = _Quarantined(peer, grant_id, now_s)
+        return True
+
+    def quarantine_peer(self, peer: BootId, now_s: float) -> list[Slot]:
+        """End all grants of a peer that is lost; return the slots that rest from now on."""
+        lost = [(number, granted.grant_id) for number, granted in self._granted.items() if granted.peer == peer]
+        for number, grant_id in lost:
+            self.quarantine(number, peer, grant_id, now_s)
+        return [Slot(number, self._base_address + number * self.slot_bytes, self.slot_bytes) for number, _ in lost]
+
+    def fence_due(self, now_s: float) -> bool:
+        """Return whether to fence now. Where a bound is passed but grants live, begin to drain and return False.
+
+        Draining ends without a fence when quarantine falls below its bounds again. False while a fence is under way.
+        """
+        if self._fencing or not self._too_much_rests(now_s):
+            self._draining_since_s = None
+            return False
+        if self._draining_since_s is None:
+            self._draining_since_s = now_s
+        return not self._granted or now_s - self._draining_since_s >= self._bounds.drain_timeout_s
+
+    def fence_begins(self, now_s: float) -> list[Slot]:
+        """Quarantine what is still granted, just before the engine is destroyed; return those slots.
+
+        Until ``fenced`` no slot is granted: also where the engine cannot be rebuilt, and never comes to it.
+        """
+        self._fencing = True
+        ended = [
+            slot
+            for peer in dict.fromkeys(granted.peer for granted in self._granted.values())
+            for slot in self.quarantine_peer(peer, now_s)
+        ]
+        assert not self._granted, "a grant outlived its engine"
+        return ended
+
+    def fenced(self) -> int:
+        """Free all that rests: the engine has been rebuilt since. Return how many slots.
+
+        Nothing is granted between ``fence_begins`` and here, so all that rests was granted before the fence.
+        """
+        assert self._fencing, "a fence that did not begin"
+        assert not self._granted, "a slot was granted while the engine was away"
+        freed = list(self._quarantined)
+        self._quarantined.clear()
+        self._free.extend(freed)
+        self._draining_since_s = None
+        self._fencing = False
+        return len(freed)
+
+    def check(self) -> None:
+        """Check that each slot is in exactly one state.
+
+        Raises:
+            AssertionError: a bug here; the process must not go on.
+        """
+        states = [*self._free, *self._granted, *self._quarantined]
+        assert sorted(states) == list(range(self.count)), f"a slot is lost or in two states: {self!r}"
+
+    def _too_much_rests(self, now_s: float) -> bool:
+        return (
+            self.quarantined_bytes > self._bounds.quarantined_bytes
+            or self.oldest_quarantine_s(now_s) > self._bounds.quarantined_s
+        )

@@ -1,0 +1,241 @@
+"""The shell between the room book and other daemons: their messages in, the book's effects towards them out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.peers import PeerLinks
+from kvferry.daemon.pool_service import PoolService
+from kvferry.daemon.rooms.effects import (
+    AnnounceRoom,
+    CloseRoom,
+    Effect,
+    OfferChunk,
+    RefuseOffer,
+    StopSending,
+    TellReady,
+    Withdraw,
+)
+from kvferry.daemon.rooms.endings import name_of
+from kvferry.daemon.rooms.peer_book import PeerBook
+from kvferry.daemon.rooms.peer_forms import chunk_of, offer_of
+from kvferry.daemon.rooms.remote import Incarnation, Origin, RemotePool
+from kvferry.daemon.rooms.sides import Room
+from kvferry.daemon.transports.remote import RemoteTransports
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, UnknownPoolError, UnknownRoomError, raised
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.peer_messages import (
+    Announce,
+    Confirm,
+    Confirmed,
+    Grant,
+    Landed,
+    OfferRefused,
+    OfferWithdrawn,
+    PeerBody,
+    PeerOffer,
+    Piece,
+    PieceOver,
+    RoomClosed,
+    StepReady,
+)
+from kvferry.protocol.session_messages import RegionRequest
+
+log = structlog.get_logger(__name__)
+
+
+class PeerService:
+    """Lets rooms here take offers of other daemons, and offers here fill rooms of other daemons."""
+
+    def __init__(
+        self,
+        links: PeerLinks,
+        book: PeerBook,
+        pools: PoolService,
+        transports: RemoteTransports,
+        carry_out: Callable[[], None],
+        counters: Counters,
+    ) -> None:
+        """``carry_out`` does what the book asks; it is called after each message."""
+        self._links = links
+        self._book = book
+        self._pools = pools
+        self._transports = transports
+        self._carry_out = carry_out
+        self._counters = counters
+        self._remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
+        links.on_message = self._on_message
+        links.on_up = self._on_up
+        links.on_lost = self._on_lost
+
+    def source_daemons(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the other daemons among those that a RECEIVE names.
+
+        Raises:
+            InvalidFieldError: one cannot be reached from here.
+        """
+        others = tuple(dict.fromkeys(one for one in addresses if not self._links.is_own(one)))
+        for number, address in enumerate(others):
+            field = f"source_daemons[{number}]"
+            if not self._transports.can_reach(address):
+                raise InvalidFieldError(
+                    f"{address}: this daemon has no landing slots; set landing.transport in its configuration",
+                    field=field,
+                )
+            self._links.check_reachable(address, field)
+        return others
+
+    def carry_out(self, effect: Effect) -> None:
+        """Do what the book asks towards another daemon; other effects are not ours."""
+        if isinstance(effect, AnnounceRoom):
+            peer = self._links.connect(effect.address)
+            if peer is not None:
+                self._announce(peer, effect.room)
+        elif isinstance(effect, CloseRoom):
+            peer = self._links.connect(effect.address)
+            if peer is not None:
+                info = effect.error.info() if effect.error else None
+                self._links.send(peer, RoomClosed(room=effect.room, error=info, moved=effect.moved))
+        elif isinstance(effect, RefuseOffer):
+            refused = OfferRefused(room=effect.room, offer=effect.offer, error=effect.error.info())
+            self._links.send(effect.peer, refused)
+        elif isinstance(effect, StopSending):
+            self._transports.stop_sending(effect.target)
+        else:
+            self._tell_home(effect)
+
+    def region_of(self, asked: RegionRequest) -> HostRegion:
+        """Return the memory that another daemon of this host asks for.
+
+        Raises:
+            UnknownPoolError: there is no such pool, or it has been made anew since.
+        """
+        region = self._pools.get(asked.tenant, asked.pool).region
+        if region.identity != asked.region:
+            raise UnknownPoolError(f"pool {asked.pool!r} has been made anew", field="region")
+        return region
+
+    def _tell_home(self, effect: Effect) -> None:
+        if isinstance(effect, OfferChunk):
+            body, ids = offer_of(effect.target, effect.chunk)
+            self._links.send(effect.target.announcement.home, body, ids)
+        elif isinstance(effect, TellReady):
+            target = effect.target
+            ready = StepReady(
+                room=target.announcement.room, offer=target.number, chunk=effect.chunk, ready=effect.ready
+            )
+            self._links.send(target.announcement.home, ready)
+        elif isinstance(effect, Withdraw):
+            target = effect.target
+            withdrawn = OfferWithdrawn(room=target.announcement.room, offer=target.number, error=effect.error.info())
+            self._links.send(target.announcement.home, withdrawn)
+
+    def _announce(self, peer: Incarnation, room: Room) -> None:
+        left_ms = max(1, round((room.deadline_at - time.monotonic()) * 1000))
+        self._links.send(peer, Announce(room=name_of(room), deadline_ms=left_ms))
+
+    def _on_up(self, peer: Incarnation) -> None:
+        for room in self._book.rooms_expecting(peer.address):
+            self._announce(peer, room)
+
+    def _on_lost(self, peer: Incarnation, why: str) -> None:
+        self._transports.peer_lost(peer, why)
+        self._book.peer_lost(peer, why, time.monotonic())
+        for key in [one for one in self._remote_pools if one[0] == peer]:
+            pool = self._remote_pools.pop(key)
+            if pool.mapping is not None:
+                pool.mapping.close()
+        self._carry_out()
+
+    def _on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
+        try:
+            self._at_home(peer, body, ids)
+            self._at_source(peer, body)
+        except UnknownRoomError:
+            self._counters.add("peers.too_late")
+        finally:
+            self._carry_out()
+
+    def _at_home(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
+        now = time.monotonic()
+        if isinstance(body, PeerOffer):
+            self._offered(peer, body, ids, now)
+        elif isinstance(body, StepReady):
+            self._book.step_ready(Origin(peer, body.room, body.offer), body.chunk, body.ready, now)
+        elif isinstance(body, OfferWithdrawn):
+            self._book.withdrawn(Origin(peer, body.room, body.offer), raised(body.error), now)
+        elif isinstance(body, Landed):
+            self._transports.landed(peer, body)
+        elif isinstance(body, Confirmed):
+            self._transports.confirmed(peer, body)
+
+    def _at_source(self, peer: Incarnation, body: PeerBody) -> None:
+        now = time.monotonic()
+        if isinstance(body, Announce):
+            self._book.announced(peer, body.room, now + body.deadline_ms / 1000, now)
+        elif isinstance(body, RoomClosed):
+            error = raised(body.error) if body.error else None
+            self._book.closed(peer, body.room, error, body.moved, now)
+        elif isinstance(body, OfferRefused):
+            self._book.refused(peer, body.offer, raised(body.error), now)
+        elif isinstance(body, Piece):
+            self._transports.piece_asked(peer, body)
+        elif isinstance(body, Grant):
+            self._transports.granted(peer, body)
+        elif isinstance(body, PieceOver):
+            self._transports.piece_over(peer, body.piece)
+        elif isinstance(body, Confirm):
+            self._confirm(peer, body)
+
+    def _confirm(self, peer: Incarnation, body: Confirm) -> None:
+        error = None
+        try:
+            self._book.open_target(peer, body.offer, body.room)
+        except KvferryError as wrong:
+            error = wrong.info()
+        self._links.send(peer, Confirmed(piece=body.piece, error=error))
+
+    def _offered(self, peer: Incarnation, body: PeerOffer, ids: tuple[PageIds, ...], now: float) -> None:
+        origin = Origin(peer, body.room, body.offer)
+        try:
+            pool = self._remote_pool(peer, body)
+            chunk = chunk_of(body, ids, pool.manifest)
+        except KvferryError as error:
+            self._book.refuse(origin, error, now)
+            return
+        self._book.offered(origin, body.chunk, pool, chunk, body.ready, now)
+
+    def _remote_pool(self, peer: Incarnation, body: PeerOffer) -> RemotePool:
+        key = (peer, body.room.tenant, body.pool)
+        known = self._remote_pools.get(key)
+        if known is not None and known.region_id == body.region:
+            return known
+        if body.manifest is None:
+            raise InvalidFieldError(f"pool {body.pool!r} was not described", field="manifest")
+        if known is not None and known.mapping is not None:
+            known.mapping.close()
+        check_manifest(body.manifest)
+        pool = RemotePool(body.room.tenant, body.pool, body.manifest, peer, body.region)
+        self._remote_pools[key] = pool
+        return pool
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Check that what another daemon says of its pool can be reckoned with.
+
+    Raises:
+        InvalidFieldError: no entry, or one that lies beyond the region or whose component is not described.
+    """
+    names = {one.name for one in manifest.components}
+    for index, entry in enumerate(manifest.entries):
+        beyond = entry.base + entry.pages * entry.page_bytes > manifest.region_bytes
+        if beyond or entry.component not in names:
+            raise InvalidFieldError(f"{entry.name} does not fit its manifest", field=f"manifest.entries[{index}]")
+    if not manifest.entries:
+        raise InvalidFieldError("a pool without entries", field="manifest.entries")

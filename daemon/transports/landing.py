@@ -1,0 +1,95 @@
+"""Transfers between hosts, put together: the engine, the slots that peers write, the staging, and both halves."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from urllib.parse import urlsplit
+
+import structlog
+
+from kvferry.daemon.config import Config
+from kvferry.daemon.landing import FenceBounds, LandingSlots
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.peers import PeerLinks
+from kvferry.daemon.rooms.service import RoomService
+from kvferry.daemon.transports.landing_receiver import LandingReceiver
+from kvferry.daemon.transports.landing_sender import LandingSender
+from kvferry.daemon.transports.mooncake import MooncakeEngine
+from kvferry.daemon.transports.mooncake_native import MooncakeSettings
+from kvferry.daemon.transports.remote import RemoteTransports
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import ConfigError
+
+log = structlog.get_logger(__name__)
+
+
+class Landing:
+    """Nothing, where the configuration names no transport; else what ``start`` makes and ``close`` gives back."""
+
+    def __init__(
+        self, config: Config, links: PeerLinks, rooms: RoomService, executor: Executor, counters: Counters
+    ) -> None:
+        self._config = config.landing
+        self._listen = config.peers.listen
+        self._links = links
+        self._rooms = rooms
+        self._executor = executor
+        self._counters = counters
+        self._engine: MooncakeEngine | None = None
+        self._regions: list[HostRegion] = []
+
+    async def start(self, transports: RemoteTransports) -> None:
+        """Begin to listen, and give ``transports`` its two halves.
+
+        Raises:
+            ConfigError: no address to listen on, or Mooncake is not installed.
+            OutOfMemoryError: no memory for slots or staging.
+            TransferFailedError: Mooncake could not begin.
+        """
+        config = self._config
+        if config.transport == "none":
+            return
+        engine = MooncakeEngine(MooncakeSettings(address=self._address(), protocol=config.protocol))
+        landing = self._region("landing", config.slots)
+        staging = self._region("staging", config.staging)
+        self._engine = await engine.__aenter__()
+        await engine.register(landing.address, landing.size_bytes)  # nothing else: peers may write what is registered
+        bounds = FenceBounds(
+            landing.size_bytes // 2 if config.quarantined_bytes is None else config.quarantined_bytes,
+            config.quarantined_s,
+            config.drain_timeout_s,
+        )
+        slots = LandingSlots(landing.address, config.slot_bytes, config.slots, bounds)
+        transports.receiver = LandingReceiver(
+            self._links.send, engine, landing, slots, self._executor, self._rooms.piece_done, self._counters
+        )
+        transports.sender = LandingSender(
+            self._links.send,
+            engine,
+            staging,
+            config.slot_bytes,
+            self._executor,
+            self._rooms.book.peers,
+            self._rooms.carry_out,
+            self._counters,
+            config.write_timeout_s,
+        )
+        log.info("landing", transport=config.transport, session=engine.session_name, slots=config.slots)
+
+    async def close(self) -> None:
+        """Stop listening: afterwards nothing lands."""
+        if self._engine is not None:
+            await self._engine.close()
+        for region in self._regions:
+            region.close()
+
+    def _region(self, name: str, buffers: int) -> HostRegion:
+        region = HostRegion.create(name, buffers * self._config.slot_bytes)
+        self._regions.append(region)
+        return region
+
+    def _address(self) -> str:
+        address = self._config.address or (urlsplit(self._listen).hostname if self._listen else None)
+        if not address:
+            raise ConfigError("say at which address, or set peers.listen", field="landing.address")
+        return address

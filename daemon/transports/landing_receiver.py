@@ -1,0 +1,299 @@
+"""The receiving half of a transfer between hosts: pieces are granted landing slots, and scattered from them.
+
+The source writes into a slot and says so; nothing of a page is touched before generation, length and checksum are
+right. So a late write can only ever land in a slot, and a room that failed settles at once: only its slots wait, for
+the source's word that its writes have ended, or in quarantine for a fence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import NamedTuple, Protocol
+
+import structlog
+import xxhash
+
+from kvferry.daemon.landing import LandingSlots, Slot
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.rooms.endings import name_of
+from kvferry.daemon.rooms.remote import Incarnation, RemotePool
+from kvferry.daemon.rooms.sides import Piece, Promise
+from kvferry.daemon.transports.base import OnPieceDone
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.gather import Parcel, cut_parcels, scatter
+from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.manifests import Entry
+from kvferry.protocol.peer_messages import Grant, Landed, Part, PeerBody, PieceOver
+from kvferry.protocol.peer_messages import Piece as PieceMessage
+
+GRANTS_PER_PIECE = 4
+"""Slots that one piece may have at a time: enough to keep gathering, the wire and scattering busy at once."""
+
+FENCE_LOOK_S = 0.5
+log = structlog.get_logger(__name__)
+
+Say = Callable[[Incarnation, PeerBody], bool]
+
+
+class Fence(Protocol):
+    """What can make sure that nothing old lands."""
+
+    session_name: str
+
+    async def rebuild(self) -> str:
+        """Destroy and rebuild the engine; nothing old lands afterwards."""
+
+
+class _Grant(NamedTuple):
+    landing: _Landing
+    slot: Slot
+    part: int
+    parcel: Parcel
+
+
+class _Landing:
+    """One piece: parcels not granted yet, grants under way, and the first error."""
+
+    def __init__(self, piece: Piece, peer: Incarnation) -> None:
+        self.piece = piece
+        self.peer = peer
+        self.parcels: deque[tuple[int, Parcel]] = deque()
+        self.granted = 0
+        self.scattering = 0
+        self.error: KvferryError | None = None
+        self.over = False
+
+
+class LandingReceiver:
+    """See ``Transport``, for pieces of offers that came from other hosts. All methods belong on the loop."""
+
+    def __init__(
+        self,
+        say: Say,
+        fence: Fence,
+        region: HostRegion,
+        slots: LandingSlots,
+        executor: Executor,
+        on_piece_done: OnPieceDone,
+        counters: Counters,
+    ) -> None:
+        """Take slots from ``region``, which they tile, and verify and scatter on ``executor``."""
+        self._say = say
+        self._fence = fence
+        self._region = region
+        self._slots = slots
+        self._executor = executor
+        self._on_piece_done = on_piece_done
+        self._counters = counters
+        self._loop = asyncio.get_running_loop()
+        self._landings: dict[int, _Landing] = {}
+        self._grants: dict[int, _Grant] = {}
+        self._taking: set[int] = set()  # grants that have landed and are being scattered
+        self._grant_ids = itertools.count(1)
+        self._fencing: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        """Show what is under way."""
+        return f"<LandingReceiver pieces={len(self._landings)} grants={len(self._grants)} {self._slots!r}>"
+
+    def start(self, piece: Piece) -> None:
+        """See ``Transport.start``."""
+        assert piece.offer.origin is not None, piece
+        landing = _Landing(piece, piece.offer.origin.peer)
+        self._landings[piece.piece_id] = landing
+        try:
+            for number, promise in enumerate(piece.promises):
+                cut = cut_parcels(promise.plan.source, self._slots.slot_bytes)
+                landing.parcels.extend((number, parcel) for parcel in cut)
+        except KvferryError as error:
+            self._fail(landing, error)
+            return
+        if not self._say(landing.peer, _message_of(piece)):
+            self._fail(landing, PeerLostError(f"the daemon at {landing.peer.address} is gone"))
+            return
+        self._pump()
+
+    def stop(self, piece_id: int) -> None:
+        """See ``Transport.stop``."""
+        landing = self._landings.get(piece_id)
+        if landing is not None:
+            self._fail(landing, CancelledError("the hand-off ended before all had landed"))
+
+    def landed(self, peer: Incarnation, message: Landed) -> None:
+        """Take a peer's word that a grant is used up."""
+        grant = self._grants.get(message.grant)
+        if grant is None or grant.landing.peer != peer:
+            self._counters.add("landing.unknown_grants")
+            return
+        landing = grant.landing
+        landing.granted -= 1
+        if message.error is None and landing.error is None:
+            landing.scattering += 1
+            self._taking.add(message.grant)
+            work = self._loop.run_in_executor(self._executor, self._take, grant, message.checksum)
+            work.add_done_callback(lambda done: self._taken(message.grant, grant, done))
+            return
+        self._release(message.grant, grant, may_still_land=message.may_still_land)
+        if message.error is not None:
+            self._fail(landing, raised(message.error))
+        self._pump()
+
+    def peer_lost(self, peer: Incarnation, why: str) -> None:
+        """Fail the pieces of a peer, whose slots rest from now on."""
+        self._slots.quarantine_peer(BootId(peer.boot_id), time.monotonic())
+        for number in [n for n, grant in self._grants.items() if grant.landing.peer == peer]:
+            if number not in self._taking:
+                del self._grants[number]
+        for landing in [one for one in self._landings.values() if one.peer == peer]:
+            self._fail(landing, PeerLostError(f"the daemon at {peer.address} is gone: {why}"))
+        self._look_at_fence()
+
+    def close(self) -> None:
+        """See ``Transport.close``. The executor is shut down after it, the engine before."""
+        self._closed = True
+        self._landings.clear()
+        if self._fencing is not None:
+            self._fencing.cancel()
+
+    def _pump(self) -> None:
+        """Grant what slots there are, a parcel of each piece in turn."""
+        waiting = deque(one for one in self._landings.values() if one.parcels and one.granted < GRANTS_PER_PIECE)
+        while waiting:
+            landing = waiting.popleft()
+            number = next(self._grant_ids)
+            slot = self._slots.take(BootId(landing.peer.boot_id), number)
+            if slot is None:
+                return
+            part, parcel = landing.parcels.popleft()
+            grant = Grant(
+                piece=landing.piece.piece_id,
+                grant=number,
+                part=part,
+                first=parcel.first,
+                stop=parcel.stop,
+                session=self._fence.session_name,
+                address=slot.address,
+                size_bytes=parcel.size_bytes,
+            )
+            if not self._say(landing.peer, grant):
+                self._slots.give_back(slot.number, BootId(landing.peer.boot_id), number)
+                self._fail(landing, PeerLostError(f"the daemon at {landing.peer.address} is gone"))
+                continue
+            self._grants[number] = _Grant(landing, slot, part, parcel)
+            landing.granted += 1
+            if landing.parcels and landing.granted < GRANTS_PER_PIECE:
+                waiting.append(landing)
+
+    def _take(self, grant: _Grant, checksum: int) -> None:
+        """On a thread: check what landed and put it where it belongs."""
+        offset = grant.slot.address - self._region.address
+        found = xxhash.xxh3_64_intdigest(self._region.view()[offset : offset + grant.parcel.size_bytes].data)
+        if found != checksum:
+            raise TransferFailedError(f"what landed has checksum {found:016x}, the source sent {checksum:016x}")
+        plan = grant.landing.piece.promises[grant.part].plan
+        pool = grant.landing.piece.room.pool
+        scatter(plan.destination, pool.region.address, grant.parcel.first, grant.parcel.stop, grant.slot.address)
+
+    def _taken(self, number: int, grant: _Grant, done: asyncio.Future[None]) -> None:
+        landing = grant.landing
+        landing.scattering -= 1
+        self._taking.discard(number)
+        self._release(number, grant)
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            self._counters.add("landing.refused")
+            known = isinstance(error, KvferryError)
+            self._fail(landing, error if known else TransferFailedError(f"landing failed: {error}"))  # type: ignore[arg-type]
+        self._check_done(landing)
+        self._pump()
+
+    def _release(self, number: int, grant: _Grant, *, may_still_land: bool = False) -> None:
+        self._grants.pop(number, None)
+        boot_id = BootId(grant.landing.peer.boot_id)
+        if may_still_land:
+            self._slots.quarantine(grant.slot.number, boot_id, number, time.monotonic())
+            self._look_at_fence()
+        else:
+            self._slots.give_back(grant.slot.number, boot_id, number)
+
+    def _fail(self, landing: _Landing, error: KvferryError) -> None:
+        if landing.error is None:
+            landing.error = error
+            landing.parcels.clear()
+        self._check_done(landing)
+
+    def _check_done(self, landing: _Landing) -> None:
+        """Report the piece once no byte of it can move: slots that are still granted are no pages."""
+        if landing.over or landing.scattering:
+            return
+        if landing.error is None and (landing.parcels or landing.granted):
+            return
+        landing.over = True
+        self._landings.pop(landing.piece.piece_id, None)
+        self._say(landing.peer, PieceOver(piece=landing.piece.piece_id))
+        if not self._closed:
+            self._loop.call_soon(self._on_piece_done, landing.piece.piece_id, landing.error)
+
+    # -- fences
+
+    def _look_at_fence(self) -> None:
+        """Watch over what rests, as long as anything does."""
+        if self._fencing is None and not self._closed and self._slots.quarantined_bytes:
+            self._fencing = self._loop.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        try:
+            while self._slots.quarantined_bytes:
+                if self._slots.fence_due(time.monotonic()):
+                    await self._do_fence()
+                self._pump()
+                await asyncio.sleep(FENCE_LOOK_S)
+        finally:
+            self._fencing = None
+
+    async def _do_fence(self) -> None:
+        cut_off = {slot.number for slot in self._slots.fence_begins(time.monotonic())}
+        for number, grant in [(n, g) for n, g in self._grants.items() if g.slot.number in cut_off]:
+            if number not in self._taking:
+                del self._grants[number]
+            self._fail(grant.landing, TransferFailedError("its landing slot was fenced while it was under way"))
+        try:
+            await self._fence.rebuild()
+        except KvferryError as error:
+            log.exception("the fence failed: no slot is freed", cause=str(error))
+            return
+        freed = self._slots.fenced()
+        self._counters.add("landing.fences")
+        log.warning("landing slots fenced", freed=freed)
+
+
+def _message_of(piece: Piece) -> PieceMessage:
+    assert piece.offer.origin is not None, piece
+    assert isinstance(piece.offer.pool, RemotePool), piece
+    places = {id(entry): number for number, entry in enumerate(piece.offer.pool.manifest.entries)}
+    return PieceMessage(
+        room=name_of(piece.room),
+        offer=piece.offer.origin.offer,
+        piece=piece.piece_id,
+        chunk=piece.chunk,
+        parts=tuple(_part_of(promise, places) for promise in piece.promises),
+    )
+
+
+def _part_of(promise: Promise, places: dict[int, int]) -> Part:
+    entries: list[Entry] = [pair.source for pair in promise.pairs]
+    heads = tuple((pair.heads.source, pair.heads.count) if pair.heads else (0, 0) for pair in promise.pairs)
+    return Part(
+        component=promise.component,
+        start=promise.source_start,
+        pages=len(promise.plan.source.ids),
+        entries=tuple(places[id(entry)] for entry in entries),
+        heads=heads,
+    )

@@ -1,0 +1,265 @@
+"""The sending half of a transfer between hosts: what is granted is gathered into staging and written to the slot.
+
+A grant ends with LANDED, whatever became of it. The pages of a piece stay held until none of its grants is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import NamedTuple, Protocol
+
+import structlog
+import xxhash
+
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.rooms.peer_book import PeerBook
+from kvferry.daemon.rooms.remote import Incarnation, Target
+from kvferry.daemon.transports.landing_receiver import Say
+from kvferry.daemon.transports.mooncake_writes import OnWriteDone, OnWriteLate, WriteFailedError
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.gather import gather, total_segments
+from kvferry.pools.heads import Heads
+from kvferry.pools.plan import PlanSide, make_side
+from kvferry.protocol.errors import (
+    CancelledError,
+    InternalError,
+    InvalidFieldError,
+    KvferryError,
+    UnknownRoomError,
+)
+from kvferry.protocol.peer_messages import Grant, Landed, Part
+from kvferry.protocol.peer_messages import Piece as PieceMessage
+
+log = structlog.get_logger(__name__)
+
+
+class Writer(Protocol):
+    """What writes to peers' memory; see ``MooncakeEngine.write``."""
+
+    def write(
+        self,
+        session_name: str,
+        local_address: int,
+        remote_address: int,
+        size_bytes: int,
+        on_done: OnWriteDone,
+        *,
+        timeout_s: float,
+        on_late: OnWriteLate | None = None,
+    ) -> int:
+        """Begin a write; ``on_done`` follows exactly once."""
+
+
+class _Key(NamedTuple):
+    peer: Incarnation
+    piece: int
+
+
+class _Sending:
+    """A piece that a home has asked for: where its bytes lie, and how many grants of it are under way."""
+
+    def __init__(self, target: Target, sides: list[PlanSide], address: int) -> None:
+        self.target = target
+        self.sides = sides
+        self.address = address
+        self.under_way = 0
+        self.over = False
+
+
+class LandingSender:
+    """Serves the grants of all homes, in their order, through a few staging buffers. All methods belong on the loop."""
+
+    def __init__(
+        self,
+        say: Say,
+        writer: Writer,
+        staging: HostRegion,
+        staging_bytes: int,
+        executor: Executor,
+        book: PeerBook,
+        on_settled: Callable[[], None],
+        counters: Counters,
+        timeout_s: float,
+    ) -> None:
+        """Cut ``staging`` into buffers of ``staging_bytes``; gather on ``executor``.
+
+        ``on_settled`` is called after the book has been told that a piece is over.
+        """
+        self._say = say
+        self._writer = writer
+        self._staging_bytes = staging_bytes
+        self._free = [staging.address + at for at in range(0, staging.size_bytes, staging_bytes)]
+        self._executor = executor
+        self._book = book
+        self._on_settled = on_settled
+        self._counters = counters
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._sendings: dict[_Key, _Sending] = {}
+        self._waiting: deque[tuple[_Key, Grant]] = deque()
+
+    def __repr__(self) -> str:
+        """Show what is under way."""
+        return f"<LandingSender pieces={len(self._sendings)} waiting={len(self._waiting)} free={len(self._free)}>"
+
+    def piece(self, peer: Incarnation, message: PieceMessage) -> None:
+        """Take a home's description of what its next grants are for.
+
+        Raises:
+            UnknownRoomError: the offer is over.
+            InvalidFieldError: it names what the offer does not have.
+        """
+        key = _Key(peer, message.piece)
+        target = self._book.open_target(peer, message.offer, message.room)
+        pool = target.offer.holder
+        assert pool is not None, target
+        if key in self._sendings:
+            raise InvalidFieldError(f"piece {message.piece} is known already", field="piece")
+        sides = [_side_of(part, target, message.chunk) for part in message.parts]
+        self._sendings[key] = _Sending(target, sides, pool.region.address)
+        self._book.begin_sending(target, message.piece, time.monotonic())
+
+    def grant(self, peer: Incarnation, message: Grant) -> None:
+        """Write what is granted, when its turn comes."""
+        key = _Key(peer, message.piece)
+        sending = self._sendings.get(key)
+        error = _wrong_with(sending, message, self._staging_bytes)
+        if sending is None or error is not None:
+            self._answer(peer, message, error)
+            return
+        sending.under_way += 1
+        self._waiting.append((key, message))
+        self._pump()
+
+    def piece_over(self, peer: Incarnation, number: int) -> None:
+        """Take a home's word that no grant of a piece follows."""
+        key = _Key(peer, number)
+        sending = self._sendings.get(key)
+        if sending is not None:
+            self._end(key, sending)
+
+    def stop(self, target: Target) -> None:
+        """Write nothing more for a target; what is under way goes on to its end."""
+        for key, sending in [item for item in self._sendings.items() if item[1].target is target]:
+            self._end(key, sending)
+
+    def peer_lost(self, peer: Incarnation) -> None:
+        """Write nothing more for a home that is gone."""
+        for key, sending in [item for item in self._sendings.items() if item[0].peer == peer]:
+            self._end(key, sending)
+
+    def _end(self, key: _Key, sending: _Sending) -> None:
+        sending.over = True
+        dropped = [grant for its_key, grant in self._waiting if its_key == key]
+        self._waiting = deque(item for item in self._waiting if item[0] != key)
+        for grant in dropped:
+            sending.under_way -= 1
+            self._answer(key.peer, grant, CancelledError("the hand-off is over"))
+        self._check_settled(key, sending)
+
+    def _check_settled(self, key: _Key, sending: _Sending) -> None:
+        if sending.over and not sending.under_way and self._sendings.pop(key, None) is not None:
+            self._book.sending_done(sending.target, key.piece)
+            self._on_settled()
+
+    def _pump(self) -> None:
+        while self._waiting and self._free:
+            key, grant = self._waiting.popleft()
+            buffer = self._free.pop()
+            work = self._loop.run_in_executor(self._executor, _gather, self._sendings[key], grant, buffer)
+            work.add_done_callback(functools.partial(self._gathered, key, grant, buffer))
+
+    def _gathered(self, key: _Key, grant: Grant, buffer: int, done: asyncio.Future[int]) -> None:
+        failed = done.exception()
+        try:
+            if failed is not None:
+                raise failed if isinstance(failed, KvferryError) else InternalError(f"gathering failed: {failed}")
+            checksum = done.result()
+            self._writer.write(
+                grant.session,
+                buffer,
+                grant.address,
+                grant.size_bytes,
+                lambda error: self._written(key, grant, buffer, checksum, error),
+                timeout_s=self._timeout_s,
+                on_late=lambda _write: self._counters.add("landing.late_writes"),
+            )
+        except KvferryError as error:
+            self._written(key, grant, buffer, 0, error)
+
+    def _written(self, key: _Key, grant: Grant, buffer: int, checksum: int, error: KvferryError | None) -> None:
+        self._free.append(buffer)
+        if error is None:
+            self._counters.add("landing.sent_bytes", grant.size_bytes)
+        else:
+            log.warning("a landing slot was not written", home=key.peer.address, cause=str(error))
+        self._answer(key.peer, grant, error, checksum)
+        sending = self._sendings[key]
+        sending.under_way -= 1
+        self._check_settled(key, sending)
+        self._pump()
+
+    def _answer(self, peer: Incarnation, grant: Grant, error: KvferryError | None, checksum: int = 0) -> None:
+        may_still_land = isinstance(error, WriteFailedError) and error.may_still_land
+        info = error.info() if error else None
+        self._say(peer, Landed(grant=grant.grant, checksum=checksum, error=info, may_still_land=may_still_land))
+
+
+def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
+    """On a thread: collect the granted segments; return their checksum."""
+    gather(sending.sides[grant.part], sending.address, grant.first, grant.stop, buffer)
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * grant.size_bytes).from_address(buffer))
+
+
+def _wrong_with(sending: _Sending | None, grant: Grant, staging_bytes: int) -> KvferryError | None:
+    """Return why a grant cannot be used, or None."""
+    if sending is None or sending.over:
+        return UnknownRoomError("the piece is over", field="piece")
+    if grant.part >= len(sending.sides):
+        return InvalidFieldError(f"part {grant.part} of {len(sending.sides)}", field="part")
+    side = sending.sides[grant.part]
+    if not grant.first < grant.stop <= total_segments(side):
+        return InvalidFieldError(f"segments {grant.first}..{grant.stop} of {total_segments(side)}", field="stop")
+    size_bytes = _bytes_of(side, grant.first, grant.stop)
+    if size_bytes != grant.size_bytes or size_bytes > staging_bytes:
+        return InvalidFieldError(
+            f"{size_bytes} bytes are granted {grant.size_bytes}, staging has {staging_bytes}: give all daemons "
+            "the same landing.slot_bytes",
+            field="size_bytes",
+        )
+    return None
+
+
+def _bytes_of(side: PlanSide, first: int, stop: int) -> int:
+    """Return the bytes of the segments ``[first, stop)``."""
+    sizes, pages = side.segment_bytes.tolist(), len(side.ids)
+
+    def before(segment: int) -> int:
+        entry, page = divmod(segment, pages)
+        return int(sum(sizes[:entry])) * pages + (page * int(sizes[entry]) if page else 0)
+
+    return before(stop) - before(first)
+
+
+def _side_of(part: Part, target: Target, chunk: int) -> PlanSide:
+    """Return where the bytes of a part lie in the offer's pool."""
+    pool = target.offer.holder
+    assert pool is not None, target
+    if chunk >= len(target.offer.chunks):
+        raise InvalidFieldError(f"chunk {chunk} of {len(target.offer.chunks)}", field="chunk")
+    entries = pool.manifest.entries
+    ranges = {one.component: one for one in target.offer.chunks[chunk].ranges}
+    if part.component not in ranges or len(part.heads) != len(part.entries):
+        raise InvalidFieldError(f"a part of component {part.component!r}", field="parts")
+    ids = ranges[part.component].ids[part.start : part.start + part.pages]
+    wrong = [n for n in part.entries if n >= len(entries) or entries[n].component != part.component]
+    if wrong or len(ids) != part.pages or not part.pages:
+        raise InvalidFieldError(f"entry {wrong[:1]} or pages {part.start}+{part.pages}", field="parts")
+    heads = [Heads(start, count) if count else None for start, count in part.heads]
+    return make_side([entries[n] for n in part.entries], heads, ids)

@@ -1,0 +1,187 @@
+"""Transfers between two daemons of one host: the destination's reads the source's pool through a mapping of its own.
+
+The mapping is read-only and the descriptor cannot be mapped otherwise. Before a piece counts, the source confirms that
+the pages were the offer's all the time: else they might have been used anew while they were read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+
+from kvferry.daemon.rooms.effects import StartPiece
+from kvferry.daemon.rooms.endings import name_of
+from kvferry.daemon.rooms.remote import Incarnation, RemotePool
+from kvferry.daemon.rooms.sides import Piece
+from kvferry.daemon.transports.base import OnPieceDone, Transport
+from kvferry.daemon.transports.landing_receiver import Say
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
+from kvferry.protocol.paths import SESSION_SOCKET
+from kvferry.protocol.peer_messages import Confirm, Confirmed
+from kvferry.protocol.session_messages import RegionFollows, RegionRequest, SessionRefused
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
+
+FETCH_TIMEOUT_S = 5.0
+_RECEIVE_BYTES = 4096
+
+FetchRegion = Callable[[str, RegionRequest, int], HostRegion]
+
+
+class _Pull:
+    """One piece: first mapped, then copied, then confirmed; and why it failed."""
+
+    def __init__(self, piece: Piece, peer: Incarnation, pool: RemotePool) -> None:
+        self.piece = piece
+        self.peer = peer
+        self.pool = pool
+        self.copying = False
+        self.error: KvferryError | None = None
+
+
+class PullTransport:
+    """See ``Transport``, for pieces of offers that came from this host. All methods belong on the loop."""
+
+    def __init__(
+        self, say: Say, copier: Transport, executor: Executor, on_piece_done: OnPieceDone, fetch: FetchRegion
+    ) -> None:
+        """Copy by ``copier``, which reports to ``copied``; map by ``fetch`` on ``executor``."""
+        self._say = say
+        self._copier = copier
+        self._executor = executor
+        self._on_piece_done = on_piece_done
+        self._fetch = fetch
+        self._loop = asyncio.get_running_loop()
+        self._pulls: dict[int, _Pull] = {}
+        self._mapping: dict[RemotePool, list[_Pull]] = {}
+
+    def __repr__(self) -> str:
+        """Show what is under way."""
+        return f"<PullTransport pieces={len(self._pulls)}>"
+
+    def start(self, piece: Piece) -> None:
+        """See ``Transport.start``."""
+        pool = piece.offer.pool
+        assert isinstance(pool, RemotePool), piece
+        pull = self._pulls[piece.piece_id] = _Pull(piece, pool.peer, pool)
+        if pool.mapping is not None:
+            self._copy(pull)
+            return
+        waiting = self._mapping.setdefault(pool, [])
+        waiting.append(pull)
+        if len(waiting) == 1:
+            asked = RegionRequest(tenant=pool.tenant, pool=pool.name, region=pool.region_id)
+            work = self._loop.run_in_executor(
+                self._executor, self._fetch, pool.peer.address, asked, pool.manifest.region_bytes
+            )
+            work.add_done_callback(lambda done: self._mapped(pool, done))
+
+    def copied(self, piece_id: int, error: KvferryError | None) -> bool:
+        """Take the copier's word; return False where the piece is none of ours."""
+        pull = self._pulls.get(piece_id)
+        if pull is None:
+            return False
+        pull.copying = False
+        pull.error = pull.error or error
+        if pull.error is not None:
+            self._end(pull)
+            return True
+        origin = pull.piece.offer.origin
+        assert origin is not None, pull.piece
+        asked = Confirm(room=name_of(pull.piece.room), offer=origin.offer, piece=piece_id)
+        if not self._say(pull.peer, asked):
+            self._fail(pull, PeerLostError(f"the daemon at {pull.peer.address} is gone"))
+        return True
+
+    def confirmed(self, peer: Incarnation, message: Confirmed) -> None:
+        """Take the source's word on a piece that was copied."""
+        pull = self._pulls.get(message.piece)
+        if pull is not None and pull.peer == peer and not pull.copying:
+            pull.error = raised(message.error) if message.error else None
+            self._end(pull)
+
+    def stop(self, piece_id: int) -> None:
+        """See ``Transport.stop``."""
+        pull = self._pulls.get(piece_id)
+        if pull is not None:
+            self._fail(pull, CancelledError("the hand-off ended before all was copied"))
+
+    def peer_lost(self, peer: Incarnation, why: str) -> None:
+        """Fail the pieces of a peer."""
+        for pull in [one for one in self._pulls.values() if one.peer == peer]:
+            self._fail(pull, PeerLostError(f"the daemon at {peer.address} is gone: {why}"))
+
+    def close(self) -> None:
+        """See ``Transport.close``; the copier is closed by its owner."""
+        self._pulls.clear()
+
+    def _mapped(self, pool: RemotePool, done: asyncio.Future[HostRegion]) -> None:
+        waiting = self._mapping.pop(pool)
+        failed = done.exception()
+        if failed is None:
+            pool.mapping = done.result()
+        error = failed if isinstance(failed, KvferryError) else TransferFailedError(f"cannot map the pool: {failed}")
+        for pull in waiting:
+            if pull.piece.piece_id not in self._pulls:
+                continue
+            if failed is not None:
+                self._fail(pull, error)
+            else:
+                self._copy(pull)
+
+    def _copy(self, pull: _Pull) -> None:
+        pull.copying = True
+        plans = tuple(promise.plan for promise in pull.piece.promises)
+        self._copier.start(StartPiece(pull.piece.piece_id, pull.pool, pull.piece.room.pool, plans))
+
+    def _fail(self, pull: _Pull, error: KvferryError) -> None:
+        pull.error = pull.error or error
+        if pull.copying:
+            self._copier.stop(pull.piece.piece_id)
+        else:
+            self._end(pull)
+
+    def _end(self, pull: _Pull) -> None:
+        if self._pulls.pop(pull.piece.piece_id, None) is not None:
+            self._loop.call_soon(self._on_piece_done, pull.piece.piece_id, pull.error)
+
+
+def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostRegion:
+    """Ask a daemon of this host for a pool's memory and map it for reading. Blocks; call it off the loop.
+
+    Args:
+        address: the peer's, ``ipc://`` and a path beside which its session socket lies.
+        asked: which pool.
+        size_bytes: what its manifest says.
+
+    Raises:
+        PeerLostError: no daemon answers there.
+        KvferryError: it refuses.
+    """
+    path = Path(address.removeprefix("ipc://")).parent / SESSION_SOCKET
+    frames, fds = FrameSplitter(), []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as channel:
+            channel.settimeout(FETCH_TIMEOUT_S)
+            channel.connect(os.fspath(path))
+            channel.sendall(pack(asked))
+            while True:
+                data, new_fds, _, _ = socket.recv_fds(channel, _RECEIVE_BYTES, 1)
+                fds += new_fds
+                for frame in frames.feed(data):
+                    message = unpack_frame(frame)
+                    if isinstance(message, SessionRefused):
+                        raise raised(message.error)
+                    if isinstance(message, RegionFollows) and fds:
+                        return HostRegion(fds.pop(), size_bytes, writable=False)
+                if not data:
+                    raise PeerLostError(f"the daemon at {path} closed its socket")
+    except OSError as cause:
+        raise PeerLostError(f"no daemon answers at {path}: {cause.strerror or cause}") from cause
+    finally:
+        for fd in fds:
+            os.close(fd)

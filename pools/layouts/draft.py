@@ -1,0 +1,59 @@
+"""A draft model's layers: a component of their own, numbered from 0, on the pages of ``main``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.pools.layouts.parts import DRAFT, Heads, Paged, attention_entries, heads_of
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import MAIN
+from kvferry.protocol.manifests import Component, DraftSpec, Entry
+
+LATENT_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
+
+
+def draft_components(draft: DraftSpec | None, pages: int) -> list[Component]:
+    """Return the component ``draft``, or nothing."""
+    return [] if draft is None else [Component(name=DRAFT, space=MAIN, pages=pages)]
+
+
+def mha_draft_entries(draft: DraftSpec | None, main: Paged, head_dim: int, v_head_dim: int | None) -> list[Entry]:
+    """Return the draft's k and v beside multi-head attention; what the draft leaves out is ``main``'s.
+
+    Raises:
+        InvalidFieldError: the heads or the dtype make no sense, or it has fields of latent attention.
+    """
+    if draft is None:
+        return []
+    check_absent(draft, LATENT_FIELDS, "multi-head attention")
+    part = _part(draft, main, _heads(draft, main.heads))
+    own_width = draft.head_dim is not None
+    return attention_entries(
+        part,
+        head_dim if draft.head_dim is None else draft.head_dim,
+        v_head_dim if draft.v_head_dim is None and not own_width else draft.v_head_dim,
+    )
+
+
+def check_absent(draft: DraftSpec, fields: tuple[str, ...], beside: str) -> None:
+    """Check that the draft has none of these fields.
+
+    Raises:
+        InvalidFieldError: names the first that it has.
+    """
+    for field in fields:
+        if getattr(draft, field) is not None:
+            raise InvalidFieldError(f"a draft beside {beside} has no {field}", field=f"draft.{field}")
+
+
+def _part(draft: DraftSpec, main: Paged, heads: Heads) -> Paged:
+    return msgspec.structs.replace(
+        main, component=DRAFT, layers=range(draft.layers), heads=heads, dtype=draft.dtype or main.dtype
+    )
+
+
+def _heads(draft: DraftSpec, main: Heads) -> Heads:
+    if draft.kv_heads is None and draft.head_start is None and draft.total_heads is None:
+        return main if draft.replicas is None else msgspec.structs.replace(main, replicas=draft.replicas)
+    count = main.count if draft.kv_heads is None else draft.kv_heads
+    return heads_of(draft.head_start or 0, count, draft.total_heads, draft.replicas or 1, prefix="draft.")

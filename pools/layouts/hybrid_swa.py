@@ -1,0 +1,106 @@
+"""Full and sliding-window attention side by side: two multi-head pools, each with pages of its own.
+
+Component ``main`` holds the full layers, on one page for each ``page_size`` tokens of a request; ``swa`` the window
+layers, on pages of the last tokens only. Which window page stands for which full page is the engine's map. Source:
+SGLang's ``SWAKVPool``.
+"""
+
+from __future__ import annotations
+
+from kvferry.pools.geometry import page_count
+from kvferry.pools.layouts.draft import draft_components, mha_draft_entries
+from kvferry.pools.layouts.parts import (
+    Heads,
+    Paged,
+    attention_entries,
+    check_apart,
+    check_ascending,
+    heads_of,
+    main_component,
+)
+from kvferry.pools.manifest import lay_out
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import MAIN
+from kvferry.protocol.manifests import Component, Entry, HybridSwaSpec, Manifest
+
+SWA = "swa"
+
+
+def manifest_of(spec: HybridSwaSpec) -> Manifest:
+    """Return the manifest: k and v of the full layers, the draft's, then k and v of the window layers.
+
+    A stage without full layers has no ``main``, unless it has a draft; one without window layers has no ``swa``.
+
+    Raises:
+        InvalidFieldError: the layers, the heads, the window, the dtype or the sizes make no sense.
+    """
+    _check_layers(spec)
+    full = _full(spec)
+    window = _window(spec, full)
+    components = [main_component(full.pages)] if spec.full_layers or spec.draft else []
+    components += draft_components(spec.draft, full.pages)
+    if spec.window_layers:
+        components.append(Component(name=SWA, space=SWA, pages=window.pages, kind="window"))
+    return lay_out(
+        [
+            *attention_entries(full, spec.head_dim, spec.v_head_dim),
+            *mha_draft_entries(spec.draft, full, spec.head_dim, spec.v_head_dim),
+            *_window_entries(spec, window),
+        ],
+        components,
+        spec.optional_components,
+    )
+
+
+def _check_layers(spec: HybridSwaSpec) -> None:
+    check_ascending(spec.full_layers, "full_layers")
+    check_ascending(spec.window_layers, "window_layers")
+    check_apart(spec.full_layers, spec.window_layers, "window_layers")
+    if not spec.full_layers and not spec.window_layers:
+        raise InvalidFieldError("neither full nor window layers", field="full_layers")
+    if spec.window_tokens < spec.window:
+        raise InvalidFieldError(f"{spec.window_tokens} tokens hold no window of {spec.window}", field="window_tokens")
+
+
+def _full(spec: HybridSwaSpec) -> Paged:
+    return Paged(
+        component=MAIN,
+        layers=spec.full_layers,
+        pages=page_count(spec.tokens, spec.page_size),
+        page_size=spec.page_size,
+        heads=heads_of(spec.head_start, spec.kv_heads, spec.total_heads, spec.replicas),
+        dtype=spec.dtype,
+        view=spec.view,
+    )
+
+
+def _window(spec: HybridSwaSpec, full: Paged) -> Paged:
+    return Paged(
+        component=SWA,
+        layers=spec.window_layers,
+        pages=page_count(spec.window_tokens, spec.page_size, "window_tokens"),
+        page_size=spec.page_size,
+        heads=_window_heads(spec, full.heads),
+        dtype=spec.dtype,
+        view=spec.view,
+    )
+
+
+def _window_heads(spec: HybridSwaSpec, full: Heads) -> Heads:
+    given = (spec.window_kv_heads, spec.window_head_start, spec.window_total_heads, spec.window_replicas)
+    if given == (None,) * len(given):
+        return full
+    return heads_of(
+        spec.window_head_start or 0,
+        spec.window_kv_heads or full.count,
+        spec.window_total_heads,
+        spec.window_replicas or 1,
+        prefix="window_",
+    )
+
+
+def _window_entries(spec: HybridSwaSpec, window: Paged) -> list[Entry]:
+    if spec.window_head_dim is None:
+        v_head_dim = spec.window_v_head_dim or spec.v_head_dim
+        return attention_entries(window, spec.head_dim, v_head_dim)
+    return attention_entries(window, spec.window_head_dim, spec.window_v_head_dim)

@@ -1,0 +1,140 @@
+"""State of Mamba and of gated delta nets: a slot a request in each state layer, with attention layers or without.
+
+Device arrays are conv ``(layers, slots, conv_window, conv_channels)`` and ssm ``(layers, slots, heads, ...)``; a page
+of these is one slot, slot 0 the padding. Source: SGLang's ``MambaPool`` as its Ascend backend allocates it, with the
+window before the channels.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from kvferry.pools.geometry import MAX_PAGES, dtype_bytes, page_bytes_of, page_count
+from kvferry.pools.layouts.draft import draft_components, mha_draft_entries
+from kvferry.pools.layouts.parts import (
+    ND,
+    Heads,
+    Paged,
+    attention_entries,
+    check_apart,
+    check_ascending,
+    heads_of,
+    main_component,
+)
+from kvferry.pools.manifest import lay_out
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import MAIN
+from kvferry.protocol.manifests import Component, Entry, MambaSpec, Manifest
+
+MAMBA = "mamba"
+T = TypeVar("T")
+
+
+def manifest_of(spec: MambaSpec) -> Manifest:
+    """Return the manifest: k and v of the attention layers, the draft's, then conv and ssm of the state layers.
+
+    Raises:
+        InvalidFieldError: the layers, the shapes, the heads, the dtypes or the sizes make no sense.
+    """
+    check_ascending(spec.state_layers, "state_layers")
+    check_ascending(spec.attention_layers, "attention_layers")
+    check_apart(spec.state_layers, spec.attention_layers, "attention_layers")
+    if not spec.state_layers and not spec.attention_layers:
+        raise InvalidFieldError("neither state nor attention layers", field="state_layers")
+    components: list[Component] = []
+    entries: list[Entry] = []
+    if spec.attention_layers or spec.draft:
+        part, head_dim = _attention(spec)
+        components += [main_component(part.pages), *draft_components(spec.draft, part.pages)]
+        entries += attention_entries(part, head_dim, spec.v_head_dim)
+        entries += mha_draft_entries(spec.draft, part, head_dim, spec.v_head_dim)
+    if spec.state_layers:
+        slots = _slots(spec)
+        components.append(Component(name=MAMBA, space=MAMBA, pages=slots, kind="state"))
+        entries += _state_entries(spec, slots)
+    return lay_out(entries, components, spec.optional_components)
+
+
+def _attention(spec: MambaSpec) -> tuple[Paged, int]:
+    page_size = _required(spec.page_size, "page_size")
+    part = Paged(
+        component=MAIN,
+        layers=spec.attention_layers,
+        pages=page_count(_required(spec.tokens, "tokens"), page_size),
+        page_size=page_size,
+        heads=heads_of(spec.head_start, _required(spec.kv_heads, "kv_heads"), spec.total_heads, spec.replicas),
+        dtype=spec.dtype,
+        view=spec.view,
+    )
+    return part, _required(spec.head_dim, "head_dim")
+
+
+def _slots(spec: MambaSpec) -> int:
+    if spec.slots >= MAX_PAGES:
+        raise InvalidFieldError(f"{spec.slots} slots; at most {MAX_PAGES - 1}", field="slots")
+    return spec.slots + 1
+
+
+def _state_entries(spec: MambaSpec, slots: int) -> list[Entry]:
+    if (spec.conv_window is None) != (spec.conv_channels is None):
+        missing = "conv_window" if spec.conv_window is None else "conv_channels"
+        raise InvalidFieldError("conv is a window of channels: give both", field=missing)
+    entries: list[Entry] = []
+    heads = _state_heads(spec)
+    if spec.conv_window is not None and spec.conv_channels is not None:
+        shape = (spec.conv_window, spec.conv_channels)
+        entries += _entries(spec, "conv", shape, spec.conv_dtype or spec.dtype, slots, _shard(heads))
+    if spec.ssm_shape is not None:
+        entries += _entries(spec, "ssm", spec.ssm_shape, spec.ssm_dtype, slots, heads)
+    if not entries:
+        raise InvalidFieldError("state layers have conv or ssm or both", field="ssm_shape")
+    return entries
+
+
+def _state_heads(spec: MambaSpec) -> Heads:
+    if spec.ssm_shape is None:
+        return heads_of(spec.state_head_start, 1, spec.state_total_heads, 1, prefix="state_")
+    return heads_of(spec.state_head_start, spec.ssm_shape[0], spec.state_total_heads, 1, prefix="state_")
+
+
+def _shard(heads: Heads) -> Heads:
+    """Return the conv's place as one shard of several: which rank of how many.
+
+    A rank's channels are its share of q, of k and of v side by side, so no interval of them is an interval of another
+    split's. As one head of as many as there are ranks, conv pairs with the same rank of the same split only.
+    """
+    if heads.start % heads.count or heads.total % heads.count:
+        raise InvalidFieldError(
+            f"state heads {heads.start}..{heads.start + heads.count - 1} are no even share of {heads.total}",
+            field="state_head_start",
+        )
+    return Heads(heads.start // heads.count, 1, heads.total // heads.count)
+
+
+def _entries(spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slots: int, heads: Heads) -> list[Entry]:
+    slot_bytes = dtype_bytes(dtype)
+    for width in shape:
+        slot_bytes *= width
+    return [
+        Entry(
+            component=MAMBA,
+            role=role,
+            layer=layer,
+            base=0,
+            pages=slots,
+            page_bytes=page_bytes_of((slots, *shape), dtype, slots, slot_bytes, f"{MAMBA}/{role}/{layer}"),
+            head_start=heads.start,
+            heads=heads.count,
+            total_heads=heads.total,
+            dtype=dtype,
+            shape=(slots, *shape),
+            format=ND,
+        )
+        for layer in spec.state_layers
+    ]
+
+
+def _required(value: T | None, field: str) -> T:
+    if value is None:
+        raise InvalidFieldError("attention layers need it", field=field)
+    return value

@@ -1,0 +1,158 @@
+"""Multi-head latent attention: the latent as k, the rope part as v, and the indexer's arrays on the same pages.
+
+Device arrays are k ``(layers, pages, page_size, 1, kv_lora_rank)``, v ``(layers, pages, page_size, 1,
+qk_rope_head_dim)``, index_k ``(index layers, pages, page_size, 1, index_head_dim)`` and index_scale ``(index layers,
+pages, page_size, 1)`` float32. Every tensor-parallel rank holds the same. Source: SGLang's ``NPUMLATokenToKVPool``.
+
+Packed, a token is one row of bytes: the latent in float8, a float32 scale for each 128 of it, the rope part in
+bfloat16. FlashMLA's kernels (``fp8_ds_mla``) have the scales in the middle, Ascend's at the end: two formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvferry.pools.geometry import dtype_bytes, page_count
+from kvferry.pools.layouts.draft import check_absent, draft_components, mha_draft_entries
+from kvferry.pools.layouts.parts import (
+    DRAFT,
+    ND,
+    Heads,
+    Paged,
+    check_ascending,
+    layers_from,
+    main_component,
+    paged_entries,
+    paged_entry,
+)
+from kvferry.pools.manifest import lay_out
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import MAIN
+from kvferry.protocol.manifests import Entry, Manifest, MlaSpec
+
+PACKED_FORMATS = {"ds_mla": "FP8_DS_MLA", "ascend": "FP8_ASCEND_MLA"}
+PACKED_DTYPE = "float8_e4m3fn"
+SCALE_DTYPE = "float32"
+HEAD_FIELDS = ("head_start", "total_heads", "head_dim", "v_head_dim")
+SCALE_GROUP = 128
+"""Elements of the latent that share a scale."""
+
+
+def manifest_of(spec: MlaSpec) -> Manifest:
+    """Return the manifest: k, v, index_k and index_scale, each of all its layers, then the draft's.
+
+    Raises:
+        InvalidFieldError: the layers, the dtypes, the size or the packed form make no sense.
+    """
+    pages = page_count(spec.tokens, spec.page_size)
+    part = Paged(
+        component=MAIN,
+        layers=layers_from(spec.first_layer, spec.layers),
+        pages=pages,
+        page_size=spec.page_size,
+        heads=Heads(0, 1, 1, spec.replicas),
+        dtype=spec.dtype,
+        view=spec.view,
+    )
+    return lay_out(
+        [*_attention(spec, part), *_indexer(spec, part), *_draft_entries(spec, part)],
+        [main_component(pages), *draft_components(spec.draft, pages)],
+        spec.optional_components,
+    )
+
+
+def packed_token_bytes(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
+    """Return the bytes of a packed token: 656 for 512 and 64.
+
+    Raises:
+        InvalidFieldError: the latent does not divide into groups of a scale.
+    """
+    groups, rest = divmod(kv_lora_rank, SCALE_GROUP)
+    if rest:
+        raise InvalidFieldError(f"{kv_lora_rank} is no multiple of {SCALE_GROUP}", field="kv_lora_rank")
+    return (
+        kv_lora_rank * dtype_bytes(PACKED_DTYPE)
+        + groups * dtype_bytes(SCALE_DTYPE)
+        + qk_rope_head_dim * dtype_bytes("bfloat16")
+    )
+
+
+def _draft_entries(spec: MlaSpec, main: Paged) -> list[Entry]:
+    """Return the draft's arrays: latent and packed as the model's, or k and v where it has ``kv_heads``."""
+    draft = spec.draft
+    if draft is None:
+        return []
+    if draft.kv_heads is not None:
+        if draft.head_dim is None:
+            raise InvalidFieldError("a draft with kv_heads has a head_dim", field="draft.head_dim")
+        return mha_draft_entries(draft, main, draft.head_dim, draft.v_head_dim)
+    check_absent(draft, HEAD_FIELDS, "latent attention")
+    own = msgspec.structs.replace(
+        spec,
+        kv_lora_rank=draft.kv_lora_rank or spec.kv_lora_rank,
+        qk_rope_head_dim=draft.qk_rope_head_dim or spec.qk_rope_head_dim,
+        index_head_dim=draft.index_head_dim,
+        index_layers=None,
+        index_scale=spec.index_scale and draft.index_head_dim is not None,
+        index_dtype=spec.index_dtype if draft.index_head_dim is not None and draft.dtype is None else None,
+        dtype=draft.dtype or spec.dtype,
+        packed=spec.packed if draft.dtype is None else None,
+    )
+    part = msgspec.structs.replace(
+        main,
+        component=DRAFT,
+        layers=range(draft.layers),
+        heads=Heads(0, 1, 1, draft.replicas or spec.replicas),
+        dtype=own.dtype,
+    )
+    return [*_attention(own, part), *_indexer(own, part)]
+
+
+def _attention(spec: MlaSpec, part: Paged) -> list[Entry]:
+    if spec.packed is None:
+        return [*paged_entries(part, "k", spec.kv_lora_rank), *paged_entries(part, "v", spec.qk_rope_head_dim)]
+    if spec.dtype != PACKED_DTYPE:
+        raise InvalidFieldError(f"packed tokens are {PACKED_DTYPE}, not {spec.dtype}", field="dtype")
+    if spec.view != "paged":
+        raise InvalidFieldError("packed tokens are paged", field="view")
+    size = packed_token_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
+    shape = (part.pages, part.page_size, 1, size)
+    form = PACKED_FORMATS[spec.packed]
+    return [paged_entry(part, "k", layer, shape, size, form=form) for layer in part.layers]
+
+
+def _indexer(spec: MlaSpec, part: Paged) -> list[Entry]:
+    if spec.index_head_dim is None:
+        for field in ("index_layers", "index_dtype"):
+            if getattr(spec, field) is not None:
+                raise InvalidFieldError("there is no indexer without index_head_dim", field=field)
+        if spec.index_scale:
+            raise InvalidFieldError("there is no indexer without index_head_dim", field="index_scale")
+        return []
+    layers = _index_layers(spec, part.layers)
+    keys = msgspec.structs.replace(part, dtype=spec.index_dtype or spec.dtype)
+    entries = paged_entries(keys, "index_k", spec.index_head_dim, layers)
+    if spec.index_scale:
+        scales = msgspec.structs.replace(part, dtype=SCALE_DTYPE)
+        shape = (part.pages, part.page_size, 1)
+        size = dtype_bytes(SCALE_DTYPE)
+        entries += [paged_entry(scales, "index_scale", layer, shape, size, form=ND) for layer in layers]
+    return entries
+
+
+def _index_layers(spec: MlaSpec, layers: Sequence[int]) -> Sequence[int]:
+    if spec.index_layers is None:
+        return layers
+    if isinstance(spec.index_layers, int):
+        if spec.index_layers > len(layers):
+            raise InvalidFieldError(f"{spec.index_layers} of {len(layers)} layers", field="index_layers")
+        return layers[: spec.index_layers]
+    check_ascending(spec.index_layers, "index_layers")
+    for index, layer in enumerate(spec.index_layers):
+        if layer not in layers:
+            raise InvalidFieldError(
+                f"layer {layer} is not one of {layers[0]}..{layers[-1]}", field=f"index_layers[{index}]"
+            )
+    return spec.index_layers

@@ -1,0 +1,292 @@
+"""``kvferry plan --explain``: it tells of the very plan that ``kvferry plan`` prints, and of what it leaves out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.clients.cli.main import main
+from tests.kvferry_command import run_kvferry
+
+ENTRY: Final[dict[str, Any]] = {"component": "main", "role": "k", "layer": 0, "base": 0, "pages": 40, "page_bytes": 64}
+PLAN: Final[dict[str, Any]] = {
+    "source": {"entries": [ENTRY]},
+    "destination": {"entries": [{**ENTRY, "base": 100_000}]},
+    "source_pages": [1, 2, 5],
+    "destination_pages": [7, 8, 9],
+}
+HEADS: Final[dict[str, Any]] = {"dtype": "float16", "page_tokens": 4, "total_heads": 8}
+HEAD_BYTES = 16
+
+
+def entry(**changes: object) -> dict[str, Any]:
+    return {**ENTRY, **changes}
+
+
+def headed(start: int, count: int, **changes: object) -> dict[str, Any]:
+    return entry(**HEADS, head_start=start, heads=count, page_bytes=4 * count * HEAD_BYTES, **changes)
+
+
+def sides(source: list[dict[str, Any]], destination: list[dict[str, Any]], **changes: object) -> dict[str, Any]:
+    return {**PLAN, "source": {"entries": source}, "destination": {"entries": destination}, **changes}
+
+
+class Command:
+    """``kvferry plan`` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+        self._capsys = capsys
+        self._file = folder / "input.json"
+
+    def run(self, given_: object, *flags: str) -> tuple[int, str]:
+        """Return the exit status and what was printed."""
+        self._file.write_text(given_ if isinstance(given_, str) else json.dumps(given_))
+        status = main(["plan", *flags, str(self._file)])
+        printed = self._capsys.readouterr()
+        assert printed.err == ""
+        return status, printed.out
+
+    def explained(self, given_: object) -> dict[str, Any]:
+        """Return the explanation as JSON."""
+        made: dict[str, Any] = json.loads(self.run(given_, "--explain", "--json")[1])
+        return made
+
+    def text(self, given_: object) -> str:
+        """Return the explanation for people."""
+        return self.run(given_, "--explain")[1]
+
+    def planned(self, given_: object) -> dict[str, Any]:
+        """Return the plain plan."""
+        made: dict[str, Any] = json.loads(self.run(given_)[1])
+        return made
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    return Command(capsys, tmp_path)
+
+
+MIXED: Final = sides(
+    [entry(), entry(role="v", base=4096), entry(layer=7, base=9000), entry(component="extra", base=1)],
+    [entry(base=100_000), entry(component="draft", base=5), entry(role="v", base=104_096)],
+    source_pages=list(range(1, 14)),
+    destination_first_page=10,
+)
+
+
+def test_the_documented_explanation() -> None:
+    done = run_kvferry("plan", "--explain", "-", stdin=json.dumps(MIXED))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (
+        done.stdout
+        == """\
+pairs
+  entry     source  base  page bytes  destination  base    page bytes  heads
+  main/k/0  0       0     64          0            100000  64          -
+  main/v/0  1       4096  64          2            104096  64          -
+
+skipped source entries
+  source  entry      why
+  2       main/k/7   the destination has no such entry
+  3       extra/k/0  the destination has no component extra
+
+uncovered destination entries
+  destination  entry      coverage
+  1            draft/k/0  optional
+
+dropped pages
+  side    logical  pages                       why
+  source  0..9     1 2 3 4 5 6 7 8 and 2 more  the destination starts at logical page 10: it has these already
+
+copied: pages 3, runs 1, bytes 384
+blocks: 6 before coalescing, 2 after
+"""
+    )
+
+
+def test_the_same_for_programs(command: Command) -> None:
+    status, text = command.run(MIXED, "--explain", "--json")
+    assert status == 0
+    assert json.loads(text) == {
+        "pairs": [
+            {
+                "entry": "main/k/0",
+                "source": {"index": 0, "base": 0, "page_bytes": 64},
+                "destination": {"index": 0, "base": 100_000, "page_bytes": 64},
+            },
+            {
+                "entry": "main/v/0",
+                "source": {"index": 1, "base": 4096, "page_bytes": 64},
+                "destination": {"index": 2, "base": 104_096, "page_bytes": 64},
+            },
+        ],
+        "skipped_source_entries": [
+            {"entry": "main/k/7", "index": 2, "reason": "the destination has no such entry"},
+            {"entry": "extra/k/0", "index": 3, "reason": "the destination has no component extra"},
+        ],
+        "uncovered_destination_entries": [{"entry": "draft/k/0", "index": 1, "coverage": "optional"}],
+        "dropped_pages": [
+            {
+                "side": "source",
+                "first_page": 0,
+                "pages": list(range(1, 11)),
+                "reason": "the destination starts at logical page 10: it has these already",
+            }
+        ],
+        "blocks": {"pages": 3, "runs": 1, "before": 6, "after": 2, "of_sliced_heads": 0, "total_bytes": 384},
+    }
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_the_plain_plan_stays_as_it_is(command: Command, flags: tuple[str, ...]) -> None:
+    status, text = command.run(PLAN, *flags)
+    assert status == 0
+    assert json.loads(text) == {
+        "blocks": [[64, 100_448, 128], [320, 100_576, 64]],
+        "skipped_source_entries": 0,
+    }
+
+
+def test_nothing_left_out(command: Command) -> None:
+    lines = command.text(PLAN).splitlines()
+    assert [line for line in lines if line.startswith("no ")] == [
+        "no skipped source entries",
+        "no uncovered destination entries",
+        "no dropped pages",
+    ]
+    assert "blocks: 3 before coalescing, 2 after" in lines
+
+
+def test_heads_that_both_sides_hold(command: Command) -> None:
+    given_ = sides([headed(2, 4)], [headed(2, 4, base=100_000)])
+    assert command.explained(given_)["pairs"][0]["heads"] == [2, 6]
+    assert "2..5\n" in command.text(given_)
+
+
+def test_heads_of_which_a_part_is_exchanged(command: Command) -> None:
+    given_ = sides([headed(0, 4), headed(0, 4, layer=1)], [headed(2, 4, base=100_000), headed(4, 4, layer=1)])
+    given_["partial"] = True
+    made = command.explained(given_)
+    (pair,) = made["pairs"]
+    assert (pair["heads"], pair["sliced"]) == ([2, 4], True)
+    assert (pair["source"]["head_start"], pair["destination"]["head_start"]) == (0, 2)
+    assert made["skipped_source_entries"] == [
+        {"entry": "main/k/1", "index": 1, "reason": "the destination's entry of that name holds other heads"}
+    ]
+    assert made["uncovered_destination_entries"] == [{"entry": "main/k/1", "index": 1, "coverage": "other source"}]
+    assert made["blocks"]["of_sliced_heads"] == 3 * 4
+    assert made["blocks"]["total_bytes"] == 3 * 4 * 2 * HEAD_BYTES
+    text = command.text(given_)
+    assert "2..3 of 0..3 -> 2..5\n" in text
+    assert "of these, heads of single tokens: 12" in text
+
+
+def test_a_refusal_comes_with_what_led_to_it(command: Command) -> None:
+    given_ = sides([entry()], [entry(base=100_000), entry(layer=1), entry(component="draft")])
+    status, text = command.run(given_, "--explain")
+    assert status == 2
+    assert "  1            main/k/1   missing\n" in text
+    assert "  2            draft/k/0  optional\n" in text
+    assert "blocks:" not in text
+    assert text.splitlines()[-1].startswith(
+        "refused: UNCOVERED_ENTRY [destination.entries]: no source entry for main/k/1"
+    )
+    made = command.explained(given_)
+    assert made["error"] == command.planned(given_)["error"]
+    assert "blocks" not in made
+
+
+@pytest.mark.parametrize(
+    "given_",
+    ["{", {**PLAN, "colour": 1}, sides([entry()], [entry(page_bytes=32)]), {**PLAN, "source_pages": [1, 2, 1 << 64]}],
+)
+def test_what_makes_no_pairing_is_only_refused(command: Command, given_: object) -> None:
+    error = command.planned(given_)["error"]
+    assert command.run(given_, "--explain", "--json") == (2, json.dumps({"error": error}, separators=(",", ":")) + "\n")
+    status, text = command.run(given_, "--explain")
+    assert status == 2
+    assert text.startswith(f"refused: {error['code']}")
+    assert error["detail"] in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "field", "changes"),
+    [
+        ("LENGTH_MISMATCH", "source_pages", {"source_first_page": 1}),
+        ("INCOMPLETE", "source_first_page", {"source_first_page": 1, "source_pages": [1, 2]}),
+        ("LENGTH_MISMATCH", "destination_pages", {"destination_first_page": 1}),
+        ("LENGTH_MISMATCH", "destination_pages", {"destination_first_page": 9}),
+        ("INVALID_FIELD", "source_first_page", {"source_first_page": -1}),
+        ("INVALID_FIELD", "destination_first_page", {"destination_first_page": 1 << 31}),
+    ],
+)
+def test_logical_pages_that_do_not_fit(command: Command, code: str, field: str, changes: dict[str, object]) -> None:
+    for flags in ((), ("--explain", "--json")):
+        status, text = command.run({**PLAN, **changes}, *flags)
+        error = json.loads(text)["error"]
+        assert (status, error["code"], error["field"]) == (2, code, field)
+
+
+LAYERS = st.lists(st.sampled_from([(c, r, n) for c in ("main", "draft") for r in "kv" for n in range(3)]), unique=True)
+IDS = st.lists(st.integers(1, 39), unique=True, min_size=1, max_size=12)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80)
+@given(source=LAYERS, destination=LAYERS, ids=IDS, data=st.data())
+def test_it_tells_of_the_plan(
+    command: Command,
+    source: list[tuple[str, str, int]],
+    destination: list[tuple[str, str, int]],
+    ids: list[int],
+    data: st.DataObject,
+) -> None:
+    """Every entry is in exactly one place, every source page is copied or dropped, and the blocks are the plan's."""
+    prefix = data.draw(st.integers(0, len(ids) - 1))
+    first = data.draw(st.integers(0, 3))
+    given_ = sides(
+        [entry(component=c, role=r, layer=n, base=4096 * i) for i, (c, r, n) in enumerate(source)],
+        [entry(component=c, role=r, layer=n, base=1 << 20 | 4096 * i) for i, (c, r, n) in enumerate(destination)],
+        source_pages=ids,
+        destination_pages=data.draw(st.permutations(range(1, 40)))[: len(ids) - prefix],
+        source_first_page=first,
+        destination_first_page=first + prefix,
+        partial=data.draw(st.booleans()),
+    )
+    made, plain = command.explained(given_), command.planned(given_)
+    names = [["/".join(map(str, one)) for one in side] for side in (source, destination)]
+    paired = [pair["entry"] for pair in made["pairs"]]
+    skipped = [one["entry"] for one in made["skipped_source_entries"]]
+    uncovered = [one["entry"] for one in made["uncovered_destination_entries"]]
+    assert paired == [name for name in names[1] if name in names[0]]
+    assert sorted(paired + skipped) == sorted(names[0])
+    assert sorted(paired + uncovered) == sorted(names[1])
+    assert [page for one in made["dropped_pages"] for page in one["pages"]] == ids[:prefix]
+    assert made.get("error") == plain.get("error")
+    missing = [one["entry"] for one in made["uncovered_destination_entries"] if one["coverage"] == "missing"]
+    if "error" in made:
+        assert missing or not paired
+        return
+    assert not missing
+    assert len(skipped) == plain["skipped_source_entries"]
+    first_base = made["pairs"][0]["source"]["base"]
+    first_blocks = plain["blocks"][: made["blocks"]["runs"]]
+    copied = [(address - first_base) // 64 + page for address, _, size in first_blocks for page in range(size // 64)]
+    assert copied == ids[prefix:]
+    assert made["blocks"]["after"] == len(plain["blocks"])
+    assert made["blocks"]["before"] == len(paired) * (len(ids) - prefix)
+    assert made["blocks"]["total_bytes"] == sum(size for _, _, size in plain["blocks"])
+
+
+@pytest.mark.parametrize("start", [0, 2, 4, 6])
+def test_sliced_heads_are_counted_as_planned(command: Command, start: int) -> None:
+    given_ = sides([headed(0, 8), headed(0, 8, layer=1)], [headed(start, 2, base=100_000), headed(0, 8, layer=1)])
+    made, plain = command.explained(given_), command.planned(given_)
+    assert made["blocks"]["after"] == len(plain["blocks"]) == 3 * 4 + 2
+    assert made["blocks"]["before"] == 3 * 4 + 3
+    assert made["blocks"]["total_bytes"] == sum(size for _, _, size in plain["blocks"])

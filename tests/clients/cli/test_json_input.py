@@ -1,0 +1,26 @@
+"""Commands that read JSON: what is none, and files that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from kvferry.clients.cli.main import main
+from tests.clients.cli.json_commands import refusal
+
+BROKEN: Final = ("", "{", "[]", "null", "3", '"mha"', '{"kind":"mha",}', "{}x", "\x00", "[" * 100_000, "{'kind':'mha'}")
+
+
+@pytest.mark.parametrize("command", ["layout", "plan"])
+@pytest.mark.parametrize("text", BROKEN, ids=lambda text: repr(text[:8]))
+def test_what_is_no_json_object(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, text: str) -> None:
+    assert refusal(capsys, command, text, tmp_path)["code"] == "INVALID_FIELD"
+
+
+@pytest.mark.parametrize("command", ["layout", "plan"])
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    assert main([command, str(tmp_path / "nothing.json")]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["field"] == "FILE"

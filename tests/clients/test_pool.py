@@ -1,0 +1,91 @@
+"""An attached pool's tensors in every layout: shapes, and that each element lies where the manifest says."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kvferry.clients.pool import AttachedPool
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.layouts import manifest_of
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MlaSpec, PoolSpec
+from tests.pools.layouts.pool_specs import pool_specs
+
+SMALL: Final[dict[str, Any]] = {"tokens": 64, "page_size": 16, "dtype": "bfloat16"}
+
+
+def attached(spec: PoolSpec) -> AttachedPool:
+    manifest = manifest_of(spec)
+    return AttachedPool("engine", manifest, HostRegion.create("engine", manifest.region_bytes))
+
+
+@settings(max_examples=60)
+@given(pool_specs())
+def test_a_page_of_a_tensor_is_the_entrys_page(spec: PoolSpec) -> None:
+    """Mark each entry's second page by its bytes, and read the marks back through the tensors."""
+    pool = attached(spec)
+    raw = pool.region.view()
+    for number, entry in enumerate(pool.manifest.entries):
+        start = entry.base + entry.page_bytes
+        raw[start : start + entry.page_bytes] = number % 251 + 1
+    for number, entry in enumerate(pool.manifest.entries):
+        layers = pool.layers(entry.component, entry.role)
+        one = pool.tensor(entry.component, entry.role)[layers.index(entry.layer)]
+        pages = one.reshape(entry.pages, -1).view(torch.uint8)
+        assert pages.shape == (entry.pages, entry.page_bytes)
+        assert set(np.unique(pages[1].numpy())) == {number % 251 + 1}
+        assert not pages[0].any()
+    pool.close()
+
+
+def test_shapes_by_layout() -> None:
+    mla = attached(
+        MlaSpec(
+            layers=3,
+            kv_lora_rank=32,
+            qk_rope_head_dim=8,
+            index_head_dim=16,
+            index_layers=(1,),
+            index_scale=True,
+            **SMALL,
+        )
+    )
+    assert mla.tensor("main", "k").shape == (3, 5, 16, 1, 32)
+    assert mla.tensor("main", "v").shape == (3, 5, 16, 1, 8)
+    assert mla.tensor("main", "index_k").shape == (1, 5, 16, 1, 16)
+    assert mla.tensor("main", "index_scale").shape == (1, 5, 16, 1)
+    assert mla.tensor("main", "index_scale").dtype == torch.float32
+    assert mla.layers("main", "index_k") == (1,)
+    nz = attached(MlaSpec(layers=3, kv_lora_rank=32, qk_rope_head_dim=16, view="nz", **SMALL))
+    assert nz.tensor("main", "k").shape == (3, 5, 1, 2, 16, 16)
+
+
+def test_components_with_pages_of_their_own() -> None:
+    swa = attached(
+        HybridSwaSpec(
+            full_layers=(5,), window_layers=(0, 1), window=16, window_tokens=32, kv_heads=2, head_dim=8, **SMALL
+        )
+    )
+    assert swa.tensor("swa", "k").shape == (2, 3, 16, 2, 8)
+    assert (swa.page_size, swa.page_tokens("swa"), swa.space_of("swa")) == (16, 16, "swa")
+    mamba = attached(
+        MambaSpec(state_layers=(0, 1), slots=3, conv_window=3, conv_channels=5, ssm_shape=(2, 4), dtype="bfloat16")
+    )
+    assert mamba.tensor("mamba", "conv").shape == (2, 4, 3, 5)
+    assert mamba.tensor("mamba", "ssm").shape == (2, 4, 2, 4)
+    assert mamba.tensor("mamba", "ssm").dtype == torch.float32
+    assert (mamba.page_size, mamba.page_tokens("mamba"), mamba.space_of("mamba")) == (0, None, "mamba")
+
+
+def test_a_component_that_is_not_there_is_named() -> None:
+    pool = attached(MlaSpec(layers=1, kv_lora_rank=32, qk_rope_head_dim=8, **SMALL))
+    for ask in (pool.page_tokens, pool.space_of):
+        with pytest.raises(InvalidFieldError, match="no component 'swa'"):
+            ask("swa")
+    with pytest.raises(InvalidFieldError, match="no main/index_k"):
+        pool.tensor("main", "index_k")

@@ -1,0 +1,472 @@
+"""The Mooncake engine: what the wrapper does by itself, on a scripted engine, and with real ones over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.transports import mooncake_native
+from kvferry.daemon.transports.mooncake import MooncakeEngine
+from kvferry.daemon.transports.mooncake_native import MooncakeSettings
+from kvferry.daemon.transports.mooncake_writes import WriteFailedError
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError, TransferFailedError
+from tests.daemon.transports.mooncake_world import (
+    PROGRESS_TIMEOUT_S,
+    WAIT_S,
+    Ends,
+    Factory,
+    Peer,
+    mooncake_works,
+    running_peer,
+)
+
+MIB = 1 << 20
+KIB = 1 << 10
+SETTINGS = MooncakeSettings(address="127.0.0.1", progress_timeout_s=PROGRESS_TIMEOUT_S)
+pytestmark = pytest.mark.anyio
+needs_mooncake = pytest.mark.usefixtures("real")
+
+
+@pytest.fixture
+def real(require: Callable[[object, str], None]) -> None:
+    require(mooncake_works(), "mooncake-transfer-engine-non-cuda and libibverbs1")
+
+
+@pytest.fixture
+async def listener() -> AsyncIterator[str]:
+    """Take connections, as a peer does at first contact; yield the session name."""
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@asynccontextmanager
+async def scripted(**settings: Any) -> AsyncIterator[tuple[MooncakeEngine, Factory]]:  # noqa: ANN401  any setting
+    factory = Factory()
+    engine = MooncakeEngine(
+        MooncakeSettings(address="127.0.0.1", **settings), create=factory.create, destroy=factory.destroy
+    )
+    mishaps: list[dict[str, Any]] = []  # an exception in a callback fails nothing by itself
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: mishaps.append(context))
+    async with engine:
+        yield engine, factory
+    assert mishaps == []
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Let the loop and the worker go on until the condition holds."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110  another process's memory has no event; this is no pause, but a turn
+            await asyncio.sleep(0)
+
+
+def failure(error: KvferryError | None) -> WriteFailedError:
+    assert isinstance(error, WriteFailedError)
+    return error
+
+
+def pass_deadline(engine: MooncakeEngine, write_id: int) -> None:
+    """Do what the timer does, at a moment that the test picks."""
+    engine._deadline(engine._writes[write_id], 1.0)  # noqa: SLF001
+
+
+# --- on a scripted engine ---
+
+
+async def test_bytes_in_flight_are_bounded_and_the_rest_waits_in_order(listener: str) -> None:
+    async with scripted(max_bytes_in_flight_per_peer=100) as (engine, factory):
+        ends = Ends()
+        for number in range(5):
+            engine.write(listener, 1, number, 40, ends, timeout_s=WAIT_S)
+        native = factory.engines[0]
+        await eventually(lambda: native.submitted == [0, 1])
+        assert engine.bytes_in_flight == {listener: 80}
+        native.end(1, 1)
+        await eventually(lambda: native.submitted == [0, 1, 2])
+        native.end(0, 1)
+        native.end(2, 1)
+        await eventually(lambda: native.submitted == [0, 1, 2, 3, 4])
+        native.end(3, 1)
+        native.end(4, 1)
+        assert await ends.wait(5) == [None] * 5
+        assert engine.bytes_in_flight == {}
+
+
+async def test_a_write_above_the_bound_goes_alone(listener: str) -> None:
+    async with scripted(max_bytes_in_flight_per_peer=100) as (engine, factory):
+        ends = Ends()
+        for number, size_bytes in enumerate((10, 1000, 10)):
+            engine.write(listener, 1, number, size_bytes, ends, timeout_s=WAIT_S)
+        native = factory.engines[0]
+        for number in range(3):
+            while len(native.submitted) <= number:
+                await eventually(lambda: native.under_way)
+            assert list(native.under_way) == [number + 1]
+            native.end(number, 1)
+            await ends.wait(number + 1)
+
+
+async def test_a_failed_write_may_still_land(listener: str) -> None:
+    async with scripted() as (engine, factory):
+        ends = Ends()
+        engine.write(listener, 1, 7, 10, ends, timeout_s=WAIT_S)
+        await eventually(lambda: factory.engines[0].submitted)
+        factory.engines[0].end(7, -1)
+        assert failure((await ends.wait(1))[0]).may_still_land
+
+
+async def test_a_refused_submission_has_sent_nothing(listener: str) -> None:
+    async with scripted() as (engine, factory):
+        factory.engines[0].refuse = True
+        ends = Ends()
+        engine.write(listener, 1, 7, 10, ends, timeout_s=WAIT_S)
+        assert not failure((await ends.wait(1))[0]).may_still_land
+
+
+async def test_a_late_write_stays_under_way_until_it_ends(listener: str) -> None:
+    async with scripted() as (engine, factory):
+        ends = Ends()
+        late: list[int] = []
+        write_id = engine.write(listener, 1, 7, 10, ends, timeout_s=WAIT_S, on_late=late.append)
+        await eventually(lambda: factory.engines[0].submitted)
+        pass_deadline(engine, write_id)
+        assert late == [write_id]
+        await asyncio.sleep(0)
+        assert ends.errors == []
+        assert engine.bytes_in_flight == {listener: 10}
+        factory.engines[0].end(7, 1)
+        assert await ends.wait(1) == [None]
+
+
+async def test_a_waiting_write_ends_at_its_deadline_and_is_never_submitted(listener: str) -> None:
+    async with scripted(max_bytes_in_flight_per_peer=10) as (engine, factory):
+        first, second, third = Ends(), Ends(), Ends()
+        engine.write(listener, 1, 1, 10, first, timeout_s=WAIT_S)
+        engine.write(listener, 1, 2, 10, second, timeout_s=0.01)
+        engine.write(listener, 1, 3, 10, third, timeout_s=WAIT_S)
+        error = failure((await second.wait(1))[0])
+        assert not error.may_still_land
+        assert "did not begin within 0.01 s" in error.detail
+        factory.engines[0].end(1, 1)
+        await first.wait(1)
+        await eventually(lambda: factory.engines[0].submitted == [1, 3])
+        factory.engines[0].end(3, 1)
+        assert await third.wait(1) == [None]
+
+
+async def test_rebuilding_fails_what_is_under_way_and_keeps_what_waits(listener: str) -> None:
+    async with scripted(max_bytes_in_flight_per_peer=10) as (engine, factory):
+        await engine.register(4096, 100)
+        begun, waiting = Ends(), Ends()
+        engine.write(listener, 1, 1, 10, begun, timeout_s=WAIT_S)
+        engine.write(listener, 1, 2, 10, waiting, timeout_s=WAIT_S)
+        await eventually(lambda: factory.engines[0].submitted == [1])
+        before = engine.session_name
+        assert await engine.rebuild() == engine.session_name != before
+        assert failure((await begun.wait(1))[0]).may_still_land
+        old, new = factory.engines
+        assert factory.destroyed == [old]
+        assert new.regions == {4096: 100}
+        await eventually(lambda: new.submitted == [2])
+        new.end(2, 1)
+        assert await waiting.wait(1) == [None]
+
+
+async def test_a_write_at_the_worker_that_has_not_begun_goes_to_the_new_engine(listener: str) -> None:
+    async with scripted() as (engine, factory):
+        ends, gate = Ends(), threading.Event()
+        engine.write(listener, 1, 1, 10, ends, timeout_s=WAIT_S)
+        await eventually(lambda: factory.engines[0].submitted)
+        factory.engines[0].end(1, 1)
+        await ends.wait(1)
+        engine._worker.submit(gate.wait, WAIT_S)  # noqa: SLF001  the worker is busy
+        engine.write(listener, 1, 2, 10, ends, timeout_s=WAIT_S)
+        assert engine.bytes_in_flight == {listener: 10}
+        rebuilding = asyncio.create_task(engine.rebuild())
+        await asyncio.sleep(0)
+        gate.set()
+        await rebuilding
+        old, new = factory.engines
+        await eventually(lambda: new.submitted)
+        assert (old.submitted, new.submitted) == ([1], [2])
+        new.end(2, 1)
+        assert await ends.wait(2) == [None, None]
+
+
+async def test_a_rebuild_that_fails_closes_the_engine(listener: str) -> None:
+    async with scripted() as (engine, factory):
+        ends = Ends()
+        engine.write(listener, 1, 1, 10, ends, timeout_s=WAIT_S)
+        await eventually(lambda: factory.engines[0].submitted)
+        factory.fail = TransferFailedError("no port is free")
+        with pytest.raises(TransferFailedError, match="no port is free"):
+            await engine.rebuild()
+        assert factory.destroyed == factory.engines
+        assert failure((await ends.wait(1))[0]).may_still_land
+        with pytest.raises(TransferFailedError, match="closed"):
+            engine.write(listener, 1, 2, 10, ends, timeout_s=WAIT_S)
+
+
+async def test_closing_fails_all_writes_and_says_which_may_land(listener: str) -> None:
+    ends = [Ends(), Ends()]
+    async with scripted(max_bytes_in_flight_per_peer=10) as (engine, factory):
+        for number, end in enumerate(ends):
+            engine.write(listener, 1, number, 10, end, timeout_s=WAIT_S)
+        await eventually(lambda: factory.engines[0].submitted)
+    assert [failure((await end.wait(1))[0]).may_still_land for end in ends] == [True, False]
+    assert factory.destroyed == factory.engines
+    await engine.close()
+
+
+async def test_a_submission_that_hangs_blocks_neither_the_loop_nor_deadlines(listener: str) -> None:
+    async with scripted() as (engine, factory):
+        native = factory.engines[0]
+        hangs = native.hangs = threading.Event()
+        first, second = Ends(), Ends()
+        late: list[int] = []
+        write_id = engine.write(listener, 1, 1, 10, first, timeout_s=WAIT_S, on_late=late.append)
+        engine.write(listener, 1, 2, 10, second, timeout_s=0.05)
+        await eventually(lambda: native.hanging)
+        assert not failure((await second.wait(1))[0]).may_still_land
+        pass_deadline(engine, write_id)
+        assert (first.errors, late) == ([], [write_id])
+        hangs.set()
+        await eventually(lambda: native.submitted == [1])
+        native.end(1, 1)
+        assert await first.wait(1) == [None]
+
+
+async def test_a_peer_that_takes_no_connections_is_not_submitted_to() -> None:
+    server = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
+    name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+    await server.wait_closed()
+    async with scripted() as (engine, factory):
+        ends = Ends()
+        engine.write(name, 1, 1, 10, ends, timeout_s=WAIT_S)
+        error = failure((await ends.wait(1))[0])
+        assert not error.may_still_land
+        assert "takes no connections" in error.detail
+        assert factory.engines[0].submitted == []
+
+
+@pytest.mark.parametrize("session_name", ["", "host", "host:", ":1", "host:x", "host:65536", f"host:{'9' * 5000}"])
+async def test_names_that_are_none_are_refused(session_name: str) -> None:
+    async with scripted() as (engine, _):
+        with pytest.raises(InvalidFieldError, match="session_name"):
+            engine.write(session_name, 1, 1, 10, Ends(), timeout_s=1)
+
+
+async def test_empty_writes_are_refused(listener: str) -> None:
+    async with scripted() as (engine, _):
+        with pytest.raises(InvalidFieldError, match="size_bytes"):
+            engine.write(listener, 1, 1, 0, Ends(), timeout_s=1)
+
+
+async def test_nothing_can_be_done_with_a_closed_engine() -> None:
+    async with scripted() as (engine, _):
+        pass
+    assert "closed" in repr(engine)
+    for step in (engine.register(1, 1), engine.unregister(1), engine.rebuild()):
+        with pytest.raises(TransferFailedError, match="closed"):
+            await step
+
+
+async def test_memory_that_is_not_registered_cannot_be_unregistered() -> None:
+    async with scripted() as (engine, factory):
+        await engine.register(4096, 100)
+        await engine.unregister(4096)
+        assert factory.engines[0].regions == {}
+        with pytest.raises(TransferFailedError, match="nothing is registered at 0x1000"):
+            await engine.unregister(4096)
+
+
+async def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    importing = builtins.__import__
+
+    def absent(name: str, *arguments: Any) -> object:  # noqa: ANN401  passed on
+        if name.startswith("mooncake"):
+            raise ImportError("libibverbs.so.1: cannot open shared object file")
+        return importing(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*kvferry\[mooncake\]"):
+        mooncake_native.create(SETTINGS)
+
+
+async def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        mooncake_native.create(MooncakeSettings(address="192.0.2.1"))
+
+
+@needs_mooncake
+async def test_the_operators_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_LANES_PER_PEER", "1")
+    monkeypatch.delenv("MC_TCP_PROGRESS_TIMEOUT_SEC", raising=False)
+    async with MooncakeEngine(SETTINGS):
+        assert os.environ["MC_TCP_LANES_PER_PEER"] == "1"
+        assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == str(PROGRESS_TIMEOUT_S)
+
+
+# --- with real engines ---
+
+
+def noise(size_bytes: int) -> HostRegion:
+    region = HostRegion.create("noise", size_bytes)
+    region.view()[:] = np.random.default_rng(size_bytes).integers(1, 256, size_bytes, np.uint8)
+    return region
+
+
+@needs_mooncake
+async def test_many_concurrent_writes_land_where_they_should() -> None:
+    count, size_bytes = 48, 512 * KIB
+    with running_peer(count * size_bytes) as peer, noise(count * size_bytes) as source:
+        async with MooncakeEngine(SETTINGS) as engine:
+            ends = Ends()
+            order = np.random.default_rng(3).permutation(count)
+            most = 0
+            for number, place in enumerate(order.tolist()):
+                engine.write(
+                    peer.session_name,
+                    source.address + number * size_bytes,
+                    peer.address + place * size_bytes,
+                    size_bytes,
+                    ends,
+                    timeout_s=WAIT_S,
+                )
+            while len(ends.errors) < count:
+                most = max(most, sum(engine.bytes_in_flight.values()))
+                await ends.wait(len(ends.errors) + 1)
+            assert ends.errors == [None] * count
+            assert 0 < most <= SETTINGS.max_bytes_in_flight_per_peer
+            landed = peer.region.view().reshape(count, size_bytes)
+            assert np.array_equal(landed[order], source.view().reshape(count, size_bytes))
+
+
+@needs_mooncake
+@pytest.mark.parametrize(("offset", "size_bytes"), [(MIB - 100, 4 * KIB), (MIB, 1), (-1, 2)])
+async def test_a_write_outside_the_peers_memory_fails(offset: int, size_bytes: int) -> None:
+    with running_peer(MIB) as peer, noise(MIB) as source:
+        async with MooncakeEngine(SETTINGS) as engine:
+            ends = Ends()
+            engine.write(peer.session_name, source.address, peer.address + offset, size_bytes, ends, timeout_s=WAIT_S)
+            assert isinstance((await ends.wait(1))[0], WriteFailedError)
+            assert not peer.region.view().any()
+            engine.write(peer.session_name, source.address, peer.address, MIB, ends, timeout_s=WAIT_S)
+            assert (await ends.wait(2))[1] is None
+
+
+@needs_mooncake
+async def test_a_killed_peer_fails_writes_under_way_and_new_ones() -> None:
+    size_bytes = 64 * MIB
+    with running_peer(size_bytes) as peer, noise(size_bytes) as source:
+        async with MooncakeEngine(SETTINGS) as engine:
+            ends = Ends()
+            loop = asyncio.get_running_loop()
+            engine.write(peer.session_name, source.address, peer.address, size_bytes, ends, timeout_s=WAIT_S)
+            await eventually(lambda: peer.region.view()[0])
+            killed_s = loop.time()
+            peer.signal(signal.SIGKILL)
+            assert failure((await ends.wait(1))[0]).may_still_land
+            engine.write(peer.session_name, source.address, peer.address, size_bytes, ends, timeout_s=WAIT_S)
+            assert isinstance((await ends.wait(2))[1], WriteFailedError)
+            assert loop.time() - killed_s < 2 * PROGRESS_TIMEOUT_S
+
+
+@needs_mooncake
+async def test_a_peer_that_hangs_fails_a_window_of_writes_within_the_progress_timeout() -> None:
+    with running_peer(16 * MIB) as peer, noise(16 * MIB) as source:
+        async with MooncakeEngine(SETTINGS) as engine:
+            ends = Ends()
+            late: list[int] = []
+            engine.write(peer.session_name, source.address, peer.address, KIB, ends, timeout_s=WAIT_S)
+            await ends.wait(1)
+            peer.signal(signal.SIGSTOP)
+            started_s = asyncio.get_running_loop().time()
+            for number in range(4):
+                engine.write(
+                    peer.session_name,
+                    source.address,
+                    peer.address + number * 4 * MIB,
+                    4 * MIB,
+                    ends,
+                    timeout_s=1.0,
+                    on_late=late.append,
+                )
+            await ends.wait(5)
+            assert all(failure(error).may_still_land for error in ends.errors[1:])
+            assert late == [2, 3, 4, 5]
+            assert asyncio.get_running_loop().time() - started_s < 2 * PROGRESS_TIMEOUT_S
+
+
+async def stop_within_a_write(writer: Peer, session_name: str, landing: HostRegion) -> None:
+    """Let the writer fill the region and stop it before it has; try again where it was faster."""
+    for _ in range(20):
+        landing.view()[:] = 0
+        writer.tell(write=[session_name, landing.address, landing.size_bytes])
+        await eventually(lambda: landing.view()[MIB])
+        writer.signal(signal.SIGSTOP)
+        if not landing.view()[-1]:
+            return
+        writer.signal(signal.SIGCONT)
+        await asyncio.to_thread(writer.hear)
+    pytest.fail("each write was over before it could be stopped")
+
+
+@needs_mooncake
+@pytest.mark.parametrize("rebuilds", [True, False])
+async def test_after_a_rebuild_nothing_of_a_peers_write_lands(*, rebuilds: bool) -> None:
+    """Without the rebuild it does land: that is what the fence is for."""
+    size_bytes = 256 * MIB
+    with HostRegion.create("landing", size_bytes) as landing, running_peer(size_bytes) as writer:
+        writer.region.view()[:] = 7
+        async with MooncakeEngine(SETTINGS) as engine:
+            await engine.register(landing.address, size_bytes)
+            await stop_within_a_write(writer, engine.session_name, landing)
+            before = engine.session_name
+            if rebuilds:
+                assert await engine.rebuild() != before
+                landing.view()[:] = 0
+            writer.signal(signal.SIGCONT)
+            heard = await asyncio.to_thread(writer.hear)
+            if rebuilds:
+                assert heard["may_still_land"]
+                assert not landing.view().any()
+                writer.tell(write=[engine.session_name, landing.address, MIB])
+                assert await asyncio.to_thread(writer.hear) == {"done": None, "may_still_land": None}
+                assert (landing.view()[:MIB] == 7).all()
+            else:
+                assert heard == {"done": None, "may_still_land": None}
+                assert (landing.view() == 7).all()
+
+
+@needs_mooncake
+async def test_ending_and_rebuilding_the_engine_do_not_stop_the_loop() -> None:
+    """Mooncake's destructor alone takes up to a second, with the GIL."""
+    loop = asyncio.get_running_loop()
+    longest_s, last_s = 0.0, loop.time()
+
+    async def tick() -> None:
+        nonlocal longest_s, last_s
+        while True:
+            await asyncio.sleep(0.001)
+            longest_s, last_s = max(longest_s, loop.time() - last_s), loop.time()
+
+    async with MooncakeEngine(SETTINGS) as engine:
+        ticking = asyncio.create_task(tick())
+        last_s = loop.time()
+        for _ in range(4):
+            await engine.rebuild()
+        await engine.close()
+        ticking.cancel()
+    assert longest_s < 0.4

@@ -1,0 +1,43 @@
+"""``kvferry demo`` as a process for tests: started, read line by line, and known to have ended with all it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Final
+
+import psutil
+
+from tests.kvferry_command import COMMAND
+
+END_S: Final = 30.0
+
+
+@contextlib.contextmanager
+def demo(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Run ``kvferry demo``; on leaving it and all that it started must have ended."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([COMMAND, "demo", *arguments], stdout=subprocess.PIPE, text=True, env=environment)
+    with process:
+        try:
+            yield process
+        finally:
+            started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.terminate()
+            process.wait(END_S)
+    assert psutil.wait_procs(started, END_S)[1] == []
+
+
+def lines_until(output: IO[str] | None, pattern: str) -> list[str]:
+    """Read lines up to one that matches."""
+    assert output is not None
+    lines: list[str] = []
+    for line in output:
+        lines.append(line.rstrip("\n"))
+        if re.match(pattern, line):
+            return lines
+    raise AssertionError("\n".join([f"no line matches {pattern}:", *lines]))

@@ -1,0 +1,161 @@
+"""Hypothesis strategies for pool specs of every kind that make sense, small enough to be laid out in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kvferry.pools.geometry import DTYPE_BYTES
+from kvferry.pools.layouts.mla import PACKED_DTYPE
+from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
+
+DTYPES = sorted(DTYPE_BYTES)
+
+
+@st.composite
+def _heads(draw: st.DrawFn, prefix: str = "") -> dict[str, Any]:
+    start, count = draw(st.integers(0, 8)), draw(st.integers(1, 4))
+    return {
+        f"{prefix}kv_heads": count,
+        f"{prefix}head_start": start,
+        f"{prefix}total_heads": draw(st.none() | st.integers(start + count, 16)),
+    }
+
+
+@st.composite
+def _pages(draw: st.DrawFn) -> dict[str, Any]:
+    page_size = draw(st.integers(1, 16))
+    return {"page_size": page_size, "tokens": page_size * draw(st.integers(1, 5)) + draw(st.integers(0, page_size - 1))}
+
+
+def _view(*views: str) -> st.SearchStrategy[Any]:
+    return st.sampled_from(views)
+
+
+def _width(view: str) -> st.SearchStrategy[int]:
+    """Return widths; in the FIA-NZ order those that are fractals of every dtype."""
+    return st.integers(1, 2).map(lambda n: n * 32) if view == "nz" else st.integers(1, 9)
+
+
+@st.composite
+def _draft(draw: st.DrawFn, view: str) -> DraftSpec | None:
+    if draw(st.booleans()):
+        return None
+    return DraftSpec(
+        layers=draw(st.integers(1, 2)),
+        head_dim=draw(st.none() | _width(view)),
+        dtype=draw(st.none() | st.sampled_from(DTYPES)),
+        **({name: value for name, value in draw(_heads()).items() if value is not None} if draw(st.booleans()) else {}),
+    )
+
+
+@st.composite
+def mha_specs(draw: st.DrawFn) -> MhaSpec:
+    view = draw(_view("paged", "fia", "nz"))
+    return MhaSpec(
+        layers=draw(st.integers(1, 4)),
+        first_layer=draw(st.integers(0, 40)),
+        head_dim=draw(_width(view)),
+        v_head_dim=draw(st.none() | _width(view)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        view=view,
+        replicas=draw(st.integers(1, 3)),
+        draft=draw(_draft(view)),
+        **draw(_heads()),
+        **draw(_pages()),
+    )
+
+
+@st.composite
+def mla_specs(draw: st.DrawFn) -> MlaSpec:
+    packed: Any = draw(st.sampled_from([None, None, "ds_mla", "ascend"]))
+    view: Any = draw(_view("paged", "nz")) if packed is None else "paged"
+    layers, first_layer = draw(st.integers(1, 5)), draw(st.integers(0, 40))
+    index: dict[str, Any] = {}
+    if draw(st.booleans()):
+        numbers = st.sets(st.integers(first_layer, first_layer + layers - 1), min_size=1).map(sorted).map(tuple)
+        index = {
+            "index_head_dim": draw(_width(view)),
+            "index_layers": draw(st.none() | st.integers(1, layers) | numbers),
+            "index_scale": draw(st.booleans()),
+            "index_dtype": draw(st.none() | st.sampled_from(DTYPES)),
+        }
+    draft = st.builds(
+        DraftSpec,
+        layers=st.integers(1, 2),
+        index_head_dim=st.none() | _width(view),
+        qk_rope_head_dim=st.none() | _width(view),
+    )
+    return MlaSpec(
+        layers=layers,
+        first_layer=first_layer,
+        kv_lora_rank=draw(st.sampled_from([128, 256])),
+        qk_rope_head_dim=draw(_width(view)),
+        dtype=PACKED_DTYPE if packed else draw(st.sampled_from(DTYPES)),
+        packed=packed,
+        view=view,
+        replicas=draw(st.integers(1, 8)),
+        draft=draw(st.none() | draft),
+        **index,
+        **draw(_pages()),
+    )
+
+
+@st.composite
+def _two_kinds(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Draw which of some consecutive layers are of one kind, and which of the other."""
+    first = draw(st.integers(0, 40))
+    kinds = draw(st.lists(st.booleans(), min_size=1, max_size=6))
+    numbered = list(enumerate(kinds, first))
+    return tuple(n for n, kind in numbered if kind), tuple(n for n, kind in numbered if not kind)
+
+
+@st.composite
+def hybrid_swa_specs(draw: st.DrawFn) -> HybridSwaSpec:
+    full, window = draw(_two_kinds())
+    pages = draw(_pages())
+    view = draw(_view("paged", "fia", "nz"))
+    tokens = pages["page_size"] * draw(st.integers(1, 4))
+    other = draw(_heads("window_")) | {"window_head_dim": draw(_width(view))} if draw(st.booleans()) else {}
+    return HybridSwaSpec(
+        full_layers=full,
+        window_layers=window,
+        window_tokens=tokens,
+        window=draw(st.integers(1, tokens)),
+        head_dim=draw(_width(view)),
+        v_head_dim=draw(st.none() | _width(view)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        view=view,
+        draft=draw(_draft(view)),
+        **other,
+        **draw(_heads()),
+        **pages,
+    )
+
+
+@st.composite
+def mamba_specs(draw: st.DrawFn) -> MambaSpec:
+    attention, state = draw(_two_kinds())
+    count, rank = draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    attention_fields = {"head_dim": draw(st.integers(1, 9)), **draw(_heads()), **draw(_pages())} if attention else {}
+    shapes = draw(st.sampled_from(["conv", "ssm", "both"]))
+    conv: dict[str, Any] = {"conv_window": draw(st.integers(1, 4)), "conv_channels": draw(st.integers(1, 9))}
+    return MambaSpec(
+        attention_layers=attention,
+        state_layers=state,
+        slots=draw(st.integers(1, 5)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        conv_dtype=draw(st.none() | st.sampled_from(DTYPES)),
+        ssm_dtype=draw(st.sampled_from(DTYPES)),
+        ssm_shape=None if shapes == "conv" else (count, *draw(st.lists(st.integers(1, 4), max_size=2))),
+        state_head_start=0 if shapes == "conv" else rank * count,
+        state_total_heads=None if shapes == "conv" else count * 3,
+        **attention_fields,
+        **({} if shapes == "ssm" else conv),
+    )
+
+
+def pool_specs() -> st.SearchStrategy[PoolSpec]:
+    """Return specs of every kind."""
+    return mha_specs() | mla_specs() | hybrid_swa_specs() | mamba_specs()

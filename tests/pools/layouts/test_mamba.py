@@ -1,0 +1,116 @@
+"""State pools: a slot a request, conv and ssm by layer, which share of the heads, attention beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.pairing import pair_entries
+from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError
+from kvferry.protocol.manifests import Component, DraftSpec, MambaSpec, Manifest
+
+SPEC = MambaSpec(
+    state_layers=(0, 1, 2, 4),
+    slots=6,
+    conv_window=3,
+    conv_channels=64,
+    ssm_shape=(4, 8, 16),
+    attention_layers=(3,),
+    tokens=256,
+    page_size=128,
+    kv_heads=2,
+    head_dim=16,
+    dtype="bfloat16",
+)
+
+
+def changed(**fields: Any) -> Manifest:  # noqa: ANN401  any field of a spec
+    return manifest_of(msgspec.structs.replace(SPEC, **fields))
+
+
+def rank_of(ranks: int, rank: int, total: int = 8) -> Manifest:
+    heads = total // ranks
+    return changed(
+        ssm_shape=(heads, 8, 16), conv_channels=32 * heads, state_head_start=rank * heads, state_total_heads=total
+    )
+
+
+def test_a_page_is_a_slot() -> None:
+    manifest = manifest_of(SPEC)
+    state = [one for one in manifest.entries if one.component == "mamba"]
+    assert [(one.role, one.layer) for one in state] == [(role, n) for role in ("conv", "ssm") for n in (0, 1, 2, 4)]
+    conv, ssm = state[0], state[4]
+    assert (conv.shape, conv.dtype, conv.page_bytes) == ((7, 3, 64), "bfloat16", 3 * 64 * 2)
+    assert (ssm.shape, ssm.dtype, ssm.page_bytes) == ((7, 4, 8, 16), "float32", 4 * 8 * 16 * 4)
+    assert all(one.page_tokens is None for one in state)
+    assert manifest.components == (
+        Component(name="main", space="main", pages=3),
+        Component(name="mamba", space="mamba", pages=7, kind="state"),
+    )
+
+
+def test_a_pool_of_states_only() -> None:
+    manifest = changed(attention_layers=(), tokens=None, page_size=None, kv_heads=None, head_dim=None)
+    assert [one.name for one in manifest.components] == ["mamba"]
+    assert manifest.pages == 7
+
+
+def test_a_stage_of_attention_only() -> None:
+    assert [one.name for one in changed(state_layers=()).components] == ["main"]
+
+
+def test_the_draft_is_on_the_attentions_pages() -> None:
+    manifest = changed(draft=DraftSpec(layers=1))
+    assert [one.name for one in manifest.components] == ["main", "draft", "mamba"]
+
+
+def test_conv_and_ssm_may_be_alone() -> None:
+    assert {one.role for one in changed(ssm_shape=None).entries if one.component == "mamba"} == {"conv"}
+    only_ssm = changed(conv_window=None, conv_channels=None)
+    assert {one.role for one in only_ssm.entries if one.component == "mamba"} == {"ssm"}
+
+
+def test_ranks_of_one_split_pair_with_themselves_only() -> None:
+    state = [one for one in rank_of(2, 1).entries if one.component == "mamba"]
+    assert len(pair_entries(state, state).pairs) == len(state)
+    other = [one for one in rank_of(2, 0).entries if one.component == "mamba"]
+    assert pair_entries(other, state).pairs == ()
+
+
+@pytest.mark.parametrize(("source", "destination"), [((1, 0), (2, 0)), ((2, 0), (1, 0)), ((4, 1), (2, 0))])
+def test_another_split_is_refused(source: tuple[int, int], destination: tuple[int, int]) -> None:
+    """A rank's conv channels are shares of q, k and v side by side: no slice of them is another rank's."""
+    with pytest.raises(GeometryMismatchError, match="mamba/conv/0"):
+        pair_entries(
+            [one for one in rank_of(*source).entries if one.component == "mamba"],
+            [one for one in rank_of(*destination).entries if one.component == "mamba"],
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("state_layers", {"state_layers": (), "attention_layers": ()}),
+        ("attention_layers", {"attention_layers": (2,)}),
+        ("state_layers[2]", {"state_layers": (0, 2, 1)}),
+        ("conv_channels", {"conv_channels": None}),
+        ("conv_window", {"conv_window": None}),
+        ("ssm_shape", {"conv_window": None, "conv_channels": None, "ssm_shape": None}),
+        ("state_total_heads", {"state_head_start": 8, "state_total_heads": 11}),
+        ("state_head_start", {"state_head_start": 2, "state_total_heads": 8}),
+        ("state_head_start", {"state_head_start": 0, "state_total_heads": 6}),
+        ("tokens", {"tokens": None}),
+        ("page_size", {"page_size": None}),
+        ("kv_heads", {"kv_heads": None}),
+        ("head_dim", {"head_dim": None}),
+        ("slots", {"slots": (1 << 31) - 1}),
+        ("dtype", {"ssm_dtype": "float31"}),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_refused(field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        changed(**fields)
+    assert refused.value.field == field

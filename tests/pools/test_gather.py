@@ -1,0 +1,156 @@
+"""Gathering and scattering against the byte-level oracle, parcels, and that nothing beside is touched."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvferry.pools.copies import CopyBlocks, copy_by_size, copy_one_by_one, vectored_copy_works
+from kvferry.pools.gather import Parcel, cut_parcels, gather, scatter, total_segments
+from kvferry.pools.heads import Heads
+from kvferry.pools.plan import PlanSide, make_side
+from kvferry.protocol.errors import SlotTooSmallError
+from kvferry.protocol.manifests import Entry
+from tests.pools.tagged_memory import UNTOUCHED, HandOffCase, Memory, cases, expected_memory, plans_of
+
+MARGIN = 16
+WAIT_S = 30.0
+SIZES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5)
+SIDES = st.builds(lambda sizes, pages, cut: side_of(sizes, pages, cut=cut), SIZES, st.integers(1, 5), st.booleans())
+
+
+WIDE = Entry(component="main", role="k", layer=0, base=0, pages=9, page_bytes=48, page_tokens=1, heads=2)
+
+
+def best_copy() -> CopyBlocks:
+    return copy_by_size if vectored_copy_works() else copy_one_by_one
+
+
+def side_of(sizes: list[tuple[int, int, int]], pages: int, *, cut: bool) -> PlanSide:
+    """Return a side of entries of (tokens, heads, bytes of a head); of each the last head alone, where it is cut."""
+    entries = [
+        Entry(
+            component="main",
+            role="k",
+            layer=layer,
+            base=1000 * layer,
+            pages=pages + 1,
+            page_bytes=tokens * heads * size,
+            page_tokens=tokens,
+            heads=heads,
+        )
+        for layer, (tokens, heads, size) in enumerate(sizes)
+    ]
+    heads = [Heads(count - 1, 1) if cut else None for _, count, _ in sizes]
+    return make_side(entries, heads, np.arange(pages, 0, -1))
+
+
+def parcel_of(source: Memory, side: PlanSide, parcel: Parcel, offset: int = 0) -> Memory:
+    """Gather a parcel, and check that only it was written."""
+    staging = np.full(parcel.size_bytes + 2 * MARGIN, UNTOUCHED, np.uint8)
+    start = MARGIN + offset
+    gather(side, source.ctypes.data, parcel.first, parcel.stop, staging.ctypes.data + start, best_copy())
+    around = np.delete(staging, np.arange(start, start + parcel.size_bytes))
+    assert (around == UNTOUCHED).all()
+    return staging[start : start + parcel.size_bytes]
+
+
+@given(cases(), st.integers(0, 500), st.integers(0, 9))
+def test_every_byte_arrives_by_parcels_and_no_other_changes(case: HandOffCase, extra_bytes: int, offset: int) -> None:
+    destination = np.full(case.region_bytes, UNTOUCHED, np.uint8)
+    for source, _, plan in plans_of(case):
+        before = source.memory.copy()
+        largest = int(plan.source.segment_bytes.max())
+        parcels = cut_parcels(plan.source, largest + extra_bytes)
+        assert parcels == cut_parcels(plan.destination, largest + extra_bytes)
+        for parcel in parcels[::-1]:
+            sent = parcel_of(source.memory, plan.source, parcel, offset)
+            at = destination.ctypes.data
+            scatter(plan.destination, at, parcel.first, parcel.stop, sent.ctypes.data, best_copy())
+        assert (source.memory == before).all()
+    assert (destination == expected_memory(case)).all()
+
+
+@given(cases())
+def test_the_order_of_bytes_is_that_of_the_segments(case: HandOffCase) -> None:
+    for source, _, plan in plans_of(case):
+        everything = Parcel(0, total_segments(plan.source), plan.total_bytes)
+        together = parcel_of(source.memory, plan.source, everything)
+        sizes = np.repeat(plan.source.segment_bytes, len(plan.source.ids)).tolist()
+        one_by_one = [
+            parcel_of(source.memory, plan.source, Parcel(number, number + 1, size)) for number, size in enumerate(sizes)
+        ]
+        assert (together == np.concatenate(one_by_one)).all()
+
+
+@given(SIDES, st.data())
+def test_scatter_undoes_gather(side: PlanSide, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, total_segments(side) - 1))
+    stop = data.draw(st.integers(first, total_segments(side)))
+    size_bytes = int(np.repeat(side.segment_bytes, len(side.ids))[first:stop].sum())
+    source = np.random.default_rng(0).integers(0, 256, 1000 * len(side.base), np.uint8)
+    sent = parcel_of(source, side, Parcel(first, stop, size_bytes))
+    back = np.full(len(source), UNTOUCHED, np.uint8)
+    scatter(side, back.ctypes.data, first, stop, sent.ctypes.data, best_copy())
+    assert (parcel_of(back, side, Parcel(first, stop, size_bytes)) == sent).all()
+    assert np.count_nonzero(back != UNTOUCHED) <= size_bytes
+
+
+@given(SIDES, st.integers(0, 100))
+@example(make_side([WIDE], None, np.arange(5, 0, -1)), 24)
+@example(make_side([WIDE], [Heads(1, 1)], np.arange(5, 0, -1)), 24)
+def test_parcels_tile_the_segments_and_are_as_full_as_can_be(side: PlanSide, extra_bytes: int) -> None:
+    segments = np.repeat(side.segment_bytes, len(side.ids)).tolist()
+    max_bytes = max(segments) + extra_bytes
+    parcels = cut_parcels(side, max_bytes)
+    assert [parcel.first for parcel in parcels] == [0, *(parcel.stop for parcel in parcels[:-1])]
+    assert parcels[-1].stop == len(segments) == total_segments(side)
+    for parcel in parcels:
+        assert parcel.size_bytes == sum(segments[parcel.first : parcel.stop]) <= max_bytes
+        if parcel.stop < len(segments):
+            assert parcel.size_bytes + segments[parcel.stop] > max_bytes
+
+
+def test_a_segment_that_no_slot_holds_is_refused() -> None:
+    side = side_of([(4, 2, 8), (4, 2, 16)], 3, cut=True)
+    assert len(cut_parcels(side, 64)) == 5
+    with pytest.raises(SlotTooSmallError, match=r"entry 1 sends 64 bytes a page, of page_bytes 128; one slot has 63"):
+        cut_parcels(side, 63)
+
+
+def test_nothing_is_asked_for() -> None:
+    side = side_of([(4, 2, 8)], 3, cut=True)
+    unmapped = 8
+    gather(side, unmapped, 2, 2, unmapped)
+    scatter(side, unmapped, 0, 0, unmapped)
+
+
+@pytest.mark.parametrize("way", [gather, scatter])
+def test_slices_are_copied_without_the_lock_of_the_interpreter(way: Callable[..., None]) -> None:
+    side, pages, rounds = side_of([(128, 2, 256)], 256, cut=True), 256, 100
+    memory, flat = np.zeros((pages + 1) * 128 * 512, np.uint8), np.zeros(pages * 128 * 256, np.uint8)
+    begun, done = threading.Event(), [0]
+
+    def copy_on() -> None:
+        begun.set()
+        for _ in range(rounds):
+            way(side, memory.ctypes.data, 0, pages, flat.ctypes.data)
+            done[0] += 1
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(WAIT_S)  # the other thread keeps the lock until it gives it away
+    try:
+        thread = threading.Thread(target=copy_on)
+        thread.start()
+        begun.wait(WAIT_S)
+        done_by_now = done[0]
+        thread.join(WAIT_S)
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert done_by_now < done[0] == rounds
