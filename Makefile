@@ -33,7 +33,7 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 bench: $(STAMPS)/base  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE))
 
-peers: $(PEERS)/sglang/installed-$(SGLANG)  ## fetch what else `make bench` can compare with, into .peers (some 100 MB)
+peers: $(PEERS)/sglang/installed-$(SGLANG)  ## fetch what else `make bench` can compare with, into .peers (some 200 MB)
 
 clean:  ## remove build results and caches, but not .venv
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

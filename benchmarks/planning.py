@@ -85,7 +85,8 @@ def against_sglang(
             peer=milliseconds(lambda: sglang.plan_blocks(peer, buffers, *indices)),
             peer_is=f"SGLang {peer.version}: AscendKVManager.send_kvcache up to its transfer, without checks",
             rounds=rounds,
-            note=f"{what}; ours with pairing and every check, as an array, theirs as tuples",
+            note=f"{what}; ours with pairing and every check, as an array, theirs as tuples,"
+            " and without the garbage collector, which these set off",
         ),
         compare(
             "plan/for_the_transport_against_sglang",

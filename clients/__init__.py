@@ -16,6 +16,7 @@ Torch is imported only where a tensor is asked for.
 from __future__ import annotations
 
 from kvferry.clients.async_client import AsyncClient
+from kvferry.clients.events import EventRing
 from kvferry.clients.operations import Pages, no_pages, pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.sync_client import Client
@@ -29,6 +30,7 @@ __all__ = [
     "AttachedPool",
     "Client",
     "DraftSpec",
+    "EventRing",
     "HandOff",
     "HybridSwaSpec",
     "KvferryError",

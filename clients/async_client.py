@@ -20,6 +20,7 @@ from kvferry.clients.connection import (
     milliseconds,
     open_control_socket,
 )
+from kvferry.clients.events import COUNTER_BYTES, EventRing
 from kvferry.clients.operations import Operation, Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
@@ -32,7 +33,7 @@ from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.room_messages import Cancelled, RoomResult, Side
+from kvferry.protocol.room_messages import Cancelled, LayerStep, RoomResult, Side
 from kvferry.protocol.session_messages import StatusReport, Welcome
 
 DRAIN_BOUND = 64
@@ -132,8 +133,17 @@ class AsyncClient:
         if self._channel is None:
             raise ValueError("attaching a pool needs a session")
         self._channel.receive()
-        region = HostRegion(self._channel.take_region(outgoing.message_id), attached.manifest.region_bytes)
-        return AttachedPool(name, attached.manifest, region)
+        [fd] = self._channel.take_fds(outgoing.message_id)
+        return AttachedPool(name, attached.manifest, HostRegion(fd, attached.manifest.region_bytes))
+
+    async def open_events(self) -> EventRing:
+        """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready."""
+        outgoing, opened = await self._round_trip(operations.open_events())
+        if self._channel is None:
+            raise ValueError("an event ring needs a session")
+        self._channel.receive()
+        counters, eventfd = self._channel.take_fds(outgoing.message_id)
+        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd)
 
     async def delete_pool(self, name: str) -> None:
         """See ``Client.delete_pool``."""
@@ -157,6 +167,7 @@ class AsyncClient:
         payload: bytes = b"",
         last: bool = True,
         destinations: int = 1,
+        steps: Sequence[LayerStep] = (),
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """See ``Client.send``; await ``finished`` or ``settled``."""
@@ -168,6 +179,7 @@ class AsyncClient:
             destinations=destinations,
             first_token=first_token,
             payload=payload,
+            steps=steps,
         )
         hand_off, outgoing = self._core.hand_off(body, [one.ids for one in lists], deadline_ms=milliseconds(deadline_s))
         self._put(outgoing)

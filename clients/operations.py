@@ -27,8 +27,8 @@ from kvferry.protocol.pool_messages import (
     PoolDeleted,
 )
 from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.room_messages import Cancel, Cancelled, Receive, Result, RoomResult, Send, Side
-from kvferry.protocol.session_messages import Hello, Ping, Pong, Status, StatusReport, Welcome
+from kvferry.protocol.room_messages import Cancel, Cancelled, LayerStep, Receive, Result, RoomResult, Send, Side
+from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
 from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
 T_co = TypeVar("T_co", covariant=True)
@@ -50,9 +50,7 @@ class Pages(NamedTuple):
     ids: PageIds
 
 
-def pages(
-    ids: npt.ArrayLike, *, first_page: int | None = 0, tokens: int | None = None, component: str = MAIN
-) -> Pages:
+def pages(ids: npt.ArrayLike, *, first_page: int | None = 0, tokens: int | None = None, component: str = MAIN) -> Pages:
     """Describe pages of one component in logical order.
 
     Args:
@@ -90,6 +88,11 @@ def ping() -> Operation[Pong]:
 def status() -> Operation[StatusReport]:
     """Ask what the daemon holds and does."""
     return Operation(Status(), (), _body(StatusReport))
+
+
+def open_events() -> Operation[EventsOpened]:
+    """Ask for the session's event ring."""
+    return Operation(OpenEvents(), (), _body(EventsOpened))
 
 
 def create_pool(pool: str, spec: PoolSpec) -> Operation[PoolCreated]:
@@ -137,6 +140,7 @@ def send_body(
     destinations: int,
     first_token: int | None,
     payload: bytes,
+    steps: Sequence[LayerStep],
 ) -> Send:
     """Return a SEND's body."""
     return Send(
@@ -147,6 +151,7 @@ def send_body(
         destinations=destinations,
         first_token=first_token,
         payload=payload,
+        steps=tuple(steps),
     )
 
 

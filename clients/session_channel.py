@@ -9,13 +9,14 @@ from pathlib import Path
 
 from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError, OverloadedError, raised
 from kvferry.protocol.paths import SESSION_SOCKET
-from kvferry.protocol.session_messages import RegionFollows, SessionOpen, SessionOpened, SessionRefused
+from kvferry.protocol.session_messages import EventsFollow, RegionFollows, SessionOpen, SessionOpened, SessionRefused
 from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
 from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
 OPENING_TIMEOUT_S = 10.0
 _RECEIVE_BYTES = 4096
 _MAX_FDS = 8
+FDS_OF_FRAME = {RegionFollows: 1, EventsFollow: 2}
 
 
 class SessionChannel:
@@ -26,7 +27,7 @@ class SessionChannel:
         self.opened = opened
         self._frames = FrameSplitter()
         self._fds: deque[int] = deque()
-        self._regions: dict[int, int] = {}
+        self._passed: dict[int, list[int]] = {}
 
     @classmethod
     def open(cls, runtime_dir: Path, name: str) -> SessionChannel:
@@ -78,27 +79,28 @@ class SessionChannel:
                 raise DaemonLostError("the daemon closed the session")
             for frame in self._frames.feed(data):
                 message = unpack_frame(frame)
-                if isinstance(message, RegionFollows) and self._fds:
-                    self._regions[message.message_id] = self._fds.popleft()
+                count = FDS_OF_FRAME.get(type(message), 0)
+                if isinstance(message, RegionFollows | EventsFollow) and len(self._fds) >= count:
+                    self._passed[message.message_id] = [self._fds.popleft() for _ in range(count)]
 
-    def take_region(self, message_id: int) -> int:
-        """Return the descriptor that came for a request; the caller owns it.
+    def take_fds(self, message_id: int) -> list[int]:
+        """Return the descriptors that came for a request; the caller owns them.
 
         Raises:
-            MalformedError: none came: the daemon sends it before the reply.
+            MalformedError: none came: the daemon sends them before the reply.
         """
-        fd = self._regions.pop(message_id, None)
-        if fd is None:
+        fds = self._passed.pop(message_id, None)
+        if fds is None:
             raise MalformedError(f"no descriptor came with the reply to message {message_id}")
-        return fd
+        return fds
 
     def close(self) -> None:
         """End the session: the daemon takes back what it owns. Closing twice does nothing."""
         self.socket.close()
-        for fd in (*self._fds, *self._regions.values()):
+        for fd in (*self._fds, *(fd for fds in self._passed.values() for fd in fds)):
             os.close(fd)
         self._fds.clear()
-        self._regions.clear()
+        self._passed.clear()
 
 
 def _first_frame(channel: socket.socket) -> SessionOpened:

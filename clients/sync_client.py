@@ -24,6 +24,7 @@ from kvferry.clients.connection import (
     milliseconds,
     open_control_socket,
 )
+from kvferry.clients.events import COUNTER_BYTES, EventRing
 from kvferry.clients.operations import Operation, Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
@@ -35,7 +36,7 @@ from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.room_messages import Cancelled, RoomResult, Side
+from kvferry.protocol.room_messages import Cancelled, LayerStep, RoomResult, Side
 from kvferry.protocol.session_messages import StatusReport, Welcome
 
 DEFAULT_DEADLINE_S = 30.0
@@ -160,8 +161,17 @@ class Client:
         if self._channel is None:
             raise ValueError("attaching a pool needs a session")
         self._channel.receive()
-        region = HostRegion(self._channel.take_region(outgoing.message_id), attached.manifest.region_bytes)
-        return AttachedPool(name, attached.manifest, region)
+        [fd] = self._channel.take_fds(outgoing.message_id)
+        return AttachedPool(name, attached.manifest, HostRegion(fd, attached.manifest.region_bytes))
+
+    def open_events(self) -> EventRing:
+        """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready."""
+        outgoing, opened = self._round_trip(operations.open_events())
+        if self._channel is None:
+            raise ValueError("an event ring needs a session")
+        self._channel.receive()
+        counters, eventfd = self._channel.take_fds(outgoing.message_id)
+        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd)
 
     def delete_pool(self, name: str) -> None:
         """Delete a pool that has no owned page.
@@ -199,6 +209,7 @@ class Client:
         payload: bytes = b"",
         last: bool = True,
         destinations: int = 1,
+        steps: Sequence[LayerStep] = (),
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """Offer filled pages to the request's rooms. Returns at once; watch the hand-off with ``poll`` or ``wait_…``.
@@ -214,6 +225,7 @@ class Client:
             payload: up to 64 KiB more to deliver with it.
             last: whether no further chunk follows.
             destinations: how many rooms take these pages.
+            steps: which layers are ready after which event, in that order; none: the pages are filled.
             deadline_s: for the whole hand-off.
         """
         body = operations.send_body(
@@ -224,6 +236,7 @@ class Client:
             destinations=destinations,
             first_token=first_token,
             payload=payload,
+            steps=steps,
         )
         hand_off, outgoing = self._core.hand_off(body, [one.ids for one in lists], deadline_ms=milliseconds(deadline_s))
         self._put(outgoing)

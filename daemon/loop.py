@@ -16,6 +16,7 @@ from kvferry.daemon.access import RuntimeDirectory
 from kvferry.daemon.config import Config
 from kvferry.daemon.control_socket import ControlSocket
 from kvferry.daemon.dispatch import Dispatcher
+from kvferry.daemon.event_rings import EventRings
 from kvferry.daemon.memory import keep_freed_memory
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.peers import Heartbeat, PeerLinks
@@ -102,11 +103,12 @@ class Daemon:
             self._links.send, self._transport, self._executor, self._rooms.piece_done, fetch_region
         )
         self._remote = RemoteTransports(self._pull)
-        peers = PeerService(
+        self._peers = PeerService(
             self._links, self._rooms.book.peers, self._pools, self._remote, self._rooms.carry_out, self.counters
         )
-        self._session_socket.region_of = peers.region_of
-        self._rooms.connect(self._transport, self._remote, peers)
+        self._session_socket.region_of = self._peers.region_of
+        self._rings = EventRings(self._dispatcher, self._session_socket, self._rooms.events_reached)
+        self._rooms.connect(self._transport, self._remote, self._peers, self._rings.values)
         self._landing = Landing(config, self._links, self._rooms, self._executor, self.counters)
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.handle_open("PING", lambda _body: Pong())
@@ -157,6 +159,7 @@ class Daemon:
 
     def _session_lost(self, session: Session) -> None:
         self._dispatcher.forget_session(session)
+        self._rings.session_lost(session.session_id)
         self._rooms.session_lost(session)
         self._pools.session_lost(session.session_id)
 
@@ -193,6 +196,9 @@ class Daemon:
             ),
             rooms=self._rooms.status(),
             counters=self.counters.snapshot(),
+            addresses=tuple(self._links.addresses.values()),
+            peers=self._peers.status(),
+            landing=self._landing.status(),
         )
 
 

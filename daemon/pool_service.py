@@ -38,7 +38,7 @@ from kvferry.protocol.pool_messages import (
     PoolCreated,
     PoolDeleted,
 )
-from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
+from kvferry.protocol.session_messages import PoolStatus, RegionFollows, SpaceStatus
 
 log = structlog.get_logger(__name__)
 
@@ -158,7 +158,8 @@ class PoolService:
                 f"pool {body.pool!r} has layout {pool.manifest.layout_digest}, not {body.layout_digest}",
                 field="layout_digest",
             )
-        self._session_socket.pass_region(call.session, call.message_id, pool.name, pool.region.fd)
+        follows = RegionFollows(message_id=call.message_id, pool=pool.name)
+        self._session_socket.pass_fds(call.session, follows, [pool.region.fd])
         return Answer(PoolAttached(pool=pool.name, manifest=pool.manifest))
 
     def _delete(self, call: Call) -> Answer:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +30,7 @@ from kvferry.protocol.errors import (
     UnknownPoolError,
 )
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.session_messages import RegionFollows, RegionRequest, SessionOpened, SessionRefused
+from kvferry.protocol.session_messages import EventsFollow, RegionFollows, RegionRequest, SessionOpened, SessionRefused
 from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_open
 from kvferry.protocol.versions import agree
 
@@ -93,8 +93,8 @@ class SessionSocket:
         """Return whether the session's socket is open."""
         return session.session_id in self._connections
 
-    def pass_region(self, session: Session, message_id: int, pool: str, fd: int) -> None:
-        """Hand a descriptor to a session's engine, without waiting.
+    def pass_fds(self, session: Session, frame: RegionFollows | EventsFollow, fds: Sequence[int]) -> None:
+        """Hand descriptors to a session's engine, without waiting.
 
         Raises:
             NoSessionError: the session has just ended.
@@ -103,7 +103,7 @@ class SessionSocket:
         connection = self._connections.get(session.session_id)
         if connection is None:
             raise NoSessionError("the session's socket is closed", field="secret")
-        connection.pass_region(RegionFollows(message_id=message_id, pool=pool), fd)
+        connection.pass_fds(frame, fds)
 
     def opened(self, connection: _Connection, session: Session) -> None:
         """Note which connection a session has."""
@@ -160,10 +160,10 @@ class _Connection:
         loop.add_reader(channel, self._readable)
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
 
-    def pass_region(self, frame: RegionFollows, fd: int) -> None:
+    def pass_fds(self, frame: RegionFollows | EventsFollow, fds: Sequence[int]) -> None:
         data = pack(frame)
         try:
-            sent = socket.send_fds(self._channel, [data], [fd])
+            sent = socket.send_fds(self._channel, [data], fds)
         except BlockingIOError as cause:
             raise OverloadedError("the session's socket is full: read it") from cause
         except OSError as cause:

@@ -23,7 +23,7 @@ from kvferry.protocol.pool_messages import (
     PoolDeleted,
 )
 from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, Receive, Result, RoomResult, Send
-from kvferry.protocol.session_messages import Hello, Ping, Pong, Status, StatusReport, Welcome
+from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
 
 
 class RequestType(NamedTuple):
@@ -51,6 +51,7 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "HELLO": RequestType(Hello, Welcome, needs_session=False),
     "PING": RequestType(Ping, Pong, needs_session=False),
     "STATUS": RequestType(Status, StatusReport, needs_session=False),
+    "OPEN_EVENTS": RequestType(OpenEvents, EventsOpened, needs_session=True),
     "CREATE_POOL": RequestType(CreatePool, PoolCreated, needs_session=True),
     "ATTACH_POOL": RequestType(AttachPool, PoolAttached, needs_session=True),
     "DELETE_POOL": RequestType(DeletePool, PoolDeleted, needs_session=True),
@@ -63,12 +64,25 @@ REQUEST_TYPES: dict[str, RequestType] = {
 }
 
 RequestBody = (
-    Hello | Ping | Status | CreatePool | AttachPool | DeletePool | Allocate | Free | Send | Receive | Cancel | Result
+    Hello
+    | Ping
+    | Status
+    | OpenEvents
+    | CreatePool
+    | AttachPool
+    | DeletePool
+    | Allocate
+    | Free
+    | Send
+    | Receive
+    | Cancel
+    | Result
 )
 ReplyBody = (
     Welcome
     | Pong
     | StatusReport
+    | EventsOpened
     | PoolCreated
     | PoolAttached
     | PoolDeleted

@@ -98,6 +98,26 @@ class RoomStatus(msgspec.Struct, frozen=True, kw_only=True):
     waits_for: str
 
 
+class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Another daemon in STATUS. ``announced`` rooms of ours wait for its offers, ``waiting`` ones of its for ours."""
+
+    address: str
+    state: str
+    announced: int
+    waiting: int
+
+
+class LandingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory into which daemons of other hosts write, in slots; ``quarantined`` ones rest until they are fenced."""
+
+    session: str
+    slot_bytes: int
+    slots: int
+    free: int
+    granted: int
+    quarantined: int
+
+
 class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     """STATUS's reply. ``counters`` only grow, by stable names."""
 
@@ -109,6 +129,23 @@ class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     sessions: tuple[SessionStatus, ...]
     rooms: tuple[RoomStatus, ...]
     counters: dict[str, int]
+    addresses: tuple[str, ...] = ()
+    """Where other daemons find this one."""
+    peers: tuple[PeerStatus, ...] = ()
+    landing: LandingStatus | None = None
+
+
+class OpenEvents(Body, frozen=True, kw_only=True, tag="OPEN_EVENTS"):
+    """Ask for this session's event ring, by which a SEND says when which layers are ready.
+
+    Its descriptors come over the session socket before the reply. Asked for again, it is the same ring.
+    """
+
+
+class EventsOpened(Body, frozen=True, kw_only=True, tag="EVENTS_OPENED"):
+    """OPEN_EVENTS's reply: how many little-endian int64 counters the ring has."""
+
+    slots: int
 
 
 class SessionOpen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPEN"):
@@ -149,4 +186,10 @@ class RegionFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     pool: str
 
 
-SessionFrame = SessionOpened | SessionRefused | RegionFollows
+class EventsFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="EVENTS"):
+    """Two file descriptors come with this frame: the ring's counters, and the eventfd that says they have changed."""
+
+    message_id: int
+
+
+SessionFrame = SessionOpened | SessionRefused | RegionFollows | EventsFollow

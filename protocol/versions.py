@@ -10,7 +10,19 @@ from kvferry.protocol.errors import VersionMismatchError
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 
-FEATURES = ("pools.host", "layout.mha", "rooms.local", "rooms.chunks")
+FEATURES = (
+    "pools.host",
+    "layout.mha",
+    "layout.mla",
+    "layout.hybrid_swa",
+    "layout.mamba",
+    "rooms.local",
+    "rooms.chunks",
+    "rooms.layers",
+    "rooms.heads",
+    "rooms.windows",
+    "rooms.peers",
+)
 """What this version of kvferry can do, by stable names; clients ignore names they do not know."""
 
 

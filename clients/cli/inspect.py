@@ -41,6 +41,7 @@ def _lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         f"kvferry {report.daemon_version} pid {report.pid} boot {boot_id[:8]} {state} "
         f"for {report.uptime_ms / 1000:.0f} s"
     )
+    yield f"other daemons find it at {', '.join(report.addresses)}"
     yield from table(
         "pools",
         ("pool", "tenant", "pages", "free", "busy", "page KiB", "GiB", "layout"),
@@ -56,6 +57,14 @@ def _lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         ("request", "side", "pool", "state", "age ms", "pages", "arrived", "waits for"),
         [(r.request, r.side, r.pool, r.state, r.age_ms, r.pages, r.arrived, r.waits_for) for r in report.rooms],
     )
+    if report.peers:
+        rows = [(p.address, p.state, p.announced, p.waiting) for p in report.peers]
+        yield from table("other daemons", ("address", "state", "announced", "waiting"), rows)
+    if report.landing:
+        slots = report.landing
+        head = ("session", "slot KiB", "slots", "free", "granted", "quarantined")
+        row = (slots.session, slots.slot_bytes >> 10, slots.slots, slots.free, slots.granted, slots.quarantined)
+        yield from table("landing", head, [row])
     yield from table("counters", ("name", "count"), list(report.counters.items()))
 
 

@@ -112,6 +112,10 @@ class PeerBook:
         if offer is not None and offer.state is State.OPEN:
             self._endings.fail(offer, error, error, now)
 
+    def waiting_homes(self) -> list[Incarnation]:
+        """Return the home of each room of another daemon that waits for offers from here, or takes them."""
+        return [one.home for one in self._sides.announcements.values()]
+
     # -- at the source: rooms of other daemons for offers here
 
     def announced(self, home: Incarnation, name: RoomName, deadline_at: float, now: float) -> None:

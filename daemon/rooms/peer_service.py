@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import structlog
@@ -45,7 +46,7 @@ from kvferry.protocol.peer_messages import (
     RoomClosed,
     StepReady,
 )
-from kvferry.protocol.session_messages import RegionRequest
+from kvferry.protocol.session_messages import PeerStatus, RegionRequest
 
 log = structlog.get_logger(__name__)
 
@@ -109,6 +110,19 @@ class PeerService:
             self._transports.stop_sending(effect.target)
         else:
             self._tell_home(effect)
+
+    def status(self) -> tuple[PeerStatus, ...]:
+        """Return the other daemons as STATUS shows them."""
+        waiting = Counter(home.address for home in self._book.waiting_homes())
+        return tuple(
+            PeerStatus(
+                address=address,
+                state=state,
+                announced=len(self._book.rooms_expecting(address)),
+                waiting=waiting[address],
+            )
+            for address, state in self._links.status()
+        )
 
     def region_of(self, asked: RegionRequest) -> HostRegion:
         """Return the memory that another daemon of this host asks for.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -50,6 +51,7 @@ class RoomService:
         self._transport: Transport | None = None
         self._remote: RemoteTransports | None = None
         self._peers: PeerService | None = None
+        self._event_values: Callable[[int], list[int]] = lambda _session_id: []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -68,11 +70,24 @@ class RoomService:
         """Return the book, for the parts of the daemon that other daemons speak to."""
         return self._book
 
-    def connect(self, transport: Transport, remote: RemoteTransports, peers: PeerService) -> None:
-        """Copy by these transports, and speak to other daemons by ``peers``."""
+    def connect(
+        self,
+        transport: Transport,
+        remote: RemoteTransports,
+        peers: PeerService,
+        event_values: Callable[[int], list[int]],
+    ) -> None:
+        """Copy by these transports, speak to other daemons by ``peers``, and read a session's counters."""
+        self._event_values = event_values
         self._transport = transport
         self._remote = remote
         self._peers = peers
+
+    def events_reached(self, session_id: int, values: list[int]) -> None:
+        """Take the counters of a session's event ring."""
+        if self._book.waits_for_events(session_id):
+            self._book.events_reached(session_id, values, time.monotonic())
+            self.carry_out()
 
     def session_opened(self, session: Session) -> None:
         """Keep the session's results from now on."""
@@ -130,7 +145,10 @@ class RoomService:
         manifest = sender.pool.manifest
         ranges = page_ranges(body.lists, call.ids, manifest, may_end_inside=body.last, may_lack=not body.last)
         chunk = Chunk(ranges, body.last, body.first_token, body.payload, body.steps)
+        reached = self._event_values(sender.session_id) if body.steps else []
         accepted = self._book.send(sender, chunk, body.destinations)
+        if body.steps:
+            self._book.events_reached(sender.session_id, reached, time.monotonic())
         self.carry_out()
         return Answer(accepted)
 

@@ -19,6 +19,7 @@ from kvferry.daemon.transports.mooncake_native import MooncakeSettings
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.session_messages import LandingStatus
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +37,7 @@ class Landing:
         self._executor = executor
         self._counters = counters
         self._engine: MooncakeEngine | None = None
+        self._slots: LandingSlots | None = None
         self._regions: list[HostRegion] = []
 
     async def start(self, transports: RemoteTransports) -> None:
@@ -59,7 +61,7 @@ class Landing:
             config.quarantined_s,
             config.drain_timeout_s,
         )
-        slots = LandingSlots(landing.address, config.slot_bytes, config.slots, bounds)
+        slots = self._slots = LandingSlots(landing.address, config.slot_bytes, config.slots, bounds)
         transports.receiver = LandingReceiver(
             self._links.send, engine, landing, slots, self._executor, self._rooms.piece_done, self._counters
         )
@@ -75,6 +77,19 @@ class Landing:
             config.write_timeout_s,
         )
         log.info("landing", transport=config.transport, session=engine.session_name, slots=config.slots)
+
+    def status(self) -> LandingStatus | None:
+        """Return the slots as STATUS shows them; None without a transport between hosts."""
+        if self._engine is None or self._slots is None:
+            return None
+        return LandingStatus(
+            session=self._engine.session_name,
+            slot_bytes=self._slots.slot_bytes,
+            slots=self._slots.count,
+            free=self._slots.free,
+            granted=self._slots.granted,
+            quarantined=self._slots.quarantined_bytes // self._slots.slot_bytes,
+        )
 
     async def close(self) -> None:
         """Stop listening: afterwards nothing lands."""

@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.clients.demo import model
 from kvferry.clients.demo.errors import DemoError
+from kvferry.clients.demo.hosts import NAMESPACES
 from tests.demo.demo_process import END_S, demo, lines_until
 from tests.kvferry_command import run_kvferry
 
@@ -46,7 +47,7 @@ def test_a_run_on_several_hosts_is_identical_and_leaves_nothing(hosts: int, tmp_
         own = f"kvferry-{process.pid}-"
     check(reports, hosts)
     assert json.loads(file.read_bytes())["ok"]
-    assert not [name for name in os.listdir("/var/run/netns") if name.startswith(own)]
+    assert not [file for file in NAMESPACES.iterdir() if file.name.startswith(own)]
 
 
 def check(reports: list[dict[str, Any]], hosts: int) -> None:

@@ -205,6 +205,20 @@ def test_errors_name_the_heads() -> None:
         coverage.check_promised()
 
 
+def test_an_entry_counts_the_heads_it_has() -> None:
+    coverage = Coverage(SPLIT, PAGES, ["draft"])
+    coverage.promise(Cells(np.array([0]), 0, PAGES, (Heads(0, 3),)))
+    coverage.promise(Cells(np.array([0, 1]), 0, 1, (Heads(3, 1), None)))
+    with pytest.raises(IncompleteError, match=r"\(6 cells missing\)"):
+        coverage.check_promised()
+
+
+def test_some_rows_keep_their_heads() -> None:
+    cells = Cells(np.array([2, 0, 1]), 1, 3, (Heads(0, 1), None, Heads(2, 1)))
+    assert cells.of(np.array([False, True, True])).heads == (None, Heads(2, 1))
+    assert cells.of(np.array([False, True, True])).entries.tolist() == [0, 1]
+
+
 def test_a_replica_that_is_taken_in_part_is_an_overlap() -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
     coverage.promise(Cells(np.array([1]), 0, 2))

@@ -133,8 +133,9 @@ def test_nothing_is_asked_for() -> None:
 
 @pytest.mark.parametrize("way", [gather, scatter])
 def test_slices_are_copied_without_the_lock_of_the_interpreter(way: Callable[..., None]) -> None:
-    side, pages, rounds = side_of([(128, 2, 256)], 256, cut=True), 256, 100
-    memory, flat = np.zeros((pages + 1) * 128 * 512, np.uint8), np.zeros(pages * 128 * 256, np.uint8)
+    # Few and long slices: with many, working out where they lie releases it as well.
+    side, pages, rounds = side_of([(2, 2, 1 << 19)], 8, cut=True), 8, 50
+    memory, flat = np.zeros((pages + 1) << 21, np.uint8), np.zeros(pages << 20, np.uint8)
     begun, done = threading.Event(), [0]
 
     def copy_on() -> None:

@@ -19,11 +19,13 @@ from kvferry.pools.copies import (
     split_blocks,
     vectored_copy_works,
 )
+from kvferry.pools.heads import Heads
 from kvferry.pools.pairing import pair_entries
-from kvferry.pools.plan import Blocks, make_plan
+from kvferry.pools.plan import Blocks, PlanSide, make_plan, make_side
 from kvferry.protocol.errors import (
     DuplicatePageError,
     EmptyPagesError,
+    GeometryMismatchError,
     KvferryError,
     LengthMismatchError,
     PageOutOfRangeError,
@@ -132,3 +134,32 @@ def test_nothing_in_common_is_refused() -> None:
     with pytest.raises(UncoveredEntryError) as refused:
         make_plan(pair_entries([entry()], [entry(role="v")]), np.array([1]), np.array([1]))
     assert refused.value.field == "source.entries"
+
+
+def rank(start: int, heads: int) -> Entry:
+    """Return pages of 4 tokens and some of 8 heads of 3 bytes."""
+    return entry(page_bytes=12 * heads, page_tokens=4, head_start=start, heads=heads, total_heads=8)
+
+
+def test_a_side_that_gives_all_its_heads_gives_whole_pages() -> None:
+    ids = np.array([1, 2])
+    plan = make_plan(pair_entries([rank(4, 2)], [rank(0, 8)]), ids, ids)
+    assert (plan.source.sliced.tolist(), plan.destination.sliced.tolist()) == ([False], [True])
+    assert plan.source.rows.tolist() == [1]
+    assert (plan.sliced.tolist(), plan.total_bytes) == ([True], 2 * 24)
+    assert plan.blocks().tolist()[:3] == [[24, 96 + 12, 6], [30, 96 + 36, 6], [36, 96 + 60, 6]]
+
+
+@pytest.mark.parametrize("heads", [Heads(1, 2), Heads(-1, 1), Heads(0, 0), Heads(2, 1)])
+def test_a_side_refuses_heads_that_its_entry_lacks(heads: Heads) -> None:
+    with pytest.raises(GeometryMismatchError, match="main/k/0: pages of 24 bytes, 4 tokens and 2 heads do not have"):
+        make_side([rank(0, 2)], [heads], np.array([1]))
+
+
+def test_a_side_alone_is_that_of_the_plan() -> None:
+    ours, theirs = [rank(0, 8), entry(role="v", base=999)], [entry(role="v"), rank(6, 1)]
+    plan = make_plan(pair_entries(ours, theirs), np.array([3, 1]), np.array([1, 7]))
+    alone = make_side([ours[1], ours[0]], [None, Heads(6, 1)], np.array([3, 1]))
+    for field in PlanSide.__struct_fields__:
+        assert (getattr(plan.source, field) == getattr(alone, field)).all()
+    assert plan.of(np.array([False, True])).source.base.tolist() == [0]

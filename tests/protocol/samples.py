@@ -46,7 +46,9 @@ from kvferry.protocol.pool_messages import (
 from kvferry.protocol.requests import Busy, ErrorReply, ReplyBody, RequestBody
 from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, LayerStep, Receive, Result, RoomResult, Send
 from kvferry.protocol.session_messages import (
+    EventsOpened,
     Hello,
+    OpenEvents,
     Ping,
     Pong,
     PoolStatus,
@@ -264,6 +266,7 @@ def _reply(body: ReplyBody, *ids: PageIds) -> Message:
 MESSAGES: Final[dict[str, Message]] = {
     "HELLO": _request(Hello(protocol_min=1, protocol_max=1, client="prefill-0")),
     "PING": _request(Ping()),
+    "OPEN_EVENTS": _request(OpenEvents()),
     "STATUS": _request(Status()),
     "CREATE_POOL": _request(CreatePool(pool="decode", spec=SPEC)),
     "ATTACH_POOL": _request(AttachPool(pool="decode", layout_digest="0" * 32)),
@@ -288,6 +291,7 @@ MESSAGES: Final[dict[str, Message]] = {
     "RESULT": _request(Result(request_id=REQUEST, pool="decode", side="receive")),
     "WELCOME": _reply(Welcome(protocol=1, daemon_version="0.1.0", features=("rooms.local",), limits=Limits())),
     "PONG": _reply(Pong()),
+    "EVENTS_OPENED": _reply(EventsOpened(slots=1024)),
     "STATUS_REPORT": _reply(REPORT),
     "POOL_CREATED": _reply(PoolCreated(pool="decode", created=True, manifest=MANIFEST)),
     "POOL_ATTACHED": _reply(PoolAttached(pool="decode", manifest=MANIFEST)),

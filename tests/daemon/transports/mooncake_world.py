@@ -111,6 +111,7 @@ class ScriptedEngine:
         self.refuse = False
         self.hangs: threading.Event | None = None  # a submission waits for it
         self.hanging = False
+        self.polls = 0
         self._ids = 0
 
     def initialize(self, *_: object) -> int:
@@ -147,6 +148,7 @@ class ScriptedEngine:
 
     def transfer_check_status(self, batch_id: int, /) -> int:
         """See ``NativeEngine``."""
+        self.polls += 1
         status = self.under_way[batch_id]  # KeyError: the real one would abort
         if status in (1, -1):
             del self.under_way[batch_id]

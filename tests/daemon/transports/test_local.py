@@ -200,6 +200,23 @@ async def test_slices_and_whole_pages_of_one_piece_arrive(
             assert (by_head(destination, role, np.arange(33)) == content).all()
 
 
+async def test_whole_pages_do_not_go_through_staging() -> None:
+    sizes: list[int] = []
+
+    def counting(blocks: Blocks) -> None:
+        sizes.extend(blocks[:, 2].tolist())
+        copy_one_by_one(blocks)
+
+    async with closing(Site(counting, threads=1, chunk_bytes=ONE_CHUNK)) as site:
+        source = site.world.pool("sliced source", heads_of(0, 8), pages=3)
+        destination = site.world.pool("sliced destination", heads_of(7, 1), pages=3)
+        ids = np.arange(1, 3)
+        plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
+        site.transport.start(StartPiece(1, source, destination, (plan,)))
+        await site.reported(1)
+    assert sum(sizes) == plan.total_bytes, "index_k at once, k and v from staging; numpy brought them there"
+
+
 async def test_a_page_larger_than_the_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "STAGING_BYTES", 8)
     async with closing(Site(best_copy(), threads=1, chunk_bytes=1)) as site:
