@@ -37,7 +37,10 @@ class DaemonProcess(NamedTuple):
 
 @contextlib.contextmanager
 def running_daemon(
-    tmp_path: Path, config: str = "", environment: Mapping[str, str] | None = None
+    tmp_path: Path,
+    config: str = "",
+    environment: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[DaemonProcess]:
     """Run a daemon with this TOML configuration; on leaving it must end with status 0, unless it was killed.
 
@@ -45,6 +48,7 @@ def running_daemon(
         tmp_path: for the configuration and the log; the sockets go to a short path of their own.
         config: the configuration file's text.
         environment: added to this process's.
+        prefix: a command that runs the daemon's, in another network namespace say.
     """
     log = tmp_path / "daemon.log"
     file = tmp_path / "daemon.toml"
@@ -52,7 +56,7 @@ def running_daemon(
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         runtime_dir = Path(folder) / "run"
         command = ["daemon", "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
-        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {})
+        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {}, prefix)
         daemon = DaemonProcess(runtime_dir, process, log)
         try:
             yield daemon
@@ -62,14 +66,14 @@ def running_daemon(
 
 
 def start_and_wait_until_ready(
-    arguments: Sequence[str], notify: Path, log: Path, environment: Mapping[str, str]
+    arguments: Sequence[str], notify: Path, log: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
     """Start ``kvferry`` and return once it says READY, as a service manager would wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, log.open("wb") as output:
         notifications.bind(os.fspath(notify))
         notifications.settimeout(START_S)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvferry.clients.cli.main", *arguments],
+            [*prefix, sys.executable, "-P", "-m", "kvferry.clients.cli.main", *arguments],
             env={**os.environ, **environment, "NOTIFY_SOCKET": os.fspath(notify)},
             stderr=output,
         )

@@ -1,0 +1,97 @@
+"""Several hosts, each with a daemon, an engine and a pool; and hand-offs between them over Mooncake."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvferry.clients import AttachedPool, Client, MhaSpec
+from kvferry.clients.demo.hosts import Host, Hosts
+from tests.daemons import DaemonProcess, running_daemon
+
+PORT = 7801
+LAYERS = 8
+PAGE_SIZE = 16
+PAGES = 256
+POOL = "kv"
+CONFIG = """
+[peers]
+listen = "tcp://{address}:{port}"
+heartbeat_ms = 100
+timeout_ms = {timeout_ms}
+[landing]
+transport = "mooncake"
+slot_bytes = 1048576
+slots = 8
+quarantined_bytes = 0
+drain_timeout_s = 0.2
+[transfers]
+whole_below_bytes = 0
+[service]
+drain_timeout_s = 1
+"""
+ENVIRONMENT = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "2", "MC_TRANSFER_TIMEOUT": "5", "MC_TCP_STATUS_TIMEOUT_SEC": "2"}
+
+
+class Node(NamedTuple):
+    """One host with its daemon, one engine, and the engine's pool."""
+
+    host: Host
+    daemon: DaemonProcess
+    client: Client
+    pool: AttachedPool
+
+    @property
+    def address(self) -> str:
+        """Return where other daemons find this one."""
+        return f"tcp://{self.host.address}:{PORT}"
+
+    def fill(self, ids: Sequence[int], seed: int) -> None:
+        """Write to each page what no other page holds."""
+        for role in ("k", "v"):
+            tensor = self.pool.tensor("main", role)
+            shape = tensor[:, list(ids)].shape
+            noise = np.random.default_rng([seed, ord(role)]).standard_normal(shape, np.float32)
+            tensor[:, list(ids)] = torch.from_numpy(noise)
+
+    def content(self, ids: Sequence[int], layers: slice = slice(None)) -> torch.Tensor:
+        """Return a copy of what pages hold: ``(2, layers, pages, page_size, heads, head_dim)``."""
+        roles = [self.pool.tensor("main", role)[layers][:, list(ids)] for role in ("k", "v")]
+        return torch.stack(roles).clone()
+
+    def counters(self) -> dict[str, int]:
+        """Return the daemon's counters."""
+        return dict(self.client.status().counters)
+
+
+def spec(first_layer: int = 0, layers: int = LAYERS) -> MhaSpec:
+    """Return a pool's spec: all layers, or a pipeline stage's."""
+    return MhaSpec(
+        layers=layers,
+        first_layer=first_layer,
+        tokens=PAGES * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        kv_heads=4,
+        head_dim=64,
+        dtype="float32",
+    )
+
+
+@contextlib.contextmanager
+def cluster(tmp_path: Path, specs: Sequence[MhaSpec], timeout_ms: int = 600) -> Iterator[list[Node]]:
+    """Run a host with a daemon and an engine for each of the specs; a silent peer is lost after ``timeout_ms``."""
+    with Hosts(len(specs)) as hosts, contextlib.ExitStack() as stack:
+        nodes = []
+        for host, one in zip(hosts, specs, strict=True):
+            folder = tmp_path / f"host{host.number}"
+            folder.mkdir()
+            config = CONFIG.format(address=host.address, port=PORT, timeout_ms=timeout_ms)
+            daemon = stack.enter_context(running_daemon(folder, config, ENVIRONMENT, host.command([])))
+            client = stack.enter_context(contextlib.closing(Client.connect(daemon.runtime_dir, name=f"{host.number}")))
+            nodes.append(Node(host, daemon, client, client.create_pool(POOL, one)))
+        yield nodes

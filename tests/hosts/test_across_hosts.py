@@ -1,0 +1,177 @@
+"""Hand-offs between hosts, each in a network namespace of its own, over the real Mooncake engine; and cut links."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvferry.clients import HandOff, new_request_id, pages
+from kvferry.protocol.errors import KvferryError
+from tests.hosts.cluster import LAYERS, POOL, Node, cluster, spec
+
+DEADLINE_S = 4.0
+PATIENCE_S = 20.0
+"""How long a test waits for what must come: far longer than any deadline."""
+
+
+@pytest.fixture(autouse=True)
+def _possible(require: Callable[[object, str], None]) -> None:
+    require(os.geteuid() == 0 and shutil.which("ip"), "root and iproute2, for network namespaces")
+    require(importlib.util.find_spec("mooncake"), "the Mooncake wheel: the extra `mooncake`")
+
+
+def outcome(node: Node, hand_off: HandOff) -> str:
+    """Wait until a side is finished; return OK or the error's code."""
+    try:
+        node.client.wait_finished(hand_off, timeout_s=PATIENCE_S)
+    except KvferryError as error:
+        return error.code
+    return "OK"
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    """Ask again and again: each question is a round trip to a daemon."""
+    end = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < end, what
+
+
+def hand_over(source: Node, destination: Node, count: int, seed: int) -> None:
+    """Hand pages over, compare them, and give them back."""
+    sent, received = source.client.allocate(POOL, count), destination.client.allocate(POOL, count)[::-1].copy()
+    source.fill(sent, seed)
+    request = new_request_id()
+    room = destination.client.receive(POOL, request, [pages(received)], source_daemons=[source.address])
+    offer = source.client.send(POOL, request, [pages(sent)], first_token=seed, payload=b"sampler state")
+    finished = destination.client.wait_finished(room, timeout_s=PATIENCE_S)
+    assert (finished.first_token, finished.payload) == (seed, b"sampler state")
+    assert torch.equal(destination.content(received), source.content(sent))
+    source.client.wait_settled(offer)
+    destination.client.wait_settled(room)
+    source.client.free(POOL, sent)
+    destination.client.free(POOL, received)
+
+
+def test_two_prefill_stages_fill_one_decode_pool(tmp_path: Path) -> None:
+    stages = [spec(0, 3), spec(3, LAYERS - 3), spec()]
+    with cluster(tmp_path, stages) as (first, second, decode):
+        received = decode.client.allocate(POOL, 40)
+        request = new_request_id()
+        offers = []
+        for number, stage in enumerate((first, second)):
+            sent = stage.client.allocate(POOL, 40)[::-1].copy()
+            stage.fill(sent, number)
+            offers.append((stage, sent, stage.client.send(POOL, request, [pages(sent)])))
+        room = decode.client.receive(
+            POOL, request, [pages(received)], sources=2, source_daemons=[first.address, second.address]
+        )
+        finished = decode.client.wait_finished(room, timeout_s=PATIENCE_S)
+        assert finished.moved_bytes == sum(stage.client.wait_finished(o).moved_bytes for stage, _, o in offers)
+        (one, sent_one, _), (other, sent_other, _) = offers
+        assert torch.equal(decode.content(received, slice(0, 3)), one.content(sent_one))
+        assert torch.equal(decode.content(received, slice(3, LAYERS)), other.content(sent_other))
+
+
+def test_a_link_is_cut_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
+    with cluster(tmp_path, [spec(), spec()]) as (prefill, decode):
+        hand_over(prefill, decode, 20, seed=1)
+        sent, received = prefill.client.allocate(POOL, 200), decode.client.allocate(POOL, 200)
+        prefill.fill(sent, 2)
+        request = new_request_id()
+        ring = prefill.client.open_events()
+        steps = [ring.step(0, 2), ring.step(2, LAYERS - 2)]
+        room = decode.client.receive(
+            POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
+        )
+        offer = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=DEADLINE_S)
+        ring.record(steps[0])
+        # 5 MiB went before, the first step has 12.5 MiB: cut in the middle of them.
+        wait_until(lambda: prefill.counters().get("landing.sent_bytes", 0) > 8 << 20)
+        began = time.monotonic()
+        decode.host.cut_link()
+        ring.record(steps[1])
+        assert {outcome(decode, room), outcome(prefill, offer)} <= {"PEER_LOST", "DEADLINE"}
+        assert time.monotonic() - began < DEADLINE_S + 1.0
+        # The room's pages are free for others at once: no write can reach a page. The sender's once its writes end.
+        decode.client.wait_settled(room, timeout_s=PATIENCE_S)
+        decode.client.free(POOL, received)
+        prefill.client.wait_settled(offer, timeout_s=PATIENCE_S)
+        prefill.client.free(POOL, sent)
+        assert prefill.client.status().pools[0].busy == 0
+        marked = decode.client.allocate(POOL, 200)
+        decode.fill(marked, 3)
+        before = decode.content(marked)
+        decode.host.restore_link()
+        wait_until(lambda: decode.client.status().landing.quarantined == 0)  # fenced, or reported by the sender
+        assert torch.equal(decode.content(marked), before), "a late write reached a page"
+        assert decode.counters()["landing.fences"] >= 1
+        decode.client.free(POOL, marked)
+        hand_over(prefill, decode, 20, seed=4)
+
+
+def test_a_partition_that_nobody_notices_ends_at_the_deadline(tmp_path: Path) -> None:
+    with cluster(tmp_path, [spec(), spec()], timeout_ms=60_000) as (prefill, decode):
+        sent, received = prefill.client.allocate(POOL, 30), decode.client.allocate(POOL, 30)
+        request = new_request_id()
+        ring = prefill.client.open_events()
+        steps = [ring.step(0, 4), ring.step(4, 4)]
+        room = decode.client.receive(POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=2)
+        offer = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=2)
+        ring.record(steps[0])
+        wait_until(lambda: prefill.counters().get("landing.sent_bytes", 0) > 0)
+        decode.host.cut_link()
+        ring.record(steps[1])
+        assert [outcome(decode, room), outcome(prefill, offer)] == ["DEADLINE", "DEADLINE"]
+        decode.client.wait_settled(room, timeout_s=PATIENCE_S)
+        prefill.client.wait_settled(offer, timeout_s=PATIENCE_S)
+        decode.client.free(POOL, received)
+        prefill.client.free(POOL, sent)
+        decode.host.restore_link()
+        hand_over(prefill, decode, 20, seed=4)
+
+
+def test_a_source_daemon_is_killed_and_another_source_takes_over(tmp_path: Path) -> None:
+    with cluster(tmp_path, [spec(), spec(), spec()]) as (first, second, decode):
+        received = decode.client.allocate(POOL, 30)
+        request = new_request_id()
+        ring = first.client.open_events()
+        steps = [ring.step(0, 4), ring.step(4, 4)]
+        sent = first.client.allocate(POOL, 30)
+        room = decode.client.receive(POOL, request, [pages(received)], source_daemons=[first.address])
+        first.client.send(POOL, request, [pages(sent)], steps=steps)
+        ring.record(steps[0])
+        wait_until(lambda: first.counters().get("landing.sent_bytes", 0) > 0)
+        first.daemon.kill()
+        assert outcome(decode, room) == "PEER_LOST"
+        decode.client.wait_settled(room, timeout_s=PATIENCE_S)
+        again = decode.client.receive(POOL, request, [pages(received)], source_daemons=[second.address])
+        other = second.client.allocate(POOL, 30)
+        second.fill(other, 9)
+        second.client.send(POOL, request, [pages(other)])
+        finished = decode.client.wait_finished(again, timeout_s=PATIENCE_S)
+        assert finished.generation == 2
+        assert torch.equal(decode.content(received), second.content(other))
+
+
+def test_a_destination_daemon_is_killed(tmp_path: Path) -> None:
+    with cluster(tmp_path, [spec(), spec()]) as (prefill, decode):
+        received, sent = decode.client.allocate(POOL, 30), prefill.client.allocate(POOL, 30)
+        request = new_request_id()
+        ring = prefill.client.open_events()
+        steps = [ring.step(0, 4), ring.step(4, 4)]
+        decode.client.receive(POOL, request, [pages(received)], source_daemons=[prefill.address])
+        offer = prefill.client.send(POOL, request, [pages(sent)], steps=steps)
+        ring.record(steps[0])
+        wait_until(lambda: prefill.counters().get("landing.sent_bytes", 0) > 0)
+        decode.daemon.kill()
+        assert outcome(prefill, offer) == "PEER_LOST"
+        prefill.client.wait_settled(offer, timeout_s=PATIENCE_S)
+        prefill.client.free(POOL, sent)
+        assert prefill.client.status().pools[0].busy == 0
