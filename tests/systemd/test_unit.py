@@ -53,6 +53,24 @@ def test_the_unit_is_hardened(unit: Path) -> None:
     assert float(found[1]) <= MAX_EXPOSURE
 
 
+@pytest.fixture
+def unit_for_hosts(unit: Path) -> Path:
+    """Return the unit with the drop-in for hand-offs between hosts."""
+    folder = unit.with_name(f"{unit.name}.d")
+    folder.mkdir()
+    (folder / "hosts.conf").write_text((FOLDER / "hosts.conf").read_text())
+    return unit
+
+
+def test_the_drop_in_for_hosts_is_understood_and_hardened(unit_for_hosts: Path) -> None:
+    done = analyze("verify", unit_for_hosts)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    report = analyze("security", "--offline=true", unit_for_hosts).stdout
+    found = re.search(r"Overall exposure level for .*: ([0-9.]+)", report)
+    assert found, report
+    assert float(found[1]) <= MAX_EXPOSURE
+
+
 def test_stopping_takes_longer_than_draining() -> None:
     unit = (FOLDER / "kvferry@.service").read_text()
     stop = re.search(r"TimeoutStopSec=(\d+)s", unit)
@@ -64,7 +82,8 @@ def test_the_example_shows_every_key_with_its_default(tmp_path: Path) -> None:
     text = (FOLDER / "kvferry.toml").read_text()
     assert load_config(FOLDER / "kvferry.toml") == Config()
     shown = tomllib.loads(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
-    machine = {"runtime_dir", "max_bytes", "threads"}  # their defaults depend on the machine
+    # Their defaults depend on the machine, or on another key.
+    machine = {"runtime_dir", "max_bytes", "threads", "listen", "address", "quarantined_bytes"}
     defaults = msgspec.to_builtins(Config())
     assert _without(shown, machine) == _without(defaults, machine)
     assert {*_keys(shown)} == {*_keys(defaults)}
