@@ -9,6 +9,7 @@ break begins anew. There is no authentication: see docs/operations.md for what t
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from kvferry.daemon.control_socket import ControlSocket, ReceivedMessage
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.rooms.remote import Incarnation
 from kvferry.protocol.codec import Frames, PageIds
-from kvferry.protocol.errors import InvalidFieldError, KvferryError
+from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.peer_codec import IncomingPeerMessage, decode_peer, encode_peer
@@ -65,17 +66,19 @@ class PeerLinks:
         """Listen on a Unix socket for daemons of this host and, where ``listen`` says so, on TCP.
 
         Raises:
-            ConfigError: the TCP address cannot be listened on.
+            ConfigError: the TCP address cannot be listened on, or others could not call it.
         """
+        if listen and not is_numeric(listen):
+            raise ConfigError(f"{listen}: give an address of this host in numbers", field="peers.listen")
         self.boot_id = boot_id
         self.heartbeat = heartbeat
         self.counters = counters
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.on_message: OnPeerMessage = lambda _peer, _body, _ids: None
         self.on_up: Callable[[Incarnation], None] = lambda _peer: None
         self.on_lost: Callable[[Incarnation, str], None] = lambda _peer, _why: None
         self._router = ControlSocket(socket_path, limits, counters, self._received, also=listen)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.addresses = {"ipc": f"ipc://{socket_path}"}
         if listen:
             self.addresses["tcp"] = self._router.endpoint
@@ -91,9 +94,10 @@ class PeerLinks:
         self._router.start(loop)
 
     def close(self) -> None:
-        """Break every connection and stop listening."""
+        """Break every connection and stop listening. Closing twice does nothing."""
         for link in self._links.values():
             link.close()
+        self._links.clear()
         self._router.close()
         self.context.term()
         self.loop = None
@@ -107,6 +111,10 @@ class PeerLinks:
         if _scheme(address) not in self.addresses:
             raise InvalidFieldError(
                 f"{address}: this daemon listens on no TCP address; set peers.listen in its configuration", field=field
+            )
+        if _scheme(address) == "tcp" and not is_numeric(address):
+            raise InvalidFieldError(
+                f"{address}: name a daemon by the address that its own peers.listen gives, in numbers", field=field
             )
         if address not in self._links and len(self._links) >= MAX_PEERS:
             raise InvalidFieldError(f"{address}: {MAX_PEERS} other daemons are known already", field=field)
@@ -141,7 +149,7 @@ class PeerLinks:
 
     def hello(self, address: str, *, answers: bool) -> Frames:
         """Return the frames of our PEER_HELLO."""
-        body = PeerHello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, answers=answers)
+        body = PeerHello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, answers=answers, dialled=address)
         return encode_peer(PeerEnvelope(self.own_address(address), self.boot_id, NO_BOOT, body))
 
     def _received(self, message: ReceivedMessage) -> None:
@@ -171,6 +179,8 @@ class PeerLinks:
 
     def _greeted(self, envelope: PeerEnvelope, hello: PeerHello) -> None:
         agree(hello.protocol_min, hello.protocol_max)
+        if not self.is_own(hello.dialled):
+            log.warning("a peer calls this daemon by another name", name=hello.dialled, peer=envelope.address)
         self.check_reachable(envelope.address, "address")
         self.connect(envelope.address)
         link = self._links[envelope.address]
@@ -274,6 +284,15 @@ class _Link:
             log.warning("peer lost", address=self._address, boot_id=peer.boot_id, cause=why)
             self._owner.counters.add("peers.lost")
             self._owner.on_lost(peer, why)
+
+
+def is_numeric(address: str) -> bool:
+    """Return whether a TCP address has a host in numbers, and not that of any interface."""
+    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
+    try:
+        return not ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def _scheme(address: str) -> str:

@@ -35,6 +35,8 @@ class PeerHello(Body, frozen=True, kw_only=True, tag="PEER_HELLO"):
 
     protocol_min: int
     protocol_max: int
+    dialled: PeerAddress
+    """What the sender calls the receiver; it must be what the receiver calls itself."""
     answers: bool = False
     """Whether this answers the other's PEER_HELLO: then it is not answered again."""
 

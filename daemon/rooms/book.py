@@ -73,6 +73,7 @@ class RoomBook:
         self.results = Results()
         self.sides = Sides()
         self._generations = Generations()
+        self._stepping: dict[int, list[Offer]] = {}  # offers whose steps wait for events of their session
         self._endings = Endings(self.sides, self.results)
         self._moves = Moves(self.sides, whole_below_bytes)
         self.peers = PeerBook(self.sides, self._endings, self._moves)
@@ -154,6 +155,9 @@ class RoomBook:
                 self._moves.withdraw(room, its_fits)
             raise
         offer.add(chunk)
+        stepping = self._stepping.setdefault(offer.session_id, []) if chunk.steps else []
+        if offer not in stepping:
+            stepping.append(offer)
         if number == 0:
             self.results.begin(offer.session_id, offer.key)
             self.sides.enter(offer)
@@ -169,7 +173,7 @@ class RoomBook:
 
     def events_reached(self, session_id: int, reached: list[int], now: float) -> None:
         """Take the values of a session's events, by their slot in its ring, and start what waited for them."""
-        for offer in [one for one in self.sides.offers.values() if one.session_id == session_id]:
+        for offer in self._stepping.pop(session_id, ()):
             if offer.state is not State.OPEN:
                 continue
             for number, chunk in enumerate(offer.chunks):
@@ -177,13 +181,12 @@ class RoomBook:
                 if ready > offer.ready[number]:
                     offer.ready[number] = ready
                     self._step_ready(offer, number, now)
+            if any(offer.waiting_steps):
+                self._stepping.setdefault(session_id, []).append(offer)
 
     def waits_for_events(self, session_id: int) -> bool:
         """Return whether a step of the session's offers is not ready."""
-        return any(
-            offer.session_id == session_id and offer.state is State.OPEN and any(offer.waiting_steps)
-            for offer in self.sides.offers.values()
-        )
+        return session_id in self._stepping
 
     def piece_done(self, piece_id: int, error: KvferryError | None, now: float) -> None:
         """Take a copy's end, in whatever state its room is."""
@@ -220,6 +223,7 @@ class RoomBook:
             if side.state is State.OPEN and not (isinstance(side, Offer) and side.outlives_its_sender):
                 lost = PeerLostError(f"the engine on the {side.side} side died")
                 self._endings.fail(side, lost, lost, now)
+        self._stepping.pop(session_id, None)
         self.results.forget_session(session_id)
         self._generations.forget_session(session_id)
 
@@ -296,7 +300,7 @@ class RoomBook:
         known = [one for one in offer.rooms if not isinstance(one, Room) and one.state is State.OPEN]
         self.sides.effects.extend(OfferChunk(target, number) for target in known)
         if number == 0:
-            for announcement in self.sides.announced(offer.request_id):
+            for announcement in list(self.sides.announced(offer.request_id)):
                 self.peers.join(announcement, offer)
 
     def _step_ready(self, offer: Offer, number: int, now: float) -> None:

@@ -290,6 +290,7 @@ class Room(Side):
         self.pieces: dict[int, Piece] = {}
         self.waiting: list[Piece] = []
         self.last_refusal: KvferryError | None = None
+        self.unreachable: set[str] = set()  # those of ``source_daemons`` to which there is no connection
 
     @property
     def source_or_destination(self) -> SourcePool:
@@ -325,6 +326,8 @@ class Room(Side):
         """Say what is missing, for STATUS and for a DEADLINE error."""
         if len(self.offers) < self.sources:
             missing = f"{self.sources - len(self.offers)} of {self.sources} sources: no SEND yet"
+            if self.unreachable:
+                missing += f"; no connection to {', '.join(sorted(self.unreachable))}"
             return f"{missing}; refused: {self.last_refusal}" if self.last_refusal else missing
         if not self.all_promised:
             return "a source's last SEND"
