@@ -95,6 +95,7 @@ class Endings:
         """Settle a finished target if nothing is being sent to it."""
         if target.state is State.FINISHED and not target.sending:
             target.state = State.SETTLED
+            del self._sides.targets[target.number]
             self.settle_offer(target.offer)
 
     def settle_offer(self, offer: Offer) -> None:

@@ -26,6 +26,7 @@ from kvferry.protocol.errors import (
     DeadlineError,
     FirstTokenTwiceError,
     KvferryError,
+    OverloadedError,
     PageGapError,
     PeerLostError,
     RoomExistsError,
@@ -34,6 +35,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.peer_messages import RoomName
 
+MAX_ANNOUNCEMENTS = 65_536
 NO_SESSION = 0
 """The session number of offers from other daemons: nobody here is told of them."""
 
@@ -46,7 +48,6 @@ class PeerBook:
         self._endings = endings
         self._moves = moves
         self._target_numbers = itertools.count(1)
-        self._targets: dict[int, Target] = {}
 
     # -- at the home: offers of other daemons for rooms here
 
@@ -126,7 +127,7 @@ class PeerBook:
                 chunks = range(len(target.offer.chunks))
                 self._sides.effects.extend(OfferChunk(target, number) for number in chunks)
             return
-        for older in self._sides.announced(name.request_id):
+        for older in list(self._sides.announced(name.request_id)):
             same_room = _whatever_generation(older.room) == _whatever_generation(name)
             if older.home.address == home.address and same_room:  # its end was lost, or is on its way
                 self._close(older, PeerLostError("the receiver has begun anew"), now)
@@ -136,8 +137,11 @@ class PeerBook:
             taken = RoomExistsError("the request id is another tenant's", field="request_id")
             self._sides.effects.append(RefuseOffer(home, name, 0, taken))
             return
-        self._sides.announcements[home, name] = announcement
-        self._sides.set_deadline(announcement, deadline_at)
+        if len(self._sides.announcements) >= MAX_ANNOUNCEMENTS:
+            full = OverloadedError(f"{MAX_ANNOUNCEMENTS} rooms of other daemons wait here")
+            self._sides.effects.append(RefuseOffer(home, name, 0, full))
+            return
+        self._sides.announce(announcement)
         for side in list(sides):
             if isinstance(side, Offer) and side.state is State.OPEN:
                 self.join(announcement, side)
@@ -147,7 +151,7 @@ class PeerBook:
         if len(offer.rooms) >= offer.destinations:
             return
         target = Target(announcement, offer, next(self._target_numbers), State.OPEN)
-        self._targets[target.number] = target
+        self._sides.targets[target.number] = target
         announcement.targets.append(target)
         offer.rooms.append(target)
         self._sides.effects.extend(OfferChunk(target, number) for number in range(len(offer.chunks)))
@@ -171,10 +175,9 @@ class PeerBook:
 
     def refused(self, home: Incarnation, number: int, error: KvferryError, now: float) -> None:
         """Take another daemon's word that an offer does not fit its room."""
-        target = self._targets.get(number)
+        target = self._sides.targets.get(number)
         if target is not None and target.announcement.home == home:
             self._endings.close_target(target, error, now)
-            self._forget_settled([target])
 
     def open_target(self, home: Incarnation, number: int, name: RoomName) -> Target:
         """Return what an offer sends to, while it may.
@@ -182,7 +185,7 @@ class PeerBook:
         Raises:
             UnknownRoomError: the room or the offer is over, or it is another one's.
         """
-        target = self._targets.get(number)
+        target = self._sides.targets.get(number)
         if target is None or target.state is not State.OPEN or target.announcement.home != home:
             raise UnknownRoomError("the offer is over", field="offer")
         if target.announcement.room != name:
@@ -199,7 +202,6 @@ class PeerBook:
         """Note that no byte of a piece can move any more."""
         target.sending.discard(piece)
         self._endings.settle_target(target)
-        self._forget_settled([target])
 
     # -- both
 
@@ -214,7 +216,7 @@ class PeerBook:
 
     def expired(self, announcement: Announcement, now: float) -> None:
         """Drop another daemon's room at its deadline: its end was lost on the way."""
-        if (announcement.home, announcement.room) in self._sides.announcements:
+        if self._sides.announcements.get((announcement.home, announcement.room)) is announcement:
             late = DeadlineError(f"the room at {announcement.home.address} is over, and its end was not heard of")
             self._close(announcement, late, now)
 
@@ -238,16 +240,9 @@ class PeerBook:
             room.last_refusal = error
 
     def _close(self, announcement: Announcement, error: KvferryError | None, now: float) -> None:
-        self._sides.announcements.pop((announcement.home, announcement.room), None)
-        targets = list(announcement.targets)
-        for target in targets:
+        self._sides.withdraw(announcement)
+        for target in list(announcement.targets):
             self._endings.close_target(target, error, now)
-        self._forget_settled(targets)
-
-    def _forget_settled(self, targets: Iterable[Target]) -> None:
-        for target in targets:
-            if target.state is State.SETTLED:
-                self._targets.pop(target.number, None)
 
 
 def _whatever_generation(name: RoomName) -> tuple[str, str, int]:

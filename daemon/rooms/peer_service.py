@@ -62,14 +62,16 @@ class PeerService:
         transports: RemoteTransports,
         carry_out: Callable[[], None],
         counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``carry_out`` does what the book asks; it is called after each message."""
+        """``carry_out`` does what the book asks; it is called after each message. ``clock`` is the book's."""
         self._links = links
         self._book = book
         self._pools = pools
         self._transports = transports
         self._carry_out = carry_out
         self._counters = counters
+        self._clock = clock
         self._remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
         links.on_message = self._on_message
         links.on_up = self._on_up
@@ -96,7 +98,9 @@ class PeerService:
         """Do what the book asks towards another daemon; other effects are not ours."""
         if isinstance(effect, AnnounceRoom):
             peer = self._links.connect(effect.address)
-            if peer is not None:
+            if peer is None:
+                effect.room.unreachable.add(effect.address)
+            else:
                 self._announce(peer, effect.room)
         elif isinstance(effect, CloseRoom):
             peer = self._links.connect(effect.address)
@@ -151,16 +155,19 @@ class PeerService:
             self._links.send(target.announcement.home, withdrawn)
 
     def _announce(self, peer: Incarnation, room: Room) -> None:
-        left_ms = max(1, round((room.deadline_at - time.monotonic()) * 1000))
+        left_ms = max(1, round((room.deadline_at - self._clock()) * 1000))
         self._links.send(peer, Announce(room=name_of(room), deadline_ms=left_ms))
 
     def _on_up(self, peer: Incarnation) -> None:
         for room in self._book.rooms_expecting(peer.address):
+            room.unreachable.discard(peer.address)
             self._announce(peer, room)
 
     def _on_lost(self, peer: Incarnation, why: str) -> None:
         self._transports.peer_lost(peer, why)
-        self._book.peer_lost(peer, why, time.monotonic())
+        self._book.peer_lost(peer, why, self._clock())
+        for room in self._book.rooms_expecting(peer.address):
+            room.unreachable.add(peer.address)
         for key in [one for one in self._remote_pools if one[0] == peer]:
             pool = self._remote_pools.pop(key)
             if pool.mapping is not None:
@@ -177,7 +184,7 @@ class PeerService:
             self._carry_out()
 
     def _at_home(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if isinstance(body, PeerOffer):
             self._offered(peer, body, ids, now)
         elif isinstance(body, StepReady):
@@ -190,7 +197,7 @@ class PeerService:
             self._transports.confirmed(peer, body)
 
     def _at_source(self, peer: Incarnation, body: PeerBody) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if isinstance(body, Announce):
             self._book.announced(peer, body.room, now + body.deadline_ms / 1000, now)
         elif isinstance(body, RoomClosed):
@@ -234,6 +241,7 @@ class PeerService:
             raise InvalidFieldError(f"pool {body.pool!r} was not described", field="manifest")
         if known is not None and known.mapping is not None:
             known.mapping.close()
+            known.mapping = None
         check_manifest(body.manifest)
         pool = RemotePool(body.room.tenant, body.pool, body.manifest, peer, body.region)
         self._remote_pools[key] = pool

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from kvferry.daemon.rooms.effects import Effect
-from kvferry.daemon.rooms.remote import Announcement, Incarnation, Origin
+from kvferry.daemon.rooms.remote import Announcement, Incarnation, Origin, Target
 from kvferry.daemon.rooms.sides import Offer, Piece, Room, SideKey, State
 from kvferry.protocol.peer_messages import RoomName
 
@@ -20,6 +20,7 @@ class Sides:
         rooms: the rooms of this daemon's sessions.
         remote_offers: other daemons' offers that joined rooms here.
         announcements: other daemons' rooms that wait for offers from here.
+        targets: what offers here are for other daemons' rooms, by number, until they have settled.
         pieces: what is on its way into rooms here.
         effects: what the shell has to do.
     """
@@ -29,9 +30,11 @@ class Sides:
         self.rooms: dict[SideKey, Room] = {}
         self.remote_offers: dict[Origin, Offer] = {}
         self.announcements: dict[tuple[Incarnation, RoomName], Announcement] = {}
+        self.targets: dict[int, Target] = {}
         self.pieces: dict[int, Piece] = {}
         self.effects: list[Effect] = []
         self._by_request: dict[str, list[Offer | Room]] = {}
+        self._announced: dict[str, list[Announcement]] = {}
         self._deadlines: list[tuple[float, int, Offer | Room | Announcement]] = []
         self._ties = itertools.count()
 
@@ -46,7 +49,22 @@ class Sides:
 
     def announced(self, request_id: str) -> list[Announcement]:
         """Return the rooms of other daemons for a request, oldest first."""
-        return [one for one in self.announcements.values() if one.room.request_id == request_id]
+        return self._announced.get(request_id, [])
+
+    def announce(self, announcement: Announcement) -> None:
+        """Add another daemon's room."""
+        self.announcements[announcement.home, announcement.room] = announcement
+        self._announced.setdefault(announcement.room.request_id, []).append(announcement)
+        self.set_deadline(announcement, announcement.deadline_at)
+
+    def withdraw(self, announcement: Announcement) -> None:
+        """Remove another daemon's room, if it is there."""
+        if self.announcements.pop((announcement.home, announcement.room), None) is None:
+            return
+        others = self._announced[announcement.room.request_id]
+        others.remove(announcement)
+        if not others:
+            del self._announced[announcement.room.request_id]
 
     def enter(self, side: Offer | Room) -> None:
         """Add a side that belongs to a session here."""
@@ -88,5 +106,5 @@ class Sides:
 
     def _is_over(self, side: Offer | Room | Announcement) -> bool:
         if isinstance(side, Announcement):
-            return (side.home, side.room) not in self.announcements
+            return self.announcements.get((side.home, side.room)) is not side
         return side.state is not State.OPEN

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.daemon.rooms.effects import StartPiece
 from kvferry.daemon.rooms.endings import name_of
 from kvferry.daemon.rooms.remote import Incarnation, RemotePool
@@ -40,6 +43,7 @@ class _Pull:
         self.peer = peer
         self.pool = pool
         self.copying = False
+        self.view: npt.NDArray[np.uint8] | None = None
         self.error: KvferryError | None = None
 
 
@@ -85,7 +89,7 @@ class PullTransport:
         pull = self._pulls.get(piece_id)
         if pull is None:
             return False
-        pull.copying = False
+        pull.copying, pull.view = False, None
         pull.error = pull.error or error
         if pull.error is not None:
             self._end(pull)
@@ -122,8 +126,11 @@ class PullTransport:
     def _mapped(self, pool: RemotePool, done: asyncio.Future[HostRegion]) -> None:
         waiting = self._mapping.pop(pool)
         failed = done.exception()
-        if failed is None:
+        wanted = any(pull.piece.piece_id in self._pulls for pull in waiting)
+        if failed is None and wanted:
             pool.mapping = done.result()
+        elif failed is None:
+            done.result().close()  # the peer may be gone, and nobody would close it
         error = failed if isinstance(failed, KvferryError) else TransferFailedError(f"cannot map the pool: {failed}")
         for pull in waiting:
             if pull.piece.piece_id not in self._pulls:
@@ -135,6 +142,7 @@ class PullTransport:
 
     def _copy(self, pull: _Pull) -> None:
         pull.copying = True
+        pull.view = pull.pool.region.view()  # keeps the memory mapped until the copy has ended, whoever closes it
         plans = tuple(promise.plan for promise in pull.piece.promises)
         self._copier.start(StartPiece(pull.piece.piece_id, pull.pool, pull.piece.room.pool, plans))
 

@@ -85,7 +85,11 @@ MakeDaemon = Callable[..., Daemon]
 
 
 @pytest.fixture(params=["ipc", "tcp"])
-async def make(request: pytest.FixtureRequest, tmp_path: Path, anyio_backend: object) -> AsyncIterator[MakeDaemon]:
+async def make(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    anyio_backend: object,  # noqa: ARG001  this fixture runs on the test's loop
+) -> AsyncIterator[MakeDaemon]:
     """Return a function that starts links, at the same address if it is given one."""
     made: list[Daemon] = []
     numbers = itertools.count()

@@ -21,7 +21,7 @@ from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.manifests import Component, Entry
-from kvferry.protocol.room_messages import Accepted
+from kvferry.protocol.room_messages import Accepted, LayerStep
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 8
@@ -120,13 +120,14 @@ class RoomWorld:
         destinations: int = 1,
         first_token: int | None = None,
         payload: bytes = b"",
+        steps: tuple[LayerStep, ...] = (),
         deadline_s: float = 30.0,
     ) -> Accepted:
         """SEND as the service does."""
         lists, frames = _lists(ids, first_page, tokens)
         try:
             ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=last, may_lack=not last)
-            chunk = Chunk(ranges, last, first_token, payload)
+            chunk = Chunk(ranges, last, first_token, payload, steps)
             return self.book.send(self._sender(session, pool, request, deadline_s), chunk, destinations)
         finally:
             self._carry_out()
@@ -141,13 +142,15 @@ class RoomWorld:
         first_page: int = 0,
         tokens: int | None = None,
         sources: int = 1,
+        source_daemons: tuple[str, ...] = (),
         deadline_s: float = 30.0,
     ) -> Accepted:
         """RECEIVE as the service does."""
         lists, frames = _lists(ids, first_page, tokens)
         try:
             ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=True)
-            return self.book.receive(self._sender(session, pool, request, deadline_s), ranges, sources)
+            sender = self._sender(session, pool, request, deadline_s)
+            return self.book.receive(sender, ranges, sources, source_daemons)
         finally:
             self._carry_out()
 
