@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvferry.clients import AttachedPool, Client, MhaSpec
-from kvferry.clients.demo.hosts import Host, Hosts
+from kvferry.clients.demo.hosts import UPLINK, Host, Hosts
+from kvferry.protocol.session_messages import LandingStatus
 from tests.daemons import DaemonProcess, running_daemon
 
 PORT = 7801
@@ -19,6 +22,8 @@ LAYERS = 8
 PAGE_SIZE = 16
 PAGES = 256
 POOL = "kv"
+PATIENCE_S = 20.0
+"""How long a test waits for what must come: far longer than any deadline."""
 CONFIG = """
 [peers]
 listen = "tcp://{address}:{port}"
@@ -51,18 +56,29 @@ class Node(NamedTuple):
         """Return where other daemons find this one."""
         return f"tcp://{self.host.address}:{PORT}"
 
-    def fill(self, ids: Sequence[int], seed: int) -> None:
+    def fill(self, ids: npt.NDArray[np.int64], seed: int) -> None:
         """Write to each page what no other page holds."""
         for role in ("k", "v"):
             tensor = self.pool.tensor("main", role)
-            shape = tensor[:, list(ids)].shape
+            shape = tensor[:, ids].shape
             noise = np.random.default_rng([seed, ord(role)]).standard_normal(shape, np.float32)
-            tensor[:, list(ids)] = torch.from_numpy(noise)
+            tensor[:, ids] = torch.from_numpy(noise)
 
-    def content(self, ids: Sequence[int], layers: slice = slice(None)) -> torch.Tensor:
+    def content(self, ids: npt.NDArray[np.int64], layers: slice = slice(None)) -> torch.Tensor:
         """Return a copy of what pages hold: ``(2, layers, pages, page_size, heads, head_dim)``."""
-        roles = [self.pool.tensor("main", role)[layers][:, list(ids)] for role in ("k", "v")]
+        roles = [self.pool.tensor("main", role)[layers][:, ids] for role in ("k", "v")]
         return torch.stack(roles).clone()
+
+    def slow_down(self, mbit_s: int) -> None:
+        """Let no more than this leave the host: what happens during a transfer then does not depend on luck."""
+        limit = f"tc qdisc add dev {UPLINK} root tbf rate {mbit_s}mbit burst 64k latency 50ms"
+        subprocess.run(self.host.command(limit.split()), check=True, timeout=PATIENCE_S)
+
+    def landing(self) -> LandingStatus:
+        """Return how the daemon's landing slots are."""
+        status = self.client.status().landing
+        assert status is not None
+        return status
 
     def counters(self) -> dict[str, int]:
         """Return the daemon's counters."""
