@@ -1,68 +1,51 @@
-"""A hand-off between two manifests, planned by the daemon's own functions and not carried out.
+"""A hand-off between two pools, planned by the daemon's own functions and not carried out.
 
 Knows the input of ``kvferry plan``, not how its result is shown.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection
 
 import msgspec
-import numpy as np
-from msgspec import Meta
 
-from kvferry.pools.manifest import check_entry
+from kvferry.attention.state_windows import match_state
+from kvferry.clients.cli.plan_input import ListedPages, PlanInput, component_lists, entries_of, shared_lists
+from kvferry.pools.page_checks import check_distinct, check_equal_length
 from kvferry.pools.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.plan import Plan, make_plan
-from kvferry.pools.runs import PageIds
-from kvferry.protocol.errors import IncompleteError, InvalidFieldError, KvferryError, LengthMismatchError
+from kvferry.protocol.errors import IncompleteError, KvferryError, LengthMismatchError
 from kvferry.protocol.manifests import Entry
 
-LogicalPage = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
+class Part(msgspec.Struct, frozen=True):
+    """What one page list of either side comes to: ``count`` pages from each start on.
 
-class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A JSON object; unknown fields are mistakes."""
-
-
-class PlanSource(_Strict, frozen=True, kw_only=True):
-    """The sending side."""
-
-    entries: tuple[Entry, ...]
-
-
-class PlanDestination(_Strict, frozen=True, kw_only=True):
-    """The receiving side; no source has to cover its optional components."""
-
-    entries: tuple[Entry, ...]
-    optional_components: tuple[str, ...] = ("draft",)
-
-
-class PlanInput(_Strict, frozen=True, kw_only=True):
-    """``partial``: this source is one of several, so destination entries may stay uncovered.
-
-    ``source_first_page`` and ``destination_first_page`` are the logical numbers of the lists' first pages. Source pages
-    before the destination's first one are dropped.
+    ``component`` is None where all entries share the lists. ``trimmed``: lists without logical pages were cut to the
+    shorter length. ``plan`` is None where nothing is copied.
     """
 
-    source: PlanSource
-    destination: PlanDestination
-    source_pages: tuple[int, ...]
-    destination_pages: tuple[int, ...]
-    source_first_page: LogicalPage = 0
-    destination_first_page: LogicalPage = 0
-    partial: bool = False
+    component: str | None
+    source: ListedPages
+    destination: ListedPages
+    source_start: int
+    destination_start: int
+    count: int
+    trimmed: bool = False
+    plan: Plan | None = None
 
 
 class DryRun(msgspec.Struct, frozen=True):
-    """What came of it; where a rule refused, ``error`` says which, and what was not reached is None.
+    """What came of it; where a rule refused, ``error`` says which, and ``parts`` are those up to it.
 
-    ``dropped_source_pages`` are the first pages of the source's list: the destination has that prefix already.
+    ``unlisted``: names of entries that would pair, but a side gives no pages of their component.
     """
 
+    source_entries: tuple[Entry, ...]
+    destination_entries: tuple[Entry, ...]
     pairing: Pairing
-    dropped_source_pages: int = 0
-    plan: Plan | None = None
+    unlisted: frozenset[str] = frozenset()
+    parts: tuple[Part, ...] = ()
     error: KvferryError | None = None
 
 
@@ -70,44 +53,93 @@ def dry_run(given: PlanInput) -> DryRun:
     """Pair the entries, align the pages, check and plan.
 
     Raises:
+        InvalidFieldError, UnknownComponentError: a page list cannot be read.
         InvalidFieldError, DuplicateEntryError, GeometryMismatchError: the entries do not make a pairing at all.
     """
-    for side, entries in (("source", given.source.entries), ("destination", given.destination.entries)):
-        for index, entry in enumerate(entries):
-            check_entry(entry, f"{side}.entries[{index}]")
-    pairing = pair_entries(given.source.entries, given.destination.entries)
-    source_ids = _page_ids(given.source_pages, "source_pages")
-    destination_ids = _page_ids(given.destination_pages, "destination_pages")
-    dropped = min(max(given.destination_first_page - given.source_first_page, 0), len(source_ids))
+    source_entries = entries_of(given.source, "source")
+    destination_entries = entries_of(given.destination, "destination")
+    pairing = pair_entries(source_entries, destination_entries)
+    lists: list[tuple[str | None, ListedPages | None, ListedPages]]
+    if given.has_lists:
+        sources = component_lists(given.source, "source")
+        destinations = component_lists(given.destination, "destination")
+        lists = [(name, sources.get(name), one) for name, one in destinations.items()]
+        listed = _listed_only(pairing, sources.keys() & destinations.keys())
+        unlisted = frozenset(one.name for one in listed.uncovered) - {one.name for one in pairing.uncovered}
+        pairing = listed
+    else:
+        lists = [(None, *shared_lists(given))]
+        unlisted = frozenset()
+    parts: list[Part] = []
+    error = None
     try:
+        for name, ours, theirs in lists:
+            if ours and (name is None or _of_component(pairing, name).pairs):
+                parts.append(_align(name, ours, theirs))
         if not given.partial:
             check_covered(pairing, given.destination.optional_components)
-        _check_logical_pages(given)
-        return DryRun(pairing, dropped, make_plan(pairing, source_ids[dropped:], destination_ids))
-    except KvferryError as error:
-        return DryRun(pairing, dropped, error=error)
+        for index, part in enumerate(parts):
+            parts[index] = _planned(pairing if part.component is None else _of_component(pairing, part.component), part)
+    except KvferryError as refused:
+        error = refused
+    return DryRun(source_entries, destination_entries, pairing, unlisted, tuple(parts), error)
 
 
-def _check_logical_pages(given: PlanInput) -> None:
-    source_first, destination_first = given.source_first_page, given.destination_first_page
-    source_end = source_first + len(given.source_pages)
-    destination_end = destination_first + len(given.destination_pages)
+def _listed_only(pairing: Pairing, components: Collection[str]) -> Pairing:
+    """Return the pairing without the components that a side has no list of: nothing of them is exchanged."""
+    pairs = tuple(pair for pair in pairing.pairs if pair.destination.component in components)
+    unlisted = tuple(pair.destination for pair in pairing.pairs if pair.destination.component not in components)
+    skipped = pairing.skipped_source_entries + len(unlisted)
+    return Pairing(pairs, (*pairing.uncovered, *unlisted), skipped)
+
+
+def _of_component(pairing: Pairing, name: str) -> Pairing:
+    pairs = tuple(pair for pair in pairing.pairs if pair.destination.component == name)
+    return msgspec.structs.replace(pairing, pairs=pairs)
+
+
+def _align(name: str | None, source: ListedPages, destination: ListedPages) -> Part:
+    """Return which pages belong together; of paged components, source pages before the destination's are dropped."""
+    if destination.paged:
+        surplus = (destination.first_page or 0) - (source.first_page or 0)
+        start = min(max(surplus, 0), len(source.ids))
+        return Part(name, source, destination, start, 0, len(source.ids) - start)
+    found = match_state(source.state, destination.state, name or "", "of the dry run")
+    return Part(
+        name, source, destination, found.source_start, found.destination_start, found.count, trimmed=found.trimmed
+    )
+
+
+def _planned(pairing: Pairing, part: Part) -> Part:
+    if part.destination.paged:
+        _check_logical_pages(part.source, part.destination)
+    elif not part.count:
+        return part
+    return msgspec.structs.replace(part, plan=_plan(pairing, part))
+
+
+def _plan(pairing: Pairing, part: Part) -> Plan:
+    source_ids = part.source.ids[part.source_start : part.source_start + part.count]
+    stop = None if part.destination.paged else part.destination_start + part.count
+    destination_ids = part.destination.ids[part.destination_start : stop]
+    check_equal_length(source_ids, destination_ids, part.destination.field)
+    check_distinct(destination_ids, part.destination.field)
+    return make_plan(pairing, source_ids, destination_ids)
+
+
+def _check_logical_pages(source: ListedPages, destination: ListedPages) -> None:
+    source_first, destination_first = source.first_page or 0, destination.first_page or 0
+    source_end = source_first + len(source.ids)
+    destination_end = destination_first + len(destination.ids)
     if source_end > destination_end and (source_first or destination_first):
         raise LengthMismatchError(
             f"source pages {source_first}..{source_end - 1} go past the destination's "
             f"{destination_first}..{destination_end - 1}",
-            field="source_pages",
+            field=source.field,
         )
     if source_first > destination_first:
         raise IncompleteError(
             f"the source starts at logical page {source_first}: nothing fills the destination's pages "
             f"{destination_first}..{min(source_first, destination_end) - 1}",
-            field="source_first_page",
+            field="source_first_page" if source.field == "source_pages" else source.field,
         )
-
-
-def _page_ids(pages: tuple[int, ...], field: str) -> PageIds:
-    try:
-        return np.array(pages, np.int64)
-    except OverflowError as cause:
-        raise InvalidFieldError("a page id does not fit in 64 bits", field=field) from cause

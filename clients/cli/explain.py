@@ -8,7 +8,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from kvferry.clients.cli.dry_run import DryRun, PlanInput
+from kvferry.clients.cli.dry_run import DryRun, Part
+from kvferry.clients.cli.plan_input import ListedPages, PlanInput
 from kvferry.clients.cli.tables import table
 from kvferry.pools.pairing import Pair
 from kvferry.pools.plan import Plan
@@ -56,13 +57,17 @@ class Uncovered(msgspec.Struct, frozen=True):
     coverage: Coverage
 
 
-class DroppedPages(msgspec.Struct, frozen=True):
-    """Pages of a list that are not copied: their first logical page, their ids and why."""
+class DroppedPages(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Pages of a list that are not copied: their first logical page, if it is known, their ids and why.
 
-    side: Literal["source"]
-    first_page: int
+    ``component`` is missing where all entries share the lists.
+    """
+
+    side: Literal["source", "destination"]
     pages: tuple[int, ...]
     reason: str
+    first_page: int | None = None
+    component: str | None = None
 
 
 class Blocks(msgspec.Struct, frozen=True):
@@ -94,11 +99,11 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
 def explain(given: PlanInput, run: DryRun, error: dict[str, str] | None = None) -> Explanation:
     """Return what the dry run decided; ``error`` as it is shown, where it was refused."""
     return Explanation(
-        pairs=tuple(_pairs(given, run)),
-        skipped_source_entries=tuple(_skipped(given, run)),
+        pairs=tuple(_pairs(run)),
+        skipped_source_entries=tuple(_skipped(run)),
         uncovered_destination_entries=tuple(_uncovered(given, run)),
-        dropped_pages=tuple(_dropped(given, run)),
-        blocks=_blocks(run.plan) if run.plan else None,
+        dropped_pages=tuple(dropped for part in run.parts for dropped in _dropped(part)),
+        blocks=None if run.error else _blocks([part.plan for part in run.parts if part.plan]),
         error=error,
     )
 
@@ -122,9 +127,9 @@ def lines_of(explanation: Explanation) -> Iterable[str]:
     )
     yield from table(
         "dropped pages",
-        ("side", "logical", "pages", "why"),
+        ("side", "component", "logical", "pages", "why"),
         [
-            (one.side, _span(one.first_page, len(one.pages)), _shortened(one.pages), one.reason)
+            (one.side, one.component or "all", _logical(one), _shortened(one.pages), one.reason)
             for one in explanation.dropped_pages
         ],
     )
@@ -141,8 +146,8 @@ def refusal_line(error: dict[str, str]) -> str:
     return f"refused: {error['code']}{f' [{field}]' if field else ''}: {error['detail']}{f' ({remedy})' * bool(remedy)}"
 
 
-def _pairs(given: PlanInput, run: DryRun) -> Iterable[ExplainedPair]:
-    index_of = {entry.name: index for index, entry in enumerate(given.source.entries)}
+def _pairs(run: DryRun) -> Iterable[ExplainedPair]:
+    index_of = {entry.name: index for index, entry in enumerate(run.source_entries)}
     for pair in run.pairing.pairs:
         yield ExplainedPair(
             entry=pair.destination.name,
@@ -166,14 +171,16 @@ def _place(index: int, entry: Entry) -> Place:
     return Place(index, entry.base, entry.page_bytes, entry.head_start, entry.heads)
 
 
-def _skipped(given: PlanInput, run: DryRun) -> Iterable[Skipped]:
+def _skipped(run: DryRun) -> Iterable[Skipped]:
     used = {pair.source.name for pair in run.pairing.pairs}
-    names = {entry.name for entry in given.destination.entries}
-    components = {entry.component for entry in given.destination.entries}
-    for index, entry in enumerate(given.source.entries):
+    names = {entry.name for entry in run.destination_entries}
+    components = {entry.component for entry in run.destination_entries}
+    for index, entry in enumerate(run.source_entries):
         if entry.name in used:
             continue
-        if entry.name in names:
+        if entry.name in names and entry.name in run.unlisted:
+            reason = f"a side gives no pages of component {entry.component}"
+        elif entry.name in names:
             reason = "the destination's entry of that name holds other heads"
         elif entry.component in components:
             reason = "the destination has no such entry"
@@ -184,7 +191,7 @@ def _skipped(given: PlanInput, run: DryRun) -> Iterable[Skipped]:
 
 def _uncovered(given: PlanInput, run: DryRun) -> Iterable[Uncovered]:
     paired = {pair.destination_index for pair in run.pairing.pairs}
-    for index, entry in enumerate(given.destination.entries):
+    for index, entry in enumerate(run.destination_entries):
         if index in paired:
             continue
         coverage: Coverage = "other source" if given.partial else "missing"
@@ -193,28 +200,51 @@ def _uncovered(given: PlanInput, run: DryRun) -> Iterable[Uncovered]:
         yield Uncovered(entry.name, index, coverage)
 
 
-def _dropped(given: PlanInput, run: DryRun) -> Iterable[DroppedPages]:
-    if run.dropped_source_pages:
-        yield DroppedPages(
-            "source",
-            given.source_first_page,
-            given.source_pages[: run.dropped_source_pages],
-            f"the destination starts at logical page {given.destination_first_page}: it has these already",
-        )
+def _dropped(part: Part) -> Iterable[DroppedPages]:
+    source, destination = part.source, part.destination
+    if destination.none:
+        before = after = "the destination wants none of them"
+    elif part.trimmed:
+        before = after = "the sides give no logical pages, and the lists were cut to one length"
+    else:
+        before = f"the destination starts at logical page {destination.first_page}: it has them already"
+        after = "they are past the destination's last page"
+    stop = part.source_start + part.count
+    yield from _dropped_span(part, "source", source, (0, part.source_start), before)
+    yield from _dropped_span(part, "source", source, (stop, len(source.ids)), after)
+    if part.trimmed:
+        stop = part.destination_start + part.count
+        yield from _dropped_span(part, "destination", destination, (stop, len(destination.ids)), after)
 
 
-def _blocks(plan: Plan) -> Blocks:
-    sliced = plan.sliced
-    whole = int((~sliced).sum())
-    slices = int(np.maximum(plan.source.rows, plan.destination.rows)[sliced].sum()) * plan.pages
+def _dropped_span(
+    part: Part, side: Literal["source", "destination"], listed: ListedPages, span: tuple[int, int], reason: str
+) -> Iterable[DroppedPages]:
+    start, stop = span
+    if start < stop:
+        first = None if listed.first_page is None else listed.first_page + start
+        yield DroppedPages(side, tuple(listed.ids[start:stop].tolist()), reason, first, part.component)
+
+
+def _blocks(plans: Sequence[Plan]) -> Blocks:
     return Blocks(
-        pages=plan.pages,
-        runs=len(plan.runs.pages),
-        before=whole * plan.pages + slices,
-        after=whole * len(plan.runs.pages) + slices,
-        of_sliced_heads=slices,
-        total_bytes=plan.total_bytes,
+        pages=sum(plan.pages for plan in plans),
+        runs=sum(len(plan.runs.pages) for plan in plans),
+        before=sum(_whole(plan) * plan.pages + _slices(plan) for plan in plans),
+        after=sum(_whole(plan) * len(plan.runs.pages) + _slices(plan) for plan in plans),
+        of_sliced_heads=sum(_slices(plan) for plan in plans),
+        total_bytes=sum(plan.total_bytes for plan in plans),
     )
+
+
+def _whole(plan: Plan) -> int:
+    """Return how many entries exchange whole pages."""
+    return int((~plan.sliced).sum())
+
+
+def _slices(plan: Plan) -> int:
+    """Return the blocks of the entries that exchange some heads of each token."""
+    return int(np.maximum(plan.source.rows, plan.destination.rows)[plan.sliced].sum()) * plan.pages
 
 
 def _block_lines(blocks: Blocks) -> Iterable[str]:
@@ -230,6 +260,10 @@ def _row(pair: ExplainedPair) -> tuple[object, ...]:
     if pair.sliced:
         heads += f" of {_held(ours)} -> {_held(theirs)}"
     return (pair.entry, ours.index, ours.base, ours.page_bytes, theirs.index, theirs.base, theirs.page_bytes, heads)
+
+
+def _logical(dropped: DroppedPages) -> str:
+    return "-" if dropped.first_page is None else _span(dropped.first_page, len(dropped.pages))
 
 
 def _held(place: Place) -> str:

@@ -6,14 +6,15 @@ import argparse
 
 import msgspec
 
-from kvferry.clients.cli.dry_run import DryRun, PlanInput, dry_run
+from kvferry.clients.cli.dry_run import DryRun, dry_run
 from kvferry.clients.cli.explain import explain, lines_of, refusal_line
 from kvferry.clients.cli.json_input import REFUSED, print_json, print_refusal, read_json, shown
+from kvferry.clients.cli.plan_input import PlanInput
 from kvferry.protocol.errors import KvferryError
 
 
 class PlanOutput(msgspec.Struct, frozen=True):
-    """``blocks``: [source address, destination address, bytes], entry by entry in the destination's order."""
+    """``blocks``: [source address, destination address, bytes], list by list, entry by entry in its order."""
 
     blocks: list[list[int]]
     skipped_source_entries: int
@@ -35,10 +36,10 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _planned(run: DryRun) -> PlanOutput:
-    if run.plan is None:
-        assert run.error is not None
+    if run.error is not None:
         raise run.error
-    return PlanOutput(run.plan.blocks().tolist(), run.pairing.skipped_source_entries)
+    blocks = [block for part in run.parts if part.plan for block in part.plan.blocks().tolist()]
+    return PlanOutput(blocks, run.pairing.skipped_source_entries)
 
 
 def _print_explanation(given: PlanInput, run: DryRun, *, as_json: bool) -> int:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.clients.cli.main import main
+from tests.clients.cli.json_commands import SPEC
 from tests.kvferry_command import run_kvferry
 
 ENTRY: Final[dict[str, Any]] = {"component": "main", "role": "k", "layer": 0, "base": 0, "pages": 40, "page_bytes": 64}
@@ -100,8 +101,8 @@ uncovered destination entries
   1            draft/k/0  optional
 
 dropped pages
-  side    logical  pages                       why
-  source  0..9     1 2 3 4 5 6 7 8 and 2 more  the destination starts at logical page 10: it has these already
+  side    component  logical  pages                       why
+  source  all        0..9     1 2 3 4 5 6 7 8 and 2 more  the destination starts at logical page 10: it has them already
 
 copied: pages 3, runs 1, bytes 384
 blocks: 6 before coalescing, 2 after
@@ -135,7 +136,7 @@ def test_the_same_for_programs(command: Command) -> None:
                 "side": "source",
                 "first_page": 0,
                 "pages": list(range(1, 11)),
-                "reason": "the destination starts at logical page 10: it has these already",
+                "reason": "the destination starts at logical page 10: it has them already",
             }
         ],
         "blocks": {"pages": 3, "runs": 1, "before": 6, "after": 2, "of_sliced_heads": 0, "total_bytes": 384},
@@ -290,3 +291,132 @@ def test_sliced_heads_are_counted_as_planned(command: Command, start: int) -> No
     assert made["blocks"]["after"] == len(plain["blocks"]) == 3 * 4 + 2
     assert made["blocks"]["before"] == 3 * 4 + 3
     assert made["blocks"]["total_bytes"] == sum(size for _, _, size in plain["blocks"])
+
+
+HYBRID: Final = {
+    "kind": "hybrid_swa",
+    "full_layers": [0],
+    "window_layers": [1, 2],
+    "tokens": 64,
+    "window_tokens": 32,
+    "window": 12,
+    "page_size": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "dtype": "float16",
+}
+STATES: Final = {"kind": "mamba", "state_layers": [0], "slots": 8, "ssm_shape": [2, 4], "dtype": "float16"}
+
+
+def listed(component: str, pages: list[int], first_page: int | None = 0, **more: object) -> dict[str, object]:
+    return {"component": component, "pages": pages, "first_page": first_page, **more}
+
+
+def of_spec(spec: dict[str, object], source: list[dict[str, object]], destination: list[dict[str, object]]) -> object:
+    return {"source": {"spec": spec, "lists": source}, "destination": {"spec": spec, "lists": destination}}
+
+
+def test_lists_of_components_are_paired_by_logical_page(command: Command) -> None:
+    given_ = of_spec(
+        HYBRID,
+        [listed("main", [1, 2, 3, 4, 5]), listed("swa", [1, 2, 3, 4], first_page=1)],
+        [listed("main", [7, 8, 9], first_page=2), listed("swa", [5, 6], first_page=2)],
+    )
+    made, plain = command.explained(given_), command.planned(given_)
+    assert [(one["component"], one["first_page"], one["pages"]) for one in made["dropped_pages"]] == [
+        ("main", 0, [1, 2]),
+        ("swa", 1, [1]),
+        ("swa", 4, [4]),
+    ]
+    assert made["dropped_pages"][2]["reason"] == "they are past the destination's last page"
+    page_bytes = 4 * 2 * 8 * 2
+    assert made["blocks"]["total_bytes"] == (2 * 3 + 4 * 2) * page_bytes
+    assert made["blocks"]["total_bytes"] == sum(size for _, _, size in plain["blocks"])
+    assert "  source  swa        1..1     1 " in command.text(given_)
+
+
+def test_lists_without_logical_pages_are_trimmed_at_either_side(command: Command) -> None:
+    for sent, wanted, side, dropped in (([1, 2, 3], [4], "source", [2, 3]), ([4], [1, 2, 3], "destination", [2, 3])):
+        given_ = of_spec(STATES, [listed("mamba", sent, None)], [listed("mamba", wanted, None)])
+        (one,) = command.explained(given_)["dropped_pages"]
+        assert (one["side"], one["pages"], "first_page" in one) == (side, dropped, False)
+        assert "cut to one length" in one["reason"]
+
+
+def test_a_state_that_nobody_wants_is_dropped(command: Command) -> None:
+    given_ = of_spec(STATES, [listed("mamba", [3], None)], [listed("mamba", [], None, none=True)])
+    made = command.explained(given_)
+    assert [one["pages"] for one in made["dropped_pages"]] == [[3]]
+    assert made["blocks"]["total_bytes"] == 0
+    assert command.planned(given_)["blocks"] == []
+
+
+def test_a_draft_without_a_list_lies_on_mains_pages(command: Command) -> None:
+    spec = {**SPEC, "draft": {"layers": 1}}
+    given_ = of_spec(spec, [listed("main", [1, 2])], [listed("main", [2, 1])])
+    made = command.explained(given_)
+    assert made["blocks"]["before"] == 2 * (2 * SPEC["layers"] + 2)
+
+
+def test_a_component_without_a_list_is_left_out_and_said(command: Command) -> None:
+    one = {"entries": [entry(), entry(component="draft")]}
+    given_ = {
+        "source": {**one, "lists": [listed("main", [1])]},
+        "destination": {**one, "lists": [listed("main", [2]), listed("draft", [2])]},
+    }
+    made = command.explained(given_)
+    assert [pair["entry"] for pair in made["pairs"]] == ["main/k/0"]
+    assert made["skipped_source_entries"] == [
+        {"entry": "draft/k/0", "index": 1, "reason": "a side gives no pages of component draft"}
+    ]
+    assert made["uncovered_destination_entries"] == [{"entry": "draft/k/0", "index": 1, "coverage": "optional"}]
+
+
+@pytest.mark.parametrize(
+    ("code", "field", "source", "destination"),
+    [
+        ("WINDOW_MISMATCH", "first_page", [listed("swa", [1, 2], 1)], [listed("swa", [1, 2], 2)]),
+        ("EMPTY_STATE", "lists", [listed("swa", [], 0)], [listed("swa", [1], 0)]),
+        ("PAGE_OUT_OF_RANGE", "source.lists[1].pages", [listed("swa", [99], 0)], [listed("swa", [1], 0)]),
+        ("DUPLICATE_PAGE", "destination.lists[1].pages", [listed("swa", [1, 2])], [listed("swa", [3, 3])]),
+        ("UNKNOWN_COMPONENT", "source.lists[1].component", [listed("kv", [1])], [listed("swa", [1])]),
+        ("UNKNOWN_COMPONENT", "destination.lists[1].component", [listed("swa", [1])], [listed("main", [1])]),
+        ("UNCOVERED_ENTRY", "destination.entries", [], [listed("swa", [1])]),
+        ("INVALID_FIELD", "source.lists[0].first_page", None, []),
+    ],
+)
+def test_lists_that_do_not_fit(
+    command: Command,
+    code: str,
+    field: str,
+    source: list[dict[str, object]] | None,
+    destination: list[dict[str, object]],
+) -> None:
+    main_ = listed("main", [1])
+    ours = [listed("main", [1], None)] if source is None else [main_, *source]
+    error = command.planned(of_spec(HYBRID, ours, [main_, *destination]))["error"]
+    assert (error["code"], error["field"]) == (code, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("source.entries", {"source": {}}),
+        ("source.entries", {"source": {"entries": [ENTRY], "spec": HYBRID}}),
+        ("destination.lists", {"source": {"entries": [ENTRY], "lists": []}}),
+        ("source_pages", {"source_pages": None}),
+    ],
+)
+def test_half_an_input_says_what_is_missing(command: Command, field: str, changes: dict[str, object]) -> None:
+    error = command.planned({**PLAN, **changes})["error"]
+    assert (error["code"], error["field"]) == ("INVALID_FIELD", field)
+
+
+def test_the_example_in_the_docs(command: Command) -> None:
+    documented = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    example = documented.split("```json\n")[1].split("```")[0]
+    made = command.explained(json.loads(example))
+    assert [pair["heads"] for pair in made["pairs"]] == [[4, 8]] * 8
+    assert [one["pages"] for one in made["dropped_pages"]] == [[4]]
+    assert "`4..7 of 0..7 -> 4..7`" in documented
+    assert "4..7 of 0..7 -> 4..7" in command.text(json.loads(example))
