@@ -65,12 +65,14 @@ class LandingConfig(_Section, frozen=True, kw_only=True):
     ``staging`` says. All daemons need the same ``slot_bytes``. ``address`` is where Mooncake listens, by default that
     of ``peers.listen``. A write may take ``write_timeout_s``. Slots in which a write may still land rest: beyond
     ``quarantined_bytes`` (by default half of all), or after ``quarantined_s``, the engine is rebuilt to free them, for
-    which running transfers get ``drain_timeout_s`` to end.
+    which running transfers get ``drain_timeout_s`` to end. With ``direct`` peers write whole pages into the pools
+    themselves: then the pages of a hand-off that failed rest in the same way.
     """
 
     transport: Literal["none", "mooncake"] = "none"
     protocol: Literal["tcp", "ascend"] = "tcp"
     address: str | None = None
+    direct: bool = False
     slots: Annotated[int, Meta(ge=1, le=65_536)] = 16
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 4 << 20
     staging: Annotated[int, Meta(ge=1, le=65_536)] = 8

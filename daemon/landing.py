@@ -1,5 +1,8 @@
 """Landing slots: the bounded memory into which daemons of other hosts may write, and who may still write where.
 
+Pages into which peers write directly, where that is switched on, are kept account of in the same way: as slots that
+exist while they are granted or rest.
+
 A slot is free, granted to one (peer, grant), or in quarantine: its grant is over, but a write of the peer may still
 land. Quarantine ends slot by slot where the peer reports its writes terminal, or for all slots at once with a fence:
 this daemon destroys and rebuilds its engine, after which nothing old can land. A fence would tear down the writes of
@@ -9,6 +12,7 @@ no longer. Knows nothing of sockets, engines or clocks: times are seconds of wha
 
 from __future__ import annotations
 
+import itertools
 from typing import Final, NamedTuple
 
 from kvferry.protocol.ids import BootId
@@ -45,12 +49,14 @@ class Slot(NamedTuple):
 class _Granted(NamedTuple):
     peer: BootId
     grant_id: int
+    size_bytes: int
 
 
 class _Quarantined(NamedTuple):
     peer: BootId
     grant_id: int
     since_s: float
+    size_bytes: int
 
 
 class LandingSlots:
@@ -67,6 +73,8 @@ class LandingSlots:
         self._free = list(range(count - 1, -1, -1))  # the lowest is taken first; the last one given back comes next
         self._granted: dict[int, _Granted] = {}
         self._quarantined: dict[int, _Quarantined] = {}  # in the order in which they came
+        self._quarantined_bytes = 0
+        self._page_numbers = itertools.count(count)
         self._draining_since_s: float | None = None
         self._fencing = False
 
@@ -91,7 +99,12 @@ class LandingSlots:
     @property
     def quarantined_bytes(self) -> int:
         """Return how many bytes rest because a write may still land in them."""
-        return len(self._quarantined) * self.slot_bytes
+        return self._quarantined_bytes
+
+    @property
+    def quarantined(self) -> int:
+        """Return how many slots rest; pages are not among them."""
+        return sum(number < self.count for number in self._quarantined)
 
     @property
     def draining(self) -> bool:
@@ -109,8 +122,16 @@ class LandingSlots:
         if self.draining or not self._free:
             return None
         number = self._free.pop()
-        self._granted[number] = _Granted(peer, grant_id)
+        self._granted[number] = _Granted(peer, grant_id, self.slot_bytes)
         return Slot(number, self._base_address + number * self.slot_bytes, self.slot_bytes)
+
+    def take_pages(self, peer: BootId, grant_id: int, size_bytes: int) -> int | None:
+        """Grant pages of this size to a peer; return the number they go by, or None where a fence waits."""
+        if self.draining:
+            return None
+        number = next(self._page_numbers)
+        self._granted[number] = _Granted(peer, grant_id, size_bytes)
+        return number
 
     def give_back(self, number: int, peer: BootId, grant_id: int) -> bool:
         """Free a slot of this grant: no write of the grant can land any more. False where the grant is over already.
@@ -118,29 +139,32 @@ class LandingSlots:
         Ends a quarantine as well, so that a late report of terminal writes counts. A report that comes after a fence
         and a new grant of the slot finds another grant in it, and changes nothing.
         """
-        if self._granted.get(number) == (peer, grant_id):
+        if self._is_of(self._granted.get(number), peer, grant_id):
             del self._granted[number]
-        elif (resting := self._quarantined.get(number)) is not None and resting[:2] == (peer, grant_id):
+        elif self._is_of(resting := self._quarantined.get(number), peer, grant_id):
+            assert resting is not None
             del self._quarantined[number]
+            self._quarantined_bytes -= resting.size_bytes
         else:
             return False
-        self._free.append(number)
+        self._put_back(number)
         return True
 
     def quarantine(self, number: int, peer: BootId, grant_id: int, now_s: float) -> bool:
         """End a grant whose writes may still land: the slot rests. False where the grant is over already."""
-        if self._granted.get(number) != (peer, grant_id):
+        if not self._is_of(self._granted.get(number), peer, grant_id):
             return False
-        del self._granted[number]
-        self._quarantined[number] = _Quarantined(peer, grant_id, now_s)
+        granted = self._granted.pop(number)
+        self._quarantined[number] = _Quarantined(peer, grant_id, now_s, granted.size_bytes)
+        self._quarantined_bytes += granted.size_bytes
         return True
 
-    def quarantine_peer(self, peer: BootId, now_s: float) -> list[Slot]:
-        """End all grants of a peer that is lost; return the slots that rest from now on."""
+    def quarantine_peer(self, peer: BootId, now_s: float) -> list[int]:
+        """End all grants of a peer that is lost; return the numbers of what rests from now on."""
         lost = [(number, granted.grant_id) for number, granted in self._granted.items() if granted.peer == peer]
         for number, grant_id in lost:
             self.quarantine(number, peer, grant_id, now_s)
-        return [Slot(number, self._base_address + number * self.slot_bytes, self.slot_bytes) for number, _ in lost]
+        return [number for number, _ in lost]
 
     def fence_due(self, now_s: float) -> bool:
         """Return whether to fence now. Where a bound is passed but grants live, begin to drain and return False.
@@ -154,17 +178,14 @@ class LandingSlots:
             self._draining_since_s = now_s
         return not self._granted or now_s - self._draining_since_s >= self._bounds.drain_timeout_s
 
-    def fence_begins(self, now_s: float) -> list[Slot]:
-        """Quarantine what is still granted, just before the engine is destroyed; return those slots.
+    def fence_begins(self, now_s: float) -> list[int]:
+        """Quarantine what is still granted, just before the engine is destroyed; return the numbers.
 
         Until ``fenced`` no slot is granted: also where the engine cannot be rebuilt, and never comes to it.
         """
         self._fencing = True
-        ended = [
-            slot
-            for peer in dict.fromkeys(granted.peer for granted in self._granted.values())
-            for slot in self.quarantine_peer(peer, now_s)
-        ]
+        peers = {granted.peer for granted in self._granted.values()}
+        ended = [number for peer in peers for number in self.quarantine_peer(peer, now_s)]
         assert not self._granted, "a grant outlived its engine"
         return ended
 
@@ -177,7 +198,9 @@ class LandingSlots:
         assert not self._granted, "a slot was granted while the engine was away"
         freed = list(self._quarantined)
         self._quarantined.clear()
-        self._free.extend(freed)
+        self._quarantined_bytes = 0
+        for number in freed:
+            self._put_back(number)
         self._draining_since_s = None
         self._fencing = False
         return len(freed)
@@ -188,8 +211,20 @@ class LandingSlots:
         Raises:
             AssertionError: a bug here; the process must not go on.
         """
-        states = [*self._free, *self._granted, *self._quarantined]
-        assert sorted(states) == list(range(self.count)), f"a slot is lost or in two states: {self!r}"
+        states = sorted([*self._free, *self._granted, *self._quarantined])
+        slots = [number for number in states if number < self.count]
+        assert slots == list(range(self.count)), f"a slot is lost or in two states: {self!r}"
+        assert len(set(states)) == len(states), f"pages are in two states: {self!r}"
+        resting = sum(one.size_bytes for one in self._quarantined.values())
+        assert resting == self._quarantined_bytes, f"{resting} bytes rest: {self!r}"
+
+    @staticmethod
+    def _is_of(state: _Granted | _Quarantined | None, peer: BootId, grant_id: int) -> bool:
+        return state is not None and state[:2] == (peer, grant_id)
+
+    def _put_back(self, number: int) -> None:
+        if number < self.count:
+            self._free.append(number)
 
     def _too_much_rests(self, now_s: float) -> bool:
         return (

@@ -109,7 +109,7 @@ class Daemon:
         self._session_socket.region_of = self._peers.region_of
         self._rings = EventRings(self._dispatcher, self._session_socket, self._rooms.events_reached)
         self._rooms.connect(self._transport, self._remote, self._peers, self._rings.values)
-        self._landing = Landing(config, self._links, self._rooms, self._executor, self.counters)
+        self._landing = Landing(config, self._links, self._rooms, self._pools, self._executor, self.counters)
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.handle_open("PING", lambda _body: Pong())
         self._dispatcher.handle_open("STATUS", self._status)

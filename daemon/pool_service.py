@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -51,7 +51,11 @@ class _Creation(msgspec.Struct):
 
 
 class PoolService:
-    """Owns every pool. Memory is populated on a thread of its own, one pool at a time."""
+    """Owns every pool. Memory is populated on a thread of its own, one pool at a time.
+
+    Attributes:
+        on_deleted: called with a pool just before its memory is given back.
+    """
 
     def __init__(
         self, dispatcher: Dispatcher, session_socket: SessionSocket, *, max_bytes: int, populate: bool
@@ -62,6 +66,7 @@ class PoolService:
         self._populating_ends = threading.Event()
         if not populate:
             self._populating_ends.set()
+        self.on_deleted: Callable[[Pool], None] = lambda _pool: None
         self._pools: dict[tuple[int, str], Pool] = {}
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._executor = ThreadPoolExecutor(1, "populate")
@@ -169,6 +174,7 @@ class PoolService:
             used = sum(one.capacity - one.free_count for one in pool.allocators.values())
             raise PoolInUseError(f"{used} pages of pool {body.pool!r} are owned or in flight", field="pool")
         del self._pools[pool.tenant, pool.name]
+        self.on_deleted(pool)
         pool.close()
         log.info("pool deleted", pool=pool.name, tenant=pool.tenant)
         return Answer(PoolDeleted(pool=body.pool))

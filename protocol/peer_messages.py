@@ -19,6 +19,7 @@ from kvferry.protocol.room_messages import PageLists, Payload
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Checksum = Annotated[int, Meta(ge=0)]
+MAX_RUNS = 1 << 16
 
 
 class RoomName(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +83,10 @@ class StepReady(Body, frozen=True, kw_only=True, tag="STEP_READY"):
 
 
 class OfferRefused(Body, frozen=True, kw_only=True, tag="OFFER_REFUSED"):
-    """Home to source: the offer does not fit the room, which goes on waiting if nothing of the offer was taken."""
+    """Home to source: the offer does not fit the room, which goes on waiting if nothing of the offer was taken.
+
+    Source to home, with ``offer`` 0: the room is not taken note of.
+    """
 
     room: RoomName
     offer: Number
@@ -131,7 +135,11 @@ class Piece(Body, frozen=True, kw_only=True, tag="PIECE"):
 
 
 class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
-    """Home to source: write these segments of a piece's part into this landing slot."""
+    """Home to source: write these segments of a piece's part into this landing slot.
+
+    With ``runs``, where homes land pieces in their pages directly, the segments go one after another into these
+    (address, bytes) instead, and ``address`` is the first one's.
+    """
 
     piece: Number
     grant: Number
@@ -141,6 +149,7 @@ class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
     session: Annotated[str, Meta(max_length=256)]
     address: Offset
     size_bytes: Size
+    runs: Annotated[tuple[tuple[Offset, Size], ...], Meta(max_length=MAX_RUNS)] = ()
 
 
 class Landed(Body, frozen=True, kw_only=True, tag="LANDED"):

@@ -108,7 +108,10 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LandingStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory into which daemons of other hosts write, in slots; ``quarantined`` ones rest until they are fenced."""
+    """The memory into which daemons of other hosts write, in slots; ``quarantined`` ones rest until they are fenced.
+
+    ``quarantined_bytes`` are theirs and, where pages are written directly, those of pages that rest.
+    """
 
     session: str
     slot_bytes: int
@@ -116,6 +119,8 @@ class LandingStatus(msgspec.Struct, frozen=True, kw_only=True):
     free: int
     granted: int
     quarantined: int
+    quarantined_bytes: int = 0
+    direct: bool = False
 
 
 class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):

@@ -11,7 +11,9 @@ from kvferry.daemon.config import Config
 from kvferry.daemon.landing import FenceBounds, LandingSlots
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.peers import PeerLinks
+from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.rooms.service import RoomService
+from kvferry.daemon.transports.direct_pages import DirectPages
 from kvferry.daemon.transports.landing_receiver import LandingReceiver
 from kvferry.daemon.transports.landing_sender import LandingSender
 from kvferry.daemon.transports.mooncake import MooncakeEngine
@@ -28,16 +30,24 @@ class Landing:
     """Nothing, where the configuration names no transport; else what ``start`` makes and ``close`` gives back."""
 
     def __init__(
-        self, config: Config, links: PeerLinks, rooms: RoomService, executor: Executor, counters: Counters
+        self,
+        config: Config,
+        links: PeerLinks,
+        rooms: RoomService,
+        pools: PoolService,
+        executor: Executor,
+        counters: Counters,
     ) -> None:
         self._config = config.landing
         self._listen = config.peers.listen
         self._links = links
         self._rooms = rooms
+        self._pools = pools
         self._executor = executor
         self._counters = counters
         self._engine: MooncakeEngine | None = None
         self._slots: LandingSlots | None = None
+        self._pages: DirectPages | None = None
         self._regions: list[HostRegion] = []
 
     async def start(self, transports: RemoteTransports) -> None:
@@ -55,7 +65,11 @@ class Landing:
         landing = self._region("landing", config.slots)
         staging = self._region("staging", config.staging)
         self._engine = await engine.__aenter__()
-        await engine.register(landing.address, landing.size_bytes)  # nothing else: peers may write what is registered
+        # Peers may write what is registered: nothing else is, unless pages are written directly.
+        await engine.register(landing.address, landing.size_bytes)
+        if config.direct:
+            self._pages = DirectPages(engine)
+            self._pools.on_deleted = self._pages.drop
         bounds = FenceBounds(
             landing.size_bytes // 2 if config.quarantined_bytes is None else config.quarantined_bytes,
             config.quarantined_s,
@@ -63,7 +77,14 @@ class Landing:
         )
         slots = self._slots = LandingSlots(landing.address, config.slot_bytes, config.slots, bounds)
         transports.receiver = LandingReceiver(
-            self._links.send, engine, landing, slots, self._executor, self._rooms.piece_done, self._counters
+            self._links.send,
+            engine,
+            landing,
+            slots,
+            self._executor,
+            self._rooms.piece_done,
+            self._counters,
+            self._pages,
         )
         transports.sender = LandingSender(
             self._links.send,
@@ -88,13 +109,17 @@ class Landing:
             slots=self._slots.count,
             free=self._slots.free,
             granted=self._slots.granted,
-            quarantined=self._slots.quarantined_bytes // self._slots.slot_bytes,
+            quarantined=self._slots.quarantined,
+            quarantined_bytes=self._slots.quarantined_bytes,
+            direct=self._config.direct,
         )
 
     async def close(self) -> None:
         """Stop listening: afterwards nothing lands."""
         if self._engine is not None:
             await self._engine.close()
+        if self._pages is not None:
+            await self._pages.close()
         for region in self._regions:
             region.close()
 

@@ -3,11 +3,15 @@
 The source writes into a slot and says so; nothing of a page is touched before generation, length and checksum are
 right. So a late write can only ever land in a slot, and a room that failed settles at once: only its slots wait, for
 the source's word that its writes have ended, or in quarantine for a fence.
+
+Where pages are written directly, which is an option, no slot stands between: what arrived is checked in its pages, and
+a piece that failed is over only when nothing can land in them any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import time
 from collections import deque
@@ -18,14 +22,15 @@ from typing import NamedTuple, Protocol
 import structlog
 import xxhash
 
-from kvferry.daemon.landing import LandingSlots, Slot
+from kvferry.daemon.landing import LandingSlots
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.rooms.endings import name_of
 from kvferry.daemon.rooms.remote import Incarnation, RemotePool
 from kvferry.daemon.rooms.sides import Piece, Promise
 from kvferry.daemon.transports.base import OnPieceDone
+from kvferry.daemon.transports.direct_pages import DirectPages
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.gather import Parcel, cut_parcels, scatter
+from kvferry.pools.gather import Parcel, cut_parcels, memory_runs, scatter
 from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.manifests import Entry
@@ -50,24 +55,43 @@ class Fence(Protocol):
         """Destroy and rebuild the engine; nothing old lands afterwards."""
 
 
+class _Place(NamedTuple):
+    """What a grant lets a peer write: the slot of that number, or pages (``runs``) that go by it."""
+
+    number: int
+    address: int
+    runs: tuple[tuple[int, int], ...] = ()
+
+
 class _Grant(NamedTuple):
     landing: _Landing
-    slot: Slot
+    place: _Place
     part: int
     parcel: Parcel
 
 
 class _Landing:
-    """One piece: parcels not granted yet, grants under way, and the first error."""
+    """One piece: parcels not granted yet, grants under way, and the first error.
+
+    ``direct`` are the parts whose pages are written directly, ``in_pages`` the grants of them that may still land.
+    """
 
     def __init__(self, piece: Piece, peer: Incarnation) -> None:
         self.piece = piece
         self.peer = peer
         self.parcels: deque[tuple[int, Parcel]] = deque()
+        self.direct: set[int] = set()
+        self.in_pages = 0
         self.granted = 0
         self.scattering = 0
         self.error: KvferryError | None = None
+        self.told_over = False
         self.over = False
+
+    @property
+    def boot_id(self) -> BootId:
+        """Return the peer's incarnation."""
+        return BootId(self.peer.boot_id)
 
 
 class LandingReceiver:
@@ -82,8 +106,12 @@ class LandingReceiver:
         executor: Executor,
         on_piece_done: OnPieceDone,
         counters: Counters,
+        pages: DirectPages | None = None,
     ) -> None:
-        """Take slots from ``region``, which they tile, and verify and scatter on ``executor``."""
+        """Take slots from ``region``, which they tile, and verify and scatter on ``executor``.
+
+        With ``pages``, whole pages are written directly.
+        """
         self._say = say
         self._fence = fence
         self._region = region
@@ -97,7 +125,11 @@ class LandingReceiver:
         self._taking: set[int] = set()  # grants that have landed and are being scattered
         self._grant_ids = itertools.count(1)
         self._fencing: asyncio.Task[None] | None = None
+        self._pages = pages
+        self._resting: dict[int, _Landing] = {}  # by the number of the pages in which something may still land
         self._closed = False
+        if pages is not None:
+            pages.on_change = self._pump
 
     def __repr__(self) -> str:
         """Show what is under way."""
@@ -112,6 +144,8 @@ class LandingReceiver:
             for number, promise in enumerate(piece.promises):
                 cut = cut_parcels(promise.plan.source, self._slots.slot_bytes)
                 landing.parcels.extend((number, parcel) for parcel in cut)
+                if self._pages is not None and not promise.plan.destination.sliced.any():
+                    landing.direct.add(number)
         except KvferryError as error:
             self._fail(landing, error)
             return
@@ -147,10 +181,7 @@ class LandingReceiver:
 
     def peer_lost(self, peer: Incarnation, why: str) -> None:
         """Fail the pieces of a peer, whose slots rest from now on."""
-        self._slots.quarantine_peer(BootId(peer.boot_id), time.monotonic())
-        for number in [n for n, grant in self._grants.items() if grant.landing.peer == peer]:
-            if number not in self._taking:
-                del self._grants[number]
+        self._cut_off(set(self._slots.quarantine_peer(BootId(peer.boot_id), time.monotonic())))
         for landing in [one for one in self._landings.values() if one.peer == peer]:
             self._fail(landing, PeerLostError(f"the daemon at {peer.address} is gone: {why}"))
         self._look_at_fence()
@@ -168,9 +199,9 @@ class LandingReceiver:
         while waiting:
             landing = waiting.popleft()
             number = next(self._grant_ids)
-            slot = self._slots.take(BootId(landing.peer.boot_id), number)
-            if slot is None:
-                return
+            place = self._place(landing, number)
+            if place is None:
+                continue
             part, parcel = landing.parcels.popleft()
             grant = Grant(
                 piece=landing.piece.piece_id,
@@ -179,27 +210,49 @@ class LandingReceiver:
                 first=parcel.first,
                 stop=parcel.stop,
                 session=self._fence.session_name,
-                address=slot.address,
+                address=place.address,
                 size_bytes=parcel.size_bytes,
+                runs=place.runs,
             )
             if not self._say(landing.peer, grant):
-                self._slots.give_back(slot.number, BootId(landing.peer.boot_id), number)
+                self._slots.give_back(place.number, landing.boot_id, number)
                 self._fail(landing, PeerLostError(f"the daemon at {landing.peer.address} is gone"))
                 continue
-            self._grants[number] = _Grant(landing, slot, part, parcel)
+            self._grants[number] = _Grant(landing, place, part, parcel)
             landing.granted += 1
+            landing.in_pages += bool(place.runs)
             if landing.parcels and landing.granted < GRANTS_PER_PIECE:
                 waiting.append(landing)
 
+    def _place(self, landing: _Landing, number: int) -> _Place | None:
+        """Return where the piece's next parcel may be written; None where it has to wait."""
+        part, parcel = landing.parcels[0]
+        pool = landing.piece.room.pool
+        if part in landing.direct and self._pages is not None:
+            state = self._pages.state(pool)
+            if state == "ready":
+                taken = self._slots.take_pages(landing.boot_id, number, parcel.size_bytes)
+                side = landing.piece.promises[part].plan.destination
+                runs = memory_runs(side, pool.region.address, parcel.first, parcel.stop)
+                return None if taken is None else _Place(taken, runs[0][0], tuple(runs))
+            if state == "pending":
+                return None
+        slot = self._slots.take(landing.boot_id, number)
+        return None if slot is None else _Place(slot.number, slot.address)
+
     def _take(self, grant: _Grant, checksum: int) -> None:
         """On a thread: check what landed and put it where it belongs."""
-        offset = grant.slot.address - self._region.address
-        found = xxhash.xxh3_64_intdigest(self._region.view()[offset : offset + grant.parcel.size_bytes].data)
+        digest = xxhash.xxh3_64()
+        for address, size_bytes in grant.place.runs or ((grant.place.address, grant.parcel.size_bytes),):
+            digest.update((ctypes.c_char * size_bytes).from_address(address))
+        found = digest.intdigest()
         if found != checksum:
             raise TransferFailedError(f"what landed has checksum {found:016x}, the source sent {checksum:016x}")
+        if grant.place.runs:
+            return
         plan = grant.landing.piece.promises[grant.part].plan
         pool = grant.landing.piece.room.pool
-        scatter(plan.destination, pool.region.address, grant.parcel.first, grant.parcel.stop, grant.slot.address)
+        scatter(plan.destination, pool.region.address, grant.parcel.first, grant.parcel.stop, grant.place.address)
 
     def _taken(self, number: int, grant: _Grant, done: asyncio.Future[None]) -> None:
         landing = grant.landing
@@ -211,35 +264,56 @@ class LandingReceiver:
             self._counters.add("landing.refused")
             known = isinstance(error, KvferryError)
             self._fail(landing, error if known else TransferFailedError(f"landing failed: {error}"))  # type: ignore[arg-type]
+        elif grant.place.runs:
+            self._counters.add("landing.direct_bytes", grant.parcel.size_bytes)
         self._check_done(landing)
         self._pump()
 
     def _release(self, number: int, grant: _Grant, *, may_still_land: bool = False) -> None:
         self._grants.pop(number, None)
-        boot_id = BootId(grant.landing.peer.boot_id)
+        place, landing = grant.place, grant.landing
         if may_still_land:
-            self._slots.quarantine(grant.slot.number, boot_id, number, time.monotonic())
+            self._slots.quarantine(place.number, landing.boot_id, number, time.monotonic())
+            if place.runs:
+                self._resting[place.number] = landing
             self._look_at_fence()
         else:
-            self._slots.give_back(grant.slot.number, boot_id, number)
+            self._slots.give_back(place.number, landing.boot_id, number)
+            landing.in_pages -= bool(place.runs)
+
+    def _cut_off(self, numbers: set[int]) -> list[_Landing]:
+        """Forget the grants of what rests from now on, unless it has landed; return whose they were."""
+        ended = [(n, grant) for n, grant in self._grants.items() if grant.place.number in numbers]
+        for number, grant in ended:
+            if number not in self._taking:
+                del self._grants[number]
+                if grant.place.runs:
+                    self._resting[grant.place.number] = grant.landing
+        return [grant.landing for _, grant in ended]
 
     def _fail(self, landing: _Landing, error: KvferryError) -> None:
         if landing.error is None:
             landing.error = error
             landing.parcels.clear()
+            self._tell_over(landing)
         self._check_done(landing)
 
     def _check_done(self, landing: _Landing) -> None:
         """Report the piece once no byte of it can move: slots that are still granted are no pages."""
-        if landing.over or landing.scattering:
+        if landing.over or landing.scattering or landing.in_pages:
             return
         if landing.error is None and (landing.parcels or landing.granted):
             return
         landing.over = True
         self._landings.pop(landing.piece.piece_id, None)
-        self._say(landing.peer, PieceOver(piece=landing.piece.piece_id))
+        self._tell_over(landing)
         if not self._closed:
             self._loop.call_soon(self._on_piece_done, landing.piece.piece_id, landing.error)
+
+    def _tell_over(self, landing: _Landing) -> None:
+        if not landing.told_over:
+            landing.told_over = True
+            self._say(landing.peer, PieceOver(piece=landing.piece.piece_id))
 
     # -- fences
 
@@ -259,17 +333,18 @@ class LandingReceiver:
             self._fencing = None
 
     async def _do_fence(self) -> None:
-        cut_off = {slot.number for slot in self._slots.fence_begins(time.monotonic())}
-        for number, grant in [(n, g) for n, g in self._grants.items() if g.slot.number in cut_off]:
-            if number not in self._taking:
-                del self._grants[number]
-            self._fail(grant.landing, TransferFailedError("its landing slot was fenced while it was under way"))
+        for landing in self._cut_off(set(self._slots.fence_begins(time.monotonic()))):
+            self._fail(landing, TransferFailedError("its landing slot was fenced while it was under way"))
         try:
             await self._fence.rebuild()
         except KvferryError as error:
             log.exception("the fence failed: no slot is freed", cause=str(error))
             return
         freed = self._slots.fenced()
+        rested, self._resting = self._resting, {}
+        for landing in rested.values():
+            landing.in_pages -= 1
+            self._check_done(landing)
         self._counters.add("landing.fences")
         log.warning("landing slots fenced", freed=freed)
 

@@ -72,6 +72,23 @@ class _Sending:
         self.over = False
 
 
+class _Writing:
+    """The writes of one grant: one into a slot, several into pages."""
+
+    def __init__(self, key: _Key, grant: Grant, buffer: int, checksum: int) -> None:
+        self.key = key
+        self.grant = grant
+        self.buffer = buffer
+        self.checksum = checksum
+        self.under_way = 0
+        self.error: KvferryError | None = None
+
+    def failed(self, error: KvferryError) -> None:
+        """Remember why: above all, that something may still land."""
+        if self.error is None or _may_still_land(error):
+            self.error = error
+
+
 class LandingSender:
     """Serves the grants of all homes, in their order, through a few staging buffers. All methods belong on the loop."""
 
@@ -180,25 +197,44 @@ class LandingSender:
         try:
             if failed is not None:
                 raise failed if isinstance(failed, KvferryError) else InternalError(f"gathering failed: {failed}")
-            checksum = done.result()
-            self._writer.write(
-                grant.session,
-                buffer,
-                grant.address,
-                grant.size_bytes,
-                lambda error: self._written(key, grant, buffer, checksum, error),
-                timeout_s=self._timeout_s,
-                on_late=lambda _write: self._counters.add("landing.late_writes"),
-            )
+            self._write(_Writing(key, grant, buffer, done.result()))
         except KvferryError as error:
-            self._written(key, grant, buffer, 0, error)
+            self._granted_is_over(key, grant, buffer, 0, error)
 
-    def _written(self, key: _Key, grant: Grant, buffer: int, checksum: int, error: KvferryError | None) -> None:
+    def _write(self, writing: _Writing) -> None:
+        grant, address = writing.grant, writing.buffer
+        writing.under_way = 1  # until all have begun
+        for remote_address, size_bytes in grant.runs or ((grant.address, grant.size_bytes),):
+            try:
+                self._writer.write(
+                    grant.session,
+                    address,
+                    remote_address,
+                    size_bytes,
+                    functools.partial(self._written, writing),
+                    timeout_s=self._timeout_s,
+                    on_late=lambda _write: self._counters.add("landing.late_writes"),
+                )
+            except KvferryError as error:
+                writing.failed(error)
+                break
+            writing.under_way += 1
+            address += size_bytes
+        self._written(writing, None)
+
+    def _written(self, writing: _Writing, error: KvferryError | None) -> None:
+        if error is not None:
+            writing.failed(error)
+        writing.under_way -= 1
+        if not writing.under_way:
+            self._granted_is_over(writing.key, writing.grant, writing.buffer, writing.checksum, writing.error)
+
+    def _granted_is_over(self, key: _Key, grant: Grant, buffer: int, checksum: int, error: KvferryError | None) -> None:
         self._free.append(buffer)
         if error is None:
             self._counters.add("landing.sent_bytes", grant.size_bytes)
         else:
-            log.warning("a landing slot was not written", home=key.peer.address, cause=str(error))
+            log.warning("a grant was not written", home=key.peer.address, cause=str(error))
         self._answer(key.peer, grant, error, checksum)
         sending = self._sendings[key]
         sending.under_way -= 1
@@ -206,9 +242,13 @@ class LandingSender:
         self._pump()
 
     def _answer(self, peer: Incarnation, grant: Grant, error: KvferryError | None, checksum: int = 0) -> None:
-        may_still_land = isinstance(error, WriteFailedError) and error.may_still_land
         info = error.info() if error else None
-        self._say(peer, Landed(grant=grant.grant, checksum=checksum, error=info, may_still_land=may_still_land))
+        landed = Landed(grant=grant.grant, checksum=checksum, error=info, may_still_land=_may_still_land(error))
+        self._say(peer, landed)
+
+
+def _may_still_land(error: KvferryError | None) -> bool:
+    return isinstance(error, WriteFailedError) and error.may_still_land
 
 
 def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
@@ -233,6 +273,9 @@ def _wrong_with(sending: _Sending | None, grant: Grant, staging_bytes: int) -> K
             "the same landing.slot_bytes",
             field="size_bytes",
         )
+    runs_bytes = sum(size for _, size in grant.runs)
+    if grant.runs and runs_bytes != size_bytes:
+        return InvalidFieldError(f"the runs have {runs_bytes} bytes, the segments {size_bytes}", field="runs")
     return None
 
 

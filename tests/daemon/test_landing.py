@@ -20,6 +20,7 @@ from kvferry.protocol.ids import BootId
 
 BASE, SLOT_BYTES, COUNT = 1 << 20, 4096, 5
 A, B = BootId("a" * 32), BootId("b" * 32)
+PAGES_BYTES = 3000
 BOUNDS = FenceBounds(quarantined_bytes=2 * SLOT_BYTES, quarantined_s=10.0, drain_timeout_s=3.0)
 
 
@@ -77,7 +78,7 @@ def test_a_lost_peer_leaves_its_slots_in_quarantine_and_no_others() -> None:
     landing = slots()
     mine = [taken(landing, A, grant_id) for grant_id in range(2)]
     taken(landing, B, 0)
-    assert landing.quarantine_peer(A, 1.0) == mine
+    assert landing.quarantine_peer(A, 1.0) == [slot.number for slot in mine]
     assert (landing.granted, landing.quarantined_bytes) == (1, 2 * SLOT_BYTES)
     assert landing.quarantine_peer(A, 2.0) == []
 
@@ -112,7 +113,7 @@ def test_after_the_drain_timeout_a_fence_waits_no_longer() -> None:
         landing.quarantine(taken(landing, A, grant_id).number, A, grant_id, 0.0)
     assert not landing.fence_due(1.0)
     assert landing.fence_due(4.0)
-    assert landing.fence_begins(4.0) == [live]
+    assert landing.fence_begins(4.0) == [live.number]
     assert not landing.give_back(live.number, B, 10)
     assert landing.fenced() == 4
     assert (landing.free, landing.granted, landing.draining) == (COUNT, 0, False)
@@ -178,14 +179,19 @@ class LandingMachine(RuleBasedStateMachine):
         super().__init__()
         self.landing = slots()
         self.now_s = 0.0
-        self.states: list[tuple[str, BootId, int, float] | None] = [None] * COUNT
+        self.states: dict[int, tuple[str, BootId, int, float]] = {}
         self.asked_s: float | None = None
         self.fencing = False
         self.next_grant = 0
 
     def held(self, state: str) -> list[int]:
         """Return the numbers of the slots in a state."""
-        return [number for number, held in enumerate(self.states) if held is not None and held[0] == state]
+        return [number for number, held in self.states.items() if held[0] == state]
+
+    @property
+    def may_grant(self) -> bool:
+        """Return whether no fence waits or is under way."""
+        return self.asked_s is None and not self.fencing
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 4.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
@@ -197,28 +203,41 @@ class LandingMachine(RuleBasedStateMachine):
         """Take a slot where the model says that one may be taken."""
         self.next_grant += 1
         slot = self.landing.take(peer, self.next_grant)
-        may = None in self.states and self.asked_s is None and not self.fencing
-        assert (slot is not None) == may
+        slots_held = sum(number < COUNT for number in self.states)
+        assert (slot is not None) == (slots_held < COUNT and self.may_grant)
         if slot is None:
             return multiple()
-        assert self.states[slot.number] is None, "a slot was granted in which a write may land"
+        assert slot.number not in self.states, "a slot was granted in which a write may land"
         assert slot.address == BASE + slot.number * SLOT_BYTES
         self.states[slot.number] = ("granted", peer, self.next_grant, 0.0)
         return (slot.number, peer, self.next_grant)
 
+    @rule(target=grants, peer=st.sampled_from([A, B]))
+    def take_pages(self, peer: BootId) -> MultipleResults[tuple[int, BootId, int]] | tuple[int, BootId, int]:
+        """Take pages, of which there are always some."""
+        self.next_grant += 1
+        number = self.landing.take_pages(peer, self.next_grant, PAGES_BYTES)
+        assert (number is not None) == self.may_grant
+        if number is None:
+            return multiple()
+        assert number >= COUNT
+        assert number not in self.states
+        self.states[number] = ("granted", peer, self.next_grant, 0.0)
+        return (number, peer, self.next_grant)
+
     @rule(grant=grants)
     def give_back(self, grant: tuple[int, BootId, int]) -> None:
         """Report terminal writes, perhaps late."""
-        held = self.states[grant[0]]
+        held = self.states.get(grant[0])
         its = held is not None and held[1:3] == grant[1:]
         assert self.landing.give_back(*grant) == its
         if its:
-            self.states[grant[0]] = None
+            del self.states[grant[0]]
 
     @rule(grant=consumes(grants), again=st.booleans())
     def quarantine(self, grant: tuple[int, BootId, int], *, again: bool) -> None:
         """End a grant without knowing how its writes ended."""
-        held = self.states[grant[0]]
+        held = self.states.get(grant[0])
         its = held is not None and held[:3] == ("granted", *grant[1:])
         assert self.landing.quarantine(*grant, self.now_s) == its
         if its:
@@ -228,14 +247,13 @@ class LandingMachine(RuleBasedStateMachine):
     @rule(peer=st.sampled_from([A, B]))
     def lose_a_peer(self, peer: BootId) -> None:
         """End all grants of a peer."""
-        ended = {slot.number for slot in self.landing.quarantine_peer(peer, self.now_s)}
-        assert ended == self.rest(peer)
+        assert set(self.landing.quarantine_peer(peer, self.now_s)) == self.rest(peer)
 
     def rest(self, *peers: BootId) -> set[int]:
         """Let what these peers have been granted rest; return the slots."""
         ended = set()
-        for number, held in enumerate(self.states):
-            if held is not None and held[0] == "granted" and held[1] in peers:
+        for number, held in self.states.items():
+            if held[0] == "granted" and held[1] in peers:
                 self.states[number] = ("resting", held[1], held[2], self.now_s)
                 ended.add(number)
         return ended
@@ -246,8 +264,8 @@ class LandingMachine(RuleBasedStateMachine):
         if self.fencing:
             assert not self.landing.fence_due(self.now_s)
             return
-        since = [held[3] for held in self.states if held is not None and held[0] == "resting"]
-        too_much = len(since) > 2 or any(self.now_s - one > 10.0 for one in since)
+        since = [held[3] for held in self.states.values() if held[0] == "resting"]
+        too_much = self.resting_bytes() > 2 * SLOT_BYTES or any(self.now_s - one > 10.0 for one in since)
         if not too_much:
             self.asked_s = None
         elif self.asked_s is None:
@@ -255,12 +273,15 @@ class LandingMachine(RuleBasedStateMachine):
         due = self.asked_s is not None and (not self.held("granted") or self.now_s - self.asked_s >= 3.0)
         assert self.landing.fence_due(self.now_s) == due
 
+    def resting_bytes(self) -> int:
+        """Return how much rests."""
+        return sum(SLOT_BYTES if number < COUNT else PAGES_BYTES for number in self.held("resting"))
+
     @precondition(lambda self: not self.fencing)
     @rule()
     def begin_a_fence(self) -> None:
         """End what is granted."""
-        ended = {slot.number for slot in self.landing.fence_begins(self.now_s)}
-        assert ended == self.rest(A, B)
+        assert set(self.landing.fence_begins(self.now_s)) == self.rest(A, B)
         self.fencing = True
 
     @precondition(lambda self: self.fencing)
@@ -270,17 +291,18 @@ class LandingMachine(RuleBasedStateMachine):
         freed = self.held("resting")
         assert self.landing.fenced() == len(freed)
         for number in freed:
-            self.states[number] = None
+            del self.states[number]
         self.fencing, self.asked_s = False, None
 
     @invariant()
     def same_as_the_model(self) -> None:
         """Compare all that can be seen."""
         self.landing.check()
-        assert self.landing.free == self.states.count(None)
+        assert self.landing.free == COUNT - sum(number < COUNT for number in self.states)
         assert self.landing.granted == len(self.held("granted"))
-        since = [held[3] for held in self.states if held is not None and held[0] == "resting"]
-        assert self.landing.quarantined_bytes == len(since) * SLOT_BYTES
+        since = [held[3] for held in self.states.values() if held[0] == "resting"]
+        assert self.landing.quarantined_bytes == self.resting_bytes()
+        assert self.landing.quarantined == sum(number < COUNT for number in self.held("resting"))
         assert self.landing.oldest_quarantine_s(self.now_s) == (self.now_s - min(since) if since else 0.0)
 
 

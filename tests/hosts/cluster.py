@@ -33,7 +33,9 @@ timeout_ms = {timeout_ms}
 transport = "mooncake"
 slot_bytes = 1048576
 slots = 8
-quarantined_bytes = 0
+direct = {direct}
+quarantined_bytes = {quarantined_bytes}
+quarantined_s = 1.5
 drain_timeout_s = 0.2
 [transfers]
 whole_below_bytes = 0
@@ -99,14 +101,25 @@ def spec(first_layer: int = 0, layers: int = LAYERS) -> MhaSpec:
 
 
 @contextlib.contextmanager
-def cluster(tmp_path: Path, specs: Sequence[MhaSpec], timeout_ms: int = 600) -> Iterator[list[Node]]:
-    """Run a host with a daemon and an engine for each of the specs; a silent peer is lost after ``timeout_ms``."""
+def cluster(
+    tmp_path: Path, specs: Sequence[MhaSpec], timeout_ms: int = 600, *, direct: bool = False
+) -> Iterator[list[Node]]:
+    """Run a host with a daemon and an engine for each of the specs; a silent peer is lost after ``timeout_ms``.
+
+    With ``direct`` pages are written without landing slots, and what rests does so for its time.
+    """
     with Hosts(len(specs)) as hosts, contextlib.ExitStack() as stack:
         nodes = []
         for host, one in zip(hosts, specs, strict=True):
             folder = tmp_path / f"host{host.number}"
             folder.mkdir()
-            config = CONFIG.format(address=host.address, port=PORT, timeout_ms=timeout_ms)
+            config = CONFIG.format(
+                address=host.address,
+                port=PORT,
+                timeout_ms=timeout_ms,
+                direct=str(direct).lower(),
+                quarantined_bytes=1 << 30 if direct else 0,
+            )
             daemon = stack.enter_context(running_daemon(folder, config, ENVIRONMENT, host.command([])))
             client = stack.enter_context(contextlib.closing(Client.connect(daemon.runtime_dir, name=f"{host.number}")))
             nodes.append(Node(host, daemon, client, client.create_pool(POOL, one)))

@@ -115,6 +115,37 @@ def test_a_link_is_cut_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
         hand_over(prefill, decode, 20, seed=4)
 
 
+def test_pages_written_directly_are_held_back_until_nothing_can_land(tmp_path: Path) -> None:
+    with cluster(tmp_path, [spec(), spec()], direct=True) as (prefill, decode):
+        hand_over(prefill, decode, 20, seed=1)
+        assert decode.counters()["landing.direct_bytes"] == 20 * LAYERS * 2 * 16384
+        prefill.slow_down(mbit_s=200)
+        sent, received = prefill.client.allocate(POOL, 200), decode.client.allocate(POOL, 200)
+        prefill.fill(sent, 2)
+        request = new_request_id()
+        room = decode.client.receive(
+            POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
+        )
+        offer = prefill.client.send(POOL, request, [pages(sent)], deadline_s=DEADLINE_S)
+        wait_until(lambda: prefill.counters().get("landing.sent_bytes", 0) > 8 << 20)
+        decode.host.cut_link()
+        assert {outcome(decode, room), outcome(prefill, offer)} <= {"PEER_LOST", "DEADLINE"}
+        decode.client.free(POOL, received)
+        decode.client.wait_settled(room, timeout_s=PATIENCE_S)
+        assert decode.counters()["landing.fences"] == 1, "the pages were free before the fence"
+        marked = decode.client.allocate(POOL, 200)
+        decode.fill(marked, 3)
+        before = decode.content(marked)
+        decode.host.restore_link()
+        prefill.client.wait_settled(offer, timeout_s=PATIENCE_S)
+        prefill.client.free(POOL, sent)
+        hand_over(prefill, decode, 20, seed=4)  # with it come the bytes that the link had held, if any do
+        assert torch.equal(decode.content(marked), before), "a late write reached a page"
+        decode.client.free(POOL, marked)
+        decode.client.delete_pool(POOL)
+        hand_over(prefill, decode._replace(pool=decode.client.create_pool(POOL, spec())), 20, seed=5)
+
+
 def test_a_partition_that_nobody_notices_ends_at_the_deadline(tmp_path: Path) -> None:
     with cluster(tmp_path, [spec(), spec()], timeout_ms=60_000) as (prefill, decode):
         sent, received = prefill.client.allocate(POOL, 30), decode.client.allocate(POOL, 30)
