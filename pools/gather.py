@@ -1,9 +1,9 @@
 """Gathering what a plan's side exchanges into contiguous memory, and scattering it from there.
 
 Bytes there are in one order that both sides compute alone: entry by entry, page by page, row by row. One entry's page
-is a segment; segment ``entry * pages + page``. Whole pages go by the copies of ``copies``, a call for many; slices of
-pages by numpy, a call an entry, with the GIL released: no Python object for each token. Knows nothing of transports;
-whoever calls has checked addresses and ids.
+is a segment; segment ``entry * pages + page``. Whole pages in a few runs go by the copies of ``copies``, a call for
+many; scattered pages and slices of pages by numpy, a call an entry, with the GIL released all the while: no Python
+object for each page or token. Knows nothing of transports; whoever calls has checked addresses and ids.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from kvferry.pools.copies import CopyBlocks, copy_by_size
 from kvferry.pools.plan import Blocks, PlanSide, Sizes
-from kvferry.pools.runs import PageIds, coalesce
+from kvferry.pools.runs import PageIds, Runs, coalesce
 from kvferry.protocol.errors import SlotTooSmallError
 
 MAX_WORD_BYTES: Final = 8
+MANY_RUNS: Final = 8
+"""With so many runs, one call of numpy's an entry costs less than a memmove a run, each of which takes the GIL anew."""
 
 
 class Parcel(NamedTuple):
@@ -36,7 +38,8 @@ class _Rectangle(NamedTuple):
     Attributes:
         first_entry: its number; the arrays, ``(entries,)``, begin with it.
         ids: the pages.
-        sliced: which entries exchange less than whole pages.
+        runs: the pages in runs, numbered from 0 on the contiguous side.
+        by_row: which entries numpy copies, page by page or slice by slice.
         sizes: bytes of a segment.
         base: where the entry lies in memory.
         flat: where its first segment lies in the contiguous memory.
@@ -44,7 +47,8 @@ class _Rectangle(NamedTuple):
 
     first_entry: int
     ids: PageIds
-    sliced: npt.NDArray[np.bool_]
+    runs: Runs
+    by_row: npt.NDArray[np.bool_]
     sizes: Sizes
     base: npt.NDArray[np.uint64]
     flat: npt.NDArray[np.uint64]
@@ -95,7 +99,7 @@ def gather(
         first: a segment's number.
         stop: the one after the last.
         out_address: where to; ``cut_parcels`` says how much.
-        copy: for whole pages.
+        copy: for whole pages in few runs.
 
     Raises:
         TransferFailedError: an address is not mapped.
@@ -120,6 +124,24 @@ def scatter(
             slices.scatter()
 
 
+def memory_runs(side: PlanSide, memory_address: int, first: int, stop: int) -> list[tuple[int, int]]:
+    """Return where segments ``[first, stop)`` lie, one after another: (address, bytes) of each run of pages.
+
+    Only of a side that exchanges whole pages.
+    """
+    assert not side.sliced.any(), side
+    found: list[tuple[int, int]] = []
+    while first < stop:
+        entry, page = divmod(first, len(side.ids))
+        ids = side.ids[page : page + stop - first]
+        runs = coalesce(ids, np.arange(len(ids)))
+        base, page_bytes = memory_address + int(side.base[entry]), int(side.page_bytes[entry])
+        starts, counts = runs.source.tolist(), runs.pages.tolist()
+        found += [(base + at * page_bytes, pages * page_bytes) for at, pages in zip(starts, counts, strict=True)]
+        first += len(ids)
+    return found
+
+
 def _rectangles(side: PlanSide, first: int, stop: int, memory_address: int, flat_address: int) -> Iterator[_Rectangle]:
     """Yield at most three: the rest of the first entry, whole entries, the beginning of the last one."""
     pages, sizes, sliced = len(side.ids), side.segment_bytes, side.sliced
@@ -132,19 +154,20 @@ def _rectangles(side: PlanSide, first: int, stop: int, memory_address: int, flat
         held = sizes[entries] * np.uint64(len(ids))
         ends = np.cumsum(held) + np.uint64(flat_address)
         base = side.base[entries] + np.uint64(memory_address)
-        yield _Rectangle(entry, ids, sliced[entries], sizes[entries], base, ends - held)
+        runs = coalesce(ids, np.arange(len(ids)))
+        by_row = sliced[entries] | (len(runs.pages) >= MANY_RUNS)
+        yield _Rectangle(entry, ids, runs, by_row, sizes[entries], base, ends - held)
         flat_address = int(ends[-1])
         first += (entries.stop - entry) * len(ids)
 
 
 def _whole_blocks(part: _Rectangle) -> Blocks:
-    """Return the copies of whole pages, from memory to flat."""
-    if part.sliced.all():
+    """Return the copies of whole pages that do not go row by row, from memory to flat."""
+    if part.by_row.all():
         return np.empty((0, 3), np.uint64)
-    whole = ~part.sliced
-    runs = coalesce(part.ids, np.arange(len(part.ids)))
-    columns = np.empty((3, np.count_nonzero(whole), len(runs.pages)), np.uint64)
-    for column, numbers in zip(columns, runs, strict=True):
+    whole = ~part.by_row
+    columns = np.empty((3, np.count_nonzero(whole), len(part.runs.pages)), np.uint64)
+    for column, numbers in zip(columns, part.runs, strict=True):
         np.multiply(part.sizes[whole, None], numbers.astype(np.uint64), out=column)
     columns[0] += part.base[whole, None]
     columns[1] += part.flat[whole, None]
@@ -152,22 +175,26 @@ def _whole_blocks(part: _Rectangle) -> Blocks:
 
 
 def _slices_of(side: PlanSide, part: _Rectangle) -> Iterator[_Slices]:
-    """Yield the entries that are cut, one by one."""
-    for at in part.sliced.nonzero()[0].tolist():
+    """Yield the entries that go row by row, one by one."""
+    for at in part.by_row.nonzero()[0].tolist():
         yield _Slices(side, part.first_entry + at, part.ids, int(part.base[at]), int(part.flat[at]))
 
 
 class _Slices:
-    """The slices of one entry on some pages, and the contiguous memory they go to or come from."""
+    """The slices of one entry on some pages, and the contiguous memory they go to or come from.
+
+    A whole page is one row, and its own slice.
+    """
 
     def __init__(self, side: PlanSide, entry: int, ids: PageIds, base: int, flat: int) -> None:
         self.ids = ids
         self.start = base + int(side.slice_offset[entry])
         self.flat = flat
         self.page_bytes = int(side.page_bytes[entry])
-        self.rows = int(side.rows[entry])
-        self.row_bytes = int(side.row_bytes[entry])
-        self.slice_bytes = int(side.slice_bytes[entry])
+        whole = not side.sliced[entry]
+        self.rows = 1 if whole else int(side.rows[entry])
+        self.row_bytes = self.page_bytes if whole else int(side.row_bytes[entry])
+        self.slice_bytes = self.page_bytes if whole else int(side.slice_bytes[entry])
 
     def gather(self) -> None:
         """Take cells of the greatest size of which both a row and a slice have a whole number.
