@@ -30,7 +30,7 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-bench: $(STAMPS)/base  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace)
+bench: $(STAMPS)/mooncake $(STAMPS)/system  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE))
 
 peers: $(PEERS)/sglang/installed-$(SGLANG)  ## fetch what else `make bench` can compare with, into .peers (some 200 MB)

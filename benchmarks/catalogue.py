@@ -12,7 +12,9 @@ from benchmarks import (
     coalescing,
     control_messages,
     hand_off,
+    landing,
     local_transfer,
+    overlap,
     page_ids,
     planning,
     trace_replay,
@@ -32,6 +34,8 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "local_transfer": local_transfer.measure,
     "unequal_tp": unequal_tp.measure,
     "hand_off": hand_off.measure,
+    "landing": landing.measure,
+    "overlap": overlap.measure,
     "allocation": allocation.measure,
 }
 

@@ -12,43 +12,26 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, compare
 from benchmarks.mooncake_peer import ADDRESS
 from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings, NativeEngine
 from kvferry.pools.devices.host import HostRegion
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 BIG_BLOCK_BYTES = 4 * MIB
 BLOCKS_UNDER_WAY = 4
 PAGES_UNDER_WAY = 256  # below Mooncake's own limits a peer
 POLL_S = 0.0001
 NOISE_BYTES = 10_000_019  # a prime: no two pages alike
-PAGE_SIZES = (16 * KIB, 128 * KIB)
+ONE_BLOCK_A_PAGE = f"Mooncake's engine by itself, one block a page, {PAGES_UNDER_WAY} under way"
+BIG_BLOCKS = (
+    f"Mooncake's engine by itself, blocks of {BIG_BLOCK_BYTES // MIB} MiB in order, {BLOCKS_UNDER_WAY} under way"
+)
 _DONE, _FAILED = 1, -1
-
-
-def measure(effort: Effort) -> list[Row]:
-    """Compare one block a page with big blocks, for two sizes of page, at random places on both sides."""
-    size_bytes = effort.pick(64, 8) * MIB
-    with raw_mooncake(size_bytes) as raw:
-        return [
-            compare(
-                f"mooncake_raw/{page_bytes // KIB}KiB/random/{size_bytes // MIB}MiB",
-                GIGABYTES_A_SECOND,
-                ours=partial(raw.one_block_a_page, page_bytes),
-                peer=raw.big_blocks,
-                peer_is=f"the same engine, blocks of {BIG_BLOCK_BYTES // MIB} MiB, {BLOCKS_UNDER_WAY} under way",
-                rounds=effort.pick(7, 1),
-                note="both are Mooncake: what a hand-off has to beat, and what it can reach",
-            )
-            for page_bytes in PAGE_SIZES
-        ]
 
 
 class RawMooncake:

@@ -16,16 +16,22 @@ STOP_TIMEOUT_S = 30.0
 
 
 @contextlib.contextmanager
-def running_daemon() -> Iterator[Path]:
-    """Run a daemon of ours with its default configuration; yield its runtime directory."""
+def running_daemon(config: str = "") -> Iterator[Path]:
+    """Run a daemon of ours with a TOML configuration, by default an empty one; yield its runtime directory."""
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder, _ready_socket(folder) as ready:
         runtime_dir = Path(folder) / "run"
         environment = os.environ | {"NOTIFY_SOCKET": str(ready.getsockname())}
-        command = [sys.executable, "-P", "-m", "kvferry.daemon", "--runtime-dir", str(runtime_dir)]
+        file = Path(folder) / "daemon.toml"
+        file.write_text(config)
+        command = [sys.executable, "-P", "-m", "kvferry.daemon"]
+        command += ["--config", str(file), "--runtime-dir", str(runtime_dir)]
         with (Path(folder) / "log").open("wb") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: S603  our own daemon
         with _ended_with_us(process):
-            state = ready.recv(4096)
+            try:
+                state = ready.recv(4096)
+            except TimeoutError as late:
+                raise RuntimeError(f"the daemon does not serve: {(Path(folder) / 'log').read_text()}") from late
             assert state.startswith(b"READY=1"), state
             yield runtime_dir
 

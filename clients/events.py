@@ -27,7 +27,7 @@ class EventRing:
         self._region = region
         self._eventfd = eventfd
         self._counters = region.view().view(np.int64)
-        self._promised = [0] * EVENT_RING_SLOTS
+        self._promised: list[int] = self._counters.tolist()  # not 0 where the session opened its ring before
         self._next = 0
 
     def __repr__(self) -> str:
@@ -55,8 +55,10 @@ class EventRing:
         """Say that the step's layers are in the pages. Cheap: one store and one system call.
 
         Raises:
-            ValueError: it was recorded before, or one that had the same slot before it was not.
+            ValueError: it was recorded before, or one that had the same slot before it was not; or the ring is closed.
         """
+        if self._eventfd < 0:
+            raise ValueError("the ring is closed")
         if int(self._counters[step.event]) != step.value - 1:
             raise ValueError(f"event {step.event} stands at {self._counters[step.event]}, the step's is {step.value}")
         self._counters[step.event] = step.value

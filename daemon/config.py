@@ -74,8 +74,8 @@ class LandingConfig(_Section, frozen=True, kw_only=True):
     address: str | None = None
     direct: bool = False
     slots: Annotated[int, Meta(ge=1, le=65_536)] = 16
-    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 4 << 20
-    staging: Annotated[int, Meta(ge=1, le=65_536)] = 8
+    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
+    staging: Annotated[int, Meta(ge=1, le=65_536)] = 4
     write_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     quarantined_bytes: Annotated[int, Meta(ge=0)] | None = None
     quarantined_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0

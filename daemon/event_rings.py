@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 
@@ -85,6 +86,16 @@ class EventRings:
         return Answer(EventsOpened(slots=EVENT_RING_SLOTS))
 
     def _reached(self, session_id: int, ring: _Ring) -> None:
-        with contextlib.suppress(BlockingIOError):  # another wake-up took the count
-            os.eventfd_read(ring.eventfd)
+        _take_wake_ups(ring.eventfd)
         self._on_reached(session_id, ring.values())
+
+
+def _take_wake_ups(eventfd: int) -> None:
+    """Read the count, if it is there still, and never wait: the engine may have taken it, and O_NONBLOCK with it."""
+    with contextlib.suppress(BlockingIOError):
+        try:
+            os.preadv(eventfd, [bytearray(COUNTER.itemsize)], -1, os.RWF_NOWAIT)
+        except OSError as cause:
+            if cause.errno != errno.EOPNOTSUPP:  # a kernel before 5.8: trust the descriptor's own flag
+                raise
+            os.eventfd_read(eventfd)

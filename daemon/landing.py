@@ -69,7 +69,7 @@ class LandingSlots:
         self.slot_bytes: Final = slot_bytes
         self.count: Final = count
         self._base_address = base_address
-        self._bounds = bounds
+        self.bounds: Final = bounds
         self._free = list(range(count - 1, -1, -1))  # the lowest is taken first; the last one given back comes next
         self._granted: dict[int, _Granted] = {}
         self._quarantined: dict[int, _Quarantined] = {}  # in the order in which they came
@@ -166,9 +166,10 @@ class LandingSlots:
             self.quarantine(number, peer, grant_id, now_s)
         return [number for number, _ in lost]
 
-    def fence_due(self, now_s: float) -> bool:
+    def fence_due(self, now_s: float, *, writing: bool = False) -> bool:
         """Return whether to fence now. Where a bound is passed but grants live, begin to drain and return False.
 
+        ``writing``: this daemon's own writes are under way, which a fence would end: wait for those too.
         Draining ends without a fence when quarantine falls below its bounds again. False while a fence is under way.
         """
         if self._fencing or not self._too_much_rests(now_s):
@@ -176,7 +177,8 @@ class LandingSlots:
             return False
         if self._draining_since_s is None:
             self._draining_since_s = now_s
-        return not self._granted or now_s - self._draining_since_s >= self._bounds.drain_timeout_s
+        idle = not self._granted and not writing
+        return idle or now_s - self._draining_since_s >= self.bounds.drain_timeout_s
 
     def fence_begins(self, now_s: float) -> list[int]:
         """Quarantine what is still granted, just before the engine is destroyed; return the numbers.
@@ -228,6 +230,6 @@ class LandingSlots:
 
     def _too_much_rests(self, now_s: float) -> bool:
         return (
-            self.quarantined_bytes > self._bounds.quarantined_bytes
-            or self.oldest_quarantine_s(now_s) > self._bounds.quarantined_s
+            self.quarantined_bytes > self.bounds.quarantined_bytes
+            or self.oldest_quarantine_s(now_s) > self.bounds.quarantined_s
         )

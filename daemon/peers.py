@@ -186,7 +186,7 @@ class PeerLinks:
         link = self._links[envelope.address]
         if not hello.answers:
             link.put(self.hello(envelope.address, answers=True))
-        link.greeted(envelope.boot_id)
+        link.greeted(envelope.boot_id, anew=not hello.answers)
 
 
 class _Link:
@@ -228,12 +228,16 @@ class _Link:
         if self._connected and len(self._outbox) == 1:
             self._flush()
 
-    def greeted(self, boot_id: str) -> None:
-        """Take a PEER_HELLO's word on who is there."""
+    def greeted(self, boot_id: str, *, anew: bool) -> None:
+        """Take a PEER_HELLO's word on who is there.
+
+        ``anew``: its connection to us is a new one. If it was known already, only the peer has noticed a break: it has
+        failed what we had with it, and what it said meanwhile is lost.
+        """
         peer = Incarnation(self._address, boot_id)
-        if self.peer == peer:
+        if self.peer == peer and not anew:
             return
-        self._lose("it was restarted")
+        self._lose("it has begun anew")
         self.peer = peer
         log.info("peer up", address=self._address, boot_id=boot_id)
         self._owner.counters.add("peers.up")

@@ -125,7 +125,7 @@ class Coverage:
         for cells in extra:
             self._set(settled, cells, value=True)
         bare = np.flatnonzero(self._required & ~settled.any(axis=(1, 2)))
-        if len(bare):
+        if len(bare) and settled.shape[2]:
             raise UncoveredEntryError(
                 f"no source entry for {self._entries[bare[0]].name} ({len(bare)} entries uncovered)", field="lists"
             )

@@ -110,7 +110,9 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
 class LandingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The memory into which daemons of other hosts write, in slots; ``quarantined`` ones rest until they are fenced.
 
-    ``quarantined_bytes`` are theirs and, where pages are written directly, those of pages that rest.
+    ``quarantined_bytes`` are theirs and, where pages are written directly, those of pages that rest. ``state``:
+    ``draining`` while a fence waits for live grants, ``fencing``, or ``broken`` where the engine could not be rebuilt.
+    ``held_by``: how many grants each peer has not answered, by its address.
     """
 
     session: str
@@ -121,6 +123,8 @@ class LandingStatus(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: int
     quarantined_bytes: int = 0
     direct: bool = False
+    state: str = "ready"
+    held_by: dict[str, int] = {}
 
 
 class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):

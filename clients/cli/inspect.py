@@ -11,6 +11,7 @@ from kvferry.clients.cli.tables import table
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.session_messages import PoolStatus, StatusReport
 
+MIB = 1 << 20
 GIB = 1 << 30
 
 
@@ -62,9 +63,11 @@ def _lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         yield from table("other daemons", ("address", "state", "announced", "waiting"), rows)
     if report.landing:
         slots = report.landing
-        head = ("session", "slot KiB", "slots", "free", "granted", "quarantined")
-        row = (slots.session, slots.slot_bytes >> 10, slots.slots, slots.free, slots.granted, slots.quarantined)
-        yield from table("landing", head, [row])
+        head = ("session", "state", "slot KiB", "slots", "free", "granted", "quarantined", "quarantined MiB", "held by")
+        holders = ", ".join(f"{address} {count}" for address, count in slots.held_by.items()) or "-"
+        row = (slots.session, slots.state, slots.slot_bytes >> 10, slots.slots, slots.free, slots.granted)
+        resting = (slots.quarantined, f"{slots.quarantined_bytes / MIB:.1f}")
+        yield from table("landing", head, [(*row, *resting, holders)])
     yield from table("counters", ("name", "count"), list(report.counters.items()))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvferry.daemon.rooms.matching import Trim
 from kvferry.daemon.rooms.remote import Incarnation, Target
-from kvferry.daemon.rooms.sides import Room, SourcePool
+from kvferry.daemon.rooms.sides import Offer, Room, SourcePool
 from kvferry.pools.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
@@ -33,6 +34,14 @@ class Tell(NamedTuple):
 
     session_id: int
     event: Finished | Settled
+
+
+class WarnTrimmed(NamedTuple):
+    """Warn that lists were cut to one length: nothing proves that what was kept belongs together."""
+
+    offer: Offer
+    room: Room
+    trim: Trim
 
 
 class AnnounceRoom(NamedTuple):
@@ -92,6 +101,7 @@ Effect = (
     StartPiece
     | StopPiece
     | Tell
+    | WarnTrimmed
     | AnnounceRoom
     | CloseRoom
     | RefuseOffer

@@ -23,10 +23,23 @@ _Pairings: TypeAlias = "weakref.WeakKeyDictionary[SourcePool, dict[str, Pairing]
 _pairings: weakref.WeakKeyDictionary[SourcePool, _Pairings] = weakref.WeakKeyDictionary()
 
 
+class Trim(NamedTuple):
+    """Lists of one component that were cut to the shorter length, by their lengths before."""
+
+    component: str
+    source_length: int
+    destination_length: int
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages were left out."""
+        return abs(self.source_length - self.destination_length)
+
+
 class Match(msgspec.Struct, frozen=True):
     """What a chunk fills in a room; surplus that the room does not want is counted.
 
-    ``excused`` are cells that nothing fills because lists were trimmed, ``trimmed_pages`` the pages that this cost.
+    ``excused`` are cells that nothing fills because lists were trimmed, ``trims`` what was left out of which lists.
     """
 
     promises: tuple[Promise, ...]
@@ -34,7 +47,12 @@ class Match(msgspec.Struct, frozen=True):
     skipped_source_pages: int = 0
     covered_source_entries: int = 0
     excused: tuple[Excused, ...] = ()
-    trimmed_pages: int = 0
+    trims: tuple[Trim, ...] = ()
+
+    @property
+    def trimmed_pages(self) -> int:
+        """Return how many pages of either side were trimmed."""
+        return sum(one.pages for one in self.trims)
 
 
 class _Span(NamedTuple):
@@ -44,8 +62,7 @@ class _Span(NamedTuple):
     destination_start: int
     pages: int
     skipped_source_pages: int
-    trimmed_source: int = 0
-    trimmed_destination: int = 0
+    trimmed: bool = False
 
 
 def match(chunk: Chunk, source: SourcePool, room: Room, whole_below_bytes: int = 0) -> Match:
@@ -75,20 +92,24 @@ def match(chunk: Chunk, source: SourcePool, room: Room, whole_below_bytes: int =
         sum(part.skipped_source_pages for part in parts),
         sum(part.covered_source_entries for part in parts),
         tuple(excused for part in parts for excused in part.excused),
-        sum(part.trimmed_pages for part in parts),
+        tuple(trim for part in parts for trim in part.trims),
     )
 
 
 def _match_component(one: PageRange, chunk: Chunk, source: SourcePool, room: Room) -> Match:
     target = room.ranges.get(one.component)
-    if target is None:
-        return Match((), skipped_source_entries=len(entries_of(source.manifest, one.component)))
+    if target is None or target.none:
+        return Match(
+            (),
+            skipped_source_entries=len(entries_of(source.manifest, one.component)),
+            skipped_source_pages=len(one.ids) if target else 0,
+        )
     span = _paged_span(one, target, last=chunk.last) if target.kind == "paged" else _state_span(one, target, room)
     pairing = _pairing(source, room.pool, one.component)
     if room.sources == 1:
         check_covered(pairing, room.pool.manifest.optional_components)
     excused = []
-    if span.trimmed_destination:
+    if span.trimmed and span.pages < len(target.ids):
         excused.append(Excused(one.component, cells_of(pairing.pairs, span.pages, len(target.ids))))
     promises: tuple[Promise, ...] = ()
     covered = 0
@@ -100,7 +121,7 @@ def _match_component(one: PageRange, chunk: Chunk, source: SourcePool, room: Roo
         span.skipped_source_pages,
         covered,
         tuple(excused),
-        span.trimmed_source + span.trimmed_destination,
+        (Trim(one.component, len(one.ids), len(target.ids)),) if span.trimmed and pairing.pairs else (),
     )
 
 
@@ -138,16 +159,8 @@ def _state_span(one: PageRange, target: PageRange, room: Room) -> _Span:
         one.component,
         room.request_id[:8],
     )
-    if found.trimmed:
-        return _Span(
-            found.source_start,
-            found.destination_start,
-            found.count,
-            0,
-            found.dropped_source,
-            found.dropped_destination,
-        )
-    return _Span(found.source_start, found.destination_start, found.count, found.dropped_source)
+    skipped = 0 if found.trimmed else found.dropped_source
+    return _Span(found.source_start, found.destination_start, found.count, skipped, found.trimmed)
 
 
 def _promises(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvferry.daemon.rooms.acceptance import withdraw, would_complete
-from kvferry.daemon.rooms.effects import StartPiece
+from kvferry.daemon.rooms.effects import StartPiece, WarnTrimmed
 from kvferry.daemon.rooms.matching import Match, match
 from kvferry.daemon.rooms.registry import Sides
 from kvferry.daemon.rooms.sides import Chunk, Offer, Piece, Room
@@ -64,6 +64,7 @@ class Moves:
             side.covered_source_entries = max(side.covered_source_entries, found.covered_source_entries)
             side.skipped_source_pages += found.skipped_source_pages
             side.trimmed_pages += found.trimmed_pages
+        self._sides.effects.extend(WarnTrimmed(offer, room, trim) for trim in found.trims)
         for excused in found.excused:
             room.coverage[excused.component].excuse(excused.cells)
         steps = sorted({promise.step for promise in found.promises})

@@ -84,6 +84,16 @@ def entries_of(manifest: Manifest, component: str) -> tuple[Entry, ...]:
     return tuple(entry for entry in manifest.entries if entry.component == component)
 
 
+def page_tokens_of(manifest: Manifest, component: str) -> int | None:
+    """Return how many tokens a component's pages have, None where it is not paged by tokens.
+
+    ``main`` of a pipeline stage may have no entry of its own, but draft layers on its pages: they say it then.
+    """
+    space = _space(manifest, component)
+    inside = {one.name for one in manifest.components if one.space == space}
+    return next((entry.page_tokens for entry in manifest.entries if entry.component in inside), None)
+
+
 def _page_range(one: PageList, ids: PageIds, manifest: Manifest, field: str, *, may_end_inside: bool) -> PageRange:
     component = component_of(manifest, one.component)
     if component is None:
@@ -93,7 +103,7 @@ def _page_range(one: PageList, ids: PageIds, manifest: Manifest, field: str, *, 
         check_range(ids, component.pages, f"{field}.pages")
     end_token = None
     if one.tokens is not None:
-        page_tokens = entries_of(manifest, one.component)[0].page_tokens
+        page_tokens = page_tokens_of(manifest, one.component)
         if page_tokens is None or one.first_page is None:
             raise InvalidFieldError(f"{one.component!r} is not paged by tokens", field=f"{field}.tokens")
         _check_tokens(one.tokens, len(ids), page_tokens, field, may_end_inside=may_end_inside)

@@ -36,6 +36,9 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.peer_messages import RoomName
 
 MAX_ANNOUNCEMENTS = 65_536
+NO_OFFER = 0
+"""What a refusal names where not an offer was refused but the announcement of the room itself."""
+
 NO_SESSION = 0
 """The session number of offers from other daemons: nobody here is told of them."""
 
@@ -135,11 +138,11 @@ class PeerBook:
         sides = self._sides.of_request(name.request_id)
         if any(one.source_or_destination.tenant != name.tenant for one in sides):
             taken = RoomExistsError("the request id is another tenant's", field="request_id")
-            self._sides.effects.append(RefuseOffer(home, name, 0, taken))
+            self._sides.effects.append(RefuseOffer(home, name, NO_OFFER, taken))
             return
         if len(self._sides.announcements) >= MAX_ANNOUNCEMENTS:
             full = OverloadedError(f"{MAX_ANNOUNCEMENTS} rooms of other daemons wait here")
-            self._sides.effects.append(RefuseOffer(home, name, 0, full))
+            self._sides.effects.append(RefuseOffer(home, name, NO_OFFER, full))
             return
         self._sides.announce(announcement)
         for side in list(sides):
@@ -178,6 +181,14 @@ class PeerBook:
         target = self._sides.targets.get(number)
         if target is not None and target.announcement.home == home:
             self._endings.close_target(target, error, now)
+
+    def announcement_refused(self, name: RoomName, error: KvferryError) -> None:
+        """Take another daemon's word that it has no offers for a room here; the room goes on waiting.
+
+        Raises:
+            UnknownRoomError: the room is over.
+        """
+        self.room(name).last_refusal = error
 
     def open_target(self, home: Incarnation, number: int, name: RoomName) -> Target:
         """Return what an offer sends to, while it may.

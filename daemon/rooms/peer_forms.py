@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.daemon.rooms.page_ranges import PageRange, entries_of, page_ranges
-from kvferry.daemon.rooms.remote import Target
-from kvferry.daemon.rooms.sides import Chunk
+from kvferry.daemon.rooms.endings import name_of
+from kvferry.daemon.rooms.page_ranges import PageRange, page_ranges, page_tokens_of
+from kvferry.daemon.rooms.remote import RemotePool, Target
+from kvferry.daemon.rooms.sides import Chunk, Piece, Promise
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.base import PageList
-from kvferry.protocol.manifests import Manifest
-from kvferry.protocol.peer_messages import PeerOffer
+from kvferry.protocol.manifests import Entry, Manifest
+from kvferry.protocol.peer_messages import Part, PeerOffer
+from kvferry.protocol.peer_messages import Piece as PieceMessage
 from kvferry.protocol.room_messages import LayerStep
 
 ANY_EVENT, ANY_VALUE = 0, 1
@@ -55,7 +57,33 @@ def chunk_of(message: PeerOffer, ids: Sequence[PageIds], manifest: Manifest) -> 
 def _list_of(one: PageRange, manifest: Manifest) -> PageList:
     tokens = None
     if one.end_token is not None:
-        tokens = one.end_token - one.start_page * (entries_of(manifest, one.component)[0].page_tokens or 0)
+        tokens = one.end_token - one.start_page * (page_tokens_of(manifest, one.component) or 0)
     return PageList(
         component=one.component, first_page=one.first_page, pages=len(one.ids), tokens=tokens, none=one.none
+    )
+
+
+def piece_of(piece: Piece) -> PieceMessage:
+    """Return a piece of another daemon's offer as its source is told of it."""
+    assert piece.offer.origin is not None, piece
+    assert isinstance(piece.offer.pool, RemotePool), piece
+    places = {id(entry): number for number, entry in enumerate(piece.offer.pool.manifest.entries)}
+    return PieceMessage(
+        room=name_of(piece.room),
+        offer=piece.offer.origin.offer,
+        piece=piece.piece_id,
+        chunk=piece.chunk,
+        parts=tuple(_part_of(promise, places) for promise in piece.promises),
+    )
+
+
+def _part_of(promise: Promise, places: dict[int, int]) -> Part:
+    entries: list[Entry] = [pair.source for pair in promise.pairs]
+    heads = tuple((pair.heads.source, pair.heads.count) if pair.heads else (0, 0) for pair in promise.pairs)
+    return Part(
+        component=promise.component,
+        start=promise.source_start,
+        pages=len(promise.plan.source.ids),
+        entries=tuple(places[id(entry)] for entry in entries),
+        heads=heads,
     )

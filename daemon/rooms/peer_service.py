@@ -22,7 +22,7 @@ from kvferry.daemon.rooms.effects import (
     Withdraw,
 )
 from kvferry.daemon.rooms.endings import name_of
-from kvferry.daemon.rooms.peer_book import PeerBook
+from kvferry.daemon.rooms.peer_book import NO_OFFER, PeerBook
 from kvferry.daemon.rooms.peer_forms import chunk_of, offer_of
 from kvferry.daemon.rooms.remote import Incarnation, Origin, RemotePool
 from kvferry.daemon.rooms.sides import Room
@@ -203,6 +203,8 @@ class PeerService:
         elif isinstance(body, RoomClosed):
             error = raised(body.error) if body.error else None
             self._book.closed(peer, body.room, error, body.moved, now)
+        elif isinstance(body, OfferRefused) and body.offer == NO_OFFER:
+            self._book.announcement_refused(body.room, raised(body.error))
         elif isinstance(body, OfferRefused):
             self._book.refused(peer, body.offer, raised(body.error), now)
         elif isinstance(body, Piece):

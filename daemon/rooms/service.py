@@ -12,7 +12,7 @@ from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.rooms.book import RoomBook, Sender
-from kvferry.daemon.rooms.effects import Effect, StartPiece, StopPiece, Tell
+from kvferry.daemon.rooms.effects import Effect, StartPiece, StopPiece, Tell, WarnTrimmed
 from kvferry.daemon.rooms.page_ranges import page_ranges
 from kvferry.daemon.rooms.peer_service import PeerService
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Room, SideKey, State
@@ -235,6 +235,8 @@ class RoomService:
                 self._start(effect)
             elif isinstance(effect, StopPiece):
                 self._stop(effect.piece_id)
+            elif isinstance(effect, WarnTrimmed):
+                self._warn_trimmed(effect)
             elif self._peers is not None:
                 self._peers.carry_out(effect)
         # After the reply that this call may still give: events never overtake their request's reply.
@@ -285,6 +287,21 @@ class RoomService:
             moved_bytes=event.moved_bytes,
             waited_us=event.waited_us,
             moved_us=event.moved_us,
+        )
+
+    def _warn_trimmed(self, effect: WarnTrimmed) -> None:
+        offer, room, trim = effect
+        self._counters.add("rooms.trimmed")
+        log.warning(
+            "lists of unequal length were cut to the shorter one; give first_page on both sides",
+            request=room.request_id[:REQUEST_DIGITS_SHOWN],
+            component=trim.component,
+            source=offer.pool.name,
+            source_daemon=offer.origin.peer.address if offer.origin else "",
+            source_pages=trim.source_length,
+            destination=room.pool.name,
+            destination_pages=trim.destination_length,
+            dropped_pages=trim.pages,
         )
 
     def _set_timer(self) -> None:

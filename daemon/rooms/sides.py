@@ -331,7 +331,8 @@ class Room(Side):
             return f"{missing}; refused: {self.last_refusal}" if self.last_refusal else missing
         if not self.all_promised:
             return "a source's last SEND"
-        return f"copies: {self.arrived_pages} of {self.pages} pages there"
+        copies = f"copies: {self.arrived_pages} of {self.pages} pages there"
+        return f"{copies}; the events of {len(self.waiting)} layer steps" if self.waiting else copies
 
     def finished_event(self, error: KvferryError | None, now: float) -> Finished:
         """Return the FINISHED event, with first token and payload where it succeeded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Executor
 from urllib.parse import urlsplit
 
@@ -48,6 +49,7 @@ class Landing:
         self._engine: MooncakeEngine | None = None
         self._slots: LandingSlots | None = None
         self._pages: DirectPages | None = None
+        self._receiver: LandingReceiver | None = None
         self._regions: list[HostRegion] = []
 
     async def start(self, transports: RemoteTransports) -> None:
@@ -76,10 +78,9 @@ class Landing:
             config.drain_timeout_s,
         )
         slots = self._slots = LandingSlots(landing.address, config.slot_bytes, config.slots, bounds)
-        transports.receiver = LandingReceiver(
+        transports.receiver = self._receiver = LandingReceiver(
             self._links.send,
             engine,
-            landing,
             slots,
             self._executor,
             self._rooms.piece_done,
@@ -101,7 +102,7 @@ class Landing:
 
     def status(self) -> LandingStatus | None:
         """Return the slots as STATUS shows them; None without a transport between hosts."""
-        if self._engine is None or self._slots is None:
+        if self._engine is None or self._slots is None or self._receiver is None:
             return None
         return LandingStatus(
             session=self._engine.session_name,
@@ -112,14 +113,17 @@ class Landing:
             quarantined=self._slots.quarantined,
             quarantined_bytes=self._slots.quarantined_bytes,
             direct=self._config.direct,
+            state=self._receiver.state,
+            held_by=self._receiver.held_by(),
         )
 
     async def close(self) -> None:
-        """Stop listening: afterwards nothing lands."""
+        """Stop listening: afterwards nothing lands, and nothing is gathered or scattered any more."""
         if self._engine is not None:
             await self._engine.close()
         if self._pages is not None:
             await self._pages.close()
+        await asyncio.to_thread(self._executor.shutdown)  # threads know the memory by its address
         for region in self._regions:
             region.close()
 

@@ -14,45 +14,30 @@ import asyncio
 import ctypes
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import structlog
 import xxhash
 
 from kvferry.daemon.landing import LandingSlots
 from kvferry.daemon.metrics import Counters
-from kvferry.daemon.rooms.endings import name_of
-from kvferry.daemon.rooms.remote import Incarnation, RemotePool
-from kvferry.daemon.rooms.sides import Piece, Promise
+from kvferry.daemon.rooms.peer_forms import piece_of
+from kvferry.daemon.rooms.remote import Incarnation
+from kvferry.daemon.rooms.sides import Piece
 from kvferry.daemon.transports.base import OnPieceDone
 from kvferry.daemon.transports.direct_pages import DirectPages
-from kvferry.pools.devices.host import HostRegion
+from kvferry.daemon.transports.fence_watch import Fence, FenceWatch, State
 from kvferry.pools.gather import Parcel, cut_parcels, memory_runs, scatter
 from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.manifests import Entry
-from kvferry.protocol.peer_messages import Grant, Landed, Part, PeerBody, PieceOver
-from kvferry.protocol.peer_messages import Piece as PieceMessage
+from kvferry.protocol.peer_messages import MAX_RUNS, Grant, Landed, PeerBody, PieceOver
 
-GRANTS_PER_PIECE = 4
-"""Slots that one piece may have at a time: enough to keep gathering, the wire and scattering busy at once."""
-
-FENCE_LOOK_S = 0.5
-log = structlog.get_logger(__name__)
+GRANTS_PER_PIECE = 8
+"""Slots that one piece may have at a time: so many that its source knows the next one when it has a buffer free."""
 
 Say = Callable[[Incarnation, PeerBody], bool]
-
-
-class Fence(Protocol):
-    """What can make sure that nothing old lands."""
-
-    session_name: str
-
-    async def rebuild(self) -> str:
-        """Destroy and rebuild the engine; nothing old lands afterwards."""
 
 
 class _Place(NamedTuple):
@@ -74,6 +59,7 @@ class _Landing:
     """One piece: parcels not granted yet, grants under way, and the first error.
 
     ``direct`` are the parts whose pages are written directly, ``in_pages`` the grants of them that may still land.
+    ``wanting``: it is in the row of those that a slot is sought for.
     """
 
     def __init__(self, piece: Piece, peer: Incarnation) -> None:
@@ -85,13 +71,19 @@ class _Landing:
         self.granted = 0
         self.scattering = 0
         self.error: KvferryError | None = None
-        self.told_over = False
+        self.wanting = False
+        self.failed_s = 0.0
         self.over = False
 
     @property
     def boot_id(self) -> BootId:
         """Return the peer's incarnation."""
         return BootId(self.peer.boot_id)
+
+    @property
+    def wants(self) -> bool:
+        """Return whether another parcel should be granted."""
+        return bool(self.parcels) and self.granted < GRANTS_PER_PIECE
 
 
 class LandingReceiver:
@@ -101,20 +93,18 @@ class LandingReceiver:
         self,
         say: Say,
         fence: Fence,
-        region: HostRegion,
         slots: LandingSlots,
         executor: Executor,
         on_piece_done: OnPieceDone,
         counters: Counters,
         pages: DirectPages | None = None,
     ) -> None:
-        """Take slots from ``region``, which they tile, and verify and scatter on ``executor``.
+        """Verify and scatter on ``executor``, which is shut down before the slots' memory goes.
 
         With ``pages``, whole pages are written directly.
         """
         self._say = say
         self._fence = fence
-        self._region = region
         self._slots = slots
         self._executor = executor
         self._on_piece_done = on_piece_done
@@ -124,12 +114,14 @@ class LandingReceiver:
         self._grants: dict[int, _Grant] = {}
         self._taking: set[int] = set()  # grants that have landed and are being scattered
         self._grant_ids = itertools.count(1)
-        self._fencing: asyncio.Task[None] | None = None
+        self._wanting: deque[_Landing] = deque()
+        self._watch = FenceWatch(fence, slots, self, counters)
+        self._silence_s = slots.bounds.quarantined_s
         self._pages = pages
         self._resting: dict[int, _Landing] = {}  # by the number of the pages in which something may still land
         self._closed = False
         if pages is not None:
-            pages.on_change = self._pump
+            pages.on_change = self._pages_changed
 
     def __repr__(self) -> str:
         """Show what is under way."""
@@ -140,6 +132,9 @@ class LandingReceiver:
         assert piece.offer.origin is not None, piece
         landing = _Landing(piece, piece.offer.origin.peer)
         self._landings[piece.piece_id] = landing
+        if self._watch.state == "broken":
+            self._fail(landing, TransferFailedError("nothing can land here until this daemon is restarted"))
+            return
         try:
             for number, promise in enumerate(piece.promises):
                 cut = cut_parcels(promise.plan.source, self._slots.slot_bytes)
@@ -149,10 +144,11 @@ class LandingReceiver:
         except KvferryError as error:
             self._fail(landing, error)
             return
-        if not self._say(landing.peer, _message_of(piece)):
+        if not self._say(landing.peer, piece_of(piece)):
             self._fail(landing, PeerLostError(f"the daemon at {landing.peer.address} is gone"))
             return
-        self._pump()
+        self._want(landing)
+        self.pump()
 
     def stop(self, piece_id: int) -> None:
         """See ``Transport.stop``."""
@@ -163,7 +159,7 @@ class LandingReceiver:
     def landed(self, peer: Incarnation, message: Landed) -> None:
         """Take a peer's word that a grant is used up."""
         grant = self._grants.get(message.grant)
-        if grant is None or grant.landing.peer != peer:
+        if grant is None or grant.landing.peer != peer or message.grant in self._taking:
             self._counters.add("landing.unknown_grants")
             return
         landing = grant.landing
@@ -177,66 +173,133 @@ class LandingReceiver:
         self._release(message.grant, grant, may_still_land=message.may_still_land)
         if message.error is not None:
             self._fail(landing, raised(message.error))
-        self._pump()
+        else:  # it had failed already, and may have waited for this
+            self._check_done(landing)
+        self._want(landing)
+        self.pump()
 
     def peer_lost(self, peer: Incarnation, why: str) -> None:
         """Fail the pieces of a peer, whose slots rest from now on."""
-        self._cut_off(set(self._slots.quarantine_peer(BootId(peer.boot_id), time.monotonic())))
+        error = PeerLostError(f"the daemon at {peer.address} is gone: {why}")
+        self.cut_off(set(self._slots.quarantine_peer(BootId(peer.boot_id), time.monotonic())), error)
         for landing in [one for one in self._landings.values() if one.peer == peer]:
-            self._fail(landing, PeerLostError(f"the daemon at {peer.address} is gone: {why}"))
-        self._look_at_fence()
+            self._fail(landing, error)
+        self._watch.look()
 
     def close(self) -> None:
         """See ``Transport.close``. The executor is shut down after it, the engine before."""
         self._closed = True
         self._landings.clear()
-        if self._fencing is not None:
-            self._fencing.cancel()
+        self._wanting.clear()
+        self._watch.close()
 
-    def _pump(self) -> None:
+    @property
+    def state(self) -> State:
+        """Return how the slots are; see ``FenceWatch``."""
+        return self._watch.state
+
+    def held_by(self) -> dict[str, int]:
+        """Return how many grants each peer has not answered, by its address."""
+        return dict(Counter(grant.landing.peer.address for grant in self._grants.values()))
+
+    @property
+    def unanswered(self) -> bool:
+        """See ``Grants``."""
+        return any(grant.landing.error is not None for grant in self._grants.values())
+
+    def rest_unanswered(self, now_s: float) -> None:
+        """See ``Grants``. A peer that lives and says nothing must not hold memory for ever."""
+        silent = {
+            number: grant
+            for number, grant in self._grants.items()
+            if grant.landing.error is not None
+            and number not in self._taking
+            and now_s - grant.landing.failed_s > self._silence_s
+        }
+        for number, grant in silent.items():
+            landing = grant.landing
+            self._slots.quarantine(grant.place.number, landing.boot_id, number, landing.failed_s)
+        if silent:
+            self._counters.add("landing.unanswered_grants", len(silent))
+            self._forget(silent)
+
+    def cut_off(self, numbers: set[int], error: KvferryError) -> None:
+        """See ``Grants``. What has landed is taken all the same."""
+        ended = {number: grant for number, grant in self._grants.items() if grant.place.number in numbers}
+        self._forget({number: grant for number, grant in ended.items() if number not in self._taking})
+        for grant in ended.values():
+            self._fail(grant.landing, error)
+
+    def nothing_lands(self) -> None:
+        """See ``Grants``."""
+        rested, self._resting = self._resting, {}
+        for landing in rested.values():
+            landing.in_pages -= 1
+            self._check_done(landing)
+
+    def pump(self) -> None:
         """Grant what slots there are, a parcel of each piece in turn."""
-        waiting = deque(one for one in self._landings.values() if one.parcels and one.granted < GRANTS_PER_PIECE)
-        while waiting:
-            landing = waiting.popleft()
+        while self._wanting:
+            landing = self._wanting[0]
+            if not landing.wants or self._awaits_pages(landing):
+                self._wanting.popleft().wanting = False
+                continue
             number = next(self._grant_ids)
             place = self._place(landing, number)
             if place is None:
-                continue
-            part, parcel = landing.parcels.popleft()
-            grant = Grant(
-                piece=landing.piece.piece_id,
-                grant=number,
-                part=part,
-                first=parcel.first,
-                stop=parcel.stop,
-                session=self._fence.session_name,
-                address=place.address,
-                size_bytes=parcel.size_bytes,
-                runs=place.runs,
-            )
-            if not self._say(landing.peer, grant):
-                self._slots.give_back(place.number, landing.boot_id, number)
-                self._fail(landing, PeerLostError(f"the daemon at {landing.peer.address} is gone"))
-                continue
-            self._grants[number] = _Grant(landing, place, part, parcel)
-            landing.granted += 1
-            landing.in_pages += bool(place.runs)
-            if landing.parcels and landing.granted < GRANTS_PER_PIECE:
-                waiting.append(landing)
+                return
+            self._wanting.popleft().wanting = False
+            self._grant(landing, number, place)
+            self._want(landing)
+
+    def _want(self, landing: _Landing) -> None:
+        """Put a piece at the end of the row."""
+        if landing.wants and not landing.wanting:
+            landing.wanting = True
+            self._wanting.append(landing)
+
+    def _pages_changed(self) -> None:
+        for landing in self._landings.values():
+            self._want(landing)
+        self.pump()
+
+    def _grant(self, landing: _Landing, number: int, place: _Place) -> None:
+        part, parcel = landing.parcels.popleft()
+        grant = Grant(
+            piece=landing.piece.piece_id,
+            grant=number,
+            part=part,
+            first=parcel.first,
+            stop=parcel.stop,
+            session=self._fence.session_name,
+            address=place.address,
+            size_bytes=parcel.size_bytes,
+            runs=place.runs,
+        )
+        if not self._say(landing.peer, grant):
+            self._slots.give_back(place.number, landing.boot_id, number)
+            self._fail(landing, PeerLostError(f"the daemon at {landing.peer.address} is gone"))
+            return
+        self._grants[number] = _Grant(landing, place, part, parcel)
+        landing.granted += 1
+        landing.in_pages += bool(place.runs)
+
+    def _awaits_pages(self, landing: _Landing) -> bool:
+        """Return whether the piece's pool is being registered; then it comes back into the row by itself."""
+        if self._pages is None or landing.parcels[0][0] not in landing.direct:
+            return False
+        return self._pages.state(landing.piece.room.pool) == "pending"
 
     def _place(self, landing: _Landing, number: int) -> _Place | None:
         """Return where the piece's next parcel may be written; None where it has to wait."""
         part, parcel = landing.parcels[0]
         pool = landing.piece.room.pool
-        if part in landing.direct and self._pages is not None:
-            state = self._pages.state(pool)
-            if state == "ready":
+        if part in landing.direct and self._pages is not None and self._pages.state(pool) == "ready":
+            side = landing.piece.promises[part].plan.destination
+            runs = memory_runs(side, pool.region.address, parcel.first, parcel.stop)
+            if len(runs) <= MAX_RUNS:
                 taken = self._slots.take_pages(landing.boot_id, number, parcel.size_bytes)
-                side = landing.piece.promises[part].plan.destination
-                runs = memory_runs(side, pool.region.address, parcel.first, parcel.stop)
                 return None if taken is None else _Place(taken, runs[0][0], tuple(runs))
-            if state == "pending":
-                return None
         slot = self._slots.take(landing.boot_id, number)
         return None if slot is None else _Place(slot.number, slot.address)
 
@@ -267,7 +330,8 @@ class LandingReceiver:
         elif grant.place.runs:
             self._counters.add("landing.direct_bytes", grant.parcel.size_bytes)
         self._check_done(landing)
-        self._pump()
+        self._want(landing)
+        self.pump()
 
     def _release(self, number: int, grant: _Grant, *, may_still_land: bool = False) -> None:
         self._grants.pop(number, None)
@@ -276,26 +340,25 @@ class LandingReceiver:
             self._slots.quarantine(place.number, landing.boot_id, number, time.monotonic())
             if place.runs:
                 self._resting[place.number] = landing
-            self._look_at_fence()
+            self._watch.look()
         else:
             self._slots.give_back(place.number, landing.boot_id, number)
             landing.in_pages -= bool(place.runs)
 
-    def _cut_off(self, numbers: set[int]) -> list[_Landing]:
-        """Forget the grants of what rests from now on, unless it has landed; return whose they were."""
-        ended = [(n, grant) for n, grant in self._grants.items() if grant.place.number in numbers]
-        for number, grant in ended:
-            if number not in self._taking:
-                del self._grants[number]
-                if grant.place.runs:
-                    self._resting[grant.place.number] = grant.landing
-        return [grant.landing for _, grant in ended]
+    def _forget(self, grants: dict[int, _Grant]) -> None:
+        """Forget grants whose slots or pages rest."""
+        for number, grant in grants.items():
+            del self._grants[number]
+            if grant.place.runs:
+                self._resting[grant.place.number] = grant.landing
 
     def _fail(self, landing: _Landing, error: KvferryError) -> None:
         if landing.error is None:
             landing.error = error
+            landing.failed_s = time.monotonic()
             landing.parcels.clear()
-            self._tell_over(landing)
+            self._say(landing.peer, PieceOver(piece=landing.piece.piece_id))
+            self._watch.look()
         self._check_done(landing)
 
     def _check_done(self, landing: _Landing) -> None:
@@ -306,69 +369,7 @@ class LandingReceiver:
             return
         landing.over = True
         self._landings.pop(landing.piece.piece_id, None)
-        self._tell_over(landing)
+        if landing.error is None:
+            self._say(landing.peer, PieceOver(piece=landing.piece.piece_id))
         if not self._closed:
             self._loop.call_soon(self._on_piece_done, landing.piece.piece_id, landing.error)
-
-    def _tell_over(self, landing: _Landing) -> None:
-        if not landing.told_over:
-            landing.told_over = True
-            self._say(landing.peer, PieceOver(piece=landing.piece.piece_id))
-
-    # -- fences
-
-    def _look_at_fence(self) -> None:
-        """Watch over what rests, as long as anything does."""
-        if self._fencing is None and not self._closed and self._slots.quarantined_bytes:
-            self._fencing = self._loop.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        try:
-            while self._slots.quarantined_bytes:
-                if self._slots.fence_due(time.monotonic()):
-                    await self._do_fence()
-                self._pump()
-                await asyncio.sleep(FENCE_LOOK_S)
-        finally:
-            self._fencing = None
-
-    async def _do_fence(self) -> None:
-        for landing in self._cut_off(set(self._slots.fence_begins(time.monotonic()))):
-            self._fail(landing, TransferFailedError("its landing slot was fenced while it was under way"))
-        try:
-            await self._fence.rebuild()
-        except KvferryError as error:
-            log.exception("the fence failed: no slot is freed", cause=str(error))
-            return
-        freed = self._slots.fenced()
-        rested, self._resting = self._resting, {}
-        for landing in rested.values():
-            landing.in_pages -= 1
-            self._check_done(landing)
-        self._counters.add("landing.fences")
-        log.warning("landing slots fenced", freed=freed)
-
-
-def _message_of(piece: Piece) -> PieceMessage:
-    assert piece.offer.origin is not None, piece
-    assert isinstance(piece.offer.pool, RemotePool), piece
-    places = {id(entry): number for number, entry in enumerate(piece.offer.pool.manifest.entries)}
-    return PieceMessage(
-        room=name_of(piece.room),
-        offer=piece.offer.origin.offer,
-        piece=piece.piece_id,
-        chunk=piece.chunk,
-        parts=tuple(_part_of(promise, places) for promise in piece.promises),
-    )
-
-
-def _part_of(promise: Promise, places: dict[int, int]) -> Part:
-    entries: list[Entry] = [pair.source for pair in promise.pairs]
-    heads = tuple((pair.heads.source, pair.heads.count) if pair.heads else (0, 0) for pair in promise.pairs)
-    return Part(
-        component=promise.component,
-        start=promise.source_start,
-        pages=len(promise.plan.source.ids),
-        entries=tuple(places[id(entry)] for entry in entries),
-        heads=heads,
-    )

@@ -31,11 +31,15 @@ from kvferry.protocol.errors import (
     InternalError,
     InvalidFieldError,
     KvferryError,
+    OverloadedError,
     UnknownRoomError,
 )
 from kvferry.protocol.peer_messages import Grant, Landed, Part
 from kvferry.protocol.peer_messages import Piece as PieceMessage
 
+MAX_PIECES = 65_536
+MAX_GRANTS_PER_PIECE = 1024
+MAX_REFUSED = 1024
 log = structlog.get_logger(__name__)
 
 
@@ -68,6 +72,7 @@ class _Sending:
         self.target = target
         self.sides = sides
         self.address = address
+        self.waiting: deque[Grant] = deque()
         self.under_way = 0
         self.over = False
 
@@ -119,25 +124,40 @@ class LandingSender:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._sendings: dict[_Key, _Sending] = {}
-        self._waiting: deque[tuple[_Key, Grant]] = deque()
+        self._turns: deque[_Key] = deque()  # one for each grant that waits, and for some that do no more
+        self._refused: dict[_Key, KvferryError] = {}  # pieces that homes may go on granting for, and why not
 
     def __repr__(self) -> str:
         """Show what is under way."""
-        return f"<LandingSender pieces={len(self._sendings)} waiting={len(self._waiting)} free={len(self._free)}>"
+        waiting = sum(len(one.waiting) for one in self._sendings.values())
+        return f"<LandingSender pieces={len(self._sendings)} waiting={waiting} free={len(self._free)}>"
 
     def piece(self, peer: Incarnation, message: PieceMessage) -> None:
-        """Take a home's description of what its next grants are for.
+        """Take a home's description of what its next grants are for; where it is wrong, they are answered with why.
 
         Raises:
             UnknownRoomError: the offer is over.
             InvalidFieldError: it names what the offer does not have.
+            OverloadedError: too many pieces are being sent.
         """
         key = _Key(peer, message.piece)
-        target = self._book.open_target(peer, message.offer, message.room)
-        pool = target.offer.holder
-        assert pool is not None, target
         if key in self._sendings:
             raise InvalidFieldError(f"piece {message.piece} is known already", field="piece")
+        try:
+            self._begin(key, message)
+        except KvferryError as error:
+            if len(self._refused) >= MAX_REFUSED:
+                self._refused.pop(next(iter(self._refused)))
+            self._refused[key] = error
+            raise
+        self._refused.pop(key, None)
+
+    def _begin(self, key: _Key, message: PieceMessage) -> None:
+        if len(self._sendings) >= MAX_PIECES:
+            raise OverloadedError(f"{MAX_PIECES} pieces are being sent from here")
+        target = self._book.open_target(key.peer, message.offer, message.room)
+        pool = target.offer.holder
+        assert pool is not None, target
         sides = [_side_of(part, target, message.chunk) for part in message.parts]
         self._sendings[key] = _Sending(target, sides, pool.region.address)
         self._book.begin_sending(target, message.piece, time.monotonic())
@@ -146,17 +166,21 @@ class LandingSender:
         """Write what is granted, when its turn comes."""
         key = _Key(peer, message.piece)
         sending = self._sendings.get(key)
-        error = _wrong_with(sending, message, self._staging_bytes)
+        error = self._refused.get(key) or _wrong_with(sending, message, self._staging_bytes)
+        if sending is not None and sending.under_way >= MAX_GRANTS_PER_PIECE:
+            error = OverloadedError(f"{MAX_GRANTS_PER_PIECE} grants of the piece are under way")
         if sending is None or error is not None:
             self._answer(peer, message, error)
             return
         sending.under_way += 1
-        self._waiting.append((key, message))
+        sending.waiting.append(message)
+        self._turns.append(key)
         self._pump()
 
     def piece_over(self, peer: Incarnation, number: int) -> None:
         """Take a home's word that no grant of a piece follows."""
         key = _Key(peer, number)
+        self._refused.pop(key, None)
         sending = self._sendings.get(key)
         if sending is not None:
             self._end(key, sending)
@@ -173,11 +197,10 @@ class LandingSender:
 
     def _end(self, key: _Key, sending: _Sending) -> None:
         sending.over = True
-        dropped = [grant for its_key, grant in self._waiting if its_key == key]
-        self._waiting = deque(item for item in self._waiting if item[0] != key)
-        for grant in dropped:
+        for grant in sending.waiting:
             sending.under_way -= 1
             self._answer(key.peer, grant, CancelledError("the hand-off is over"))
+        sending.waiting.clear()
         self._check_settled(key, sending)
 
     def _check_settled(self, key: _Key, sending: _Sending) -> None:
@@ -186,10 +209,13 @@ class LandingSender:
             self._on_settled()
 
     def _pump(self) -> None:
-        while self._waiting and self._free:
-            key, grant = self._waiting.popleft()
-            buffer = self._free.pop()
-            work = self._loop.run_in_executor(self._executor, _gather, self._sendings[key], grant, buffer)
+        while self._turns and self._free:
+            key = self._turns.popleft()
+            sending = self._sendings.get(key)
+            if sending is None or not sending.waiting:
+                continue
+            grant, buffer = sending.waiting.popleft(), self._free.pop()
+            work = self._loop.run_in_executor(self._executor, _gather, sending, grant, buffer)
             work.add_done_callback(functools.partial(self._gathered, key, grant, buffer))
 
     def _gathered(self, key: _Key, grant: Grant, buffer: int, done: asyncio.Future[int]) -> None:

@@ -61,6 +61,7 @@ class MooncakeEngine:
         self._writes: dict[int, Write] = {}  # all that have not ended
         self._polled: list[Write] = []  # those that Mooncake has an id for
         self._submitting = False
+        self._held = False
         self._write_ids = itertools.count(1)
         self._poll_timer: asyncio.TimerHandle | None = None
         self._progress_s = 0.0  # when a write was submitted or ended last
@@ -92,6 +93,16 @@ class MooncakeEngine:
     def bytes_in_flight(self) -> dict[str, int]:
         """Return, for each peer that has any, how many bytes Mooncake has been given and has not reported."""
         return {name: peer.bytes_in_flight for name, peer in self._peers.items() if peer.bytes_in_flight}
+
+    @property
+    def writing(self) -> bool:
+        """Return whether Mooncake has writes of ours that it has not reported."""
+        return any(peer.bytes_in_flight for peer in self._peers.values())
+
+    def hold(self, *, held: bool) -> None:
+        """Let no write begin while ``held``; those under way go on."""
+        self._held = held
+        self._pump()
 
     async def register(self, address: int, size_bytes: int) -> None:
         """Let every peer read and write this memory. It must stay mapped until ``unregister`` or ``close``.
@@ -248,7 +259,7 @@ class MooncakeEngine:
 
     def _pump(self) -> None:
         """Hand the worker its next write, peers in turns; make contact with those that have not been met."""
-        if not self._native:
+        if not self._native or self._held:
             return
         for name, peer in list(self._peers.items()):
             while peer.waiting and peer.waiting[0].withdrawn:

@@ -32,7 +32,7 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
         protocol: ``tcp``, or ``ascend`` on NPUs.
         device_names: which devices to use, separated by commas; empty for all.
         max_bytes_in_flight_per_peer: writes beyond it wait, in the order in which they came. A single larger write
-            goes alone. As many bytes as four writes of 4 MiB, Mooncake's number of connections a peer: so that the
+            goes alone. Two landing slots, fewer than Mooncake's connections to a peer: so that the
             writes to a peer that hangs fail together, and not one progress timeout after the other.
         contact_timeout_s: how long the first contact with a peer may take.
         progress_timeout_s: a write of which nothing moves for so long fails.

@@ -43,6 +43,7 @@ class _Pull:
         self.peer = peer
         self.pool = pool
         self.copying = False
+        self.confirming = False
         self.view: npt.NDArray[np.uint8] | None = None
         self.error: KvferryError | None = None
 
@@ -96,6 +97,7 @@ class PullTransport:
             return True
         origin = pull.piece.offer.origin
         assert origin is not None, pull.piece
+        pull.confirming = True
         asked = Confirm(room=name_of(pull.piece.room), offer=origin.offer, piece=piece_id)
         if not self._say(pull.peer, asked):
             self._fail(pull, PeerLostError(f"the daemon at {pull.peer.address} is gone"))
@@ -104,7 +106,7 @@ class PullTransport:
     def confirmed(self, peer: Incarnation, message: Confirmed) -> None:
         """Take the source's word on a piece that was copied."""
         pull = self._pulls.get(message.piece)
-        if pull is not None and pull.peer == peer and not pull.copying:
+        if pull is not None and pull.peer == peer and pull.confirming:
             pull.error = raised(message.error) if message.error else None
             self._end(pull)
 

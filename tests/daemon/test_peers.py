@@ -172,6 +172,28 @@ async def test_what_is_meant_for_another_incarnation_is_dropped(make: MakeDaemon
     context.term()
 
 
+async def test_a_peer_that_alone_has_noticed_a_break_begins_anew(make: MakeDaemon) -> None:
+    one, other = make(), make()
+    one.links.connect(other.address)
+    await other.until(lambda: other.up)
+    await one.until(lambda: one.up)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    new_connection = context.socket(zmq.DEALER)
+    new_connection.connect(other.address)
+    new_connection.send_multipart(one.links.hello(other.address, answers=True))
+    marker = PeerEnvelope(one.address, one.links.boot_id, other.links.boot_id, PieceOver(piece=1))
+    new_connection.send_multipart(encode_peer(marker))
+    await other.until(lambda: other.said)
+    assert other.lost == [], "an answer says nothing of a break"
+    new_connection.send_multipart(one.links.hello(other.address, answers=False))
+    await other.until(lambda: other.lost)
+    assert other.lost == [one.incarnation]
+    assert other.up == [one.incarnation, one.incarnation]
+    assert one.lost == []
+    new_connection.close(0)
+    context.term()
+
+
 @pytest.mark.parametrize("address", ["tcp://node-1:7801", "tcp://0.0.0.0:7801", "tcp://*:7801"])
 async def test_an_address_that_is_no_name_for_a_daemon_is_refused(tmp_path: Path, address: str) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -14,8 +14,10 @@ from kvferry.protocol.codec import IncomingRequest, decode_from_daemon, decode_r
 from kvferry.protocol.envelope import Reply
 from kvferry.protocol.errors import KvferryError, MalformedError
 from kvferry.protocol.json_form import request_from_json
+from kvferry.protocol.peer_codec import decode_peer, encode_peer
 from kvferry.protocol.requests import REQUEST_TYPES, ErrorReply
 from kvferry.protocol.session_stream import FrameSplitter, unpack_frame, unpack_open
+from tests.protocol.peer_samples import as_hex as peers_as_hex
 from tests.protocol.samples import as_hex
 
 SEPARATOR: Final = b"\x00--\x00"
@@ -33,7 +35,7 @@ def take_one_input(data: bytes) -> None:
         assert again.request == incoming.request
     else:
         encode(Reply(incoming.message_id, "", ErrorReply(error=incoming.error.info())))
-    for read in (decode_from_daemon, _read_stream):
+    for read in (decode_from_daemon, _read_peer, _read_stream):
         try:
             read(frames)
         except MalformedError:
@@ -42,6 +44,12 @@ def take_one_input(data: bytes) -> None:
         request_from_json(KINDS[len(data) % len(KINDS)], data)
     except KvferryError:
         return
+
+
+def _read_peer(frames: list[bytes]) -> None:
+    incoming = decode_peer(frames)
+    again = decode_peer([bytes(one) for one in encode_peer(*incoming)])
+    assert again.envelope == incoming.envelope
 
 
 def _read_stream(pieces: list[bytes]) -> None:
@@ -58,7 +66,8 @@ def _read_stream(pieces: list[bytes]) -> None:
 def inputs(rounds: int, seed: int) -> Iterator[bytes]:
     """Yield damaged golden messages, the same for the same seed."""
     source = random.Random(seed)  # noqa: S311  nothing secret
-    golden = [SEPARATOR.join(bytes.fromhex(frame) for frame in frames) for frames in as_hex().values()]
+    samples = [*as_hex().values(), *peers_as_hex().values()]
+    golden = [SEPARATOR.join(bytes.fromhex(frame) for frame in frames) for frames in samples]
     for _ in range(rounds):
         data = bytearray(source.choice(golden))
         for _ in range(source.randint(1, 6)):

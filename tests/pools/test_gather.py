@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.pools.copies import CopyBlocks, copy_by_size, copy_one_by_one, vectored_copy_works
-from kvferry.pools.gather import Parcel, cut_parcels, gather, scatter, total_segments
+from kvferry.pools.gather import MANY_RUNS, Parcel, cut_parcels, gather, scatter, total_segments
 from kvferry.pools.heads import Heads
 from kvferry.pools.plan import PlanSide, make_side
 from kvferry.protocol.errors import SlotTooSmallError
@@ -20,9 +20,12 @@ from kvferry.protocol.manifests import Entry
 from tests.pools.tagged_memory import UNTOUCHED, HandOffCase, Memory, cases, expected_memory, plans_of
 
 MARGIN = 16
+ENTRY_BYTES = 2000
 WAIT_S = 30.0
 SIZES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5)
-SIDES = st.builds(lambda sizes, pages, cut: side_of(sizes, pages, cut=cut), SIZES, st.integers(1, 5), st.booleans())
+SIDES = st.builds(
+    lambda sizes, pages, cut: side_of(sizes, pages, cut=cut), SIZES, st.integers(1, 2 * MANY_RUNS), st.booleans()
+)
 
 
 WIDE = Entry(component="main", role="k", layer=0, base=0, pages=9, page_bytes=48, page_tokens=1, heads=2)
@@ -39,7 +42,7 @@ def side_of(sizes: list[tuple[int, int, int]], pages: int, *, cut: bool) -> Plan
             component="main",
             role="k",
             layer=layer,
-            base=1000 * layer,
+            base=ENTRY_BYTES * layer,
             pages=pages + 1,
             page_bytes=tokens * heads * size,
             page_tokens=tokens,
@@ -94,7 +97,7 @@ def test_scatter_undoes_gather(side: PlanSide, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, total_segments(side) - 1))
     stop = data.draw(st.integers(first, total_segments(side)))
     size_bytes = int(np.repeat(side.segment_bytes, len(side.ids))[first:stop].sum())
-    source = np.random.default_rng(0).integers(0, 256, 1000 * len(side.base), np.uint8)
+    source = np.random.default_rng(0).integers(0, 256, ENTRY_BYTES * len(side.base), np.uint8)
     sent = parcel_of(source, side, Parcel(first, stop, size_bytes))
     back = np.full(len(source), UNTOUCHED, np.uint8)
     scatter(side, back.ctypes.data, first, stop, sent.ctypes.data, best_copy())

@@ -39,6 +39,8 @@ def values_of(info: inspect.Type, field: str = "") -> st.SearchStrategy[Any]:  #
     if isinstance(info, inspect.VarTupleType):
         size = info.min_length or 0
         return st.lists(values_of(info.item_type), min_size=size, max_size=size + 2).map(tuple)
+    if isinstance(info, inspect.TupleType):
+        return st.tuples(*[values_of(one) for one in info.item_types])
     if isinstance(info, inspect.DictType):
         return st.dictionaries(values_of(info.key_type), values_of(info.value_type), max_size=3)
     if isinstance(info, inspect.LiteralType):

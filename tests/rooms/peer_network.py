@@ -24,7 +24,7 @@ class Connection:
     Attributes:
         on_its_way: messages as bytes, oldest first.
         peer: who is there, once it is known.
-        broken: whether it has broken; a broken one takes messages and loses them.
+        broken: whether it has broken; until that is noticed it takes messages and loses them, then it keeps them.
     """
 
     def __init__(self, owner: ScriptedLinks, address: str) -> None:
@@ -33,27 +33,31 @@ class Connection:
         self.on_its_way: deque[list[bytes]] = deque()
         self.peer: Incarnation | None = None
         self.broken = False
+        self._noticed = False
 
     def put(self, frames: Sequence[bytes | memoryview]) -> None:
-        """Send."""
-        if not self.broken:
+        """Send, or keep until connected."""
+        if not self.broken or self._noticed:
             self.on_its_way.append([bytes(frame) for frame in frames])
 
     def break_off(self) -> None:
-        """Lose what is on its way, and all that comes until it is opened anew."""
-        self.broken = True
+        """Lose what is on its way, and all that is said until the owner has noticed."""
+        self.broken, self._noticed = True, False
         self.on_its_way.clear()
 
     def notice(self) -> None:
-        """Let the owner see that it has broken."""
-        self.lose("its connection closed")
+        """Let the owner see that it has broken; once is enough."""
+        if self.broken and not self._noticed:
+            self._noticed = True
+            self.lose("its connection closed")
 
     def reopen(self) -> None:
-        """Connect again, and say who speaks."""
+        """Connect again, and say who speaks before all else."""
         assert self.broken, "a connection that is up"
         self.notice()
-        self.broken = False
-        self.put(self.owner.hello(self.address, answers=False))
+        self.broken = self._noticed = False
+        hello = self.owner.hello(self.address, answers=False)
+        self.on_its_way.appendleft([bytes(frame) for frame in hello])
 
     def greeted(self, boot_id: str, *, anew: bool) -> None:
         """Take a PEER_HELLO's word on who is there; ``anew``: the peer has lost what it knew of us."""
@@ -116,7 +120,7 @@ class ScriptedLinks:
 
     def hello(self, address: str, *, answers: bool) -> Sequence[bytes | memoryview]:
         """Return a PEER_HELLO."""
-        body = PeerHello(protocol_min=1, protocol_max=1, answers=answers)
+        body = PeerHello(protocol_min=1, protocol_max=1, answers=answers, dialled=address)
         return encode_peer(PeerEnvelope(self.own_address(address), self.boot_id, NO_BOOT, body))
 
     def take(self, incoming: IncomingPeerMessage) -> None:
@@ -164,7 +168,7 @@ class Network:
 
     def busy(self) -> list[Connection]:
         """Return the connections on which something can be delivered."""
-        return [one for one in self.connections() if one.on_its_way and self.at(one.address)]
+        return [one for one in self.connections() if one.on_its_way and not one.broken and self.at(one.address)]
 
     def deliver(self, connection: Connection) -> PeerBody:
         """Deliver the oldest message of a connection; return it."""

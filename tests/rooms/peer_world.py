@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import cast
 
 from kvferry.daemon.metrics import Counters
@@ -15,7 +15,7 @@ from kvferry.daemon.rooms.remote import Incarnation, RemotePool
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import KvferryError, PeerLostError
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import PeerBody
 from tests.rooms.peer_network import Connection, Network, ScriptedLinks
@@ -88,7 +88,7 @@ class Node(RoomWorld):
     def leftovers(self) -> dict[str, int]:
         """Return how much is live of what must be gone once all is over."""
         sides, remote = self.book.sides, self.remote
-        live = {
+        live: dict[str, Sized] = {
             "offers": sides.offers,
             "rooms": sides.rooms,
             "remote offers": sides.remote_offers,
@@ -169,12 +169,19 @@ class PeerWorld:
         return self.start(node.name)
 
     def memory_of(self, pool: RemotePool) -> HostRegion:
-        """Return the memory that a peer's pool has, or had: a mapping outlives its owner."""
+        """Return the memory that a peer's pool has, or had: a mapping outlives its owner.
+
+        Raises:
+            PeerLostError: its owner died before anybody had mapped it.
+        """
         for node in self.nodes.values():
             for one in node.pools:
                 if node.links.boot_id == pool.peer.boot_id:
                     self._memory[pool.peer.boot_id, one.name, one.region.identity] = one.region
-        return self._memory[pool.peer.boot_id, pool.name, pool.region_id]
+        known = self._memory.get((pool.peer.boot_id, pool.name, pool.region_id))
+        if known is None:
+            raise PeerLostError("nobody is there")
+        return known
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass everywhere, and deadlines come."""

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from kvferry.daemon.rooms.book import RoomBook, Sender
-from kvferry.daemon.rooms.effects import StartPiece, StopPiece
+from kvferry.daemon.rooms.effects import StartPiece, StopPiece, Tell, WarnTrimmed
 from kvferry.daemon.rooms.page_ranges import page_ranges
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Offer, SideKey
 from kvferry.daemon.testing.scripted_transport import ScriptedTransport
@@ -20,7 +20,7 @@ from kvferry.pools.runs import PageIds
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished, Settled
-from kvferry.protocol.manifests import Component, Entry
+from kvferry.protocol.manifests import Component, Entry, Manifest
 from kvferry.protocol.room_messages import Accepted, LayerStep
 
 PAGE_TOKENS = 4
@@ -28,6 +28,8 @@ PAGE_BYTES = 8
 REQUEST = "0123456789abcdef0123456789abcdef"
 SideName: TypeAlias = Literal["send", "receive"]
 Told: TypeAlias = Finished | Settled
+Lists: TypeAlias = PageIds | dict[str, PageIds] | list[tuple[PageList, PageIds]]
+"""What a SEND or RECEIVE names: pages of main, pages by component, or lists as they are on the wire."""
 
 
 def layers(count: int, *, first: int = 0, component: str = "main") -> list[Entry]:
@@ -55,14 +57,16 @@ class RoomWorld:
     Attributes:
         now: the time in seconds, for tests to advance.
         told: the events each session was told, in order; a lost session is told nothing.
+        warned: the lists that were cut to one length.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole_below_bytes: int = 0) -> None:
         self.now = 100.0
-        self.book = RoomBook()
+        self.book = RoomBook(whole_below_bytes)
         self.transport = ScriptedTransport(self._piece_done)
         self.pools: list[Pool] = []
         self.told: dict[int, list[Told]] = {}
+        self.warned: list[WarnTrimmed] = []
         self._session_ids = itertools.count(1)
         self._fillings = itertools.count(0xABCDEF0123456789, 0x0101010101)
 
@@ -86,7 +90,10 @@ class RoomWorld:
     ) -> Pool:
         """Make a pool with real memory; two layers by default."""
         placed = [msgspec.structs.replace(one, pages=pages) for one in (layers(2) if entries is None else entries)]
-        manifest = lay_out(placed, components)
+        return self.pool_of(name, lay_out(placed, components), tenant=tenant)
+
+    def pool_of(self, name: str, manifest: Manifest, *, tenant: int = 7) -> Pool:
+        """Make a pool with real memory of this manifest."""
         pool = Pool(tenant, name, manifest, HostRegion.create(name, manifest.region_bytes))
         self.pools.append(pool)
         return pool
@@ -111,7 +118,7 @@ class RoomWorld:
         self,
         session: int,
         pool: Pool,
-        ids: PageIds | dict[str, PageIds],
+        ids: Lists,
         *,
         request: str = REQUEST,
         first_page: int = 0,
@@ -136,7 +143,7 @@ class RoomWorld:
         self,
         session: int,
         pool: Pool,
-        ids: PageIds | dict[str, PageIds],
+        ids: Lists,
         *,
         request: str = REQUEST,
         first_page: int = 0,
@@ -165,13 +172,19 @@ class RoomWorld:
         self.book.session_lost(session, self.now)
         self._carry_out()
         for pool in self.pools:
-            pool.allocator.release_owner(session)
+            for allocator in pool.allocators.values():
+                allocator.release_owner(session)
         self.check()
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass, and deadlines come."""
         self.now += seconds
         self.book.expire(self.now)
+        self._carry_out()
+
+    def events(self, session: int, *values: int) -> None:
+        """Let a session's event ring hold these counters."""
+        self.book.events_reached(session, list(values), self.now)
         self._carry_out()
 
     def drain(self) -> None:
@@ -206,17 +219,17 @@ class RoomWorld:
             for page in ids.tolist()
         ]
 
-    def free_pages(self, pool: Pool) -> set[int]:
-        """Return the ids of the free pages."""
-        allocator, nobody_else = pool.allocator, 1 << 30
+    def free_pages(self, pool: Pool, space: str | None = None) -> set[int]:
+        """Return the ids of the free pages of a space, the first one by default."""
+        allocator, nobody_else = pool.allocator if space is None else pool.allocators[space], 1 << 30
         if not allocator.free_count:
             return set()
         ids = allocator.allocate(nobody_else, allocator.free_count)
         allocator.free(nobody_else, ids)
         return set(ids.tolist())
 
-    def held_pages(self, pool: Pool) -> set[int]:
-        """Return the pages of a pool that live sides hold, by what the book says."""
+    def held_pages(self, pool: Pool, space: str | None = None) -> set[int]:
+        """Return the pages of a pool, or of one of its spaces, that live sides hold, by what the book says."""
         held: set[int] = set()
         for side in self.book.sides:
             if side.pool is not pool:
@@ -225,27 +238,33 @@ class RoomWorld:
                 ranges = [one for chunk in side.chunks for one in chunk.ranges]
             else:
                 ranges = list(side.ranges.values())
-            held.update(page for one in ranges for page in one.ids.tolist())
+            for one in ranges:
+                if space is None or pool.allocator_of(one.component) is pool.allocators[space]:
+                    held.update(one.ids.tolist())
         return held
 
     def check(self) -> None:
         """Check what must hold at any time."""
         for pool in self.pools:
-            pool.allocator.check_integrity()
-            held = self.held_pages(pool)
-            assert pool.allocator.busy_count == len(held), "pages are held by live sides, and by nothing else"
-            writable = {
-                int(start) + at
-                for piece in self.transport.under_way.values()
-                if piece.destination is pool
-                for plan in piece.plans
-                for start, count in zip(plan.runs.destination, plan.runs.pages, strict=True)
-                for at in range(int(count))
-            }
-            assert writable <= held, "a copy under way may write a page that nobody holds"
-            assert not held & self.free_pages(pool), "a free page that a live side holds"
+            for space, allocator in pool.allocators.items():
+                allocator.check_integrity()
+                held = self.held_pages(pool, space)
+                assert allocator.busy_count == len(held), "pages are held by live sides, and by nothing else"
+                assert self._writable(pool, space) <= held, "a copy under way may write a page that nobody holds"
+                assert not held & self.free_pages(pool, space), "a free page that a live side holds"
 
     # -- how it works
+
+    def _writable(self, pool: Pool, space: str) -> set[int]:
+        return {
+            int(start) + at
+            for piece_id, piece in self.transport.under_way.items()
+            if piece.destination is pool
+            for promise in self.book.sides.pieces[piece_id].promises
+            if pool.allocator_of(promise.component) is pool.allocators[space]
+            for start, count in zip(promise.plan.runs.destination, promise.plan.runs.pages, strict=True)
+            for at in range(int(count))
+        }
 
     def _sender(self, session: int, pool: Pool, request: str, deadline_s: float) -> Sender:
         return Sender(session, pool, request, Clocked(self.now, self.now + deadline_s))
@@ -260,14 +279,16 @@ class RoomWorld:
                 self.transport.start(effect)
             elif isinstance(effect, StopPiece):
                 self.transport.stop(effect.piece_id)
-            elif effect.session_id in self.told:
+            elif isinstance(effect, WarnTrimmed):
+                self.warned.append(effect)
+            elif isinstance(effect, Tell) and effect.session_id in self.told:
                 self.told[effect.session_id].append(effect.event)
         self.check()
 
 
-def _lists(
-    ids: PageIds | dict[str, PageIds], first_page: int, tokens: int | None
-) -> tuple[list[PageList], list[PageIds]]:
+def _lists(ids: Lists, first_page: int, tokens: int | None) -> tuple[list[PageList], list[PageIds]]:
+    if isinstance(ids, list):
+        return [one for one, _ in ids], [its_ids for _, its_ids in ids]
     by_component = ids if isinstance(ids, dict) else {"main": ids}
     lists = [
         PageList(component=component, first_page=first_page, pages=len(one), tokens=tokens)

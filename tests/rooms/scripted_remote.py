@@ -18,7 +18,15 @@ from kvferry.daemon.rooms.sides import Piece, State
 from kvferry.daemon.transports.landing_receiver import Say
 from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, UnknownRoomError, raised
+from kvferry.protocol.errors import (
+    CancelledError,
+    InvalidFieldError,
+    KvferryError,
+    PeerLostError,
+    TransferFailedError,
+    UnknownRoomError,
+    raised,
+)
 from kvferry.protocol.peer_messages import Confirm, Confirmed, Grant, Landed, Part, PieceOver
 from kvferry.protocol.peer_messages import Piece as PieceMessage
 
@@ -52,10 +60,10 @@ class Arriving:
         confirming: whether the source was asked to confirm the copy.
     """
 
-    def __init__(self, piece: Piece, peer: Incarnation, region: HostRegion) -> None:
+    def __init__(self, piece: Piece, peer: Incarnation, region_of: RegionOf) -> None:
         self.piece = piece
         self.peer = peer
-        self.region = region
+        self._region_of = region_of
         self.error: KvferryError | None = None
         self.confirming = False
 
@@ -63,6 +71,17 @@ class Arriving:
     def stopped(self) -> bool:
         """Return whether the copy is to end."""
         return self.error is not None
+
+    @property
+    def region(self) -> HostRegion:
+        """Return the source's memory.
+
+        Raises:
+            PeerLostError: nobody has it.
+        """
+        pool = self.piece.offer.pool
+        assert isinstance(pool, RemotePool)
+        return self._region_of(pool)
 
     def gathered(self) -> list[bytes]:
         """Return what the source's memory holds now, a block each."""
@@ -133,11 +152,10 @@ class ScriptedRemote:
     def start(self, piece: Piece) -> None:
         """See ``RemoteTransports.start``."""
         assert piece.offer.origin is not None
-        assert isinstance(piece.offer.pool, RemotePool)
         peer = piece.offer.origin.peer
-        arriving = Arriving(piece, peer, self._region_of(piece.offer.pool))
+        arriving = Arriving(piece, peer, self._region_of)
         if peer.address.startswith(ON_THIS_HOST):
-            self.mapped[piece.piece_id] = arriving
+            self._map(arriving)
             return
         self.landing[piece.piece_id] = arriving
         origin, number = piece.offer.origin, piece.piece_id
@@ -147,6 +165,15 @@ class ScriptedRemote:
         grant = Grant(piece=number, grant=number, part=0, first=0, stop=1, session="", address=0, size_bytes=1)
         if not (self._say(peer, asked) and self._say(peer, grant)):
             self._end_landing(number, PeerLostError("gone"))
+
+    def _map(self, arriving: Arriving) -> None:
+        number = arriving.piece.piece_id
+        try:
+            assert arriving.region.size_bytes
+        except PeerLostError as error:
+            self.done.append((number, error))
+            return
+        self.mapped[number] = arriving
 
     def stop(self, piece_id: int) -> None:
         """See ``RemoteTransports.stop``."""
@@ -187,10 +214,12 @@ class ScriptedRemote:
         slot = self.slots.pop((peer.boot_id, message.grant), None)
         if arriving is None or arriving.peer != peer:
             return
-        if message.error is None:
-            assert slot is not None, "landed, but nothing came"
+        error = raised(message.error) if message.error else None
+        if error is None and slot is None:
+            error = TransferFailedError("the checksum is wrong: nothing came")
+        if error is None and slot is not None:
             arriving.scatter(slot)
-        self._end_landing(message.grant, raised(message.error) if message.error else None)
+        self._end_landing(message.grant, error)
 
     def _fail(self, piece_id: int, error: KvferryError) -> None:
         if piece_id in self.landing:
@@ -215,7 +244,8 @@ class ScriptedRemote:
     def piece_asked(self, peer: Incarnation, message: PieceMessage) -> None:
         """See ``RemoteTransports.piece_asked``."""
         target = self._book.open_target(peer, message.offer, message.room)
-        assert (peer, message.piece) not in self.sending
+        if (peer, message.piece) in self.sending:
+            raise InvalidFieldError("known already", field="piece")
         self.sending[peer, message.piece] = Sending(target)
         self._book.begin_sending(target, message.piece, target.offer.created_at)
 

@@ -169,7 +169,7 @@ class RoomMachine(RuleBasedStateMachine):
             return
         if isinstance(side, Offer):
             pool = data.draw(st.sampled_from(self.destinations))
-            start = min(one.first_page for one in side.chunks[0].ranges)
+            start = min(one.first_page or 0 for one in side.chunks[0].ranges)
             ids = self.world.filled(pool, session, max(1, PROMPT_PAGES - start))
             sources = 1 if side.pool is self.sources[0] else 2
             self.try_receive(session, pool, ids, request, start, sources)
@@ -205,6 +205,7 @@ class RoomMachine(RuleBasedStateMachine):
         sides = [one for one in self.world.book.sides if one.session_id in self.world.told]
         if sides:
             side = data.draw(st.sampled_from(sides))
+            assert isinstance(side.pool, Pool)
             self.world.cancel(side.session_id, side.pool, side.side, side.request_id)
 
     def lose(self, data: st.DataObject) -> None:

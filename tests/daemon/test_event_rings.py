@@ -1,0 +1,266 @@
+"""Event rings of the daemon: what engines write to them wakes it, and nothing that they write harms it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import gc
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import psutil
+import pytest
+
+from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler
+from kvferry.daemon.event_rings import EventRings
+from kvferry.daemon.session_socket import SessionSocket
+from kvferry.daemon.sessions import Peer, Session
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import InvalidFieldError, MalformedError
+from kvferry.protocol.limits import EVENT_RING_SLOTS, Limits
+from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEvents, Ping
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 10.0
+SIZE_BYTES = EVENT_RING_SLOTS * 8
+
+
+class Engine(NamedTuple):
+    """An engine's end of a ring, without the client library's good manners."""
+
+    counters: np.ndarray[Any, np.dtype[np.int64]]
+    region: HostRegion
+    eventfd: int
+
+    def write(self, *values: int) -> None:
+        """Let the first counters hold these values, and wake the daemon."""
+        self.counters[: len(values)] = values
+        os.eventfd_write(self.eventfd, 1)
+
+
+class Daemon:
+    """The rings, and what is around them in a daemon.
+
+    Attributes:
+        reached: what the rings told the room book.
+    """
+
+    def __init__(self) -> None:
+        self.reached: list[tuple[int, list[int]]] = []
+        self.passed: list[tuple[Session, EventsFollow, list[int]]] = []
+        self._handlers: dict[str, Handler] = {}
+        self._told = asyncio.Event()
+        self.engines: list[Engine] = []
+        self.rings = EventRings(cast("Dispatcher", self), cast("SessionSocket", self), self._on_reached)
+
+    def handle(self, kind: str, handler: Handler) -> None:
+        """Take a handler as ``Dispatcher`` does."""
+        self._handlers[kind] = handler
+
+    def pass_fds(self, session: Session, frame: EventsFollow, fds: Sequence[int]) -> None:
+        """Pass descriptors as ``SessionSocket`` does: the receiver has copies."""
+        self.passed.append((session, frame, [os.dup(fd) for fd in fds]))
+
+    def open(self, number: int) -> Engine:
+        """Let an engine open its ring."""
+        session = Session(number, "prefill", Peer(1, 2, 3), Limits())
+        answer = self._handlers["OPEN_EVENTS"](Call(17, session, OpenEvents(), (), 1.0))
+        assert answer == Answer(EventsOpened(slots=EVENT_RING_SLOTS))
+        to, frame, (counters, eventfd) = self.passed.pop()
+        assert (to, frame.message_id) == (session, 17)
+        region = HostRegion(counters, SIZE_BYTES)
+        self.engines.append(Engine(region.view().view(np.int64), region, eventfd))
+        return self.engines[-1]
+
+    async def told(self) -> tuple[int, list[int]]:
+        """Return what the rings tell next."""
+        while not self.reached:
+            self._told.clear()
+            await asyncio.wait_for(self._told.wait(), WAIT_S)
+        return self.reached.pop(0)
+
+    def _on_reached(self, session_id: int, values: list[int]) -> None:
+        self.reached.append((session_id, values))
+        self._told.set()
+
+    def close(self) -> None:
+        """Give back all that tests have opened."""
+        for number in list(self.rings._rings):  # noqa: SLF001  whatever a test has left
+            self.rings.session_lost(number)
+        for one in self.engines:
+            one.region.close()
+            os.close(one.eventfd)
+
+
+@pytest.fixture
+async def daemon() -> Any:  # noqa: ANN401  a generator to anyio, a daemon to tests
+    """Return rings without engines."""
+    one = Daemon()
+    yield one
+    one.close()
+
+
+async def test_a_ring_begins_with_zeros(daemon: Daemon) -> None:
+    engine = daemon.open(1)
+    assert not engine.counters.any()
+    assert daemon.rings.values(1) == [0] * EVENT_RING_SLOTS
+    assert repr(daemon.rings) == "<EventRings 1>"
+
+
+async def test_what_an_engine_writes_is_told_once_it_says_so(daemon: Daemon) -> None:
+    engine = daemon.open(1)
+    engine.counters[5] = 3
+    assert daemon.rings.values(1)[:7] == [0, 0, 0, 0, 0, 3, 0]
+    os.eventfd_write(engine.eventfd, 1)
+    assert await daemon.told() == (1, [0, 0, 0, 0, 0, 3, *[0] * (EVENT_RING_SLOTS - 6)])
+
+
+async def test_many_wake_ups_are_told_as_one(daemon: Daemon) -> None:
+    engine = daemon.open(1)
+    for value in range(1, 6):
+        engine.write(value)
+    session_id, values = await daemon.told()
+    assert (session_id, values[0]) == (1, 5)
+    engine.write(6)
+    assert (await daemon.told())[1][0] == 6
+    assert daemon.reached == []
+
+
+async def test_rings_do_not_see_each_other(daemon: Daemon) -> None:
+    one, other = daemon.open(1), daemon.open(2)
+    one.write(1, 2)
+    assert (await daemon.told())[0] == 1
+    assert daemon.rings.values(2) == [0] * EVENT_RING_SLOTS
+    other.write(0, 0, 9)
+    session_id, values = await daemon.told()
+    assert (session_id, values[:3]) == (2, [0, 0, 9])
+    assert daemon.rings.values(1)[:3] == [1, 2, 0]
+
+
+async def test_opening_again_gives_the_same_ring(daemon: Daemon) -> None:
+    first = daemon.open(1)
+    first.write(4)
+    await daemon.told()
+    again = daemon.open(1)
+    assert again.counters[0] == 4
+    again.write(5)
+    assert (await daemon.told())[1][0] == 5
+    assert first.counters[0] == 5
+    assert repr(daemon.rings) == "<EventRings 1>"
+
+
+async def test_values_without_a_ring_are_refused(daemon: Daemon) -> None:
+    with pytest.raises(InvalidFieldError, match="OPEN_EVENTS first") as caught:
+        daemon.rings.values(1)
+    assert caught.value.field == "steps"
+
+
+async def test_another_body_is_refused(daemon: Daemon) -> None:
+    session = Session(1, "prefill", Peer(1, 2, 3), Limits())
+    with pytest.raises((MalformedError, AssertionError)):
+        daemon._handlers["OPEN_EVENTS"](Call(1, session, Ping(), (), 1.0))  # noqa: SLF001  as the dispatcher would
+
+
+# -- an engine that means harm
+
+
+async def test_hostile_values_are_read_as_they_are(daemon: Daemon) -> None:
+    engine = daemon.open(1)
+    wild = [-1, -(1 << 63), (1 << 63) - 1, 1 << 62, 0]
+    engine.write(*wild)
+    assert (await daemon.told())[1][:5] == wild
+    engine.counters[:] = -1
+    os.eventfd_write(engine.eventfd, (1 << 64) - 2 - 1)
+    assert (await daemon.told())[1] == [-1] * EVENT_RING_SLOTS
+
+
+async def test_the_ring_cannot_be_made_smaller_under_the_daemon(daemon: Daemon) -> None:
+    engine = daemon.open(1)
+    for size_bytes in (0, SIZE_BYTES * 2):
+        with pytest.raises(PermissionError):
+            os.ftruncate(engine.region.fd, size_bytes)
+    assert len(daemon.rings.values(1)) == EVENT_RING_SLOTS
+
+
+async def test_an_engine_that_takes_the_wake_up_back_does_not_stop_the_loop(daemon: Daemon) -> None:
+    # The flag belongs to the open file, which both share: without care, the daemon would wait for the next wake-up.
+    engine = daemon.open(1)
+    flags = fcntl.fcntl(engine.eventfd, fcntl.F_GETFL)
+    fcntl.fcntl(engine.eventfd, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
+    engine.counters[0] = 7
+    daemon.rings._reached(1, daemon.rings._rings[1])  # noqa: SLF001  as if the loop had seen a wake-up that is gone
+    assert (await daemon.told())[1][0] == 7
+    engine.write(8)
+    assert (await daemon.told())[1][0] == 8
+
+
+async def test_an_engine_that_closes_its_ends_changes_nothing(daemon: Daemon) -> None:
+    engine = daemon.open(1)
+    engine.write(3)
+    await daemon.told()
+    engine.region.close()
+    assert daemon.rings.values(1)[0] == 3
+    daemon.rings.session_lost(1)
+    assert daemon.reached.pop()[1][0] == 3
+
+
+# -- the session is gone
+
+
+async def test_a_last_look_is_taken_when_the_session_is_lost(daemon: Daemon) -> None:
+    engine = daemon.open(1)
+    engine.counters[2] = 1  # it died between the store and the wake-up
+    daemon.rings.session_lost(1)
+    assert daemon.reached.pop() == (1, [0, 0, 1, *[0] * (EVENT_RING_SLOTS - 3)])
+    with pytest.raises(InvalidFieldError):
+        daemon.rings.values(1)
+    assert repr(daemon.rings) == "<EventRings 0>"
+
+
+async def test_after_the_session_nothing_is_told(daemon: Daemon) -> None:
+    engine, other = daemon.open(1), daemon.open(2)
+    daemon.rings.session_lost(1)
+    daemon.reached.clear()
+    engine.write(5)
+    other.write(6)
+    assert (await daemon.told())[0] == 2
+    assert daemon.reached == []
+
+
+async def test_losing_a_session_without_a_ring_or_twice_is_nothing(daemon: Daemon) -> None:
+    daemon.rings.session_lost(1)
+    daemon.open(1)
+    daemon.rings.session_lost(1)
+    daemon.reached.clear()
+    daemon.rings.session_lost(1)
+    assert daemon.reached == []
+
+
+async def test_a_wake_up_on_its_way_is_dropped_with_its_session(daemon: Daemon) -> None:
+    engine = daemon.open(1)
+    engine.write(1)
+    daemon.rings.session_lost(1)
+    assert len(daemon.reached) == 1
+    again = daemon.open(1)
+    assert not again.counters.any(), "a new session has a ring of its own"
+    again.write(2)
+    daemon.reached.clear()
+    assert (await daemon.told())[1][0] == 2
+
+
+async def test_the_descriptors_go_back_with_the_session(daemon: Daemon) -> None:
+    process = psutil.Process()
+    gc.collect()  # what tests before have left
+    before = process.num_fds()
+    for number in range(1, 4):
+        daemon.open(number)
+        engine = daemon.engines.pop()
+        engine.write(number)
+        daemon.rings.session_lost(number)
+        os.close(engine.eventfd)
+        engine.region.close()
+        del engine
+    gc.collect()
+    assert process.num_fds() == before

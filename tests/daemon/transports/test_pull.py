@@ -1,0 +1,314 @@
+"""Pieces read from another daemon's memory: mapped once, copied, confirmed; mapped for as long as anything is read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.daemon.rooms.remote import RemotePool
+from kvferry.daemon.rooms.sides import Piece
+from kvferry.daemon.testing.scripted_transport import ScriptedTransport
+from kvferry.daemon.transports.pull import PullTransport, fetch_region
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import AccessDeniedError, KvferryError, PeerLostError, UnknownPoolError, UnknownRoomError
+from kvferry.protocol.peer_messages import Confirm, Confirmed
+from kvferry.protocol.session_messages import RegionFollows, RegionRequest, SessionRefused
+from kvferry.protocol.session_stream import pack
+from tests.daemon.transports.landing_world import LandingWorld, ManualExecutor, Said, turns
+
+pytestmark = pytest.mark.anyio
+
+
+class Home:
+    """A pulling transport, a copier that does what the test says, and memory to map."""
+
+    def __init__(self) -> None:
+        self.world = LandingWorld(way="ipc")
+        self.said, self.executor = Said(), ManualExecutor()
+        self.copier = ScriptedTransport(self._copied)
+        self.fetched: list[tuple[str, RegionRequest, int]] = []
+        self.refusal: Exception | None = None
+        self.mapped: list[HostRegion] = []
+        self.pull = PullTransport(self.said, self.copier, self.executor, self.world.report, self._fetch)
+
+    def start(self) -> Piece:
+        """Start a piece."""
+        piece = self.world.piece()
+        self.pull.start(piece)
+        return piece
+
+    def pool(self, piece: Piece) -> RemotePool:
+        """Return the source's pool as the home knows it."""
+        assert isinstance(piece.offer.pool, RemotePool)
+        return piece.offer.pool
+
+    def confirm(self, piece: Piece, error: KvferryError | None = None) -> None:
+        """Let the source answer."""
+        answer = Confirmed(piece=piece.piece_id, error=error.info() if error else None)
+        self.pull.confirmed(self.world.to_source, answer)
+
+    def _fetch(self, address: str, asked: RegionRequest, size_bytes: int) -> HostRegion:
+        self.fetched.append((address, asked, size_bytes))
+        if self.refusal is not None:
+            raise self.refusal
+        fd = os.dup(self.world.source_pool.region.fd)
+        self.mapped.append(HostRegion(fd, size_bytes, writable=False))
+        return self.mapped[-1]
+
+    def _copied(self, piece_id: int, error: KvferryError | None) -> None:
+        assert self.pull.copied(piece_id, error)
+
+
+@pytest.fixture
+async def home(anyio_backend: object) -> Home:  # noqa: ARG001  this fixture runs on the test's loop
+    """Return a home on the source's host."""
+    return Home()
+
+
+async def test_a_piece_is_mapped_copied_and_confirmed(home: Home) -> None:
+    piece = home.start()
+    assert list(home.copier.under_way) == [], "not mapped yet"
+    await home.executor.run()
+    pool = home.pool(piece)
+    asked = RegionRequest(tenant=pool.tenant, pool="prefill", region=home.world.source_pool.region.identity)
+    assert home.fetched == [(home.world.source.ipc, asked, pool.manifest.region_bytes)]
+    home.copier.finish(piece.piece_id)
+    await turns()
+    (confirm,) = home.said.of(Confirm)
+    assert confirm.piece == piece.piece_id
+    assert home.world.reports == [], "the pages may have been used anew"
+    home.confirm(piece)
+    await turns()
+    assert home.world.outcomes == [(piece.piece_id, "OK")]
+    assert home.world.arrived(piece)
+
+
+async def test_a_pool_is_mapped_once(home: Home) -> None:
+    pieces = [home.start(), home.start()]
+    assert len(home.executor.waiting) == 1
+    await home.executor.run()
+    pieces.append(home.start())
+    assert list(home.copier.under_way) == [one.piece_id for one in pieces]
+    assert len(home.fetched) == 1
+
+
+async def test_what_the_source_does_not_confirm_has_failed(home: Home) -> None:
+    piece = home.start()
+    await home.executor.run()
+    home.copier.finish(piece.piece_id)
+    home.confirm(piece, UnknownRoomError("the offer is over", field="offer"))
+    await turns()
+    assert home.world.outcomes == [(piece.piece_id, "UNKNOWN_ROOM")]
+
+
+async def test_only_the_source_may_confirm_and_only_what_was_copied(home: Home) -> None:
+    piece = home.start()
+    await home.executor.run()
+    home.confirm(piece)  # nobody has asked
+    home.copier.finish(piece.piece_id)
+    home.pull.confirmed(home.world.to_source._replace(boot_id="f" * 32), Confirmed(piece=piece.piece_id))
+    home.pull.confirmed(home.world.to_source, Confirmed(piece=99))
+    await turns()
+    assert home.world.reports == []
+    home.confirm(piece)
+    home.confirm(piece)
+    await turns()
+    assert home.world.outcomes == [(piece.piece_id, "OK")]
+
+
+async def test_a_confirmation_before_the_pool_is_mapped_is_void(home: Home) -> None:
+    piece = home.start()
+    home.confirm(piece)
+    await turns()
+    assert home.world.reports == [], "not a byte has been read"
+    await home.executor.run()
+    home.copier.finish(piece.piece_id)
+    home.confirm(piece)
+    await turns()
+    assert home.world.outcomes == [(piece.piece_id, "OK")]
+
+
+async def test_a_copy_that_fails_is_not_confirmed(home: Home) -> None:
+    piece = home.start()
+    await home.executor.run()
+    home.copier.end(piece.piece_id, AccessDeniedError("scripted"))
+    await turns()
+    assert home.world.outcomes == [(piece.piece_id, "ACCESS_DENIED")]
+    assert home.said.of(Confirm) == []
+
+
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [(UnknownPoolError("made anew", field="region"), "UNKNOWN_POOL"), (ValueError("a bug"), "TRANSFER_FAILED")],
+)
+async def test_a_pool_that_cannot_be_mapped_fails_all_that_wait(home: Home, refusal: Exception, code: str) -> None:
+    home.refusal = refusal
+    pieces = [home.start(), home.start()]
+    await home.executor.run()
+    assert home.world.outcomes == [(one.piece_id, code) for one in pieces]
+    home.refusal = None
+    again = home.start()
+    await home.executor.run()
+    assert list(home.copier.under_way) == [again.piece_id], "the next one asks again"
+
+
+# -- stopped, and lost
+
+
+async def test_a_piece_that_is_stopped_before_it_is_copied_is_over_at_once(home: Home) -> None:
+    piece = home.start()
+    home.pull.stop(piece.piece_id)
+    await turns()
+    assert home.world.outcomes == [(piece.piece_id, "CANCELLED")]
+    await home.executor.run()
+    assert home.pool(piece).mapping is None
+    assert is_closed(home.mapped[0]), "nobody wants it"
+    assert len(home.world.reports) == 1
+
+
+async def test_a_piece_that_is_stopped_while_it_is_copied_is_over_afterwards(home: Home) -> None:
+    piece = home.start()
+    await home.executor.run()
+    home.pull.stop(piece.piece_id)
+    await turns()
+    assert home.world.reports == []
+    assert home.copier.stopped == {piece.piece_id}
+    home.copier.finish(piece.piece_id)
+    await turns()
+    assert home.world.outcomes == [(piece.piece_id, "CANCELLED")]
+    assert home.said.of(Confirm) == []
+
+
+async def test_a_peer_that_is_lost_while_it_is_asked_to_confirm(home: Home) -> None:
+    piece = home.start()
+    await home.executor.run()
+    home.copier.finish(piece.piece_id)
+    home.pull.peer_lost(home.world.to_source, "its connection closed")
+    await turns()
+    assert home.world.outcomes == [(piece.piece_id, "PEER_LOST")]
+
+
+async def test_a_peer_that_cannot_be_asked_to_confirm_is_lost(home: Home) -> None:
+    piece = home.start()
+    await home.executor.run()
+    home.said.gone.add(home.world.to_source)
+    home.copier.finish(piece.piece_id)
+    await turns()
+    assert home.world.outcomes == [(piece.piece_id, "PEER_LOST")]
+
+
+async def test_memory_of_a_lost_peer_stays_mapped_until_the_copy_has_ended(home: Home) -> None:
+    piece = home.start()
+    await home.executor.run()
+    mapping = weakref.ref(home.mapped[0].buffer)
+    home.pull.peer_lost(home.world.to_source, "its connection closed")
+    home.mapped.pop().close()  # as the rooms do, which do not know of copies
+    home.pool(piece).mapping = None
+    await turns()
+    assert home.world.reports == []
+    assert mapping() is not None, "it is being read"
+    home.copier.end(piece.piece_id)
+    await turns()
+    assert home.world.outcomes == [(piece.piece_id, "PEER_LOST")]
+    assert mapping() is None
+
+
+async def test_another_peers_pieces_go_on(home: Home) -> None:
+    piece = home.start()
+    home.pull.peer_lost(home.world.to_source._replace(boot_id="f" * 32), "another one")
+    await home.executor.run()
+    assert list(home.copier.under_way) == [piece.piece_id]
+
+
+async def test_others_copies_are_not_ours(home: Home) -> None:
+    assert not home.pull.copied(99, None)
+    home.pull.stop(99)
+    assert home.world.reports == []
+
+
+async def test_nothing_is_reported_after_the_end(home: Home) -> None:
+    home.start()
+    home.pull.close()
+    await home.executor.run()
+    assert home.world.reports == []
+
+
+def is_closed(region: HostRegion) -> bool:
+    """Return whether memory has been given back."""
+    try:
+        region.view()
+    except (ValueError, AssertionError):
+        return True
+    return False
+
+
+# -- asking for memory: blocks, on real sockets
+
+ASKED = RegionRequest(tenant=7, pool="prefill", region=5)
+
+
+def serve(path: Path, answer: Callable[[socket.socket], None]) -> threading.Thread:
+    """Let a daemon answer one request for memory."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(os.fspath(path / "session.sock"))
+    listening.listen()
+
+    def run() -> None:
+        with listening, listening.accept()[0] as channel:
+            assert channel.recv(4096) == pack(ASKED)
+            answer(channel)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def fetch(path: Path) -> HostRegion:
+    """Ask the daemon there."""
+    return fetch_region(f"ipc://{path}/peer.sock", ASKED, 4096)
+
+
+async def fetched(path: Path, answer: Callable[[socket.socket], None]) -> HostRegion:
+    """Ask a daemon that answers so."""
+    thread = serve(path, answer)
+    try:
+        return await asyncio.to_thread(fetch, path)
+    finally:
+        await asyncio.to_thread(thread.join)
+
+
+async def test_memory_is_mapped_for_reading_only(tmp_path: Path) -> None:
+    region = HostRegion.create("prefill", 4096)
+    region.view()[:] = 7
+
+    def answer(channel: socket.socket) -> None:
+        frame = pack(RegionFollows(message_id=0, pool="prefill"))
+        socket.send_fds(channel, [frame[:3]], [region.fd])
+        channel.sendall(frame[3:])
+
+    mapped = await fetched(tmp_path, answer)
+    assert mapped.view().tolist() == [7] * 4096
+    assert not mapped.view().flags.writeable
+
+
+async def test_a_daemon_that_refuses(tmp_path: Path) -> None:
+    info = UnknownPoolError("made anew", field="region").info()
+    with pytest.raises(UnknownPoolError, match="made anew"):
+        await fetched(tmp_path, lambda channel: channel.sendall(pack(SessionRefused(error=info))))
+
+
+async def test_a_daemon_that_hangs_up(tmp_path: Path) -> None:
+    with pytest.raises(PeerLostError, match="closed its socket"):
+        await fetched(tmp_path, lambda _channel: None)
+
+
+async def test_no_daemon(tmp_path: Path) -> None:
+    with pytest.raises(PeerLostError, match="no daemon answers"):
+        await asyncio.to_thread(fetch, tmp_path)

@@ -1,0 +1,118 @@
+"""Decode from handed-off pages computes what the model computes without a hand-off, to the bit, in every topology.
+
+Prefill's cache is written to the pools of its ranks and stages, handed over by a real daemon, put together from the
+pools of decode's ranks and stages, and continued by another copy of the model. Memory that nothing was written to is
+NaN. The control: with any one part of what arrived zeroed, the comparison fails.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers, of the demo extra", allow_module_level=True)
+
+from kvferry.clients import Client, new_request_id
+from kvferry.protocol.events import Finished
+from tests.identity.caches import STEPS, Arrays, Reference, decoded, reference
+from tests.identity.engines import Engine, engines_of
+from tests.identity.models import DRAFTS
+from tests.identity.topologies import TOPOLOGIES, Topology
+
+FIRST_TOKEN = 42
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Sides:
+    """Both sides' engines of one topology, and what the models computed."""
+
+    def __init__(self, prefill: Client, decode: Client, topology: Topology) -> None:
+        self.topology = topology
+        self.sources = engines_of(prefill, topology, is_source=True)
+        self.rooms = engines_of(decode, topology, is_source=False)
+        self._clients = (prefill, decode)
+        self.draft_name = DRAFTS[topology.tiny.kind]
+        self.main = reference(topology.model, topology.tokens)
+        self.draft = reference(self.draft_name, topology.tokens)
+
+    def fill(self) -> None:
+        """Write prefill's cache, and the prefix that decode has already."""
+        drafts = {("draft", role, layer): array for (_, role, layer), array in self.draft.arrays.items()}
+        for one in self.sources:
+            one.write({**self.main.arrays, **drafts})
+        for one in self.rooms:
+            one.write({**self.main.arrays, **drafts}, only_prefix=True)
+
+    def hand_off(self) -> list[Finished]:
+        """Hand everything off, and return each room's outcome."""
+        prefill, decode = self._clients
+        request_id = new_request_id()
+        rooms = [one.receive(request_id, len(self.sources)) for one in self.rooms]
+        last = self.sources[-1]
+        sent = [one.send(request_id, len(self.rooms), FIRST_TOKEN if one is last else None) for one in self.sources]
+        outcomes = [decode.wait_finished(one) for one in rooms]
+        for one in sent:
+            prefill.wait_finished(one)
+            prefill.wait_settled(one)
+        for one in rooms:
+            decode.wait_settled(one)
+        return outcomes
+
+    def compare(self, *, steps: int = STEPS) -> None:
+        """Check that decode computes from its pools what the models compute alone; drafts where both sides have one."""
+        arrays: Arrays = {}
+        for one in self.rooms:
+            one.read_into(arrays)
+        self._compare_model(self.topology.model, arrays, self.main, steps)
+        if self.topology.source.draft and self.topology.destination.draft:
+            drafts = {("main", role, layer): array for (of, role, layer), array in arrays.items() if of == "draft"}
+            self._compare_model(self.draft_name, drafts, self.draft, steps)
+
+    def _compare_model(self, name: str, arrays: Arrays, known: Reference, steps: int) -> None:
+        logits = decoded(name, arrays, known, self.topology.tokens, steps)
+        torch.testing.assert_close(logits, known.logits[:steps], rtol=0, atol=0)
+
+    def close(self) -> None:
+        """Delete the pools."""
+        for one in [*self.sources, *self.rooms]:
+            one.close()
+
+
+@pytest.fixture(params=TOPOLOGIES, ids=lambda one: one.name.replace(", ", "-").replace(" ", "_"))
+def sides(request: pytest.FixtureRequest, prefill: Client, decode: Client) -> Iterator[Sides]:
+    """Return both sides of each topology."""
+    made = Sides(prefill, decode, request.param)
+    yield made
+    made.close()
+
+
+def parts(rooms: Sequence[Engine], *, with_draft: bool) -> list[tuple[Engine, str, str]]:
+    """Return every engine's components and roles: what a control zeroes, one at a time."""
+    return [
+        (one, component, role)
+        for one in rooms
+        for component, role in dict.fromkeys(key[:2] for key in one.arrays())
+        if component != "draft" or with_draft
+    ]
+
+
+def test_decode_computes_what_the_model_computes_alone(sides: Sides) -> None:
+    sides.fill()
+    outcomes = sides.hand_off()
+    assert [one.first_token for one in outcomes] == [FIRST_TOKEN] * len(sides.rooms)
+    sides.compare()
+    one_sided = sides.topology.source.draft != sides.topology.destination.draft
+    assert all(one.is_untouched("draft") for one in sides.rooms) or not one_sided
+    has_draft = sides.topology.source.draft and sides.topology.destination.draft
+    for engine, component, role in parts(sides.rooms, with_draft=has_draft):
+        before = engine.pool.region.view().copy()
+        engine.zero(component, role)
+        with pytest.raises(AssertionError, match="Tensor-likes are not"):
+            sides.compare(steps=1)
+        engine.pool.region.view()[:] = before
+    sides.compare(steps=1)

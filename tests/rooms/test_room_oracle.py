@@ -1,0 +1,288 @@
+"""Hand-offs of every layout against a byte-level oracle that knows the model, and nothing of how it is done.
+
+Many sources of unequal stages and ranks fill several rooms, in any order of messages and copies. What arrives is
+compared over the whole memory of each destination: what belongs there is there, and no other byte has changed. What
+must be refused is refused with an error that names the cause; nothing else is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import event, given, settings
+
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.pool import Pool
+from kvferry.pools.runs import PageIds
+from kvferry.protocol.base import PageList
+from kvferry.protocol.errors import KvferryError
+from tests.rooms.room_world import RoomWorld
+from tests.rooms.tagged_rooms import (
+    UNTOUCHED,
+    HandOff,
+    Held,
+    Memory,
+    Stage,
+    arrays_of,
+    hand_offs,
+    put_pages,
+    spec_of,
+    tagged_page,
+)
+
+FIRST_TOKEN = 42
+SPARE_PAGES = 8
+STRANGER = 999
+
+
+class Party:
+    """One side's rank: its session, its pool, and the pages that it names."""
+
+    def __init__(self, world: RoomWorld, case: HandOff, number: int, chance: random.Random) -> None:
+        self.is_room = number >= len(case.sources)
+        self.stage = [*case.sources, *case.rooms][number]
+        self.session = world.session()
+        model = case.model
+        if case.fault == "width" and not self.is_room:
+            model = model._replace(dims=(model.dims[0], model.dims[1] + 1))
+        self.arrays = arrays_of(model, self.stage)
+        state = case.wanted_state if self.is_room else case.sent_state
+        pages = max(len(case.sent), len(case.wanted), len(state.numbers)) + SPARE_PAGES + chance.randrange(4)
+        views: tuple[Literal["paged", "fia"], ...] = ("paged",) if model.kind == "mla" else ("paged", "fia")
+        manifest = manifest_of(spec_of(model, self.stage, pages, chance.choice(views)))
+        self.pool = world.pool_of(f"pool{number}", manifest)
+        self.components = {one.name for one in manifest.components}
+        self.main = self._some_pages("main", case.wanted if self.is_room else case.sent, chance)
+        self.state = self._some_pages(model.state or "", state.numbers, chance)
+        self.chunks = self._chunks(case)
+
+    def _some_pages(self, component: str, numbers: range, chance: random.Random) -> PageIds:
+        """Return random pages of the session, others of its own beside them."""
+        if component not in self.components:
+            return np.empty(0, np.int64)
+        allocator = self.pool.allocator_of(component)
+        ids = allocator.allocate(self.session, allocator.free_count - 1).tolist()
+        return np.array(chance.sample(ids, len(numbers)), np.int64)
+
+    def _chunks(self, case: HandOff) -> list[range]:
+        """Return which of its pages of main each message names: places in its list."""
+        if self.is_room or "main" not in self.components:
+            return [range(len(self.main))]
+        bounds = [0, *case.cuts[self.stage.layers[0]], len(self.main)]
+        return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+    def lists(self, case: HandOff, chunk: range, *, last: bool) -> list[tuple[PageList, PageIds]]:
+        """Return the lists of a message."""
+        named: list[tuple[PageList, PageIds]] = []
+        if "main" in self.components:
+            ids = self.main[chunk.start : chunk.stop]
+            first = (case.wanted if self.is_room else case.sent).start + chunk.start
+            end = case.end_tokens[self.is_room]
+            tokens = end - first * case.model.page_size if last and end is not None else None
+            main = PageList(component="main", first_page=first, pages=len(ids), tokens=tokens)
+            named.append((main, ids))
+            if "draft" in self.components and case.seed % 2:
+                named.append((PageList(component="draft", first_page=first, pages=len(ids), tokens=tokens), ids))
+        if case.model.state in self.components and last:
+            state = case.wanted_state if self.is_room else case.sent_state
+            where = None if state.plain else state.first
+            named.append(
+                (
+                    PageList(component=case.model.state, first_page=where, pages=len(self.state), none=state.none),
+                    self.state,
+                )
+            )
+        return named
+
+
+class Run:
+    """All parties of a hand-off in one daemon, and what they say."""
+
+    def __init__(self, case: HandOff) -> None:
+        self.case = case
+        self.chance = random.Random(case.seed)  # noqa: S311  page maps, no secrets
+        self.world = RoomWorld()
+        count = len(case.sources) + len(case.rooms)
+        self.parties = [Party(self.world, case, number, self.chance) for number in range(count)]
+        self.sources, self.rooms = self.parties[: len(case.sources)], self.parties[len(case.sources) :]
+        self.said: Counter[int] = Counter()
+        for one in self.sources:
+            memory = one.pool.region.view()
+            memory[:] = np.random.default_rng(case.seed).integers(0, 256, len(memory), np.uint8)
+            held = {"main": dict(zip(one.main.tolist(), case.sent, strict=False))}
+            held["draft"] = held["main"]
+            held[case.model.state or ""] = dict(zip(one.state.tolist(), case.sent_state.numbers, strict=False))
+            put_pages(memory, one.pool.manifest, one.arrays, one.stage.rank, held)
+        for one in self.rooms:
+            one.pool.region.view()[:] = UNTOUCHED
+        self.spoilt = self._spoil()
+
+    def _spoil(self) -> set[str]:
+        """Put a wrong page in a list, if the fault is one; return what it is refused with."""
+        fault = self.case.fault
+        if fault == "page twice" and len(self.rooms[0].main) > 1:
+            self.rooms[0].main[1] = self.rooms[0].main[0]
+            return {"DUPLICATE_PAGE"}
+        spoilt = self.chance.choice([self.rooms[0], self.sources[0]])
+        if fault == "foreign page" and len(spoilt.main):
+            (spoilt.main[-1],) = spoilt.pool.allocator_of("main").allocate(STRANGER, 1)
+            return {"NOT_OWNER"}
+        return set()
+
+    def speak(self, number: int) -> None:
+        """Let a party say what comes next."""
+        one, case = self.parties[number], self.case
+        turn, self.said[number] = self.said[number], self.said[number] + 1
+        if turn >= len(one.chunks):  # it has fewer chunks than pages of main would make
+            return
+        last = turn == len(one.chunks) - 1
+        lists = one.lists(case, one.chunks[turn], last=last)
+        if one.is_room:
+            self.world.receive(one.session, one.pool, lists, sources=len(self.sources))
+            return
+        carries = last and (number == len(self.sources) - 1 or (case.fault == "token twice" and number == 0))
+        token = FIRST_TOKEN if carries else None
+        self.world.send(one.session, one.pool, lists, last=last, destinations=len(self.rooms), first_token=token)
+
+    def copy_some(self) -> None:
+        """Bring some of the copies under way to their end, in any order."""
+        pieces = list(self.world.transport.under_way)
+        for piece in self.chance.sample(pieces, self.chance.randint(0, len(pieces))):
+            self.world.transport.finish(piece)
+
+    def until_refused(self) -> str:
+        """Let all speak in turn; return the first error's code, or an empty string."""
+        for number in self.case.turns:
+            try:
+                self.speak(number)
+            except KvferryError as error:
+                return error.code
+            self.copy_some()
+        self.world.transport.finish_all()
+        return ""
+
+
+# -- the oracle
+
+
+def refusals(case: HandOff) -> set[str]:
+    """Return the codes of all that is wrong with a hand-off; any of them may be found first."""
+    codes = set()
+    for room in case.rooms:
+        codes |= _main_refusals(case, room) | _state_refusals(case, room)
+        sent = {layer for one in case.sources for layer in one.layers}
+        wanted = set(room.layers) - set(case.model.other_layers if case.wanted_state.none else ())
+        if wanted - sent:
+            codes.add("UNCOVERED_ENTRY")
+    if case.fault == "token twice" and len(case.sources) > 1:
+        codes.add("FIRST_TOKEN_TWICE")
+    return codes
+
+
+def _main_refusals(case: HandOff, room: Stage) -> set[str]:
+    codes = set()
+    model = case.model
+    has_main = [bool({*one.layers} & {*model.layers}) or one.draft_layers > 0 for one in [*case.sources, room]]
+    if has_main[-1]:
+        if {*room.layers} & {*model.layers} and not {*case.wanted} <= {*case.sent}:
+            codes |= {"INCOMPLETE", "UNCOVERED_ENTRY"}
+        clash = case.sent.stop > case.wanted.stop or case.fault == "tokens"
+        of_itself = case.fault == "tokens" and -(-(case.end_tokens[1] or 0) // model.page_size) != case.wanted.stop
+        if of_itself or (any(has_main[:-1]) and clash):
+            codes.add("LENGTH_MISMATCH")
+    if case.fault == "width" and any(
+        {*one.layers} & {*room.layers} & {*model.layers} or min(one.draft_layers, room.draft_layers)
+        for one in case.sources
+    ):
+        codes.add("GEOMETRY_MISMATCH")
+    return codes
+
+
+def _state_refusals(case: HandOff, room: Stage) -> set[str]:
+    model, ours, theirs = case.model, case.sent_state, case.wanted_state
+    both = [
+        one for one in case.sources if {*one.layers} & {*model.other_layers} and {*room.layers} & {*model.other_layers}
+    ]
+    if not both or theirs.none:
+        return set()
+    shared = any({*one.layers} & {*room.layers} & {*model.other_layers} for one in both)
+    codes = set()
+    if not ours.numbers:
+        codes.add("EMPTY_STATE")
+    elif not (ours.plain or theirs.plain) and not {*theirs.numbers} <= {*ours.numbers}:
+        codes.add("WINDOW_MISMATCH")
+    if shared and (case.fault == "width" if model.kind == "hybrid_swa" else both[0].rank.size != room.rank.size):
+        codes.add("GEOMETRY_MISMATCH")
+    return codes
+
+
+class Expected(NamedTuple):
+    """A destination's memory as it must be in the end, and how many bytes of it must have moved."""
+
+    memory: Memory
+    moved_bytes: int
+
+
+def expected(case: HandOff, room: Party) -> Expected:
+    """Return what must arrive."""
+    sent = {key for one in case.sources for key in arrays_of(case.model, one)}
+    state = dict(zip(case.wanted_state.numbers, room.state.tolist(), strict=False))
+    pages = zip(room.main.tolist(), case.wanted, strict=False)
+    held: Held = {"main": {page: number for page, number in pages if number in case.sent}}
+    held["draft"] = held["main"]  # optional: where main has no layers here, nobody misses a page of it
+    held[case.model.state or ""] = {state[to]: number for number, to in case.state_pairs()} if state else {}
+    memory = np.full(room.pool.manifest.region_bytes, UNTOUCHED, np.uint8)
+    arrays = {key: array for key, array in room.arrays.items() if key in sent}
+    put_pages(memory, room.pool.manifest, arrays, room.stage.rank, held)
+    moved = sum(len(held[key[0]]) * len(tagged_page(key, array, room.stage.rank, 0)) for key, array in arrays.items())
+    return Expected(memory, moved)
+
+
+def trims(case: HandOff, source: Stage, room: Stage) -> int:
+    """Return how many pages a source and a room leave out of their lists."""
+    heads = {*source.rank.heads(case.model.heads)} & {*room.rank.heads(case.model.heads)}
+    layers = {*source.layers} & {*room.layers} & {*case.model.other_layers}
+    if not (heads and layers and case.lengths_clash):
+        return 0
+    return abs(len(case.sent_state.numbers) - len(case.wanted_state.numbers))
+
+
+def named_bytes(pool: Pool, party: Party, case: HandOff) -> npt.NDArray[np.bool_]:
+    """Return which bytes of a destination its lists name: ``(region_bytes,)`` bool."""
+    named = np.zeros(pool.manifest.region_bytes, np.bool_)
+    for entry in pool.manifest.entries:
+        for page in (party.state if entry.component == case.model.state else party.main).tolist():
+            named[entry.base + page * entry.page_bytes :][: entry.page_bytes] = True
+    return named
+
+
+@settings(max_examples=300)
+@given(hand_offs())
+def test_every_byte_arrives_and_no_other_changes(case: HandOff) -> None:
+    run = Run(case)
+    must = refusals(case) | run.spoilt
+    refused = run.until_refused()
+    event(refused or f"{case.model.kind}: {len(case.sources)} to {len(case.rooms)}")
+    if must or refused:
+        assert refused in must, (refused, must)
+        for room in run.rooms:
+            assert (room.pool.region.view()[~named_bytes(room.pool, room, case)] == UNTOUCHED).all()
+        return
+    for source in run.sources:
+        assert run.world.outcomes(source.session) == ["OK", "settled"]
+        of_rooms = sum(trims(case, source.stage, room.stage) for room in run.rooms)
+        assert run.world.finished(source.session).trimmed_pages == of_rooms
+    for room in run.rooms:
+        assert run.world.outcomes(room.session) == ["OK", "settled"]
+        memory, moved_bytes = expected(case, room)
+        assert (room.pool.region.view() == memory).all()
+        done = run.world.finished(room.session)
+        assert done.moved_bytes == moved_bytes
+        assert done.first_token == FIRST_TOKEN
+        assert done.trimmed_pages == sum(trims(case, source.stage, room.stage) for source in run.sources)
+    assert len(run.world.warned) == sum(bool(trims(case, s.stage, r.stage)) for s in run.sources for r in run.rooms)
