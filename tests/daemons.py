@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 START_S = 30.0
 END_S = 30.0
 
@@ -77,7 +79,12 @@ def start_and_wait_until_ready(
             env={**os.environ, **environment, "NOTIFY_SOCKET": os.fspath(notify)},
             stderr=output,
         )
-        said = notifications.recv(4096)
+        try:
+            said = notifications.recv(4096)
+        except TimeoutError:
+            process.kill()
+            status = process.wait(END_S)
+            pytest.fail(f"no READY within {START_S} s, status {status}:\n{log.read_text()}")
     notify.unlink()
     assert b"READY=1" in said, said
     return process
