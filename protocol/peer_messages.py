@@ -1,7 +1,7 @@
 """What daemons say to each other about a hand-off between them.
 
 The *home* is the destination's daemon: it has the room, matches offers with it and decides what moves. The *source*
-daemon has the offers. A message is about one room under one generation; what is about another is void.
+daemon has the offers. A message is about one arming of a room; what is about another is void.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
 from kvferry.protocol.manifests import Index, Manifest, Offset, Size
-from kvferry.protocol.room_messages import PageLists, Payload
+from kvferry.protocol.room_messages import MAX_POOLS, MAX_STEPS, PageLists, Payload
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Checksum = Annotated[int, Meta(ge=0)]
 MAX_RUNS = 1 << 16
+MAX_ENTRIES = 1 << 16
 
 
 class RoomName(msgspec.Struct, frozen=True, array_like=True):
-    """One arming of a room, at its home."""
+    """One arming of a room, at its home, which numbers all armings of its life: none is ever taken for another."""
 
     request_id: Hex128
     pool: PoolName
     tenant: Number
-    generation: Number
+    arming: Number
 
 
 class PeerHello(Body, frozen=True, kw_only=True, tag="PEER_HELLO"):
@@ -63,7 +64,7 @@ class PeerOffer(Body, frozen=True, kw_only=True, tag="OFFER"):
     last: bool
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
-    steps: tuple[tuple[Index, Number], ...] = ()
+    steps: Annotated[tuple[tuple[Index, Number], ...], Meta(max_length=MAX_STEPS)] = ()
     """(first layer, layers) of each step; which events they wait for is the source's affair."""
     ready: Number = 1
     """How many steps are ready by now; 1 for a chunk without steps."""
@@ -106,8 +107,8 @@ class RoomClosed(Body, frozen=True, kw_only=True, tag="ROOM_CLOSED"):
 
     room: RoomName
     error: ErrorInfo | None = None
-    moved: tuple[tuple[Number, Number], ...] = ()
-    """(offer, bytes moved) of each offer of this source."""
+    moved: Annotated[tuple[tuple[Number, Number, Number], ...], Meta(max_length=MAX_POOLS)] = ()
+    """(offer, bytes moved, pages trimmed) of each offer of this source."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -120,8 +121,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     component: ComponentName
     start: Number
     pages: Number
-    entries: tuple[Index, ...]
-    heads: tuple[tuple[Index, Index], ...]
+    entries: Annotated[tuple[Index, ...], Meta(max_length=MAX_ENTRIES)]
+    heads: Annotated[tuple[tuple[Index, Index], ...], Meta(max_length=MAX_ENTRIES)]
 
 
 class Piece(Body, frozen=True, kw_only=True, tag="PIECE"):

@@ -14,7 +14,9 @@ from kvferry.protocol.limits import EVENT_RING_SLOTS, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Index, LayerCount
 
 Side = Literal["send", "receive"]
-Few = Annotated[int, Meta(ge=1, le=1024)]
+MAX_STEPS = 256
+MAX_POOLS = 1024
+Few = Annotated[int, Meta(ge=1, le=MAX_POOLS)]
 PageLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=16)]
 Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
 
@@ -72,7 +74,7 @@ class Send(Body, frozen=True, kw_only=True, tag="SEND"):
     destinations: Few = 1
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
-    steps: Annotated[tuple[LayerStep, ...], Meta(max_length=256)] = ()
+    steps: Annotated[tuple[LayerStep, ...], Meta(max_length=MAX_STEPS)] = ()
     """In which order, and after which events, its layers are there; none: all of them are there now."""
 
     def page_counts(self) -> tuple[int, ...]:

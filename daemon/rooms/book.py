@@ -24,6 +24,7 @@ A room is SETTLED once no piece of it is under way; an offer once all its rooms 
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from kvferry.daemon.rooms.acceptance import check_continues, check_together, hold_for_reading, hold_for_writing
@@ -73,6 +74,7 @@ class RoomBook:
         self.results = Results()
         self.sides = Sides()
         self._generations = Generations()
+        self._armings = itertools.count(1)
         self._stepping: dict[int, list[Offer]] = {}  # offers whose steps wait for events of their session
         self._endings = Endings(self.sides, self.results)
         self._moves = Moves(self.sides, whole_below_bytes)
@@ -121,6 +123,7 @@ class RoomBook:
         check_together(room, offers, [one for _, fit in fits for one in fit.match.excused])
         hold_for_writing(room)
         room.generation = self._generations.next(room.session_id, room.key)
+        room.arming = next(self._armings)
         self.results.begin(room.session_id, room.key)
         self.sides.enter(room)
         for offer, fit in fits:
@@ -162,7 +165,7 @@ class RoomBook:
             self.results.begin(offer.session_id, offer.key)
             self.sides.enter(offer)
         else:
-            self.sides.set_deadline(offer, max(offer.deadline_at, sender.times.deadline_at))
+            self.sides.postpone(offer, sender.times.deadline_at)
         for room, its_fits in fits:
             for fit in its_fits:
                 self._moves.start(room, offer, fit, now)

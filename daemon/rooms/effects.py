@@ -52,12 +52,12 @@ class AnnounceRoom(NamedTuple):
 
 
 class CloseRoom(NamedTuple):
-    """Tell another daemon the outcome of a room; ``moved`` has the bytes of each of its offers."""
+    """Tell another daemon the outcome of a room; ``moved``: (offer, bytes moved, pages trimmed) of its offers."""
 
     address: str
     room: RoomName
     error: KvferryError | None
-    moved: tuple[tuple[int, int], ...]
+    moved: tuple[tuple[int, int, int], ...]
 
 
 class RefuseOffer(NamedTuple):

@@ -112,10 +112,11 @@ class Endings:
     def _finish_room(self, room: Room, own: KvferryError | None, peers: KvferryError | None, now: float) -> None:
         room.state = State.FINISHED
         self._tell(room, RoomResult(state="finished", finished=room.finished_event(own, now)))
-        moved: dict[str, list[tuple[int, int]]] = {address: [] for address in room.source_daemons}
+        moved: dict[str, list[tuple[int, int, int]]] = {address: [] for address in room.source_daemons}
         for offer in room.offers:
             if offer.origin is not None:
-                moved.setdefault(offer.origin.peer.address, []).append((offer.origin.offer, offer.moved_bytes))
+                found = (offer.origin.offer, offer.moved_bytes, offer.trimmed_pages)
+                moved.setdefault(offer.origin.peer.address, []).append(found)
         self._sides.effects.extend(
             CloseRoom(address, name_of(room), peers, tuple(of_offers)) for address, of_offers in moved.items()
         )
@@ -142,4 +143,4 @@ class Endings:
 
 def name_of(room: Room) -> RoomName:
     """Return how other daemons call a room of this one."""
-    return RoomName(room.request_id, room.pool.name, room.pool.tenant, room.generation)
+    return RoomName(room.request_id, room.pool.name, room.pool.tenant, room.arming)

@@ -61,7 +61,7 @@ class PeerBook:
             UnknownRoomError: it is over, or was armed again since.
         """
         room = self._sides.rooms.get(SideKey(name.tenant, name.request_id, name.pool, "receive"))
-        if room is None or room.state is not State.OPEN or room.generation != name.generation:
+        if room is None or room.state is not State.OPEN or room.arming != name.arming:
             raise UnknownRoomError("the room is over", field="request_id")
         return room
 
@@ -131,7 +131,7 @@ class PeerBook:
                 self._sides.effects.extend(OfferChunk(target, number) for number in chunks)
             return
         for older in list(self._sides.announced(name.request_id)):
-            same_room = _whatever_generation(older.room) == _whatever_generation(name)
+            same_room = _whatever_arming(older.room) == _whatever_arming(name)
             if older.home.address == home.address and same_room:  # its end was lost, or is on its way
                 self._close(older, PeerLostError("the receiver has begun anew"), now)
         announcement = Announcement(home, name, deadline_at)
@@ -164,16 +164,18 @@ class PeerBook:
         home: Incarnation,
         name: RoomName,
         error: KvferryError | None,
-        moved: Iterable[tuple[int, int]],
+        moved: Iterable[tuple[int, int, int]],
         now: float,
     ) -> None:
         """Take the outcome of another daemon's room."""
         announcement = self._sides.announcements.get((home, name))
         if announcement is None:
             return
-        moved_bytes = dict(moved)
+        found = {offer: (moved_bytes, trimmed_pages) for offer, moved_bytes, trimmed_pages in moved}
         for target in announcement.targets:
-            target.offer.moved_bytes += moved_bytes.get(target.number, 0)
+            moved_bytes, trimmed_pages = found.get(target.number, (0, 0))
+            target.offer.moved_bytes += moved_bytes
+            target.offer.trimmed_pages += trimmed_pages
         self._close(announcement, error, now)
 
     def refused(self, home: Incarnation, number: int, error: KvferryError, now: float) -> None:
@@ -234,6 +236,8 @@ class PeerBook:
     def _new_offer(self, origin: Origin, number: int, pool: SourcePool, room: Room, now: float) -> Offer:
         if number:
             raise PageGapError(f"chunk {number} came first", field="chunk")
+        if origin.peer.address not in room.source_daemons:
+            raise UnexpectedSourceError("the RECEIVE does not name this daemon as a source", field="source_daemons")
         if len(room.offers) >= room.sources:
             raise UnexpectedSourceError(f"the room has its {room.sources} sources", field="request_id")
         times = Clocked(now, room.deadline_at)
@@ -256,6 +260,6 @@ class PeerBook:
             self._endings.close_target(target, error, now)
 
 
-def _whatever_generation(name: RoomName) -> tuple[str, str, int]:
-    """Return what names a room whatever its generation."""
+def _whatever_arming(name: RoomName) -> tuple[str, str, int]:
+    """Return what names a room whatever its arming."""
     return (name.request_id, name.pool, name.tenant)

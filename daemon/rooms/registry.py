@@ -11,6 +11,8 @@ from kvferry.daemon.rooms.remote import Announcement, Incarnation, Origin, Targe
 from kvferry.daemon.rooms.sides import Offer, Piece, Room, SideKey, State
 from kvferry.protocol.peer_messages import RoomName
 
+FEW_DEADLINES = 16
+
 
 class Sides:
     """What the parts of the room book share.
@@ -90,6 +92,17 @@ class Sides:
         """Let a side be due at this time."""
         side.deadline_at = deadline_at
         heapq.heappush(self._deadlines, (deadline_at, next(self._ties), side))
+        if len(self._deadlines) > FEW_DEADLINES + 2 * (len(self.offers) + len(self.rooms) + len(self.announcements)):
+            # Sides that are over would stay, with all they know, as long as one that is not is due before them.
+            self._deadlines = [
+                one for one in self._deadlines if one[0] == one[2].deadline_at and not self._is_over(one[2])
+            ]
+            heapq.heapify(self._deadlines)
+
+    def postpone(self, side: Offer | Room, deadline_at: float) -> None:
+        """Let a side be due at this time, unless it is due later."""
+        if deadline_at > side.deadline_at:
+            self.set_deadline(side, deadline_at)
 
     def due(self, now: float) -> Iterator[Offer | Room | Announcement]:
         """Yield the sides whose deadline has come, open or not."""

@@ -286,6 +286,7 @@ class Room(Side):
             )
             for one in ranges
         }
+        self.arming = 0  # set by the book: unlike the generation, no other of this daemon's life has it
         self.offers: list[Offer] = []
         self.pieces: dict[int, Piece] = {}
         self.waiting: list[Piece] = []

@@ -6,6 +6,8 @@ known at once, but pages are held, and nobody is told ``settled``, until the cop
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -457,3 +459,21 @@ def test_shared_source_pages_are_read_by_several_rooms(both: HandOffWorld) -> No
     assert both.held() == (0, 0)
     sent = world.content(both.source, both.source_pages)
     assert [world.content(both.destination, pages) for pages in targets] == [sent] * 3
+
+
+def test_sides_that_are_over_do_not_wait_for_their_deadlines() -> None:
+    """One that is due before them and is not over would keep all of them, an hour's worth of pages and cells."""
+    world = RoomWorld()
+    prefill, decode = world.session(), world.session()
+    source, destination = world.pool("prefill"), world.pool("decode")
+    world.receive(decode, destination, world.filled(destination, decode, 1), request="f" * 32, deadline_s=1.0)
+    sent, received = world.filled(source, prefill, 2), world.filled(destination, decode, 2)
+    rooms = []
+    for number in range(50):
+        request = f"{number:032x}"
+        world.receive(decode, destination, received, request=request, deadline_s=3600.0)
+        rooms.append(weakref.ref(next(one for one in world.book.sides.rooms.values() if one.request_id == request)))
+        world.send(prefill, source, sent, request=request, deadline_s=3600.0)
+        world.transport.finish_all()
+    gc.collect()
+    assert sum(room() is not None for room in rooms) < 25

@@ -14,13 +14,14 @@ import pytest
 from kvferry.daemon.rooms import peer_book
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
+from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     PageBusyError,
     RoomExistsError,
     TransferFailedError,
     UnknownRoomError,
 )
-from kvferry.protocol.manifests import Entry
+from kvferry.protocol.manifests import Component, Entry
 from kvferry.protocol.peer_messages import (
     Announce,
     Confirm,
@@ -38,6 +39,7 @@ from tests.rooms.room_world import layers
 Way: TypeAlias = Literal["ipc", "tcp"]
 MAPPED, BY_SLOTS = "ipc", "tcp"
 PAGES = 3
+POOL_PAGES = 9
 BYTES = PAGES * 4 * 8
 FIRST = pytest.mark.parametrize("first", ["send", "receive"])
 STEPS = (LayerStep(first_layer=0, layers=1, event=0, value=1), LayerStep(first_layer=1, layers=1, event=1, value=1))
@@ -483,6 +485,50 @@ def test_what_was_said_to_an_older_generation_is_void(both: HandOff) -> None:
     assert both.told() == (["PEER_CANCELLED", "settled"], ["CANCELLED", "settled"])
 
 
+def test_another_sessions_room_is_not_the_one_before_it(both: HandOff) -> None:
+    both.receive()
+    both.world.deliver_all()
+    both.send()  # is on its way to the first session's room
+    both.home.lose(both.decode)
+    other = both.home.session()
+    pages = both.home.filled(both.decode_pool, other, PAGES)
+    accepted = both.home.receive(other, both.decode_pool, pages, source_daemons=(both.address(both.third),))
+    assert accepted.generation == 1, "the session counts for itself"
+    both.world.deliver(both.source, both.home)
+    (room,) = both.home.book.sides.rooms.values()
+    assert not room.offers
+    both.world.run()
+    assert both.outcomes(both.home, other) == []
+
+
+def test_a_daemon_that_the_room_does_not_name_is_refused(both: HandOff) -> None:
+    both.receive()
+    both.world.deliver_all()
+    (room,) = both.home.book.sides.rooms.values()
+    room.source_daemons = (both.address(both.third),)
+    both.send()
+    both.world.run()
+    assert both.told() == (["UNEXPECTED_SOURCE", "settled"], [])
+    assert not room.offers
+
+
+def test_both_sides_are_told_how_many_pages_were_trimmed(both: HandOff) -> None:
+    both.greet()
+    window = [Component(name="swa", space="swa", pages=POOL_PAGES, kind="window")]
+    parties = []
+    for node, session, count in ((both.source, both.prefill, 3), (both.home, both.decode, 2)):
+        pool = node.pool("windows", layers(1, component="swa"), pages=POOL_PAGES, components=window)
+        ids = pool.allocator_of("swa").allocate(session, count)
+        parties.append((pool, [(PageList(component="swa", first_page=None, pages=count), ids)]))
+    (source_pool, sent), (home_pool, wanted) = parties
+    both.source.send(both.prefill, source_pool, sent)
+    both.home.receive(both.decode, home_pool, wanted, source_daemons=(both.address(both.source),))
+    both.world.run()
+    assert both.told() == (["OK", "settled"], ["OK", "settled"])
+    assert both.source.finished(both.prefill).trimmed_pages == 1
+    assert both.home.finished(both.decode).trimmed_pages == 1
+
+
 # -- the decode engine dies
 
 
@@ -873,7 +919,7 @@ def test_only_the_home_of_a_room_may_ask_for_its_offer(both: HandOff) -> None:
     for wrong in (
         (home._replace(boot_id="f" * 32), number, name),
         (home, number + 1, name),
-        (home, number, msgspec.structs.replace(name, generation=2)),
+        (home, number, msgspec.structs.replace(name, arming=2)),
     ):
         with pytest.raises(UnknownRoomError):
             peers.open_target(*wrong)

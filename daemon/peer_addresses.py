@@ -1,0 +1,59 @@
+"""Where daemons listen for each other, as text: what a name must look like to be used, and to be the only one.
+
+A daemon is known by the address it gives itself, so an address is good for use only where it is spelt as its owner's
+socket spells it. Knows nothing of sockets or configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+IPC, TCP = "ipc", "tcp"
+MAX_PATH_BYTES = 107
+"""A Unix socket's path, without the zero byte that ends it in ``sockaddr_un``."""
+MAX_PORT = 65_535
+
+
+def scheme(address: str) -> str:
+    """Return ``ipc`` or ``tcp``."""
+    return address.partition("://")[0]
+
+
+def is_v6(address: str) -> bool:
+    """Return whether it is a TCP address with an IPv6 host."""
+    return address.startswith("tcp://[")
+
+
+def is_numeric(address: str) -> bool:
+    """Return whether a TCP address has a host in numbers, spelt as sockets spell it, and not that of any interface."""
+    host = address.partition("://")[2].rpartition(":")[0]
+    bare, family = (host[1:-1], socket.AF_INET6) if host.startswith("[") else (host, socket.AF_INET)
+    with contextlib.suppress(OSError, ValueError):
+        packed = socket.inet_pton(family, bare)
+        return any(packed) and socket.inet_ntop(family, packed) == bare and is_v6(address) == (host != bare)
+    return False
+
+
+def wrong_port(address: str, least: int) -> str:
+    """Return what is wrong with a TCP address's port, which is at least ``least``; empty where nothing is."""
+    port = address.rpartition(":")[2]
+    if port.isascii() and port.isdecimal() and str(int(port)) == port and least <= int(port) <= MAX_PORT:
+        return ""
+    return f"{address}: a port is {least} to {MAX_PORT}"
+
+
+def wrong_address(address: str) -> str:
+    """Return what is wrong with the address of another daemon; empty where a connection can be tried."""
+    if scheme(address) == TCP:
+        if is_numeric(address):
+            return wrong_port(address, 1)
+        return f"{address}: name a daemon by the address that its own peers.listen gives, in numbers"
+    path = address.partition("://")[2]
+    if not path.isprintable():
+        return f"{address!r}: the path has characters that cannot be printed"
+    size_bytes = len(os.fsencode(path))
+    if size_bytes > MAX_PATH_BYTES:
+        return f"{address}: the path has {size_bytes} bytes; a socket's may have {MAX_PATH_BYTES}"
+    return ""
