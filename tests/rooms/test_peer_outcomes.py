@@ -903,7 +903,7 @@ def test_a_second_end_changes_nothing(both: HandOff) -> None:
     (room,) = both.source.book.sides.announcements
     both.world.run()
     home, name = room
-    both.source.book.peers.closed(home, name, TransferFailedError("again"), [(1, BYTES)], both.world.now)
+    both.source.book.peers.closed(home, name, TransferFailedError("again"), [(1, BYTES, 0)], both.world.now)
     assert both.told() == (["OK", "settled"], ["OK", "settled"])
     assert both.source.finished(both.prefill).moved_bytes == BYTES
 
