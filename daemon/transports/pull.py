@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -23,7 +25,14 @@ from kvferry.daemon.rooms.sides import Piece
 from kvferry.daemon.transports.base import OnPieceDone, Transport
 from kvferry.daemon.transports.landing_receiver import Say
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
+from kvferry.protocol.errors import (
+    AccessDeniedError,
+    CancelledError,
+    KvferryError,
+    PeerLostError,
+    TransferFailedError,
+    raised,
+)
 from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.peer_messages import Confirm, Confirmed
 from kvferry.protocol.session_messages import RegionFollows, RegionRequest, SessionRefused
@@ -31,6 +40,7 @@ from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
 
 FETCH_TIMEOUT_S = 5.0
 _RECEIVE_BYTES = 4096
+_CREDENTIALS = struct.Struct("=iII")
 
 FetchRegion = Callable[[str, RegionRequest, int], HostRegion]
 
@@ -63,6 +73,7 @@ class PullTransport:
         self._loop = asyncio.get_running_loop()
         self._pulls: dict[int, _Pull] = {}
         self._mapping: dict[RemotePool, list[_Pull]] = {}
+        self._closed = False
 
     def __repr__(self) -> str:
         """Show what is under way."""
@@ -90,6 +101,8 @@ class PullTransport:
         pull = self._pulls.get(piece_id)
         if pull is None:
             return False
+        if self._closed:
+            return True
         pull.copying, pull.view = False, None
         pull.error = pull.error or error
         if pull.error is not None:
@@ -122,8 +135,8 @@ class PullTransport:
             self._fail(pull, PeerLostError(f"the daemon at {peer.address} is gone: {why}"))
 
     def close(self) -> None:
-        """See ``Transport.close``; the copier is closed by its owner."""
-        self._pulls.clear()
+        """See ``Transport.close``; the copier is closed by its owner, and what it still says of ours is ours."""
+        self._closed = True
 
     def _mapped(self, pool: RemotePool, done: asyncio.Future[HostRegion]) -> None:
         waiting = self._mapping.pop(pool)
@@ -156,12 +169,12 @@ class PullTransport:
             self._end(pull)
 
     def _end(self, pull: _Pull) -> None:
-        if self._pulls.pop(pull.piece.piece_id, None) is not None:
+        if self._pulls.pop(pull.piece.piece_id, None) is not None and not self._closed:
             self._loop.call_soon(self._on_piece_done, pull.piece.piece_id, pull.error)
 
 
 def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostRegion:
-    """Ask a daemon of this host for a pool's memory and map it for reading. Blocks; call it off the loop.
+    """Ask a daemon of this host for a pool's memory and map it for reading. Blocks, FETCH_TIMEOUT_S; not on the loop.
 
     Args:
         address: the peer's, ``ipc://`` and a path beside which its session socket lies.
@@ -170,16 +183,24 @@ def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostReg
 
     Raises:
         PeerLostError: no daemon answers there.
+        AccessDeniedError: who answers there is neither root nor this daemon's user.
+        InvalidFieldError: it gave memory of another size, or that could get one.
         KvferryError: it refuses.
     """
     path = Path(address.removeprefix("ipc://")).parent / SESSION_SOCKET
     frames, fds = FrameSplitter(), []
+    end = time.monotonic() + FETCH_TIMEOUT_S
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as channel:
             channel.settimeout(FETCH_TIMEOUT_S)
             channel.connect(os.fspath(path))
+            _check_trusted(channel, path)
             channel.sendall(pack(asked))
             while True:
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    raise PeerLostError(f"the daemon at {path} did not answer within {FETCH_TIMEOUT_S} s")
+                channel.settimeout(left_s)
                 data, new_fds, _, _ = socket.recv_fds(channel, _RECEIVE_BYTES, 1)
                 fds += new_fds
                 for frame in frames.feed(data):
@@ -195,3 +216,11 @@ def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostReg
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def _check_trusted(channel: socket.socket, path: Path) -> None:
+    """Check who listens: what it says is mapped, and its descriptors are kept."""
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    if uid not in {0, os.getuid()}:
+        raise AccessDeniedError(f"the daemon at {path} is user {uid}'s, not this one's", field="source_daemons")

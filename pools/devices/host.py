@@ -39,7 +39,7 @@ class HostRegion:
         """Map ``fd``, which this object owns from now on, also where this raises.
 
         Raises:
-            InvalidFieldError: the descriptor has another size than the manifest says.
+            InvalidFieldError: the descriptor has another size than the manifest says, or could get one.
             OutOfMemoryError: no address space.
         """
         self._fd = fd
@@ -145,10 +145,19 @@ class HostRegion:
                 self._map.close()
 
 
+def _is_sealed(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # no memfd
+        return False
+
+
 def _map(fd: int, size_bytes: int, *, writable: bool) -> mmap.mmap:
     found = os.fstat(fd).st_size
     if found != size_bytes:
         raise InvalidFieldError(f"the region has {found} bytes, its manifest {size_bytes}", field="region")
+    if not _is_sealed(fd):
+        raise InvalidFieldError("the region is not sealed: whoever has it could shrink it", field="region")
     try:
         return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except OSError as cause:

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvferry.daemon.rooms.remote import RemotePool
 from kvferry.daemon.rooms.sides import Piece
 from kvferry.daemon.testing.scripted_transport import ScriptedTransport
-from kvferry.daemon.transports.pull import PullTransport, fetch_region
+from kvferry.daemon.transports import pull
+from kvferry.daemon.transports.pull import FETCH_TIMEOUT_S, PullTransport, fetch_region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import AccessDeniedError, KvferryError, PeerLostError, UnknownPoolError, UnknownRoomError
+from kvferry.protocol.errors import (
+    AccessDeniedError,
+    InvalidFieldError,
+    KvferryError,
+    PeerLostError,
+    UnknownPoolError,
+    UnknownRoomError,
+)
 from kvferry.protocol.peer_messages import Confirm, Confirmed
 from kvferry.protocol.session_messages import RegionFollows, RegionRequest, SessionRefused
 from kvferry.protocol.session_stream import pack
 from tests.daemon.transports.landing_world import LandingWorld, ManualExecutor, Said, turns
 
 pytestmark = pytest.mark.anyio
+SOMEBODY = 65534
 
 
 class Home:
@@ -240,6 +252,16 @@ async def test_nothing_is_reported_after_the_end(home: Home) -> None:
     assert home.world.reports == []
 
 
+async def test_what_is_copied_at_the_end_does_not_count(home: Home) -> None:
+    piece = home.start()
+    await home.executor.run()
+    home.pull.close()
+    assert home.pull.copied(piece.piece_id, None), "it would count as another transport's, and as done"
+    await turns()
+    assert home.world.reports == []
+    assert not home.said.of(Confirm)
+
+
 def is_closed(region: HostRegion) -> bool:
     """Return whether memory has been given back."""
     try:
@@ -302,6 +324,50 @@ async def test_a_daemon_that_refuses(tmp_path: Path) -> None:
     info = UnknownPoolError("made anew", field="region").info()
     with pytest.raises(UnknownPoolError, match="made anew"):
         await fetched(tmp_path, lambda channel: channel.sendall(pack(SessionRefused(error=info))))
+
+
+@pytest.mark.parametrize("memory", ["unsealed", "larger", "file"])
+async def test_memory_that_could_shrink_is_not_mapped(tmp_path: Path, memory: str) -> None:
+    if memory == "file":
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    else:
+        fd = os.memfd_create("memory", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192 if memory == "larger" else 4096)
+
+    def answer(channel: socket.socket) -> None:
+        socket.send_fds(channel, [pack(RegionFollows(message_id=0, pool="prefill"))], [fd])
+
+    try:
+        with pytest.raises(InvalidFieldError) as refused:
+            await fetched(tmp_path, answer)
+        assert refused.value.field == "region"
+    finally:
+        os.close(fd)
+
+
+async def test_only_root_and_the_same_user_are_believed(require: Callable[[object, str], None]) -> None:
+    require(os.geteuid() == 0, "root, to be somebody else")
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(f"{folder}/session.sock")
+        os.seteuid(SOMEBODY)
+        try:
+            listening.listen()
+        finally:
+            os.seteuid(0)
+        with pytest.raises(AccessDeniedError, match=str(SOMEBODY)):
+            await asyncio.to_thread(fetch, Path(folder))
+
+
+async def test_who_answers_drop_by_drop_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = itertools.count(0.0, FETCH_TIMEOUT_S * 0.6)
+    monkeypatch.setattr(pull, "time", SimpleNamespace(monotonic=lambda: next(times)))
+
+    def answer(channel: socket.socket) -> None:
+        channel.sendall(pack(RegionFollows(message_id=0, pool="prefill"))[:1])
+        channel.recv(1)  # until the other side has had enough
+
+    with pytest.raises(PeerLostError, match="within"):
+        await fetched(tmp_path, answer)
 
 
 async def test_a_daemon_that_hangs_up(tmp_path: Path) -> None:
