@@ -14,6 +14,8 @@ from kvferry.protocol.paths import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
 
 DIRECTORY_MODE = 0o750
 SOCKET_MODE = 0o660
+PEER_SOCKET_MODE = 0o600
+"""Who may speak to it passes for a daemon; an engine is none."""
 LOCK_FILE = "daemon.lock"
 MAX_SOCKET_PATH_BYTES = 107
 

@@ -16,11 +16,15 @@ import zmq
 
 from kvferry.daemon.access import SOCKET_MODE
 from kvferry.daemon.metrics import Counters
+from kvferry.daemon.peer_addresses import is_v6
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.limits import Limits
 
 DRAIN_BOUND = 64
 """Messages handled before other callbacks of the loop get their turn."""
+
+HEAR_OUT_BOUND = 16
+"""Drains one after another."""
 
 # As plain integers: an enum costs a microsecond or more at every use.
 NOBLOCK, SEND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -42,9 +46,16 @@ class ControlSocket:
     """Binds on construction; serves between ``start`` and ``close``."""
 
     def __init__(
-        self, path: Path, limits: Limits, counters: Counters, on_message: OnMessage, *, also: str | None = None
+        self,
+        path: Path,
+        limits: Limits,
+        counters: Counters,
+        on_message: OnMessage,
+        *,
+        also: str | None = None,
+        mode: int = SOCKET_MODE,
     ) -> None:
-        """Listen on a Unix socket and, if given, on the TCP address ``also``.
+        """Listen on a Unix socket of this mode and, if given, on the TCP address ``also``.
 
         Raises:
             ConfigError: the TCP address cannot be listened on.
@@ -61,12 +72,12 @@ class ControlSocket:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.max_frame_bytes)
         self._socket.setsockopt(zmq.SNDHWM, limits.max_requests_per_session + 2 * limits.max_rooms_per_session)
-        umask = os.umask(0o777 & ~SOCKET_MODE)
+        umask = os.umask(0o777 & ~mode)
         try:
             self._socket.bind(f"ipc://{path}")
         finally:
             os.umask(umask)
-        path.chmod(SOCKET_MODE)
+        path.chmod(mode)
         if also:
             self._bind_tcp(also)
 
@@ -111,7 +122,15 @@ class ControlSocket:
             self._schedule_drain()
         return True
 
+    def hear_out(self) -> None:
+        """Take what has arrived by now, before something that came after it is looked at."""
+        for _ in range(HEAR_OUT_BOUND):
+            if self._loop is None or not self._readable():
+                return
+            self._drain()
+
     def _bind_tcp(self, address: str) -> None:
+        self._socket.setsockopt(zmq.IPV6, int(is_v6(address)))
         try:
             self._socket.bind(address)
         except zmq.ZMQError as cause:

@@ -19,7 +19,8 @@ from kvferry.daemon.dispatch import Dispatcher
 from kvferry.daemon.event_rings import EventRings
 from kvferry.daemon.memory import keep_freed_memory
 from kvferry.daemon.metrics import Counters
-from kvferry.daemon.peers import Heartbeat, PeerLinks
+from kvferry.daemon.peer_link import Heartbeat
+from kvferry.daemon.peers import PeerLinks
 from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.rooms.peer_service import PeerService
 from kvferry.daemon.rooms.service import RoomService
@@ -36,6 +37,7 @@ from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
 from kvferry.protocol.versions import FEATURES, agree
 
+FETCH_THREADS = 2
 log = structlog.get_logger(__name__)
 
 
@@ -99,14 +101,16 @@ class Daemon:
             self.counters,
         )
         self._executor = ThreadPoolExecutor(config.copy_threads, "landing")
+        self._fetcher = ThreadPoolExecutor(FETCH_THREADS, "fetch")  # it may wait for other daemons
         self._pull = PullTransport(
-            self._links.send, self._transport, self._executor, self._rooms.piece_done, fetch_region
+            self._links.send, self._transport, self._fetcher, self._rooms.piece_done, fetch_region
         )
         self._remote = RemoteTransports(self._pull)
         self._peers = PeerService(
             self._links, self._rooms.book.peers, self._pools, self._remote, self._rooms.carry_out, self.counters
         )
         self._session_socket.region_of = self._peers.region_of
+        self._pools.on_deleted.append(self._peers.pool_deleted)
         self._rings = EventRings(self._dispatcher, self._session_socket, self._rooms.events_reached)
         self._rooms.connect(self._transport, self._remote, self._peers, self._rings.values)
         self._landing = Landing(config, self._links, self._rooms, self._pools, self._executor, self.counters)
@@ -137,6 +141,7 @@ class Daemon:
             await self._landing.close()
             self._transport.close()
             self._executor.shutdown()
+            self._fetcher.shutdown(wait=False, cancel_futures=True)
             self._links.close()
             self._control.close()  # first what was said, then the end of the sessions
             self._session_socket.close()

@@ -1,25 +1,33 @@
-"""Connections to other daemons: one ROUTER that listens, one DEALER to each peer. Knows nothing of hand-offs.
+"""Connections to other daemons: one ROUTER that listens, one link to each peer. Knows nothing of hand-offs.
 
-Each side speaks on its own connection and hears on the other's, so each notices the other's end by itself: libzmq
-closes a connection at once when the peer's process ends, and after ``timeout_ms`` without a sign of life (ZMTP
-heartbeats). What was queued for a connection that has broken is dropped, never delivered late: whoever is told of the
-break begins anew. There is no authentication: see docs/operations.md for what to fence.
+Each side speaks on its own connection and hears on the other's, so each notices the other's end by itself: at once
+where the peer's process ends and its host says so, else once the peer has not answered a sign of life (ZMTP heartbeats)
+for ``timeout_ms``. Then the peer is *lost*: what was still to be sent on the connection is dropped, and what the peer
+said that is heard only now is, too. Both begin anew with PEER_HELLO on the next connection, before which nothing
+counts. But the two directions break apart from each other: what one side said last may have been taken by the other
+before that noticed. A peer that takes too slowly what it is told is lost in the same way.
+
+A link that is down is kept while a room waits for the peer, and for a minute after its last use; where there are too
+many, the longest unused makes room for another. There is no authentication: see docs/operations.md for what to fence.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import heapq
+import resource
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
+from kvferry.daemon.access import PEER_SOCKET_MODE
 from kvferry.daemon.control_socket import ControlSocket, ReceivedMessage
 from kvferry.daemon.metrics import Counters
+from kvferry.daemon.peer_addresses import is_numeric, scheme, wrong_address, wrong_port
+from kvferry.daemon.peer_link import SOCKETS_PER_LINK, Heartbeat, PeerLink
 from kvferry.daemon.rooms.remote import Incarnation
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError
@@ -29,20 +37,19 @@ from kvferry.protocol.peer_codec import IncomingPeerMessage, decode_peer, encode
 from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, PeerHello
 from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN, agree
 
-RECONNECT_MS = 100
-RECONNECT_MAX_MS = 2000
-RETRY_S = 0.01
 MAX_PEERS = 1024
+FILES_PER_PEER = 8
+"""Open files that a peer may cost; a process that may open few knows fewer peers."""
+TIDY_S = 10.0
+QUIET_S = 60.0
+LOOKS = 32
+"""Of how many links it is asked at a time whether they are needed: that looks at every room."""
+LAST_WORDS_MS = 300
+"""How long what was said last may take to leave when the daemon ends."""
+
 log = structlog.get_logger(__name__)
 
 OnPeerMessage = Callable[[Incarnation, PeerBody, tuple[PageIds, ...]], None]
-
-
-class Heartbeat(NamedTuple):
-    """How often a sign of life is asked for, and after how long without one a connection counts as broken."""
-
-    interval_ms: int
-    timeout_ms: int
 
 
 class PeerLinks:
@@ -52,6 +59,7 @@ class PeerLinks:
         on_message: takes what a peer says.
         on_up: takes the incarnation of a peer that can be spoken to from now on.
         on_lost: takes an incarnation that is gone, or cut off, and why.
+        is_needed: says whether the link to an address is to be kept although it is down.
     """
 
     def __init__(
@@ -70,19 +78,26 @@ class PeerLinks:
         """
         if listen and not is_numeric(listen):
             raise ConfigError(f"{listen}: give an address of this host in numbers", field="peers.listen")
+        if listen and (wrong := wrong_port(listen, 0)):
+            raise ConfigError(wrong, field="peers.listen")
         self.boot_id = boot_id
         self.heartbeat = heartbeat
+        self.limits = limits
         self.counters = counters
         self.loop: asyncio.AbstractEventLoop | None = None
         self.on_message: OnPeerMessage = lambda _peer, _body, _ids: None
         self.on_up: Callable[[Incarnation], None] = lambda _peer: None
         self.on_lost: Callable[[Incarnation, str], None] = lambda _peer, _why: None
-        self._router = ControlSocket(socket_path, limits, counters, self._received, also=listen)
+        self.is_needed: Callable[[str], bool] = lambda _address: False
+        self._router = ControlSocket(socket_path, limits, counters, self._received, also=listen, mode=PEER_SOCKET_MODE)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed one counts a little longer
+        self._most = _most_peers()
         self.addresses = {"ipc": f"ipc://{socket_path}"}
         if listen:
             self.addresses["tcp"] = self._router.endpoint
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, PeerLink] = {}
+        self._tidying: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         """Show the peers."""
@@ -92,42 +107,49 @@ class PeerLinks:
         """Serve on this loop."""
         self.loop = loop
         self._router.start(loop)
+        self._tidying = loop.call_later(TIDY_S, self._tidy)
 
     def close(self) -> None:
-        """Break every connection and stop listening. Closing twice does nothing."""
+        """Break every connection and stop listening; what was said last has a moment. Closing twice does nothing."""
+        if self._tidying is not None:
+            self._tidying.cancel()
         for link in self._links.values():
-            link.close()
+            link.close(LAST_WORDS_MS)
         self._links.clear()
+        self.context.term()  # then the end of our own listening, which others may take for ours
         self._router.close()
-        self.context.term()
         self.loop = None
 
     def check_reachable(self, address: str, field: str) -> None:
         """Check that this daemon can speak to an address, and be answered.
 
         Raises:
-            InvalidFieldError: it listens on nothing that such a peer could reach, or knows too many peers.
+            InvalidFieldError: no daemon can listen there, or this one listens on nothing that it could reach.
         """
-        if _scheme(address) not in self.addresses:
+        if scheme(address) not in self.addresses:
             raise InvalidFieldError(
                 f"{address}: this daemon listens on no TCP address; set peers.listen in its configuration", field=field
             )
-        if _scheme(address) == "tcp" and not is_numeric(address):
-            raise InvalidFieldError(
-                f"{address}: name a daemon by the address that its own peers.listen gives, in numbers", field=field
-            )
-        if address not in self._links and len(self._links) >= MAX_PEERS:
-            raise InvalidFieldError(f"{address}: {MAX_PEERS} other daemons are known already", field=field)
+        if wrong := wrong_address(address):
+            raise InvalidFieldError(wrong, field=field)
 
     def is_own(self, address: str) -> bool:
         """Return whether an address is this daemon's."""
         return address in self.addresses.values()
 
-    def connect(self, address: str) -> Incarnation | None:
-        """Make sure that there is a connection; return who is there, once it is known."""
+    def connect(self, address: str, field: str = "address") -> Incarnation | None:
+        """Make sure that there is a link; return who is there, once it is known and can be spoken to.
+
+        Raises:
+            InvalidFieldError: no connection to the address can be tried, or too many others are known.
+        """
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = _Link(self, address)
+            self.check_reachable(address, field)
+            if len(self._links) >= self._most and not self._drop_one():
+                raise InvalidFieldError(f"{address}: {len(self._links)} other daemons are known already", field=field)
+            link = self._links[address] = PeerLink(self, address, field)
+        link.used_at = time.monotonic()
         return link.peer
 
     def send(self, peer: Incarnation, body: PeerBody, ids: Sequence[PageIds] = ()) -> bool:
@@ -141,7 +163,11 @@ class PeerLinks:
 
     def own_address(self, address: str) -> str:
         """Return the address at which that peer reaches this daemon."""
-        return self.addresses[_scheme(address)]
+        return self.addresses[scheme(address)]
+
+    def up(self) -> list[Incarnation]:
+        """Return all peers that can be spoken to."""
+        return [link.peer for link in self._links.values() if link.peer is not None]
 
     def status(self) -> tuple[tuple[str, str], ...]:
         """Return each peer's address and state: ``up``, or ``down``."""
@@ -172,132 +198,67 @@ class PeerLinks:
             self._greeted(envelope, envelope.body)
             return
         link = self._links.get(envelope.address)
-        if link is None or link.peer is None or link.peer.boot_id != envelope.boot_id:
+        if link is None:  # it has not noticed that we dropped the link to it: the next one tells it to begin anew
             self.counters.add("peers.stale")
-            return
-        self.on_message(link.peer, envelope.body, incoming.ids)
+            self.connect(envelope.address)
+        elif link.peer is None or link.peer.boot_id != envelope.boot_id:
+            self.counters.add("peers.stale")
+        else:
+            self.on_message(link.peer, envelope.body, incoming.ids)
 
     def _greeted(self, envelope: PeerEnvelope, hello: PeerHello) -> None:
         agree(hello.protocol_min, hello.protocol_max)
         if not self.is_own(hello.dialled):
             log.warning("a peer calls this daemon by another name", name=hello.dialled, peer=envelope.address)
-        self.check_reachable(envelope.address, "address")
         self.connect(envelope.address)
-        link = self._links[envelope.address]
-        if not hello.answers:
-            link.put(self.hello(envelope.address, answers=True))
-        link.greeted(envelope.boot_id, anew=not hello.answers)
+        self._links[envelope.address].greeted(envelope.boot_id, anew=not hello.answers)
 
-
-class _Link:
-    """The connection to one address."""
-
-    def __init__(self, owner: PeerLinks, address: str) -> None:
-        self._owner = owner
-        self._address = address
-        self.peer: Incarnation | None = None
-        self._connected = False
-        self._outbox: list[Frames] = []
-        self._socket = owner.context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, 0),  # bounded by what is under way in the rooms
-            (zmq.IMMEDIATE, 1),
-            (zmq.RECONNECT_IVL, RECONNECT_MS),
-            (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
-            (zmq.CONNECT_TIMEOUT, owner.heartbeat.timeout_ms),
-            (zmq.HANDSHAKE_IVL, owner.heartbeat.timeout_ms),
-            (zmq.HEARTBEAT_IVL, owner.heartbeat.interval_ms),
-            (zmq.HEARTBEAT_TIMEOUT, owner.heartbeat.timeout_ms),
-            (zmq.TCP_MAXRT, owner.heartbeat.timeout_ms),
-        ):
-            self._socket.setsockopt(option, value)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        if owner.loop is not None:
-            owner.loop.add_reader(self._monitor.FD, self._changed)
-            owner.loop.call_soon(self._changed)  # the descriptor signals only what comes after a first look
-        self._socket.connect(address)
-
-    def __repr__(self) -> str:
-        """Show address and state."""
-        return f"<_Link {self._address} {'up' if self.peer else 'down'}>"
-
-    def put(self, frames: Frames) -> None:
-        """Send, or keep until connected."""
-        self._outbox.append(frames)
-        if self._connected and len(self._outbox) == 1:
-            self._flush()
-
-    def greeted(self, boot_id: str, *, anew: bool) -> None:
-        """Take a PEER_HELLO's word on who is there.
-
-        ``anew``: its connection to us is a new one. If it was known already, only the peer has noticed a break: it has
-        failed what we had with it, and what it said meanwhile is lost.
-        """
-        peer = Incarnation(self._address, boot_id)
-        if self.peer == peer and not anew:
+    def overflowed(self, link: PeerLink) -> None:
+        """See ``LinkOwner``."""
+        if self._links.get(link.address) is not link:
             return
-        self._lose("it has begun anew")
-        self.peer = peer
-        log.info("peer up", address=self._address, boot_id=boot_id)
-        self._owner.counters.add("peers.up")
-        self._owner.on_up(peer)
+        self.counters.add("peers.overflowed")
+        del self._links[link.address]
+        waiting = link.waiting
+        link.close()
+        link.lose(f"{waiting} messages were waiting for it to take them")
+        try:
+            self.connect(link.address)
+        except InvalidFieldError as error:
+            log.warning("a peer is not called again", cause=str(error))
 
-    def close(self) -> None:
-        """Break the connection."""
-        if self._owner.loop is not None:
-            self._owner.loop.remove_reader(self._monitor.FD)
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(0)
+    def hear_out(self) -> None:
+        """See ``LinkOwner``."""
+        self._router.hear_out()
 
-    def _flush(self) -> None:
-        while self._connected and self._outbox and not self._socket.closed:
-            try:
-                self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK)
-            except zmq.Again:  # the connection has just broken, and the monitor will say so, or is not quite there
-                if self._owner.loop is not None:
-                    self._owner.loop.call_later(RETRY_S, self._flush)
-                return
-            self._outbox.pop(0)
+    def _tidy(self) -> None:
+        if self.loop is None:
+            return
+        self._tidying = self.loop.call_later(TIDY_S, self._tidy)
+        for link in self._links.values():
+            link.greet_again()
+        while self._drop_one(QUIET_S):
+            pass
 
-    def _changed(self) -> None:
-        while not self._monitor.closed:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.Again:
-                return
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._opened()
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._broken()
+    def _drop_one(self, quiet_s: float = 0.0) -> bool:
+        """Drop the longest unused of the links that are down and that nobody needs; return whether there is one.
 
-    def _opened(self) -> None:
-        self._connected = True
-        self._outbox.insert(0, self._owner.hello(self._address, answers=False))
-        self._flush()
-
-    def _broken(self) -> None:
-        self._connected = False
-        self._outbox.clear()
-        self._lose(f"its connection closed, or was silent for {self._owner.heartbeat.timeout_ms} ms")
-
-    def _lose(self, why: str) -> None:
-        peer, self.peer = self.peer, None
-        if peer is not None:
-            log.warning("peer lost", address=self._address, boot_id=peer.boot_id, cause=why)
-            self._owner.counters.add("peers.lost")
-            self._owner.on_lost(peer, why)
-
-
-def is_numeric(address: str) -> bool:
-    """Return whether a TCP address has a host in numbers, and not that of any interface."""
-    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
-    try:
-        return not ipaddress.ip_address(host).is_unspecified
-    except ValueError:
+        However short of links we are, each has ``timeout_ms`` to come up.
+        """
+        now = time.monotonic()
+        least_s = max(quiet_s, self.heartbeat.timeout_ms / 1000)
+        quiet = [link for link in self._links.values() if link.quiet_s(now) > least_s]
+        for link in heapq.nsmallest(LOOKS, quiet, key=lambda one: one.used_at):
+            if self.is_needed(link.address):
+                link.used_at = now
+                continue
+            self._links.pop(link.address).close()
+            self.counters.add("peers.dropped")
+            return True
         return False
 
 
-def _scheme(address: str) -> str:
-    return address.partition("://")[0]
+def _most_peers() -> int:
+    """Return how many peers may be known, so that files are left for sessions."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_PEERS if files == resource.RLIM_INFINITY else min(MAX_PEERS, files // FILES_PER_PEER)

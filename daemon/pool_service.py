@@ -54,7 +54,7 @@ class PoolService:
     """Owns every pool. Memory is populated on a thread of its own, one pool at a time.
 
     Attributes:
-        on_deleted: called with a pool just before its memory is given back.
+        on_deleted: each is called with a pool just before its memory is given back.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PoolService:
         self._populating_ends = threading.Event()
         if not populate:
             self._populating_ends.set()
-        self.on_deleted: Callable[[Pool], None] = lambda _pool: None
+        self.on_deleted: list[Callable[[Pool], None]] = []
         self._pools: dict[tuple[int, str], Pool] = {}
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._executor = ThreadPoolExecutor(1, "populate")
@@ -174,7 +174,8 @@ class PoolService:
             used = sum(one.capacity - one.free_count for one in pool.allocators.values())
             raise PoolInUseError(f"{used} pages of pool {body.pool!r} are owned or in flight", field="pool")
         del self._pools[pool.tenant, pool.name]
-        self.on_deleted(pool)
+        for told in self.on_deleted:
+            told(pool)
         pool.close()
         log.info("pool deleted", pool=pool.name, tenant=pool.tenant)
         return Answer(PoolDeleted(pool=body.pool))

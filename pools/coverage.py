@@ -1,8 +1,8 @@
 """Coverage: which cells (entry, head interval, logical page) of a room are required, promised by a SEND, and there.
 
 Each cell is counted exactly once: a second promise is an overlap, unless its sender is one of several that hold the
-same content; then the first one sends and the others are covered. Heads are told apart from the first promise on that
-is of a part of an entry's heads: before that an entry's page is one cell.
+same content; then the first to come sends it, whatever its rank, and the others send the rest, if there is any. Heads
+are told apart from the first promise on that is of a part of an entry's heads: before that an entry's page is one cell.
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ class Cells(NamedTuple):
         return self._replace(entries=self.entries[rows], heads=heads)
 
 
+class Stretch(NamedTuple):
+    """Some rows of ``Cells``, and a range of pages on which none of them has a sender."""
+
+    rows: Rows
+    start: int
+    stop: int
+
+
 def cells_of(pairs: Sequence[Pair], start: int, stop: int) -> Cells:
     """Return the cells that pairs fill on a range of pages; a row for each pair."""
     entries = np.array([pair.destination_index for pair in pairs], np.intp)
@@ -71,30 +79,40 @@ class Coverage:
         self._required = np.array([entry.component not in optional_components for entry in entries], np.bool_)
         self._promised, self._arrived, self._excused = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
 
-    def free_rows(self, cells: Cells, replicated: Rows) -> Rows:
-        """Return which rows have no sender yet. A source's own chunks never meet: the room book sees to that.
+    def free_stretches(self, cells: Cells, replicated: Rows) -> tuple[Stretch, ...]:
+        """Return what has no sender yet: no row twice. A source's own chunks never meet: the room book sees to that.
 
         Args:
             cells: what a source could send.
-            replicated: the rows whose content other sources hold as well; they may be taken, but only wholly.
+            replicated: the rows whose content other sources hold as well; some of their pages may be taken, but not
+                some of the heads of a page, and what is left is in one stretch.
 
         Raises:
             PageOverlapError: names the first cell that has a sender already, and may not have one.
         """
-        free = np.ones(len(cells.entries), np.bool_)
+        bounds = np.tile([cells.start, cells.stop], (len(cells.entries), 1))
         for rows, heads in self._parts(cells):
             taken = self._promised[cells.entries[rows], heads, cells.start : cells.stop]
-            some = taken.any(axis=(1, 2))
-            if not some.any():
+            if not taken.any():
                 continue
-            wrong = np.flatnonzero(some & ~(taken.all(axis=(1, 2)) & replicated[rows]))
+            pages: npt.NDArray[np.bool_] = np.any(taken, axis=1)
+            left = cells.stop - cells.start - pages.sum(axis=1)
+            first, behind = pages.argmin(axis=1), pages[:, ::-1].argmin(axis=1)
+            in_one = (left == 0) | (first + left + behind == cells.stop - cells.start)
+            whole = np.all(taken.all(axis=1) == pages, axis=1)
+            wrong = np.flatnonzero(pages.any(axis=1) & ~(replicated[rows] & in_one & whole))
             if len(wrong):
                 raise self._overlap(cells, int(rows[wrong[0]]), heads.start or 0, taken[wrong[0]])
-            free[rows] = ~some
-        return free
+            bounds[rows] = cells.start + np.stack([first, first + left], axis=1)
+        found = np.unique(bounds, axis=0) if (bounds != bounds[:1]).any() else bounds[:1]
+        return tuple(
+            Stretch((bounds == (start, stop)).all(axis=1), start, stop)
+            for start, stop in found.tolist()
+            if start < stop
+        )
 
     def promise(self, cells: Cells) -> None:
-        """Count the cells as promised; ``free_rows`` has found all of them free."""
+        """Count the cells as promised; ``free_stretches`` has found all of them free."""
         self._tell_heads_apart(cells)
         self._set(self._promised, cells, value=True)
 

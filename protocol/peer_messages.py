@@ -14,13 +14,15 @@ from msgspec import Meta
 from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
-from kvferry.protocol.manifests import Index, Manifest, Offset, Size
+from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
 from kvferry.protocol.room_messages import MAX_POOLS, MAX_STEPS, PageLists, Payload
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Checksum = Annotated[int, Meta(ge=0)]
 MAX_RUNS = 1 << 16
 MAX_ENTRIES = 1 << 16
+MAX_PARTS = 1024
+"""One or more of a component: replicas may have sent some pages of some of its entries."""
 
 
 class RoomName(msgspec.Struct, frozen=True, array_like=True):
@@ -38,7 +40,8 @@ class PeerHello(Body, frozen=True, kw_only=True, tag="PEER_HELLO"):
     protocol_min: int
     protocol_max: int
     dialled: PeerAddress
-    """What the sender calls the receiver; it must be what the receiver calls itself."""
+    """What the sender calls the receiver. One that calls itself otherwise logs it and answers all the same, under its
+    own name: the sender then knows two daemons, and the one that it dialled never comes up."""
     answers: bool = False
     """Whether this answers the other's PEER_HELLO: then it is not answered again."""
 
@@ -64,7 +67,7 @@ class PeerOffer(Body, frozen=True, kw_only=True, tag="OFFER"):
     last: bool
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
-    steps: Annotated[tuple[tuple[Index, Number], ...], Meta(max_length=MAX_STEPS)] = ()
+    steps: Annotated[tuple[tuple[Index, LayerCount], ...], Meta(max_length=MAX_STEPS)] = ()
     """(first layer, layers) of each step; which events they wait for is the source's affair."""
     ready: Number = 1
     """How many steps are ready by now; 1 for a chunk without steps."""
@@ -132,7 +135,7 @@ class Piece(Body, frozen=True, kw_only=True, tag="PIECE"):
     offer: Number
     piece: Number
     chunk: Number
-    parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=64)]
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=MAX_PARTS)]
 
 
 class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
@@ -184,6 +187,14 @@ class Confirmed(Body, frozen=True, kw_only=True, tag="CONFIRMED"):
     error: ErrorInfo | None = None
 
 
+class PoolGone(Body, frozen=True, kw_only=True, tag="POOL_GONE"):
+    """Source to home: a pool was deleted; its memory goes back once nobody has it mapped."""
+
+    tenant: Number
+    pool: PoolName
+    region: Number
+
+
 PeerBody = (
     PeerHello
     | Announce
@@ -198,6 +209,7 @@ PeerBody = (
     | PieceOver
     | Confirm
     | Confirmed
+    | PoolGone
 )
 
 

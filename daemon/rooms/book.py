@@ -232,7 +232,7 @@ class RoomBook:
 
     def expire(self, now: float) -> None:
         """Fail the open sides whose deadline has come."""
-        for side in self.sides.due(now):
+        for side in self.sides.deadlines.due(now):
             if isinstance(side, Announcement):
                 self.peers.expired(side, now)
             elif side.state is State.OPEN:
@@ -249,7 +249,7 @@ class RoomBook:
 
     def next_deadline(self) -> float | None:
         """Return when to call ``expire`` next, or None."""
-        return self.sides.next_deadline()
+        return self.sides.deadlines.next()
 
     def result(self, session_id: int, key: SideKey) -> RoomResult:
         """Return the state of the session's side.

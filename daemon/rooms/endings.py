@@ -111,6 +111,7 @@ class Endings:
 
     def _finish_room(self, room: Room, own: KvferryError | None, peers: KvferryError | None, now: float) -> None:
         room.state = State.FINISHED
+        self._sides.deadlines.drop(room)
         self._tell(room, RoomResult(state="finished", finished=room.finished_event(own, now)))
         moved: dict[str, list[tuple[int, int, int]]] = {address: [] for address in room.source_daemons}
         for offer in room.offers:
@@ -123,6 +124,7 @@ class Endings:
 
     def _finish_offer(self, offer: Offer, error: KvferryError | None, now: float) -> None:
         offer.state = State.FINISHED
+        self._sides.deadlines.drop(offer)
         self._tell(offer, RoomResult(state="finished", finished=offer.finished_event(error, now)))
 
     def _leave(self, side: Offer | Room) -> None:

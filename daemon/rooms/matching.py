@@ -11,7 +11,7 @@ import numpy as np
 from kvferry.attention.state_windows import StateList, match_state
 from kvferry.daemon.rooms.page_ranges import PageRange, entries_of
 from kvferry.daemon.rooms.sides import Chunk, Excused, Promise, Room, SourcePool, rows_by_step
-from kvferry.pools.coverage import Rows, cells_of
+from kvferry.pools.coverage import Rows, Stretch, cells_of
 from kvferry.pools.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.plan import make_plan
 from kvferry.protocol.errors import FirstTokenTwiceError, LengthMismatchError
@@ -166,18 +166,22 @@ def _state_span(one: PageRange, target: PageRange, room: Room) -> _Span:
 def _promises(
     one: PageRange, target: PageRange, pairing: Pairing, span: _Span, room: Room
 ) -> tuple[tuple[Promise, ...], int]:
-    """Return the promise, if anything of it is still wanted, and how many entries were covered by a replica."""
-    stop = span.destination_start + span.pages
-    cells = cells_of(pairing.pairs, span.destination_start, stop)
+    """Return what of it is still wanted, and how many entries were wholly covered by a replica."""
+    cells = cells_of(pairing.pairs, span.destination_start, span.destination_start + span.pages)
     replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], np.bool_)
-    free = room.coverage[one.component].free_rows(cells, replicated)
-    covered = len(free) - int(np.count_nonzero(free))
-    if covered == len(free):
-        return (), covered
-    source_ids = one.ids[span.source_start : span.source_start + span.pages]
-    plan = make_plan(pairing, source_ids, target.ids[span.destination_start : stop])
-    whole = Promise(one.component, cells, plan, pairing.pairs, span.source_start)
-    return (_of(whole, free) if covered else whole,), covered
+    free = room.coverage[one.component].free_stretches(cells, replicated)
+    covered = len(pairing.pairs) - sum(int(np.count_nonzero(stretch.rows)) for stretch in free)
+    return tuple(_promise(one, target, pairing, span, stretch) for stretch in free), covered
+
+
+def _promise(one: PageRange, target: PageRange, pairing: Pairing, span: _Span, stretch: Stretch) -> Promise:
+    """Return what a stretch of a span is."""
+    source_start = span.source_start + stretch.start - span.destination_start
+    source_ids = one.ids[source_start : source_start + stretch.stop - stretch.start]
+    plan = make_plan(pairing, source_ids, target.ids[stretch.start : stretch.stop])
+    cells = cells_of(pairing.pairs, stretch.start, stretch.stop)
+    whole = Promise(one.component, cells, plan, pairing.pairs, source_start)
+    return whole if stretch.rows.all() else _of(whole, stretch.rows)
 
 
 def _of(promise: Promise, rows: Rows) -> Promise:

@@ -65,6 +65,18 @@ class PeerBook:
             raise UnknownRoomError("the room is over", field="request_id")
         return room
 
+    def room_for(self, origin: Origin) -> Room:
+        """Return the open room that another daemon offers to.
+
+        Raises:
+            UnknownRoomError: it is over, or was armed again since.
+            UnexpectedSourceError: it does not expect offers of that daemon.
+        """
+        room = self.room(origin.room)
+        if origin.peer.address not in room.source_daemons:
+            raise UnexpectedSourceError("the RECEIVE does not name this daemon as a source", field="source_daemons")
+        return room
+
     def rooms_expecting(self, address: str) -> list[Room]:
         """Return the open rooms that were announced to a daemon."""
         return [r for r in self._sides.rooms.values() if r.state is State.OPEN and address in r.source_daemons]
@@ -82,7 +94,7 @@ class PeerBook:
         """
         offer = self._sides.remote_offers.get(origin)
         try:
-            room = self.room(origin.room)
+            room = self.room_for(origin)
             if offer is None:
                 offer = self._new_offer(origin, number, pool, room, now)
             elif number < len(offer.chunks):
@@ -236,8 +248,6 @@ class PeerBook:
     def _new_offer(self, origin: Origin, number: int, pool: SourcePool, room: Room, now: float) -> Offer:
         if number:
             raise PageGapError(f"chunk {number} came first", field="chunk")
-        if origin.peer.address not in room.source_daemons:
-            raise UnexpectedSourceError("the RECEIVE does not name this daemon as a source", field="source_daemons")
         if len(room.offers) >= room.sources:
             raise UnexpectedSourceError(f"the room has its {room.sources} sources", field="request_id")
         times = Clocked(now, room.deadline_at)

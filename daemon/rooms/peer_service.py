@@ -28,8 +28,16 @@ from kvferry.daemon.rooms.remote import Incarnation, Origin, RemotePool
 from kvferry.daemon.rooms.sides import Room
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import InvalidFieldError, KvferryError, UnknownPoolError, UnknownRoomError, raised
+from kvferry.protocol.errors import (
+    InvalidFieldError,
+    KvferryError,
+    OverloadedError,
+    UnknownPoolError,
+    UnknownRoomError,
+    raised,
+)
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.peer_messages import (
     Announce,
@@ -43,16 +51,23 @@ from kvferry.protocol.peer_messages import (
     PeerOffer,
     Piece,
     PieceOver,
+    PoolGone,
     RoomClosed,
     StepReady,
 )
 from kvferry.protocol.session_messages import PeerStatus, RegionRequest
 
+MAX_REMOTE_POOLS = 4096
+LONGEST_ANNOUNCEMENT_S = 86_400.0
 log = structlog.get_logger(__name__)
 
 
 class PeerService:
-    """Lets rooms here take offers of other daemons, and offers here fill rooms of other daemons."""
+    """Lets rooms here take offers of other daemons, and offers here fill rooms of other daemons.
+
+    Attributes:
+        remote_pools: what other daemons have described, by who, tenant and name.
+    """
 
     def __init__(
         self,
@@ -72,26 +87,28 @@ class PeerService:
         self._carry_out = carry_out
         self._counters = counters
         self._clock = clock
-        self._remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
+        self.remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
         links.on_message = self._on_message
         links.on_up = self._on_up
         links.on_lost = self._on_lost
+        links.is_needed = lambda address: bool(book.rooms_expecting(address))
 
     def source_daemons(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the other daemons among those that a RECEIVE names.
+        """Return the other daemons among those that a RECEIVE names, and have the links to them.
 
         Raises:
             InvalidFieldError: one cannot be reached from here.
         """
         others = tuple(dict.fromkeys(one for one in addresses if not self._links.is_own(one)))
-        for number, address in enumerate(others):
-            field = f"source_daemons[{number}]"
+        for address in others:
+            field = f"source_daemons[{addresses.index(address)}]"
             if not self._transports.can_reach(address):
                 raise InvalidFieldError(
                     f"{address}: this daemon has no landing slots; set landing.transport in its configuration",
                     field=field,
                 )
             self._links.check_reachable(address, field)
+            self._links.connect(address, field)  # now: once the room is made, nobody can be refused any more
         return others
 
     def carry_out(self, effect: Effect) -> None:
@@ -139,6 +156,12 @@ class PeerService:
             raise UnknownPoolError(f"pool {asked.pool!r} has been made anew", field="region")
         return region
 
+    def pool_deleted(self, pool: Pool) -> None:
+        """Let other daemons give up their mappings of a pool's memory."""
+        gone = PoolGone(tenant=pool.tenant, pool=pool.name, region=pool.region.identity)
+        for peer in self._links.up():
+            self._links.send(peer, gone)
+
     def _tell_home(self, effect: Effect) -> None:
         if isinstance(effect, OfferChunk):
             body, ids = offer_of(effect.target, effect.chunk)
@@ -168,10 +191,8 @@ class PeerService:
         self._book.peer_lost(peer, why, self._clock())
         for room in self._book.rooms_expecting(peer.address):
             room.unreachable.add(peer.address)
-        for key in [one for one in self._remote_pools if one[0] == peer]:
-            pool = self._remote_pools.pop(key)
-            if pool.mapping is not None:
-                pool.mapping.close()
+        for key in [one for one in self.remote_pools if one[0] == peer]:
+            self.remote_pools.pop(key).unmap()
         self._carry_out()
 
     def _on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
@@ -195,11 +216,14 @@ class PeerService:
             self._transports.landed(peer, body)
         elif isinstance(body, Confirmed):
             self._transports.confirmed(peer, body)
+        elif isinstance(body, PoolGone):
+            self._pool_gone(peer, body)
 
     def _at_source(self, peer: Incarnation, body: PeerBody) -> None:
         now = self._clock()
         if isinstance(body, Announce):
-            self._book.announced(peer, body.room, now + body.deadline_ms / 1000, now)
+            left_s = min(body.deadline_ms / 1000, LONGEST_ANNOUNCEMENT_S)
+            self._book.announced(peer, body.room, now + left_s, now)
         elif isinstance(body, RoomClosed):
             error = raised(body.error) if body.error else None
             self._book.closed(peer, body.room, error, body.moved, now)
@@ -227,6 +251,7 @@ class PeerService:
     def _offered(self, peer: Incarnation, body: PeerOffer, ids: tuple[PageIds, ...], now: float) -> None:
         origin = Origin(peer, body.room, body.offer)
         try:
+            self._book.room_for(origin)
             pool = self._remote_pool(peer, body)
             chunk = chunk_of(body, ids, pool.manifest)
         except KvferryError as error:
@@ -234,19 +259,26 @@ class PeerService:
             return
         self._book.offered(origin, body.chunk, pool, chunk, body.ready, now)
 
+    def _pool_gone(self, peer: Incarnation, body: PoolGone) -> None:
+        key = (peer, body.tenant, body.pool)
+        known = self.remote_pools.get(key)
+        if known is not None and known.region_id == body.region:
+            self.remote_pools.pop(key).unmap()
+
     def _remote_pool(self, peer: Incarnation, body: PeerOffer) -> RemotePool:
         key = (peer, body.room.tenant, body.pool)
-        known = self._remote_pools.get(key)
+        known = self.remote_pools.get(key)
         if known is not None and known.region_id == body.region:
             return known
         if body.manifest is None:
             raise InvalidFieldError(f"pool {body.pool!r} was not described", field="manifest")
-        if known is not None and known.mapping is not None:
-            known.mapping.close()
-            known.mapping = None
+        if known is None and len(self.remote_pools) >= MAX_REMOTE_POOLS:
+            raise OverloadedError(f"{MAX_REMOTE_POOLS} pools of other daemons are known here")
+        if known is not None:
+            known.unmap()
         check_manifest(body.manifest)
         pool = RemotePool(body.room.tenant, body.pool, body.manifest, peer, body.region)
-        self._remote_pools[key] = pool
+        self.remote_pools[key] = pool
         return pool
 
 

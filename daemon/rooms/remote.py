@@ -46,6 +46,12 @@ class RemotePool:
         """Show whose it is."""
         return f"<RemotePool {self.tenant}/{self.name} of {self.peer.address}>"
 
+    def unmap(self) -> None:
+        """Give the mapping up; copies that are under way keep the memory until they end."""
+        if self.mapping is not None:
+            self.mapping.close()
+            self.mapping = None
+
     @property
     def region(self) -> HostRegion:
         """Return the mapped memory; only after the transport has mapped it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ from kvferry.daemon.rooms.sides import Chunk, Clocked, Room, SideKey, State
 from kvferry.daemon.sessions import Session, SessionRegistry
 from kvferry.daemon.transports.base import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
-from kvferry.protocol.errors import KvferryError, OverloadedError, ShuttingDownError
+from kvferry.protocol.errors import InternalError, KvferryError, OverloadedError, ShuttingDownError
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.room_messages import Cancel, Cancelled, Receive, Result, Send
@@ -104,8 +105,13 @@ class RoomService:
         """Take the end of a copy from a transport."""
         if self._remote is not None:
             self._remote.forget(piece_id)
-        self._book.piece_done(piece_id, error, time.monotonic())
-        self.carry_out()
+        if piece_id not in self._book.sides.pieces:  # it was ended because its transport raised
+            self._counters.add("rooms.pieces_over")
+            return
+        try:
+            self._book.piece_done(piece_id, error, time.monotonic())
+        finally:
+            self.carry_out()
 
     async def drained(self) -> None:
         """Return once no hand-off is live and the events of the last ones are on their way."""
@@ -218,30 +224,51 @@ class RoomService:
                 self._do(effects)
         finally:
             self._carrying_out = False
-        self._set_timer()
-        if any(True for _ in self._book.sides):
-            self._idle.clear()
-        else:
-            self._idle.set()
+            self._set_timer()
+            if any(True for _ in self._book.sides):
+                self._idle.clear()
+            else:
+                self._idle.set()
 
     def _do(self, effects: list[Effect]) -> None:
         told: dict[int, Session] = {}
+        not_started: dict[int, KvferryError] = {}
         for effect in effects:
-            if isinstance(effect, Tell):
-                session = self._tell(effect)
-                if session is not None:
-                    told[session.session_id] = session
-            elif isinstance(effect, StartPiece):
-                self._start(effect)
-            elif isinstance(effect, StopPiece):
-                self._stop(effect.piece_id)
-            elif isinstance(effect, WarnTrimmed):
-                self._warn_trimmed(effect)
-            elif self._peers is not None:
-                self._peers.carry_out(effect)
+            try:
+                self._do_one(effect, told)
+            except Exception as cause:  # a bug in one hand-off must not become the end of the others
+                self._counters.add("rooms.effects_failed")
+                log.exception("an effect failed", effect=type(effect).__name__, cause=str(cause))
+                if isinstance(effect, StartPiece):
+                    known = cause if isinstance(cause, KvferryError) else None
+                    not_started[effect.piece_id] = known or InternalError(f"no copy began: {cause!r}")
+        for piece_id, error in not_started.items():
+            self._not_started(piece_id, error)
         # After the reply that this call may still give: events never overtake their request's reply.
         for session in told.values():
             self._loop.call_soon(self._dispatcher.push_events, session)
+
+    def _do_one(self, effect: Effect, told: dict[int, Session]) -> None:
+        if isinstance(effect, Tell):
+            session = self._tell(effect)
+            if session is not None:
+                told[session.session_id] = session
+        elif isinstance(effect, StartPiece):
+            self._start(effect)
+        elif isinstance(effect, StopPiece):
+            self._stop(effect.piece_id)
+        elif isinstance(effect, WarnTrimmed):
+            self._warn_trimmed(effect)
+        elif self._peers is not None:
+            self._peers.carry_out(effect)
+
+    def _not_started(self, piece_id: int, error: KvferryError) -> None:
+        """End a piece whose transport raised when it was to begin: no byte of it moves."""
+        with contextlib.suppress(Exception):  # it may know the piece all the same, and go on with it
+            self._stop(piece_id)
+        if self._remote is not None:
+            self._remote.forget(piece_id)
+        self._book.piece_done(piece_id, error, time.monotonic())
 
     def _start(self, effect: StartPiece) -> None:
         piece = self._book.sides.pieces[effect.piece_id]
@@ -317,5 +344,7 @@ class RoomService:
 
     def _expire(self) -> None:
         self._timer = None
-        self._book.expire(time.monotonic())
-        self.carry_out()
+        try:
+            self._book.expire(time.monotonic())
+        finally:
+            self.carry_out()

@@ -351,9 +351,7 @@ def rows_by_step(layers: Sequence[int | None], steps: Sequence[LayerStep]) -> np
         layers: the model's layer of each row; None where the row's layers are not the model's (draft).
         steps: at least one.
     """
-    last = len(steps) - 1
-    found = [
-        next((n for n, step in enumerate(steps) if layer is not None and layer in step.layer_range), last)
-        for layer in layers
-    ]
-    return np.array(found, np.intp)
+    first, counts = np.array([(step.first_layer, step.layers) for step in steps]).T
+    rows = np.array([-1 if layer is None else layer for layer in layers])[:, None]
+    named = (first <= rows) & (rows < first + counts)
+    return np.where(named.any(axis=1), named.argmax(axis=1), len(steps) - 1)

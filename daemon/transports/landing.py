@@ -71,7 +71,7 @@ class Landing:
         await engine.register(landing.address, landing.size_bytes)
         if config.direct:
             self._pages = DirectPages(engine)
-            self._pools.on_deleted = self._pages.drop
+            self._pools.on_deleted.append(self._pages.drop)
         bounds = FenceBounds(
             landing.size_bytes // 2 if config.quarantined_bytes is None else config.quarantined_bytes,
             config.quarantined_s,

@@ -201,8 +201,10 @@ def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostReg
                 if left_s <= 0:
                     raise PeerLostError(f"the daemon at {path} did not answer within {FETCH_TIMEOUT_S} s")
                 channel.settimeout(left_s)
-                data, new_fds, _, _ = socket.recv_fds(channel, _RECEIVE_BYTES, 1)
+                data, new_fds, _, _ = socket.recv_fds(channel, _RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
                 fds += new_fds
+                while len(fds) > 1:  # however many it passes, they cost us no more than the one we want
+                    os.close(fds.pop())
                 for frame in frames.feed(data):
                     message = unpack_frame(frame)
                     if isinstance(message, SessionRefused):

@@ -219,6 +219,7 @@ def test_modes_of_directory_and_sockets(daemon: DaemonProcess) -> None:
     assert daemon.runtime_dir.stat().st_mode & 0o777 == 0o750
     for name in ("control.sock", "session.sock"):
         assert (daemon.runtime_dir / name).stat().st_mode & 0o777 == 0o660
+    assert (daemon.runtime_dir / "peer.sock").stat().st_mode & 0o777 == 0o600, "an engine is no daemon"
 
 
 def test_page_ids_of_another_session(daemon: DaemonProcess, client: Client) -> None:

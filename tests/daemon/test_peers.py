@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import os
+import resource
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
+import zmq.asyncio
 
+from kvferry.daemon import peer_link, peers
 from kvferry.daemon.metrics import Counters
-from kvferry.daemon.peers import Heartbeat, PeerLinks, is_numeric
+from kvferry.daemon.peer_link import Heartbeat
+from kvferry.daemon.peers import PeerLinks
 from kvferry.daemon.rooms.remote import Incarnation
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import ConfigError, InvalidFieldError
-from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.ids import NO_BOOT, new_boot_id
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.peer_codec import encode_peer
-from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, PieceOver
+from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, PeerHello, PieceOver, RoomClosed, RoomName
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 20.0
 HEARTBEAT = Heartbeat(50, 400)
+PATIENT = Heartbeat(10_000, 30_000)
+LOOPBACK = {"tcp": "tcp://127.0.0.1:0", "tcp6": "tcp://[::1]:0"}
+LARGE = RoomClosed(room=RoomName("0" * 32, "pool", 0, 1), moved=tuple(itertools.repeat((1, 1, 1), 150_000)))
+"""600 kB: more than a Unix socket buffers."""
 
 
 class _Counters(Counters):
@@ -40,10 +52,10 @@ class _Counters(Counters):
 class Daemon:
     """Links, and what they reported."""
 
-    def __init__(self, path: Path, listen: str | None = None) -> None:
+    def __init__(self, path: Path, listen: str | None = None, heartbeat: Heartbeat = HEARTBEAT) -> None:
         self.changed = asyncio.Event()
         self.counters = _Counters(self.changed)
-        self.links = PeerLinks(new_boot_id(), path, listen, HEARTBEAT, Limits(), self.counters)
+        self.links = PeerLinks(new_boot_id(), path, listen, heartbeat, Limits(), self.counters)
         self.up: list[Incarnation] = []
         self.lost: list[Incarnation] = []
         self.said: list[tuple[Incarnation, PeerBody]] = []
@@ -81,10 +93,60 @@ class Daemon:
         self.changed.set()
 
 
+class Stranger:
+    """Something that speaks as a daemon does, but reads what it is told only when the test says so."""
+
+    def __init__(self, address: str, takes_messages: int = 1) -> None:
+        self.boot_id = new_boot_id()
+        self._context = zmq.asyncio.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.RCVHWM, takes_messages)
+        self._router.bind(address)
+        self.address = address
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.IPV6, 1)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Return what others take it for."""
+        return Incarnation(self.address, self.boot_id)
+
+    async def say(self, to: Daemon, body: PeerBody, *, address: str = "", times: int = 1) -> None:
+        """Say something to a daemon, as the daemon at ``address``, which is its own by default."""
+        self._dealer.connect(to.address)
+        boot_id = NO_BOOT if isinstance(body, PeerHello) else to.links.boot_id
+        frames = encode_peer(PeerEnvelope(address or self.address, self.boot_id, boot_id, body))
+        for _ in range(times):
+            await self._dealer.send_multipart(frames)
+
+    async def greet(self, to: Daemon, *, address: str = "", times: int = 1) -> None:
+        """Say who it is, and that its connection is new."""
+        hello = PeerHello(protocol_min=1, protocol_max=9, dialled=to.address)
+        await self.say(to, hello, address=address, times=times)
+
+    async def hears(self) -> bytes:
+        """Return the next message's envelope."""
+        async with asyncio.timeout(PATIENCE_S):
+            _, envelope, *_ = await self._router.recv_multipart()
+        return bytes(envelope)
+
+    def close(self) -> None:
+        """Be gone."""
+        self._context.destroy(0)
+
+
+@pytest.fixture
+async def stranger(tmp_path: Path, anyio_backend: object) -> AsyncIterator[Stranger]:  # noqa: ARG001  see ``make``
+    """Return a stranger, to whom little can be on its way: a Unix socket buffers less than one large message."""
+    one = Stranger(f"ipc://{tmp_path}/stranger")
+    yield one
+    one.close()
+
+
 MakeDaemon = Callable[..., Daemon]
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+@pytest.fixture(params=["ipc", "tcp", "tcp6"])
 async def make(
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -95,9 +157,9 @@ async def make(
     numbers = itertools.count()
 
     def start(address: str | None = None) -> Daemon:
-        tcp = request.param == "tcp"
+        tcp = request.param != "ipc"
         path = tmp_path / f"{next(numbers)}.sock" if tcp or address is None else Path(address.removeprefix("ipc://"))
-        daemon = Daemon(path, (address or "tcp://127.0.0.1:0") if tcp else None)
+        daemon = Daemon(path, (address or LOOPBACK[request.param]) if tcp else None)
         made.append(daemon)
         return daemon
 
@@ -158,6 +220,7 @@ async def test_what_is_meant_for_another_incarnation_is_dropped(make: MakeDaemon
     await other.until(lambda: other.up)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.IPV6, 1)
     stranger.connect(other.address)
     for sender, to in ((one.links.boot_id, new_boot_id()), (new_boot_id(), other.links.boot_id)):
         stranger.send_multipart(encode_peer(PeerEnvelope(one.address, sender, to, PieceOver(piece=1))))
@@ -179,6 +242,7 @@ async def test_a_peer_that_alone_has_noticed_a_break_begins_anew(make: MakeDaemo
     await one.until(lambda: one.up)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     new_connection = context.socket(zmq.DEALER)
+    new_connection.setsockopt(zmq.IPV6, 1)
     new_connection.connect(other.address)
     new_connection.send_multipart(one.links.hello(other.address, answers=True))
     marker = PeerEnvelope(one.address, one.links.boot_id, other.links.boot_id, PieceOver(piece=1))
@@ -194,7 +258,18 @@ async def test_a_peer_that_alone_has_noticed_a_break_begins_anew(make: MakeDaemo
     context.term()
 
 
-@pytest.mark.parametrize("address", ["tcp://node-1:7801", "tcp://0.0.0.0:7801", "tcp://*:7801"])
+@pytest.fixture
+async def daemon(tmp_path: Path, anyio_backend: object) -> AsyncIterator[Daemon]:  # noqa: ARG001  see ``make``
+    """Return links that listen on TCP as well and bear with a peer that does not read."""
+    one = Daemon(tmp_path / "peer.sock", LOOPBACK["tcp"], PATIENT)
+    yield one
+    one.links.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://node-1:7801", "tcp://0.0.0.0:7801", "tcp://*:7801", "tcp://127.0.0.1:65536", "tcp://[fd00:0::1]:7801"],
+)
 async def test_an_address_that_is_no_name_for_a_daemon_is_refused(tmp_path: Path, address: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Daemon(tmp_path / "peer.sock", address)
@@ -217,6 +292,251 @@ async def test_peers_must_be_reachable_in_both_directions(tmp_path: Path) -> Non
     daemon.links.close()
 
 
-def test_numeric_addresses() -> None:
-    assert is_numeric("tcp://[fd00::1]:7801")
-    assert not is_numeric("tcp://[::]:7801")
+# -- who counts as there
+
+
+async def test_a_greeting_from_where_nobody_listens_is_no_peer(daemon: Daemon, stranger: Stranger) -> None:
+    nowhere = "tcp://127.0.0.1:1"
+    await stranger.greet(daemon, address=nowhere, times=2000)
+    await stranger.say(daemon, PieceOver(piece=1), address=nowhere)
+    await daemon.until(lambda: daemon.counters.snapshot().get("peers.stale"))
+    peer = Incarnation(nowhere, stranger.boot_id)
+    assert daemon.links.status() == ((nowhere, "down"),)
+    assert daemon.links.connect(nowhere) is None
+    assert not daemon.links.send(peer, PieceOver(piece=1))
+    assert "waiting=0" in repr(daemon.links)
+    assert not daemon.up
+    assert not daemon.said
+
+
+async def test_a_peer_is_up_once_it_has_greeted_and_is_connected(daemon: Daemon, stranger: Stranger) -> None:
+    daemon.links.connect(stranger.address)
+    assert b"PEER_HELLO" in await stranger.hears()
+    assert daemon.up == [], "nobody has said who is there"
+    await stranger.greet(daemon)
+    await daemon.until(lambda: daemon.up)
+    assert daemon.up == [stranger.incarnation]
+
+
+async def test_a_peer_that_missed_our_greeting_hears_it_again(
+    daemon: Daemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "TIDY_S", 0.01)
+    daemon.links.start(asyncio.get_running_loop())
+    daemon.links.connect(stranger.address)
+    for _ in range(3):
+        assert b"PEER_HELLO" in await stranger.hears()
+
+
+async def test_a_daemon_that_we_do_not_know_and_that_knows_us_is_called(make: MakeDaemon, stranger: Stranger) -> None:
+    one, other = make(), make()
+    await stranger.say(one, PieceOver(piece=1), address=other.address)
+    await one.until(lambda: one.up)
+    await other.until(lambda: other.up)
+    assert one.said == []
+
+
+# -- what waits for a peer
+
+
+async def _fill(daemon: Daemon, stranger: Stranger) -> None:
+    """Tell a stranger more than can be on its way, so that the rest waits, here or in libzmq, until it reads."""
+    await stranger.greet(daemon)
+    await daemon.until(lambda: daemon.up)
+    for _ in range(20):
+        assert daemon.links.send(stranger.incarnation, LARGE)
+
+
+async def test_one_answer_to_a_greeting_waits_however_often_a_peer_greets(
+    daemon: Daemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_link, "QUEUED_MESSAGES", 1)
+    await _fill(daemon, stranger)
+    assert "waiting=0" not in repr(daemon.links)
+    await stranger.greet(daemon, times=50)
+    await daemon.until(lambda: len(daemon.up) == 51)
+    assert any(f"waiting={most}>" in repr(daemon.links) for most in (0, 1)), daemon.links
+
+
+@pytest.mark.parametrize("bound", ["WAITING_MESSAGES", "WAITING_BYTES"])
+async def test_a_peer_that_takes_too_slowly_what_it_is_told_is_lost(
+    daemon: Daemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(peer_link, "QUEUED_MESSAGES", 1)
+    await _fill(daemon, stranger)
+    monkeypatch.setattr(peer_link, bound, 5 if bound == "WAITING_MESSAGES" else 1 << 20)
+    said = [daemon.links.send(stranger.incarnation, LARGE) for _ in range(50)]
+    assert said.count(True) < 50, "what waits is not bounded"
+    assert daemon.lost == [], "reported from within"
+    await daemon.until(lambda: daemon.lost)
+    assert daemon.lost == [stranger.incarnation]
+    assert daemon.counters.snapshot()["peers.overflowed"] == 1
+    assert daemon.links.status() == ((stranger.address, "down"),)
+    connections = 0
+    while connections < 2:
+        connections += b"PEER_HELLO" in await stranger.hears()
+    await stranger.greet(daemon)
+    await daemon.until(lambda: len(daemon.up) == 2)
+
+
+async def test_the_last_words_are_heard(daemon: Daemon, tmp_path: Path) -> None:
+    with contextlib.closing(Stranger(f"ipc://{tmp_path}/listener", takes_messages=0)) as listener:
+        await listener.greet(daemon)
+        await daemon.until(lambda: daemon.up)
+        for number in range(500):
+            assert daemon.links.send(listener.incarnation, PieceOver(piece=number))
+        daemon.links.close()
+        while b"PIECE_OVER" not in await listener.hears():
+            pass
+        for _ in range(499):
+            assert b"PIECE_OVER" in await listener.hears()
+
+
+async def test_what_a_peer_said_before_it_ended_is_heard_before_its_end(make: MakeDaemon) -> None:
+    one, other = make(), make()
+    one.links.connect(other.address)
+    await one.until(lambda: one.up)
+    await other.until(lambda: other.up)
+    in_order: list[str] = []
+    other.links.on_message = lambda *_: in_order.append("said")
+    other.links.on_lost = lambda *_: in_order.append("lost")
+    assert one.links.send(other.incarnation, PieceOver(piece=1))
+    one.links.close()
+    await other.until(lambda: "lost" in in_order)  # a counter changes with it
+    assert in_order == ["said", "lost"]
+
+
+async def test_the_end_waits_for_nobody_who_does_not_listen(daemon: Daemon, stranger: Stranger) -> None:
+    await _fill(daemon, stranger)
+    began = time.monotonic()
+    daemon.links.close()
+    assert time.monotonic() - began < 20 * peers.LAST_WORDS_MS / 1000
+
+
+# -- how many
+
+
+async def test_as_many_peers_as_are_promised(tmp_path: Path, require: Callable[[object, str], None]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = peers.MAX_PEERS
+    require(hard >= peers.FILES_PER_PEER * most or hard == resource.RLIM_INFINITY, "enough open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with contextlib.closing(Daemon(tmp_path / "peer.sock", None, PATIENT).links) as links:
+            for number in range(most):
+                links.connect(f"ipc://{tmp_path}/{number}")
+            with pytest.raises(InvalidFieldError, match=f"{most} other daemons") as refused:
+                links.connect(f"ipc://{tmp_path}/one-more", "source_daemons[3]")
+            assert refused.value.field == "source_daemons[3]"
+            assert len(os.listdir("/proc/self/fd")) < peers.FILES_PER_PEER * most  # noqa: PTH208  no folder on a disk
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_few_open_files_mean_few_peers(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (peers.FILES_PER_PEER * 20, hard))
+    try:
+        daemon = Daemon(tmp_path / "peer.sock")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for number in range(20):
+        daemon.links.connect(f"ipc://{tmp_path}/{number}")
+    with pytest.raises(InvalidFieldError, match="20 other daemons"):
+        daemon.links.connect(f"ipc://{tmp_path}/one-more")
+    daemon.links.close()
+
+
+async def test_the_longest_unused_link_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=time.monotonic())
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(peers, "MAX_PEERS", 3)
+    daemon, other = Daemon(tmp_path / "peer.sock"), Daemon(tmp_path / "other.sock")
+    needed, unused, used, late = (f"ipc://{tmp_path}/{name}" for name in ("needed", "unused", "used", "late"))
+    daemon.links.is_needed = needed.__eq__
+    daemon.links.connect(other.address)
+    await daemon.until(lambda: daemon.up)
+    for address in (needed, unused):
+        daemon.links.connect(address)
+    with pytest.raises(InvalidFieldError, match="3 other daemons"):
+        daemon.links.connect(used)
+    clock.now += 1  # more than the timeout: they have had their chance
+    daemon.links.connect(used)
+    assert [address for address, _ in daemon.links.status()] == [other.address, needed, used]
+    with pytest.raises(InvalidFieldError, match="3 other daemons"):
+        daemon.links.connect(late)
+    for one in (daemon, other):
+        one.links.close()
+
+
+async def test_links_that_nobody_needs_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "TIDY_S", 0.01)
+    monkeypatch.setattr(peers, "QUIET_S", 0.0)
+    daemon, other = Daemon(tmp_path / "peer.sock"), Daemon(tmp_path / "other.sock")
+    needed = f"ipc://{tmp_path}/needed"
+    daemon.links.is_needed = needed.__eq__
+    for address in (needed, other.address, *(f"ipc://{tmp_path}/{number}" for number in range(3))):
+        daemon.links.connect(address)
+    await daemon.until(lambda: daemon.counters.snapshot().get("peers.dropped") == 3)
+    assert daemon.links.status() == ((needed, "down"), (other.address, "up"))
+    other.links.close()
+    await daemon.until(lambda: daemon.counters.snapshot().get("peers.dropped") == 4)
+    assert daemon.links.status() == ((needed, "down"),)
+    assert daemon.lost == [other.incarnation]
+    daemon.links.close()
+
+
+# -- addresses, and what libzmq says of them
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["ipc:///" + "x" * 150, "tcp://127.0.0.1:99999", "tcp://127.0.0.1:0", "tcp://::1:7801", "tcp://[::]:7801"],
+)
+async def test_an_address_that_cannot_be_called_is_refused(daemon: Daemon, address: str) -> None:
+    for refuse in (daemon.links.check_reachable, daemon.links.connect):
+        with pytest.raises(InvalidFieldError) as refused:
+            refuse(address, "source_daemons[0]")
+        assert refused.value.field == "source_daemons[0]"
+    assert daemon.links.status() == ()
+
+
+async def test_what_libzmq_refuses_leaves_nothing_behind(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "wrong_address", lambda _address: "")
+    with pytest.raises(InvalidFieldError) as refused:
+        daemon.links.connect("ipc:///" + "x" * 150, "source_daemons[0]")
+    assert refused.value.field == "source_daemons[0]"
+    assert daemon.links.status() == ()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.to_thread(daemon.links.context.term)  # waits for every socket
+
+
+async def test_a_connection_that_is_half_open_is_closed(daemon: Daemon, tmp_path: Path) -> None:
+    closed = asyncio.Event()
+    port = int(daemon.address.rpartition(":")[2])
+
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass on both ways up to the first sign of life that is asked for; then all is silent and open."""
+        back, there = await asyncio.open_connection("127.0.0.1", port)
+        answers = asyncio.ensure_future(_pass_on(back, writer))
+        await _pass_on(reader, there, last=b"PING")
+        await answers
+        closed.set()
+        for one in (there, writer):
+            one.close()
+
+    proxy = await asyncio.start_server(accepted, "127.0.0.1", 0)
+    with contextlib.closing(Daemon(tmp_path / "caller.sock", LOOPBACK["tcp"]).links) as caller:
+        caller.connect(f"tcp://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+        async with asyncio.timeout(PATIENCE_S):
+            await closed.wait()
+    proxy.close()
+
+
+async def _pass_on(source: asyncio.StreamReader, to: asyncio.StreamWriter, last: bytes | None = None) -> None:
+    """Pass on what comes until the end, or ``last``."""
+    while data := await source.read(65_536):
+        with contextlib.suppress(ConnectionError):
+            to.write(data)
+        if last is not None and last in data:
+            return

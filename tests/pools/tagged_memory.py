@@ -102,9 +102,11 @@ def plans_of(case: HandOffCase) -> list[Planned]:
         if len(case.sources) == 1:
             check_covered(pairing, OPTIONAL)
         cells = cells_of(pairing.pairs, 0, len(case.pages))
-        free = coverage.free_rows(cells, np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], bool))
-        if not free.any():
+        replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], bool)
+        stretches = coverage.free_stretches(cells, replicated)
+        if not stretches:
             continue
+        ((free, _, _),) = stretches
         cells = cells.of(free)
         coverage.promise(cells)
         kept = msgspec.structs.replace(pairing, pairs=tuple(itertools.compress(pairing.pairs, free)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -32,7 +32,9 @@ def cells_in(cells: Cells) -> set[tuple[int, int]]:
 
 
 def everything_free(coverage: Coverage, cells: Cells) -> bool:
-    return bool(coverage.free_rows(cells, np.zeros(len(cells.entries), np.bool_)).all())
+    """Return True, or raise: cells that no other source holds are free all together or not at all."""
+    found = coverage.free_stretches(cells, np.zeros(len(cells.entries), np.bool_))
+    return [(bool(one.rows.all()), one.start, one.stop) for one in found] == [(True, cells.start, cells.stop)]
 
 
 REQUIRED = {(entry, page) for entry in (0, 1) for page in range(PAGES)}
@@ -141,23 +143,24 @@ def test_heads_are_counted_apart(sources: list[tuple[Cells, list[bool], bool]], 
     required = {(0, head, page) for head in range(4) for page in range(PAGES)} | {(1, 0, page) for page in range(PAGES)}
     for cells, replicated, arrives in sources:
         rows = [split_cells(cells, row) for row in range(len(cells.entries))]
-        if any(row & promised and not (row <= promised and may) for row, may in zip(rows, replicated, strict=True)):
+        if not all(may_be_sent(row, row - promised, may) for row, may in zip(rows, replicated, strict=True)):
             with pytest.raises(PageOverlapError):
-                coverage.free_rows(cells, np.array(replicated))
+                coverage.free_stretches(cells, np.array(replicated))
             continue
-        free = coverage.free_rows(cells, np.array(replicated))
-        assert free.tolist() == [not row & promised for row in rows]
-        wanted, fresh = cells.of(free), set().union(*itertools.compress(rows, free.tolist()))
-        coverage.promise(wanted)
+        wanted = free_cells(coverage, cells, replicated)
+        assert sum(len(one.entries) for one in wanted) == sum(bool(row - promised) for row in rows)
+        fresh = {cell for one in wanted for row in range(len(one.entries)) for cell in split_cells(one, row)}
+        assert fresh == set().union(*rows) - promised
+        of_all(coverage.promise, wanted)
         if in_the_end == "withdraw":
-            coverage.withdraw(wanted)
-            assert coverage.free_rows(wanted, np.zeros(len(wanted.entries), np.bool_)).all()
+            of_all(coverage.withdraw, wanted)
+            assert all(everything_free(coverage, one) for one in wanted)
             continue
         promised |= fresh
         if in_the_end == "excuse":
-            coverage.excuse(wanted)
+            of_all(coverage.excuse, wanted)
         if arrives:
-            coverage.arrive(wanted)
+            of_all(coverage.arrive, wanted)
             arrived |= fresh
     if in_the_end == "excuse":
         required -= promised
@@ -165,6 +168,27 @@ def test_heads_are_counted_apart(sources: list[tuple[Cells, list[bool], bool]], 
     pages = [{one for one in REQUIRED_SPLIT if one[2] == page} for page in range(PAGES)]
     assert coverage.arrived_pages == sum(page <= arrived for page in pages)
     check_missing(coverage, required - promised)
+
+
+def free_cells(coverage: Coverage, cells: Cells, replicated: list[bool]) -> list[Cells]:
+    """Return those of the cells that have no sender."""
+    found = coverage.free_stretches(cells, np.array(replicated))
+    return [cells._replace(start=one.start, stop=one.stop).of(one.rows) for one in found]
+
+
+def of_all(do: Callable[[Cells], None], some: list[Cells]) -> None:
+    """Do the same with several cells."""
+    for one in some:
+        do(one)
+
+
+def may_be_sent(row: set[tuple[int, int, int]], free: set[tuple[int, int, int]], may: bool) -> bool:  # noqa: FBT001
+    """Return whether a row, of which these cells are free, may be sent; ``may``: others hold its content as well."""
+    if row == free:
+        return True
+    pages = sorted({page for _, _, page in free})
+    whole = free == {(entry, head, page) for entry, head, page in row if page in pages}
+    return may and whole and pages == list(range(pages[0], pages[-1] + 1) if pages else [])
 
 
 REQUIRED_SPLIT = {
@@ -219,14 +243,25 @@ def test_some_rows_keep_their_heads() -> None:
     assert cells.of(np.array([False, True, True])).entries.tolist() == [0, 1]
 
 
-def test_a_replica_that_is_taken_in_part_is_an_overlap() -> None:
+def test_of_a_replica_the_rest_is_free() -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
     coverage.promise(Cells(np.array([1]), 0, 2))
-    replicated = np.array([True])
-    assert not coverage.free_rows(Cells(np.array([1]), 0, 2), replicated).any()
-    assert coverage.free_rows(Cells(np.array([1]), 2, 4), replicated).all()
+    both, replicated = np.array([1, 2]), np.array([True, True])
+    assert coverage.free_stretches(Cells(np.array([1]), 0, 2), replicated[:1]) == ()
+    rest = coverage.free_stretches(Cells(both, 1, 4), replicated)
+    assert [(one.rows.tolist(), one.start, one.stop) for one in rest] == [([False, True], 1, 4), ([True, False], 2, 4)]
     with pytest.raises(PageOverlapError, match="main/index_k/0: room page 1 has a sender already"):
-        coverage.free_rows(Cells(np.array([1]), 1, 3), replicated)
+        coverage.free_stretches(Cells(both, 1, 4), ~replicated)
+
+
+def test_the_rest_of_a_replica_is_in_one_stretch_and_has_all_heads() -> None:
+    coverage = Coverage(SPLIT, PAGES, ["draft"])
+    coverage.promise(Cells(np.array([1]), 1, 2))
+    with pytest.raises(PageOverlapError, match="main/index_k/0: room page 1 has a sender already"):
+        coverage.free_stretches(Cells(np.array([1]), 0, 4), np.array([True]))
+    coverage.promise(Cells(np.array([0]), 0, PAGES, (Heads(1, 1),)))
+    with pytest.raises(PageOverlapError, match=r"main/k/0: room page 0, heads 5\.\.5, has a sender already"):
+        coverage.free_stretches(Cells(np.array([0]), 0, 4), np.array([True]))
 
 
 def test_cells_of_pairs() -> None:

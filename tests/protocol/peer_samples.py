@@ -27,6 +27,7 @@ from kvferry.protocol.peer_messages import (
     PeerOffer,
     Piece,
     PieceOver,
+    PoolGone,
     RoomClosed,
     RoomName,
     StepReady,
@@ -92,6 +93,7 @@ MESSAGES: Final[dict[str, PeerMessage]] = {
     "PIECE_OVER": _said(PieceOver(piece=9)),
     "CONFIRM": _said(Confirm(room=ROOM, offer=3, piece=9)),
     "CONFIRMED": _said(Confirmed(piece=9, error=ERROR)),
+    "POOL_GONE": _said(PoolGone(tenant=7, pool="prefill", region=5)),
 }
 
 

@@ -15,7 +15,8 @@ from kvferry.protocol.base import Body
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import MalformedError, raised
 from kvferry.protocol.peer_codec import IncomingPeerMessage, decode_peer, encode_peer
-from kvferry.protocol.peer_messages import Landed, PeerBody, PeerEnvelope
+from kvferry.protocol.peer_messages import MAX_ENTRIES, MAX_PARTS, MAX_RUNS, Landed, Part, PeerBody, PeerEnvelope
+from kvferry.protocol.room_messages import MAX_POOLS, MAX_STEPS
 from kvferry.protocol.versions import PROTOCOL_MAX
 from tests.protocol.bodies import ids_for, structs_of
 from tests.protocol.peer_samples import GOLDEN, MESSAGES, as_hex
@@ -165,7 +166,7 @@ ROOM = ["f" * 32, "decode", 7, 2]
         with_field("GRANT", "size_bytes", -1),
         with_field("GRANT", "session", "x" * 257),
         with_field("PIECE", "parts", []),
-        with_field("PIECE", "parts", [["main", 0, 1, [0], [[0, 0]]]] * 65),
+        with_field("PIECE", "parts", [["main", 0, 1, [0], [[0, 0]]]] * (MAX_PARTS + 1)),
         with_field("PIECE", "parts", [["Main", 0, 1, [0], [[0, 0]]]]),
         with_field("PIECE", "parts", [["main", -1, 1, [0], [[0, 0]]]]),
         with_field("PIECE", "parts", [["main", 0, 1, [-1], [[0, 0]]]]),
@@ -232,6 +233,24 @@ def test_damaged_messages_are_read_or_refused(frames: list[bytes]) -> None:
     assert isinstance(got, IncomingPeerMessage)
     assert tuple(len(one) for one in got.ids) == got.envelope.body.page_counts()
     assert decode_peer([bytes(one) for one in encode_peer(*got)]).envelope == got.envelope
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("OFFER", {"steps": ((0, 1),) * (MAX_STEPS + 1)}),
+        ("OFFER", {"steps": ((0, 1 << 40),)}),
+        ("ROOM_CLOSED", {"moved": ((1, 2, 3),) * (MAX_POOLS + 1)}),
+        ("PIECE", {"parts": (Part("main", 0, 1, (0,) * (MAX_ENTRIES + 1), ()),)}),
+        ("PIECE", {"parts": (Part("main", 0, 1, (), ((0, 1),) * (MAX_ENTRIES + 1)),)}),
+        ("GRANT", {"runs": ((0, 1),) * (MAX_RUNS + 1)}),
+    ],
+)
+def test_what_a_peer_may_say_at_once_is_bounded(name: str, change: dict[str, object]) -> None:
+    envelope, ids = MESSAGES[name]
+    envelope = msgspec.structs.replace(envelope, body=msgspec.structs.replace(envelope.body, **change))
+    with pytest.raises(MalformedError, match="Expected"):
+        decode_peer([bytes(frame) for frame in encode_peer(envelope, ids)])
 
 
 # -- errors that travel

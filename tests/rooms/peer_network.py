@@ -88,7 +88,7 @@ class ScriptedLinks:
         self.on_lost: Callable[[Incarnation, str], None] = lambda _peer, _why: None
         network.links.append(self)
 
-    def connect(self, address: str) -> Incarnation | None:
+    def connect(self, address: str, field: str = "address") -> Incarnation | None:  # noqa: ARG002  takes any address
         """See ``PeerLinks.connect``."""
         return self._connection(address).peer
 
@@ -113,6 +113,10 @@ class ScriptedLinks:
     def own_address(self, address: str) -> str:
         """See ``PeerLinks.own_address``."""
         return self.addresses[address.partition("://")[0]]
+
+    def up(self) -> list[Incarnation]:
+        """See ``PeerLinks.up``."""
+        return [one.peer for one in self.connections.values() if one.peer is not None]
 
     def status(self) -> tuple[tuple[str, str], ...]:
         """See ``PeerLinks.status``."""

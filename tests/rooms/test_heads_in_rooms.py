@@ -278,15 +278,51 @@ def test_after_a_doubled_head_the_room_goes_on() -> None:
 
 
 @RECEIVE_FIRST
-def test_replicas_may_not_cut_their_chunks_apart(*, receive_first: bool) -> None:
+def test_replicas_may_cut_their_chunks_apart(*, receive_first: bool) -> None:
     ranks = Ranks(1)
     one, other, room = ranks.source(2, 0), ranks.source(2, 1), ranks.room(1, 0)
     if receive_first:
         ranks.receive(room, sources=2)
     ranks.world.send(one.session, one.pool, one.pages[:2], last=False)
-    say = last_message(ranks, other, None if receive_first else room)
-    with pytest.raises(PageOverlapError):
-        say()
+    last_message(ranks, other, None if receive_first else room)()
+    last = ranks.world.send(one.session, one.pool, one.pages[2:], first_page=2)
+    assert last.covered_source_entries == ENTRIES
+    ranks.world.transport.finish_all()
+    ranks.check(one, other, room)
+    page_bytes = TOKENS * sum(WIDTHS.values()) * LAYERS
+    moved = [ranks.world.finished(party.session).moved_bytes for party in (one, other)]
+    assert moved == [2 * page_bytes, (PAGES - 2) * page_bytes]
+
+
+@RECEIVE_FIRST
+def test_a_replica_sends_what_is_left_of_each_layer(*, receive_first: bool) -> None:
+    """Stages of one side share layers with a rank of the other, and are not equally far."""
+    ranks = Ranks(1)
+    whole = ranks.manifest(Rank(2, 0))
+    stages = [tuple(one for one in whole.entries if one.layer == layer) for layer in range(LAYERS)]
+    first, second = (ranks.source(2, 0, msgspec.structs.replace(whole, entries=one)) for one in stages[:2])
+    other, room = ranks.source(2, 1), ranks.room(1, 0)
+    if receive_first:
+        ranks.receive(room, sources=3)
+    ranks.world.send(first.session, first.pool, first.pages[:1], last=False)
+    ranks.world.send(second.session, second.pool, second.pages)
+    ranks.send(other)
+    ranks.world.send(first.session, first.pool, first.pages[1:], first_page=1)
+    if not receive_first:
+        ranks.receive(room, sources=3)
+    ranks.world.transport.finish_all()
+    ranks.check(first, second, other, room)
+
+
+@RECEIVE_FIRST
+def test_what_is_left_of_a_replica_is_in_one_stretch(*, receive_first: bool) -> None:
+    ranks = Ranks(1)
+    one, other, room = ranks.source(2, 0), ranks.source(2, 1), ranks.room(1, 0)
+    if receive_first:
+        ranks.receive(room, sources=2)
+    ranks.world.send(one.session, one.pool, one.pages[1:2], first_page=1, last=False)
+    with pytest.raises(PageOverlapError, match="main/k/0: room page 1 has a sender already"):
+        last_message(ranks, other, None if receive_first else room)()
 
 
 def test_fractals_cannot_be_cut_by_heads() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.daemon.rooms.sides import rows_by_step
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import CancelledError, TransferFailedError
@@ -385,3 +386,16 @@ def test_any_steps_and_any_order_of_events_bring_everything(data: st.DataObject)
     ferry.world.transport.finish_all()
     assert ferry.arrived() == entries_of_layers(*range(LAYERS))
     assert ferry.world.finished(ferry.decode).moved_bytes == LAYERS * BYTES_OF_A_LAYER
+
+
+@given(
+    st.lists(st.none() | st.integers(0, 9), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=6),
+)
+def test_a_row_belongs_to_the_first_step_that_names_its_layer(
+    rows: list[int | None], named: list[tuple[int, int]]
+) -> None:
+    steps = [step(first, count) for first, count in named]
+    last = len(steps) - 1
+    of_rows = [next((n for n, one in enumerate(steps) if layer in one.layer_range), last) for layer in rows]
+    assert rows_by_step(rows, steps).tolist() == of_rows

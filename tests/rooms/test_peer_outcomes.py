@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.daemon.rooms import peer_book
+from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.base import PageList
@@ -313,6 +314,26 @@ def test_of_two_replicas_the_first_to_come_is_taken(both: HandOff) -> None:
     both.world.check_nothing_left()
 
 
+def test_of_replicas_that_cut_their_chunks_apart_each_page_comes_once(both: HandOff) -> None:
+    both.receive(both.source, both.third, sources=2)
+    both.world.deliver_all()
+    replicas = []
+    for node in (both.source, both.third):
+        session, pool = node.session(), node.pool("replica", [replica(one) for one in layers(2)])
+        replicas.append((node, session, pool, node.filled(pool, session, PAGES)))
+    for which, first, stop in ((0, 0, 1), (1, 0, PAGES), (0, 1, PAGES)):
+        node, session, pool, pages = replicas[which]
+        node.send(session, pool, pages[first:stop], first_page=first, last=stop == PAGES)
+        both.world.deliver_all()
+    both.world.run()
+    assert both.outcomes(both.home, both.decode) == ["OK", "settled"]
+    sent = [node.content(pool, pages) for node, _, pool, pages in replicas]
+    assert both.home.content(both.decode_pool, both.home_pages) == [*sent[0][:1], *sent[1][1:]]
+    moved = [node.finished(session).moved_bytes for node, session, _, _ in replicas]
+    assert moved == [BYTES // PAGES, BYTES - BYTES // PAGES]
+    both.world.check_nothing_left()
+
+
 def replica(entry: Entry) -> Entry:
     """Return an entry that another pool holds as well."""
     return msgspec.structs.replace(entry, replicas=2)
@@ -510,6 +531,7 @@ def test_a_daemon_that_the_room_does_not_name_is_refused(both: HandOff) -> None:
     both.world.run()
     assert both.told() == (["UNEXPECTED_SOURCE", "settled"], [])
     assert not room.offers
+    assert not both.home.peers.remote_pools, "it has no say in what is remembered here"
 
 
 def test_both_sides_are_told_how_many_pages_were_trimmed(both: HandOff) -> None:
@@ -527,6 +549,29 @@ def test_both_sides_are_told_how_many_pages_were_trimmed(both: HandOff) -> None:
     assert both.told() == (["OK", "settled"], ["OK", "settled"])
     assert both.source.finished(both.prefill).trimmed_pages == 1
     assert both.home.finished(both.decode).trimmed_pages == 1
+
+
+# -- pools of other daemons
+
+
+def test_a_deleted_pools_memory_is_given_up(mapped: HandOff) -> None:
+    mapped.meet()
+    ((key, pool),) = mapped.home.peers.remote_pools.items()
+    mapped.world.run()
+    pool.mapping = region = HostRegion.create("mapped", 4096)
+    mapped.source.peers.pool_deleted(mapped.prefill_pool)
+    mapped.world.run()
+    assert region.fd == -1, "it is closed"
+    assert key not in mapped.home.peers.remote_pools
+
+
+def test_pools_are_not_remembered_for_rooms_that_do_not_exist(both: HandOff) -> None:
+    both.receive()
+    both.world.deliver_all()
+    both.send()
+    both.home.cancel(both.decode, both.decode_pool, "receive")
+    both.world.run()
+    assert not both.home.peers.remote_pools
 
 
 # -- the decode engine dies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -368,6 +369,38 @@ async def test_who_answers_drop_by_drop_is_not_waited_for(tmp_path: Path, monkey
 
     with pytest.raises(PeerLostError, match="within"):
         await fetched(tmp_path, answer)
+
+
+async def test_more_descriptors_than_one_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = pack(RegionFollows(message_id=0, pool="prefill"))
+    receive, kept = socket.recv_fds, list[int]()
+
+    def counted(
+        channel: socket.socket, size: int, most: int, flags: int = 0
+    ) -> tuple[bytes, list[int], int, tuple[str, int]]:
+        kept.append(descriptors("memfd:kvferry:surplus"))
+        return receive(channel, size, most, flags)
+
+    def answer(channel: socket.socket) -> None:
+        for place in range(len(frame)):
+            socket.send_fds(channel, [frame[place : place + 1]], [region.fd])
+
+    monkeypatch.setattr(socket, "recv_fds", counted)
+    with HostRegion.create("surplus", 4096) as region:
+        before = descriptors("memfd:kvferry:surplus")
+        (await fetched(tmp_path, answer)).close()
+        assert len(kept) == len(frame)
+        assert set(kept[1:]) == {before + 1}
+        assert descriptors("memfd:kvferry:surplus") == before
+
+
+def descriptors(name: str) -> int:
+    """Return how many files of this name the process has open."""
+    found = 0
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another thread has just closed it
+            found += name in str(one.readlink())
+    return found
 
 
 async def test_a_daemon_that_hangs_up(tmp_path: Path) -> None:

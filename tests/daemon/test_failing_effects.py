@@ -1,0 +1,170 @@
+"""A daemon in which one effect of a hand-off raises: that hand-off fails, and all others go on as if nothing were."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
+from kvferry.daemon import peers
+from kvferry.daemon.access import RuntimeDirectory
+from kvferry.daemon.config import Config, LoggingConfig, TransfersConfig
+from kvferry.daemon.logs import configure_logs
+from kvferry.daemon.loop import Daemon, daemon_version
+from kvferry.daemon.peers import PeerLinks
+from kvferry.daemon.rooms.effects import StartPiece
+from kvferry.daemon.testing.recording_service_manager import RecordingServiceManager
+from kvferry.daemon.transports.local import LocalTransport
+from kvferry.protocol.errors import DeadlineError, InternalError, InvalidFieldError
+
+pytestmark = pytest.mark.anyio
+SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
+CONFIG = Config(transfers=TransfersConfig(threads=1), logging=LoggingConfig(level="error", format="json"))
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _started() -> None:
+    """Do what blocks and comes before the loop: see ``kvferry.daemon.__main__``."""
+    configure_logs(CONFIG.logging)
+    daemon_version()
+
+
+@pytest.fixture(autouse=True)
+def _no_blocking_calls() -> None:
+    """Let the daemon block where it ends: it waits for its own threads."""
+
+
+@pytest.fixture
+async def client(anyio_backend: object) -> AsyncIterator[AsyncClient]:  # noqa: ARG001  on the test's loop
+    """Return a client of a daemon that ends in order, whatever the test did to it."""
+    stopping, manager = asyncio.Event(), RecordingServiceManager()
+    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder, RuntimeDirectory(Path(folder) / "run") as at:
+        daemon = asyncio.ensure_future(Daemon(CONFIG, at, stopping).serve(manager))
+        await manager.is_ready.wait()
+        async with asyncio.timeout(PATIENCE_S), await AsyncClient.connect(at.path) as one:
+            await one.create_pool("pool", SPEC)
+            yield one
+        stopping.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await daemon
+
+
+async def test_a_copy_that_cannot_begin_fails_alone_and_gives_its_pages_back(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    start = LocalTransport.start
+
+    def fails_at_first(self: LocalTransport, piece: StartPiece) -> None:
+        asked.append(piece.piece_id)
+        assert len(asked) > 1, "a bug of the transport"
+        start(self, piece)
+
+    monkeypatch.setattr(LocalTransport, "start", fails_at_first)
+    request_id = new_request_id()
+    for name in ("one", "other"):
+        await client.create_pool(name, SPEC)
+    one = client.receive("one", request_id, [pages(await client.allocate("one", 2))])
+    other = client.receive("other", request_id, [pages(await client.allocate("other", 2))])
+    await client.ping()
+    sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))], destinations=2)
+    with pytest.raises(InternalError, match="a bug of the transport"):
+        await client.finished(one)
+    assert (await client.finished(other)).pages == 2
+    for hand_off in (one, other):
+        await client.settled(hand_off)
+    with pytest.raises(InternalError):
+        await client.finished(sending)
+    await client.settled(sending)
+    assert len(asked) == 2
+    status = await client.status()
+    assert status.counters["rooms.effects_failed"] == 1
+    assert [one.busy for one in status.pools] == [0, 0, 0]
+
+
+async def test_a_late_word_of_a_transport_that_raised_changes_nothing(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = LocalTransport.start
+
+    def begins_and_fails(self: LocalTransport, piece: StartPiece) -> None:
+        start(self, piece)
+        monkeypatch.setattr(LocalTransport, "start", start)
+        raise RuntimeError("after it began")
+
+    monkeypatch.setattr(LocalTransport, "start", begins_and_fails)
+    for fails in (True, False):
+        request_id = new_request_id()
+        receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
+        sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
+        if fails:
+            with pytest.raises(InternalError, match="after it began"):
+                await client.finished(receiving)
+        else:
+            await client.finished(receiving)
+        await client.settled(receiving)
+        await client.settled(sending)
+    assert (await client.status()).counters["rooms.pieces_over"] == 1
+
+
+async def test_deadlines_come_although_a_peer_cannot_be_told(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = PeerLinks.connect
+    asked: list[str] = []
+
+    def fails_later(self: PeerLinks, address: str, field: str = "address") -> object:
+        asked.append(address)
+        if len(asked) == 1:
+            return known(self, address, field)
+        raise OSError("no link")
+
+    monkeypatch.setattr(PeerLinks, "connect", fails_later)
+    receiving = client.receive(
+        "pool",
+        new_request_id(),
+        [pages(await client.allocate("pool", 2))],
+        source_daemons=["ipc:///nowhere/peer.sock"],
+        deadline_s=0.2,
+    )
+    with pytest.raises(DeadlineError):
+        await client.finished(receiving)
+    await client.settled(receiving)
+    assert len(asked) > 1
+
+
+@pytest.mark.parametrize("address", ["ipc:///" + "x" * 150, "ipc:///a\tb"])
+async def test_a_source_daemon_that_cannot_be_called_refuses_the_receive(client: AsyncClient, address: str) -> None:
+    for _ in range(2):
+        receiving = client.receive(
+            "pool",
+            new_request_id(),
+            [pages(await client.allocate("pool", 2))],
+            source_daemons=["ipc:///nowhere/peer.sock", address],
+        )
+        with pytest.raises(InvalidFieldError) as refused:
+            await client.finished(receiving)
+        assert refused.value.field == "source_daemons[1]"
+    status = await client.status()
+    assert status.rooms == ()
+    assert [one.busy for one in status.pools] == [0]
+
+
+async def test_a_source_daemon_for_which_there_is_no_link_refuses_the_receive(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_link(_owner: PeerLinks, address: str, field: str) -> None:
+        raise InvalidFieldError(f"{address}: no socket is left", field=field)
+
+    monkeypatch.setattr(peers, "PeerLink", no_link)
+    ids = await client.allocate("pool", 2)
+    receiving = client.receive("pool", new_request_id(), [pages(ids)], source_daemons=["ipc:///nowhere/peer.sock"])
+    with pytest.raises(InvalidFieldError) as refused:
+        await client.finished(receiving)
+    assert refused.value.field == "source_daemons[0]"
+    assert (await client.status()).rooms == ()

@@ -1,0 +1,59 @@
+"""Addresses of other daemons: which can be called, and which are the only way to spell what they name."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.daemon.peer_addresses import MAX_PATH_BYTES, is_numeric, is_v6, scheme, wrong_address, wrong_port
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://127.0.0.1:7801",
+        "tcp://10.1.2.3:65535",
+        "tcp://[fd00::1]:7801",
+        "tcp://[::1]:1",
+        "ipc:///run/kvferry/peer.sock",
+        "ipc:///" + "x" * (MAX_PATH_BYTES - 1),
+    ],
+)
+def test_addresses_that_can_be_called(address: str) -> None:
+    assert wrong_address(address) == ""
+    assert is_v6(address) == ("[" in address)
+    assert address.startswith(f"{scheme(address)}://")
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("tcp://127.0.0.1:0", "port"),
+        ("tcp://127.0.0.1:65536", "port"),
+        ("tcp://127.0.0.1:07801", "port"),
+        ("tcp://127.0.0.1:\u0667", "port"),
+        ("tcp://127.0.0.1:", "port"),
+        ("tcp://node-1:7801", "in numbers"),
+        ("tcp://*:7801", "in numbers"),
+        ("tcp://0.0.0.0:7801", "in numbers"),
+        ("tcp://127.1:7801", "in numbers"),
+        ("tcp://127.0.0.01:7801", "in numbers"),
+        ("tcp://[127.0.0.1]:7801", "in numbers"),
+        ("tcp://::1:7801", "in numbers"),
+        ("tcp://[::]:7801", "in numbers"),
+        ("tcp://[fd00:0::1]:7801", "in numbers"),
+        ("tcp://[FD00::1]:7801", "in numbers"),
+        ("tcp://[fe80::1%eth0]:7801", "in numbers"),
+        ("tcp://1.2.3.4:5;6.7.8.9:10", "in numbers"),
+        ("tcp://1.2.3.4\0:5", "in numbers"),
+        ("ipc:///" + "x" * MAX_PATH_BYTES, "108 bytes"),
+        ("ipc:///" + "é" * 54, "109 bytes"),
+        ("ipc:///a\0b", "printed"),
+    ],
+)
+def test_addresses_that_cannot(address: str, why: str) -> None:
+    assert why in wrong_address(address)
+
+
+def test_an_address_to_listen_on_may_leave_the_port_to_the_system() -> None:
+    assert wrong_port("tcp://127.0.0.1:0", 0) == ""
+    assert is_numeric("tcp://[fd00::1]:0")
