@@ -25,14 +25,20 @@ from typing import Final, Self, TypeVar
 
 from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings, NativeEngine
-from kvferry.daemon.transports.mooncake_writes import OnWriteDone, OnWriteLate, Peer, Write, WriteFailedError
+from kvferry.daemon.transports.mooncake_writes import (
+    OnWriteDone,
+    OnWriteLate,
+    Peer,
+    Write,
+    WriteFailedError,
+    host_and_port,
+)
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, TransferFailedError
 
 CreateEngine = Callable[[MooncakeSettings], NativeEngine]
 DestroyEngine = Callable[[list[NativeEngine]], None]
 
 _DONE, _FAILED = 1, -1
-_LARGEST_PORT = 65535
 _POLL_AT_LEAST_S = 0.001  # also uvloop's shortest timer
 _POLL_AT_MOST_S = 0.02
 _POLL_FRACTION = 8  # a poll comes late by at most an eighth of what its write has taken
@@ -112,7 +118,7 @@ class MooncakeEngine:
         """
         async with self._exclusive:
             native = self._running()
-            await self._on_worker(lambda: _register(native, address, size_bytes))
+            await self._on_worker(lambda: mooncake_native.register(native, address, size_bytes))
             self._regions[address] = size_bytes
 
     async def unregister(self, address: int) -> None:
@@ -152,7 +158,7 @@ class MooncakeEngine:
         """
         if size_bytes <= 0:
             raise InvalidFieldError(f"a write of {size_bytes} bytes", field="size_bytes")
-        _host_and_port(session_name)
+        host_and_port(session_name)
         if not self.session_name:
             raise TransferFailedError("the Mooncake engine is closed")
         write = Write(
@@ -188,7 +194,7 @@ class MooncakeEngine:
                 new = await self._created()
                 await self._end(old)
                 for address, size_bytes in self._regions.items():
-                    await self._on_worker(partial(_register, new, address, size_bytes))
+                    await self._on_worker(partial(mooncake_native.register, new, address, size_bytes))
             except BaseException:
                 await self._shut(old, new)
                 raise
@@ -282,7 +288,7 @@ class MooncakeEngine:
         error: Exception | None = None
         try:
             async with asyncio.timeout(self.settings.contact_timeout_s):
-                _, writer = await asyncio.open_connection(*_host_and_port(name))
+                _, writer = await asyncio.open_connection(*host_and_port(name))
             writer.close()
             self._met.add(name)
         except (OSError, TimeoutError, UnicodeError) as caught:
@@ -392,16 +398,3 @@ class MooncakeEngine:
         if write.handed:
             self._peers[write.session_name].bytes_in_flight -= write.size_bytes
         asyncio.get_running_loop().call_soon(write.on_done, error)
-
-
-def _register(native: list[NativeEngine], address: int, size_bytes: int) -> None:
-    status = native[0].register_memory(address, size_bytes)
-    if status:
-        raise TransferFailedError(f"Mooncake did not register {size_bytes} bytes at {address:#x}: {status}")
-
-
-def _host_and_port(session_name: str) -> tuple[str, int]:
-    host, _, port = session_name.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port[:6]) > _LARGEST_PORT:
-        raise InvalidFieldError(f"{session_name!r} is not ADDRESS:PORT", field="session_name")
-    return host.strip("[]"), int(port)

@@ -109,6 +109,17 @@ def create(settings: MooncakeSettings) -> NativeEngine:
     return engine
 
 
+def register(holder: list[NativeEngine], address: int, size_bytes: int) -> None:
+    """Let peers read and write memory.
+
+    Raises:
+        TransferFailedError: Mooncake refuses it.
+    """
+    status = holder[0].register_memory(address, size_bytes)
+    if status:
+        raise TransferFailedError(f"Mooncake did not register {size_bytes} bytes at {address:#x}: {status}")
+
+
 def destroy(holder: list[NativeEngine]) -> None:
     """Destroy the engine of which ``holder`` has the only reference: afterwards it neither reads nor writes memory.
 

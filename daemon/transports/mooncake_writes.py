@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.protocol.errors import KvferryError, TransferFailedError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, TransferFailedError
+
+LARGEST_PORT = 65535
 
 OnWriteDone = Callable[[KvferryError | None], None]
 """Called once, on the loop: the source is not read any more. None: the bytes have landed. Else a WriteFailedError."""
@@ -64,3 +66,15 @@ class Peer:
     def idle(self) -> bool:
         """Return whether there is nothing to remember."""
         return not self.waiting and not self.bytes_in_flight and self.contact is None
+
+
+def host_and_port(session_name: str) -> tuple[str, int]:
+    """Return what a session name, ``ADDRESS:PORT``, says.
+
+    Raises:
+        InvalidFieldError: it is none.
+    """
+    host, _, port = session_name.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port[:6]) > LARGEST_PORT:
+        raise InvalidFieldError(f"{session_name!r} is not ADDRESS:PORT", field="session_name")
+    return host.strip("[]"), int(port)
