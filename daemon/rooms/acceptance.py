@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvferry.daemon.rooms.matching import Match
+import numpy as np
+
+from kvferry.daemon.rooms.matching import DRAFT, Match
 from kvferry.daemon.rooms.page_ranges import PageRange
 from kvferry.daemon.rooms.sides import Chunk, Excused, Offer, Room
-from kvferry.protocol.errors import FirstTokenTwiceError, KvferryError, PageGapError
+from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, KvferryError, PageGapError
+from kvferry.protocol.manifests import Manifest
 
 
 def check_continues(offer: Offer, chunk: Chunk) -> None:
@@ -29,6 +32,29 @@ def check_continues(offer: Offer, chunk: Chunk) -> None:
                 f"{one.component}: the chunk starts at page {one.first_page}, the one before ended at "
                 f"{before.end_page}",
                 field=f"{one.field}.first_page",
+            )
+
+
+def check_steps(chunk: Chunk, manifest: Manifest) -> None:
+    """Check that each layer of the chunk's components is in exactly one step; steps may name others as well.
+
+    A layer in no step, or in two, could go before its bytes are there. Draft's layers have numbers of their own, and go
+    with the last step.
+
+    Raises:
+        InvalidFieldError: names the layer.
+    """
+    if not chunk.steps:
+        return
+    listed = {one.component for one in chunk.ranges} - {DRAFT}
+    layers = np.array(sorted({entry.layer for entry in manifest.entries if entry.component in listed}), np.int64)
+    first, counts = np.array([(step.first_layer, step.layers) for step in chunk.steps]).T
+    named = (first <= layers[:, None]) & (layers[:, None] < first + counts)
+    times = named.sum(axis=1)
+    for wrong, what in ((times == 0, "in no step"), (times > 1, "in more than one step")):
+        if wrong.any():
+            raise InvalidFieldError(
+                f"layer {layers[wrong.argmax()]} is {what} ({np.count_nonzero(wrong)} layers)", field="steps"
             )
 
 

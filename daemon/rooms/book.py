@@ -27,7 +27,13 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from kvferry.daemon.rooms.acceptance import check_continues, check_together, hold_for_reading, hold_for_writing
+from kvferry.daemon.rooms.acceptance import (
+    check_continues,
+    check_steps,
+    check_together,
+    hold_for_reading,
+    hold_for_writing,
+)
 from kvferry.daemon.rooms.effects import AnnounceRoom, Effect, OfferChunk, TellReady
 from kvferry.daemon.rooms.endings import Endings
 from kvferry.daemon.rooms.moves import Fit, Moves
@@ -138,6 +144,7 @@ class RoomBook:
         Raises:
             RoomExistsError: the request id is in use, or its last SEND from this pool was accepted.
             PageGapError: the chunk does not continue the one before.
+            InvalidFieldError: the steps do not name each layer once.
             KvferryError: the pages cannot be read, or a room does not take them: see ``match``.
         """
         self._check_tenant(sender)
@@ -145,6 +152,7 @@ class RoomBook:
         offer = self._offer_for(sender, destinations)
         number = len(offer.chunks)
         check_continues(offer, chunk)
+        check_steps(chunk, sender.pool.manifest)
         rooms = [one for one in offer.rooms if isinstance(one, Room) and one.state is State.OPEN]
         if number == 0:
             rooms = self._rooms_for(offer, sender)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from kvferry.daemon.rooms.sides import rows_by_step
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
-from kvferry.protocol.errors import CancelledError, TransferFailedError
+from kvferry.protocol.errors import CancelledError, InvalidFieldError, TransferFailedError
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.room_messages import LayerStep
 from tests.rooms.room_world import PAGE_BYTES, RoomWorld, layers
@@ -153,22 +155,26 @@ def test_one_event_may_count_for_many_steps_and_stand_higher_than_asked(ferry: F
     assert ferry.world.outcomes(ferry.decode) == ["OK", "settled"]
 
 
-def test_what_no_step_names_goes_with_the_last_one(ferry: Ferry) -> None:
+@pytest.mark.parametrize(
+    ("steps", "what"),
+    [
+        ((step(0, 2, value=1),), "layer 2 is in no step (2 layers)"),
+        ((step(1, value=1), step(3, value=2)), "layer 0 is in no step (2 layers)"),
+        ((step(0, 3, value=1), step(1, 3, value=2)), "layer 1 is in more than one step (2 layers)"),
+        ((step(0, 4, value=1), step(0, 4, value=2)), "layer 0 is in more than one step (4 layers)"),
+    ],
+)
+def test_steps_that_do_not_name_each_layer_once_are_refused(
+    ferry: Ferry, steps: tuple[LayerStep, ...], what: str
+) -> None:
     ferry.receive()
-    ferry.send((step(1, value=1), step(3, value=2)))
+    with pytest.raises(InvalidFieldError, match=re.escape(what)) as refused:
+        ferry.send(steps)
+    assert refused.value.field == "steps"
+    ferry.send((step(0, LAYERS, value=1),))
     ferry.events(1)
-    assert ferry.layers_of(ferry.under_way[0]) == [1]
-    ferry.events(2)
-    assert ferry.layers_of(ferry.under_way[1]) == [0, 2, 3]
-
-
-def test_a_layer_named_twice_goes_with_the_first_step(ferry: Ferry) -> None:
-    ferry.receive()
-    ferry.send((step(0, 3, value=1), step(1, 3, value=2)))
-    ferry.events(2)
-    assert [ferry.layers_of(piece) for piece in ferry.under_way] == [[0, 1, 2], [3]]
     ferry.world.transport.finish_all()
-    assert ferry.world.finished(ferry.decode).moved_bytes == LAYERS * BYTES_OF_A_LAYER
+    assert ferry.world.outcomes(ferry.decode) == ["OK", "settled"], "a refusal leaves no trace"
 
 
 def test_a_step_without_layers_here_is_no_piece(ferry: Ferry) -> None:
@@ -353,14 +359,11 @@ def test_less_than_the_threshold_goes_whole_with_its_last_step(more_bytes: int, 
 def test_any_steps_and_any_order_of_events_bring_everything(data: st.DataObject) -> None:
     whole_below_bytes = data.draw(st.sampled_from([0, 0, LAYERS * BYTES_OF_A_LAYER + 1]))
     ferry = Ferry(whole_below_bytes)
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, LAYERS + 1), max_size=4))), LAYERS + 2]  # beyond the pool's too
+    stretches = data.draw(st.permutations([*itertools.pairwise(cuts)]))
     steps = [
-        step(
-            data.draw(st.integers(0, 5)),
-            data.draw(st.integers(1, 3)),
-            event=data.draw(st.integers(0, 2)),
-            value=data.draw(st.integers(1, 3)),
-        )
-        for _ in range(data.draw(st.integers(1, 5)))
+        step(first, stop - first, event=data.draw(st.integers(0, 2)), value=data.draw(st.integers(1, 3)))
+        for first, stop in stretches
     ]
     last_step = len(steps) - 1
     of_layers = [
