@@ -50,13 +50,15 @@ class Pages(NamedTuple):
     ids: PageIds
 
 
-def pages(ids: npt.ArrayLike, *, first_page: int | None = 0, tokens: int | None = None, component: str = MAIN) -> Pages:
+def pages(
+    ids: npt.ArrayLike, *, first_page: int | None = None, tokens: int | None = None, component: str = MAIN
+) -> Pages:
     """Describe pages of one component in logical order.
 
     Args:
         ids: the page ids, ``(n,)`` integers, in the order of the prompt.
-        first_page: the logical number (position // page_size) of the first of them; None, for a window or a state
-            only, where it is not known: both sides' lists are then cut to the shorter length, with a warning.
+        first_page: the logical number (position // page_size) of the first of them; page 0 unless given. A window's or
+            state's is unknown unless given: both sides' lists are then cut to the shorter length, with a warning.
         tokens: how many tokens they hold; given on both sides, the daemon checks that both mean the same length.
         component: what the pages are of.
 

@@ -120,7 +120,7 @@ def load_config(path: Path) -> Config:
         ConfigError: the file cannot be read or parsed, or a key is unknown or has a wrong value; names the key.
     """
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=Config)
+        return _checked(msgspec.toml.decode(path.read_bytes(), type=Config), path)
     except OSError as cause:
         raise ConfigError(f"{path}: {cause.strerror}") from cause
     except msgspec.ValidationError as cause:
@@ -131,3 +131,21 @@ def load_config(path: Path) -> Config:
         raise ConfigError(f"{path}: {what}", field=key) from cause
     except (msgspec.MsgspecError, ValueError) as cause:
         raise ConfigError(f"{path}: {cause}") from cause
+
+
+def _checked(config: Config, path: Path) -> Config:
+    """Check what no key tells by itself.
+
+    Raises:
+        ConfigError: two keys do not go together; names one of them.
+    """
+    peers, landing = config.peers, config.landing
+    if peers.timeout_ms <= peers.heartbeat_ms:
+        raise ConfigError(
+            f"{path}: a peer would be lost after {peers.timeout_ms} ms, before the sign of life asked for after "
+            f"{peers.heartbeat_ms} ms can come",
+            field="peers.timeout_ms",
+        )
+    if landing.direct and landing.transport == "none":
+        raise ConfigError(f"{path}: there is no transport that could write pages directly", field="landing.direct")
+    return config

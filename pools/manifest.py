@@ -35,7 +35,7 @@ def lay_out(
         optional_components: those that no source of a hand-off has to cover.
 
     Raises:
-        InvalidFieldError: more bytes than a region can have.
+        InvalidFieldError: more bytes than a region can have, or components are optional that are unknown, or all.
         DuplicateEntryError: two entries of one (component, role, layer).
     """
     placed = []
@@ -47,6 +47,7 @@ def lay_out(
         if base > MAX_REGION_BYTES:
             raise InvalidFieldError(f"the region would exceed {MAX_REGION_BYTES} bytes", field="tokens")
     check_unique(placed, "entries")
+    _check_optional({entry.component for entry in placed}, optional_components)
     return Manifest(
         pages=entries[0].pages,
         region_bytes=base,
@@ -120,6 +121,14 @@ def bytes_per_page(manifest: Manifest, space: str | None = None) -> int:
         space = manifest.components[0].space
     inside = {one.name for one in manifest.components if one.space == space}
     return sum(entry.page_bytes for entry in manifest.entries if entry.component in inside)
+
+
+def _check_optional(components: set[str], optional: Sequence[str]) -> None:
+    unknown = sorted(set(optional) - components - set(OPTIONAL_COMPONENTS))
+    if unknown:
+        raise InvalidFieldError(f"the pool has no component {unknown[0]!r}", field="optional_components")
+    if components <= set(optional):
+        raise InvalidFieldError("a hand-off must bring something: not all can be optional", field="optional_components")
 
 
 def _one_space(entries: Sequence[Entry]) -> tuple[Component, ...]:

@@ -17,8 +17,8 @@ from kvferry.pools.manifest import check_unique, key_of
 from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 
-MUST_AGREE = ("page_bytes", "page_tokens", "head_start", "heads", "total_heads", "dtype", "format")
-"""What paired entries must have in common, where both give it. Equal bytes are not equal geometry."""
+MUST_AGREE = ("dtype", "format", "page_tokens", "head_start", "heads", "total_heads", "page_bytes")
+"""What paired entries must have in common, where both give it: what tells most first. Equal bytes are not enough."""
 
 MUST_AGREE_SLICED = ("page_tokens", "total_heads", "dtype", "format")
 """What they must have in common where they hold different heads; beside it the bytes of a token's head."""

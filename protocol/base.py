@@ -28,15 +28,15 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_def
 class PageList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The pages of one component, in logical order; their ids follow in a frame.
 
-    ``first_page`` is the logical number (position // page_size) of the first one; None, for a window or a state only,
-    where the sender does not know it: then both sides' lists are cut to the shorter length. ``tokens``, where given,
-    is how many tokens the pages hold: it must fill all pages but the last one, and both sides must agree where they
-    end. ``none`` says that this side wants nothing of a window or state: a list that is merely empty is an error where
-    the other side's is not.
+    ``first_page`` is the logical number (position // page_size) of the first one. None is page 0 where the component is
+    paged; of a window or a state it is unknown, and both sides' lists are cut to the shorter length. ``tokens``, where
+    given, is how many tokens the pages hold: it must fill all pages but the last one, and both sides must agree where
+    they end. ``none`` says that this side wants nothing of a window or state: a list that is merely empty is an error
+    where the other side's is not.
     """
 
     component: ComponentName = MAIN
-    first_page: PageCount | None = 0
+    first_page: PageCount | None = None
     pages: PageCount
     tokens: Annotated[int, Meta(ge=1, lt=1 << 40)] | None = None
     none: bool = False

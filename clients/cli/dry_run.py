@@ -10,7 +10,15 @@ from collections.abc import Collection
 import msgspec
 
 from kvferry.attention.state_windows import match_state
-from kvferry.clients.cli.plan_input import ListedPages, PlanInput, component_lists, entries_of, shared_lists
+from kvferry.clients.cli.plan_input import (
+    ListedPages,
+    PlanInput,
+    check_no_shared_lists,
+    component_lists,
+    entries_of,
+    shared_lists,
+)
+from kvferry.pools.coverage import Coverage, cells_of
 from kvferry.pools.page_checks import check_distinct, check_equal_length
 from kvferry.pools.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.plan import Plan, make_plan
@@ -63,6 +71,7 @@ def dry_run(given: PlanInput) -> DryRun:
     if given.has_lists:
         sources = component_lists(given.source, "source")
         destinations = component_lists(given.destination, "destination")
+        check_no_shared_lists(given)
         lists = [(name, sources.get(name), one) for name, one in destinations.items()]
         listed = _listed_only(pairing, sources.keys() & destinations.keys())
         unlisted = frozenset(one.name for one in listed.uncovered) - {one.name for one in pairing.uncovered}
@@ -78,6 +87,8 @@ def dry_run(given: PlanInput) -> DryRun:
                 parts.append(_align(name, ours, theirs))
         if not given.partial:
             check_covered(pairing, given.destination.optional_components)
+            for part in parts:
+                _check_heads(destination_entries, pairing, part, given.destination.optional_components)
         for index, part in enumerate(parts):
             parts[index] = _planned(pairing if part.component is None else _of_component(pairing, part.component), part)
     except KvferryError as refused:
@@ -108,6 +119,16 @@ def _align(name: str | None, source: ListedPages, destination: ListedPages) -> P
     return Part(
         name, source, destination, found.source_start, found.destination_start, found.count, trimmed=found.trimmed
     )
+
+
+def _check_heads(entries: tuple[Entry, ...], pairing: Pairing, part: Part, optional: tuple[str, ...]) -> None:
+    """Check that the destination gets all heads of the entries that are paired: one source is all there is."""
+    mine = pairing if part.component is None else _of_component(pairing, part.component)
+    paired = [entries[pair.destination_index] for pair in mine.pairs]
+    coverage = Coverage(paired, 1, optional)
+    pairs = [pair._replace(destination_index=index) for index, pair in enumerate(mine.pairs)]
+    coverage.promise(cells_of(pairs, 0, 1))
+    coverage.check_promised()
 
 
 def _planned(pairing: Pairing, part: Part) -> Part:

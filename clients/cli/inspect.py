@@ -39,8 +39,8 @@ def status(options: argparse.Namespace) -> int:
 def _lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     state = "draining" if report.draining else "serving"
     yield (
-        f"kvferry {report.daemon_version} pid {report.pid} boot {boot_id[:8]} {state} "
-        f"for {report.uptime_ms / 1000:.0f} s"
+        f"kvferry {report.daemon_version} pid {report.pid} boot {boot_id[:8]} {state}, "
+        f"up for {report.uptime_ms / 1000:.0f} s"
     )
     yield f"other daemons find it at {', '.join(report.addresses)}"
     yield from table(

@@ -31,13 +31,13 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class PlanList(_Strict, frozen=True, kw_only=True):
     """One component's pages as SEND and RECEIVE give them.
 
-    ``first_page`` is the logical number of the first one, null in a window's or state's plain index list; ``none``
+    ``first_page`` is the logical number of the first one: 0 unless given, of a window or state unknown; ``none``
     says that this side has or wants nothing of a window or state.
     """
 
     component: ComponentName
     pages: PageNumbers = ()
-    first_page: LogicalPage | None = 0
+    first_page: LogicalPage | None = None
     none: bool = False
 
 
@@ -118,6 +118,17 @@ def shared_lists(given: PlanInput) -> tuple[ListedPages, ListedPages]:
     return source, _listed(given.destination_pages, given.destination_first_page, "destination_pages")
 
 
+def check_no_shared_lists(given: PlanInput) -> None:
+    """Check that nothing is given that ``lists`` replace.
+
+    Raises:
+        InvalidFieldError: it is.
+    """
+    for field in ("source_pages", "destination_pages", "source_first_page", "destination_first_page"):
+        if getattr(given, field):
+            raise InvalidFieldError("the sides have `lists`, which say this of each component", field=field)
+
+
 def component_lists(side: PlanSource, name: str) -> dict[str, ListedPages]:
     """Return each component's list, also of components on the pages of a listed one.
 
@@ -137,15 +148,15 @@ def component_lists(side: PlanSource, name: str) -> dict[str, ListedPages]:
             what = "has two lists" if component else "is not in the pool"
             raise UnknownComponentError(f"component {one.component!r} {what}", field=f"{field}.component")
         paged = component.kind == "paged"
-        if paged and (one.first_page is None or one.none):
-            wrong = "first_page" if one.first_page is None else "none"
+        if paged and one.none:
             raise InvalidFieldError(
-                f"{one.component!r} is no window or state (give the pool's `spec` if it is)", field=f"{field}.{wrong}"
+                f"{one.component!r} is no window or state (give the pool's `spec` if it is)", field=f"{field}.none"
             )
         ids = _page_ids(one.pages, f"{field}.pages")
         if paged or len(ids):
             check_range(ids, component.pages, f"{field}.pages")
-        found[one.component] = ListedPages(one.first_page, ids, one.none, f"{field}.pages", paged)
+        first_page = 0 if paged and one.first_page is None else one.first_page
+        found[one.component] = ListedPages(first_page, ids, one.none, f"{field}.pages", paged)
     for component in components.values():
         if component.kind == "paged" and component.space in found:
             found.setdefault(component.name, found[component.space])

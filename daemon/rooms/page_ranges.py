@@ -101,19 +101,18 @@ def _page_range(one: PageList, ids: PageIds, manifest: Manifest, field: str, *, 
     _check_form(one, component, field)
     if component.kind == "paged" or len(ids):
         check_range(ids, component.pages, f"{field}.pages")
+    first_page = 0 if component.kind == "paged" and one.first_page is None else one.first_page
     end_token = None
     if one.tokens is not None:
         page_tokens = page_tokens_of(manifest, one.component)
-        if page_tokens is None or one.first_page is None:
+        if page_tokens is None or first_page is None:
             raise InvalidFieldError(f"{one.component!r} is not paged by tokens", field=f"{field}.tokens")
         _check_tokens(one.tokens, len(ids), page_tokens, field, may_end_inside=may_end_inside)
-        end_token = one.first_page * page_tokens + one.tokens
-    return PageRange(one.component, one.first_page, ids, end_token, field, component.kind, one.none)
+        end_token = first_page * page_tokens + one.tokens
+    return PageRange(one.component, first_page, ids, end_token, field, component.kind, one.none)
 
 
 def _check_form(one: PageList, component: Component, field: str) -> None:
-    if component.kind == "paged" and one.first_page is None:
-        raise InvalidFieldError(f"{one.component!r} is paged: say where the list starts", field=f"{field}.first_page")
     if component.kind == "paged" and one.none:
         raise InvalidFieldError(f"{one.component!r} is neither a window nor a state", field=f"{field}.none")
     if one.none and one.pages:

@@ -24,7 +24,6 @@ from kvferry.daemon.rooms.remote import Announcement, Incarnation, Origin, Targe
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Offer, Room, SideKey, SourcePool, State
 from kvferry.protocol.errors import (
     DeadlineError,
-    FirstTokenTwiceError,
     KvferryError,
     OverloadedError,
     PageGapError,
@@ -261,7 +260,7 @@ class PeerBook:
             self._endings.fail(offer, error, error, now)
             return
         room = self._sides.rooms.get(SideKey(origin.room.tenant, origin.room.request_id, origin.room.pool, "receive"))
-        if room is not None and not isinstance(error, UnknownRoomError | FirstTokenTwiceError):
+        if room is not None and not isinstance(error, UnknownRoomError):
             room.last_refusal = error
 
     def _close(self, announcement: Announcement, error: KvferryError | None, now: float) -> None:

@@ -5,6 +5,7 @@ The only module that imports ``mooncake``. Every function here may block and bel
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import socket
 import struct
@@ -17,6 +18,7 @@ import structlog
 
 from kvferry.protocol.errors import ConfigError, InternalError, TransferFailedError
 
+ASCEND_WHEEL: Final = "mooncake-transfer-engine-npu"
 INSTALL: Final = "install kvferry[mooncake] (on NPUs: mooncake-transfer-engine-npu) and Debian's libibverbs1"
 P2P: Final = "P2PHANDSHAKE"
 _ACCEPT_TIMEOUT_US = 2000
@@ -93,6 +95,7 @@ def create(settings: MooncakeSettings) -> NativeEngine:
         TransferFailedError: Mooncake could not begin.
     """
     _check_address(settings.address)
+    _check_protocol(settings.protocol)
     for name, value in settings.environment().items():
         os.environ.setdefault(name, value)
     try:
@@ -135,6 +138,15 @@ def destroy(holder: list[NativeEngine]) -> None:
     for listener in _listeners(port):
         listener.close()
         raise InternalError(f"the engine at port {port} was not destroyed: something still refers to it")
+
+
+def _check_protocol(protocol: str) -> None:
+    """The wheels have one Python API: the one without ``ascend`` takes the name and uses TCP, saying nothing."""
+    if protocol == "ascend":
+        try:
+            importlib.metadata.version(ASCEND_WHEEL)
+        except importlib.metadata.PackageNotFoundError as cause:
+            raise ConfigError(f"protocol {protocol!r} needs the package {ASCEND_WHEEL}", field="protocol") from cause
 
 
 def _check_address(address: str) -> None:

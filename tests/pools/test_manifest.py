@@ -110,3 +110,10 @@ def test_a_region_has_a_bound() -> None:
     with pytest.raises(InvalidFieldError, match="the region would exceed") as refused:
         lay_out([changed("page_bytes", 1 << 49)])
     assert refused.value.field == "tokens"
+
+
+@pytest.mark.parametrize("optional", [("drat",), ("main",), ("main", "draft")])
+def test_optional_components_must_exist_and_leave_something(optional: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        lay_out([PLAIN], optional_components=optional)
+    assert refused.value.field == "optional_components"

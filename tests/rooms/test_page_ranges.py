@@ -52,6 +52,11 @@ def test_ranges_keep_order_ids_and_logical_pages(pool: Pool) -> None:
     assert (draft.component, draft.ids.tolist(), draft.shared) == ("draft", [9, 4], True)
 
 
+def test_a_list_starts_at_page_0_unless_it_says_so_but_a_states_or_windows_is_unknown(pool: Pool) -> None:
+    main, mamba, _ = ranges(pool, PageList(pages=1), PageList(component="mamba", pages=1), ids=[[9], [1]])
+    assert (main.first_page, mamba.first_page) == (0, None)
+
+
 def test_a_component_may_be_left_out_only_where_it_is_optional(pool: Pool) -> None:
     with pytest.raises(UnknownComponentError, match="no list for component 'mamba'") as refused:
         ranges(pool, of("main", 1), ids=[[1]])
@@ -64,7 +69,6 @@ def test_a_component_may_be_left_out_only_where_it_is_optional(pool: Pool) -> No
         (UnknownComponentError, "lists[1].component", of("swa", 1), [1]),
         (UnknownComponentError, "lists", of("main", 1), [1]),
         (EmptyPagesError, "lists[1].pages", of("draft", 0), []),
-        (InvalidFieldError, "lists[1].first_page", PageList(component="draft", pages=1, first_page=None), [1]),
         (InvalidFieldError, "lists[1].none", PageList(component="draft", pages=0, none=True), []),
         (InvalidFieldError, "lists[1].pages", PageList(component="mamba", pages=1, none=True), [1]),
         (PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [0]),

@@ -22,6 +22,7 @@ from kvferry.protocol.errors import (
     GeometryMismatchError,
     InvalidFieldError,
     KvferryError,
+    LengthMismatchError,
     PageGapError,
     UnknownComponentError,
     WindowMismatchError,
@@ -364,11 +365,12 @@ def test_a_plain_list_goes_with_one_chunk_only(ferry: Ferry) -> None:
 
 
 def test_paged_lists_are_never_cut(ferry: Ferry) -> None:
-    one = ferry.prefill
-    plain = (PageList(component="main", first_page=None, pages=3), one.main)
-    with pytest.raises(InvalidFieldError) as caught:
-        ferry.world.send(one.session, one.pool, [plain, ferry.lists(one, Window(5, 2))[1]])
-    assert caught.value.field == "lists[0].first_page"
+    one = ferry.decode
+    shorter = (PageList(component="main", pages=2), one.main[:2])
+    ferry.world.receive(one.session, one.pool, [shorter, ferry.lists(one, Window(5, 2))[1]])
+    with pytest.raises(LengthMismatchError) as caught:
+        ferry.send(Window(5, 2))
+    assert caught.value.field == "lists[0]"
 
 
 def test_main_may_have_draft_layers_only() -> None:

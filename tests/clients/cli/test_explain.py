@@ -382,19 +382,17 @@ def test_a_component_without_a_list_is_left_out_and_said(command: Command) -> No
         ("UNKNOWN_COMPONENT", "source.lists[1].component", [listed("kv", [1])], [listed("swa", [1])]),
         ("UNKNOWN_COMPONENT", "destination.lists[1].component", [listed("swa", [1])], [listed("main", [1])]),
         ("UNCOVERED_ENTRY", "destination.entries", [], [listed("swa", [1])]),
-        ("INVALID_FIELD", "source.lists[0].first_page", None, []),
     ],
 )
 def test_lists_that_do_not_fit(
     command: Command,
     code: str,
     field: str,
-    source: list[dict[str, object]] | None,
+    source: list[dict[str, object]],
     destination: list[dict[str, object]],
 ) -> None:
-    main_ = listed("main", [1])
-    ours = [listed("main", [1], None)] if source is None else [main_, *source]
-    error = command.planned(of_spec(HYBRID, ours, [main_, *destination]))["error"]
+    main_ = listed("main", [1], None)
+    error = command.planned(of_spec(HYBRID, [main_, *source], [main_, *destination]))["error"]
     assert (error["code"], error["field"]) == (code, field)
 
 
@@ -405,6 +403,10 @@ def test_lists_that_do_not_fit(
         ("source.entries", {"source": {"entries": [ENTRY], "spec": HYBRID}}),
         ("destination.lists", {"source": {"entries": [ENTRY], "lists": []}}),
         ("source_pages", {"source_pages": None}),
+        (
+            "destination_pages",
+            {name: {"entries": [ENTRY], "lists": []} for name in ("source", "destination")} | {"source_pages": None},
+        ),
     ],
 )
 def test_half_an_input_says_what_is_missing(command: Command, field: str, changes: dict[str, object]) -> None:
@@ -420,3 +422,11 @@ def test_the_example_in_the_docs(command: Command) -> None:
     assert [one["pages"] for one in made["dropped_pages"]] == [[4]]
     assert "`4..7 of 0..7 -> 4..7`" in documented
     assert "4..7 of 0..7 -> 4..7" in command.text(json.loads(example))
+
+
+def test_heads_that_the_source_lacks_are_missing_unless_it_is_one_of_several(command: Command) -> None:
+    given_ = sides([headed(0, 2)], [headed(0, 4)])
+    error = command.planned(given_)["error"]
+    assert error["code"] == "INCOMPLETE"
+    assert "heads 2..3" in error["detail"]
+    assert "blocks" in command.explained({**given_, "partial": True})

@@ -84,7 +84,7 @@ def test_status_for_people(daemon: DaemonProcess, busy: str) -> None:
         done = run_kvferry("status", "--runtime-dir", daemon.runtime_dir)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert re.fullmatch(r"kvferry \S+ pid \d+ boot [0-9a-f]{8} serving for \d+ s", lines[0])
+    assert re.fullmatch(r"kvferry \S+ pid \d+ boot [0-9a-f]{8} serving, up for \d+ s", lines[0])
     (row,) = [line.split() for line in lines if busy in line.split()]
     assert row[2:5] == ["16", "13", "0"]
     assert {"pools", "sessions", "counters"} <= set(lines)

@@ -493,3 +493,11 @@ async def test_ending_and_rebuilding_the_engine_do_not_stop_the_loop() -> None:
         await engine.close()
         ticking.cancel()
     assert longest_s < 0.4
+
+
+async def test_ascend_without_its_wheel_is_refused() -> None:
+    """The other wheel would take the name and use TCP."""
+    settings = MooncakeSettings(address="127.0.0.1", protocol="ascend")
+    with pytest.raises(ConfigError, match="mooncake-transfer-engine-npu") as refused:
+        await asyncio.to_thread(mooncake_native.create, settings)
+    assert refused.value.field == "protocol"
