@@ -84,7 +84,9 @@ class Conversation:
     def heard(self, timeout_s: float) -> bytes | None:
         """Return what the client received, if that comes in time."""
         output = pipe(self.client.stdout)
-        return output.readline() if select.select([output], [], [], timeout_s)[0] else None
+        poll = select.poll()  # takes any descriptor; select only the first 1024
+        poll.register(output, select.POLLIN)
+        return output.readline() if poll.poll(timeout_s * 1000) else None
 
 
 def pipe(stream: IO[bytes] | None) -> IO[bytes]:
