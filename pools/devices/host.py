@@ -48,12 +48,17 @@ class HostRegion:
             self._map = _map(fd, size_bytes, writable=writable)
         except KvferryError:
             os.close(fd)
+            self._fd = -1
             raise
         self._map.madvise(mmap.MADV_DONTDUMP)
 
     def __repr__(self) -> str:
         """Show size and state."""
         return f"<HostRegion {self.size_bytes} bytes {'closed' if self._fd < 0 else f'fd {self._fd}'}>"
+
+    def __del__(self) -> None:
+        """Give back what nobody has closed: Python does not count descriptors."""
+        self.close()
 
     def __enter__(self) -> Self:
         """Return self."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import threading
@@ -74,3 +75,24 @@ def test_populate_takes_memory_unless_it_is_cancelled(region: HostRegion) -> Non
         region.populate(threading.Event())
         assert resident_bytes() == (SIZE if KERNEL >= POPULATES_SINCE else 0)
         assert not region.view().any()
+
+
+def test_a_region_that_nobody_closes_goes_with_its_last_reference() -> None:
+    region = HostRegion.create("forgotten", 4096)
+    view, fd = region.view(), region.fd
+    view[:] = 7
+    del region
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert view.sum() == 7 * 4096, "a view keeps the memory"
+
+
+def test_a_region_that_could_not_be_mapped_closes_its_descriptor_once() -> None:
+    fd = os.memfd_create("unsealed")
+    with pytest.raises(InvalidFieldError):
+        HostRegion(fd, 4096)
+    again = os.memfd_create("another")  # takes the number
+    gc.collect()
+    os.fstat(again)
+    os.close(again)
