@@ -36,7 +36,11 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- FirstTokenTwiceError      FIRST_TOKEN_TWICE    a second SEND with a first token or payload
     |   +-- RoomExistsError           ROOM_EXISTS          the request id is in use
     |   +-- UnknownRoomError          UNKNOWN_ROOM         no hand-off of that id, side and pool
+    |   +-- TableOverflowError        TABLE_OVERFLOW       a row longer than the graph tables are wide
+    |   +-- TableHoleError            TABLE_HOLE           a row's length needs a page that it was never given
     |   +-- CancelledError            CANCELLED            cancelled by its own side
+    |   +-- UnknownTablesError        UNKNOWN_TABLES       no graph tables of that name in this session
+    |   +-- TablesExistError          TABLES_EXIST         the session has graph tables of that name
     |   +-- ConfigError               CONFIG               the daemon's configuration is wrong
     +-- PeerError               the other side of a hand-off
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
@@ -45,10 +49,14 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     +-- BusyError               right, but not now
     |   +-- PoolFullError             POOL_FULL            fewer free pages than asked for
     |   +-- PageBusyError             PAGE_BUSY            a page has a reader or writer that excludes this use
+    |   +-- TablesBusyError           TABLES_BUSY          an update of these tables waits already
     |   +-- OverloadedError           BUSY                 a bound on work in flight is reached
     |   +-- ShuttingDownError         SHUTTING_DOWN        the daemon is draining
     +-- DaemonError             ours
-        +-- OutOfMemoryError          OUT_OF_MEMORY        the host cannot give the memory
+        +-- OutOfMemoryError          OUT_OF_MEMORY        the host or the device cannot give the memory
+        +-- DeviceUnavailableError    DEVICE_UNAVAILABLE   no such device, or what drives it is missing
+        +-- DeviceLostError           DEVICE_LOST          a device failed
+        +-- PoolLostError             POOL_LOST            the pool's memory is gone
         +-- TransferFailedError       TRANSFER_FAILED      a copy failed
         +-- DaemonLostError           DAEMON_LOST          no daemon answers, or its connection closed
         +-- InternalError             INTERNAL             a bug in the daemon
@@ -56,6 +64,14 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
 
 from __future__ import annotations
 
+from kvferry.protocol.device_errors import (
+    DeviceLostError,
+    DeviceUnavailableError,
+    PoolLostError,
+    TablesBusyError,
+    TablesExistError,
+    UnknownTablesError,
+)
 from kvferry.protocol.error_base import BusyError, CallerError, DaemonError, KvferryError, PeerError
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.hand_off_errors import (
@@ -78,6 +94,7 @@ from kvferry.protocol.hand_off_errors import (
     UnknownRoomError,
     WindowMismatchError,
 )
+from kvferry.protocol.table_errors import TableHoleError, TableOverflowError
 
 __all__ = [
     "AccessDeniedError",
@@ -88,6 +105,8 @@ __all__ = [
     "DaemonError",
     "DaemonLostError",
     "DeadlineError",
+    "DeviceLostError",
+    "DeviceUnavailableError",
     "DuplicateEntryError",
     "DuplicatePageError",
     "EmptyPagesError",
@@ -116,10 +135,15 @@ __all__ = [
     "PoolExistsError",
     "PoolFullError",
     "PoolInUseError",
+    "PoolLostError",
     "RoomExistsError",
     "ShuttingDownError",
     "SlotTooSmallError",
     "StaleBootError",
+    "TableHoleError",
+    "TableOverflowError",
+    "TablesBusyError",
+    "TablesExistError",
     "TooLargeError",
     "TransferFailedError",
     "UncoveredEntryError",
@@ -127,6 +151,7 @@ __all__ = [
     "UnknownComponentError",
     "UnknownPoolError",
     "UnknownRoomError",
+    "UnknownTablesError",
     "UnknownTypeError",
     "VersionMismatchError",
     "WindowMismatchError",
@@ -299,7 +324,7 @@ class ShuttingDownError(BusyError):
 
 
 class OutOfMemoryError(DaemonError):
-    """The host cannot give the memory."""
+    """The host or the device cannot give the memory."""
 
     code = "OUT_OF_MEMORY"
     remedy = "make the pool smaller, delete another, or raise pools.max_bytes"

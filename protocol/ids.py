@@ -22,6 +22,12 @@ PeerAddress = Annotated[str, Meta(pattern="^(tcp://[^ ]+:[0-9]+|ipc:///[^ ]+)\\Z
 
 ComponentName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*\\Z", min_length=1, max_length=32)]
 
+HOST = "host"
+DeviceName = Annotated[str, Meta(pattern="^(host|(npu|cuda):[0-9]{1,3})\\Z", max_length=16)]
+"""Where a pool's memory is: ``host``, ``npu:N`` or ``cuda:N``, N as torch counts this process's devices."""
+
+ProcessId = Annotated[int, Meta(ge=1, lt=1 << 31)]
+
 NO_BOOT = BootId("")
 
 MAIN = "main"

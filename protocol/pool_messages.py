@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageCount
-from kvferry.protocol.ids import MAIN, ComponentName, PoolName
-from kvferry.protocol.manifests import Manifest, PoolSpec
+from kvferry.protocol.event_points import EventPoint
+from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolName, ProcessId
+from kvferry.protocol.manifests import Index, Manifest, PoolSpec, RoleName
 
 
 class CreatePool(Body, frozen=True, kw_only=True, tag="CREATE_POOL"):
@@ -16,6 +18,7 @@ class CreatePool(Body, frozen=True, kw_only=True, tag="CREATE_POOL"):
 
     pool: PoolName
     spec: PoolSpec
+    device: DeviceName = HOST
 
 
 class PoolCreated(Body, frozen=True, kw_only=True, tag="POOL_CREATED"):
@@ -27,11 +30,42 @@ class PoolCreated(Body, frozen=True, kw_only=True, tag="POOL_CREATED"):
 
 
 class AttachPool(Body, frozen=True, kw_only=True, tag="ATTACH_POOL"):
-    """Ask for a pool's region: its file descriptor comes over the session socket before the reply."""
+    """Ask for a pool's region: its descriptor, or its share, comes over the session socket before the reply."""
 
     pool: PoolName
     layout_digest: Annotated[str, Meta(max_length=64)] = ""
     """Where given, the pool must have it."""
+    device_pid: ProcessId | None = None
+    """By which number the device's driver knows this process; needed where that is not the kernel's, in containers."""
+
+
+class LentArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one share holds of a lent pool: a role of a component, all its layers one after another, or one layer."""
+
+    component: ComponentName
+    role: RoleName
+    layer: Index | None = None
+
+
+class LendPool(Body, frozen=True, kw_only=True, tag="LEND_POOL"):
+    """Let the daemon use a pool that this session's engine owns. Its shares came over the session socket before.
+
+    All its pages are the session's: the engine numbers and uses them as it likes, and names them in SEND and RECEIVE.
+    The pool ends with the session, or with DELETE_POOL.
+    """
+
+    pool: PoolName
+    spec: PoolSpec
+    device: DeviceName
+    arrays: Annotated[tuple[LentArrays, ...], Meta(min_length=1, max_length=16_384)]
+    """What each share holds, in their order; together every entry of the pool, once."""
+
+
+class PoolLent(Body, frozen=True, kw_only=True, tag="POOL_LENT"):
+    """LEND_POOL's reply."""
+
+    pool: str
+    manifest: Manifest
 
 
 class PoolAttached(Body, frozen=True, kw_only=True, tag="POOL_ATTACHED"):
@@ -39,6 +73,7 @@ class PoolAttached(Body, frozen=True, kw_only=True, tag="POOL_ATTACHED"):
 
     pool: str
     manifest: Manifest
+    device: str = HOST
 
 
 class DeletePool(Body, frozen=True, kw_only=True, tag="DELETE_POOL"):
@@ -77,6 +112,8 @@ class Free(Body, frozen=True, kw_only=True, tag="FREE"):
     pool: PoolName
     pages: PageCount
     space: ComponentName = MAIN
+    after: EventPoint | None = None
+    """Wait for this before anyone else gets the pages: work that still uses them is under way on a device."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the one list's length."""

@@ -18,12 +18,22 @@ from kvferry.protocol.pool_messages import (
     DeletePool,
     Free,
     Freed,
+    LendPool,
     PoolAttached,
     PoolCreated,
     PoolDeleted,
+    PoolLent,
 )
 from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, Receive, Result, RoomResult, Send
 from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
+from kvferry.protocol.table_messages import (
+    CreateTables,
+    DeleteTables,
+    TablesCreated,
+    TablesDeleted,
+    TablesUpdated,
+    UpdateTables,
+)
 
 
 class RequestType(NamedTuple):
@@ -54,9 +64,13 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "OPEN_EVENTS": RequestType(OpenEvents, EventsOpened, needs_session=True),
     "CREATE_POOL": RequestType(CreatePool, PoolCreated, needs_session=True),
     "ATTACH_POOL": RequestType(AttachPool, PoolAttached, needs_session=True),
+    "LEND_POOL": RequestType(LendPool, PoolLent, needs_session=True),
     "DELETE_POOL": RequestType(DeletePool, PoolDeleted, needs_session=True),
     "ALLOCATE": RequestType(Allocate, Allocated, needs_session=True),
     "FREE": RequestType(Free, Freed, needs_session=True),
+    "CREATE_TABLES": RequestType(CreateTables, TablesCreated, needs_session=True),
+    "UPDATE_TABLES": RequestType(UpdateTables, TablesUpdated, needs_session=True),
+    "DELETE_TABLES": RequestType(DeleteTables, TablesDeleted, needs_session=True),
     "SEND": RequestType(Send, Accepted, needs_session=True),
     "RECEIVE": RequestType(Receive, Accepted, needs_session=True),
     "CANCEL": RequestType(Cancel, Cancelled, needs_session=True),
@@ -70,9 +84,13 @@ RequestBody = (
     | OpenEvents
     | CreatePool
     | AttachPool
+    | LendPool
     | DeletePool
     | Allocate
     | Free
+    | CreateTables
+    | UpdateTables
+    | DeleteTables
     | Send
     | Receive
     | Cancel
@@ -85,9 +103,13 @@ ReplyBody = (
     | EventsOpened
     | PoolCreated
     | PoolAttached
+    | PoolLent
     | PoolDeleted
     | Allocated
     | Freed
+    | TablesCreated
+    | TablesUpdated
+    | TablesDeleted
     | Accepted
     | Cancelled
     | RoomResult

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageList
+from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
 from kvferry.protocol.limits import EVENT_RING_SLOTS, MAX_PAYLOAD_BYTES
@@ -52,6 +53,8 @@ class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
     sources: Few = 1
     source_daemons: Annotated[tuple[PeerAddress, ...], Meta(max_length=64)] = ()
     """Where the sending pools are; none: with this daemon only. Its own address may be among them."""
+    after: EventPoint | None = None
+    """Wait for this before the pages are written: work that still reads them is under way on a device."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""

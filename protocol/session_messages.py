@@ -9,8 +9,10 @@ from msgspec import Meta
 
 from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.ids import Hex128, PoolName
+from kvferry.protocol.ids import HOST, DeviceName, Hex128, PoolName
 from kvferry.protocol.limits import Limits
+from kvferry.protocol.shares import MAX_SHARES, Share, SharedEvents
+from kvferry.protocol.table_messages import TablesFollow
 
 ClientName = Annotated[str, Meta(max_length=128)]
 
@@ -70,6 +72,9 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     free: int
     busy: int
     spaces: tuple[SpaceStatus, ...] = ()
+    device: str = HOST
+    lent_by: int | None = None
+    """The session whose engine owns the memory; None: the daemon does."""
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +132,28 @@ class LandingStatus(msgspec.Struct, frozen=True, kw_only=True):
     held_by: dict[str, int] = {}
 
 
+class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One device that a pool was asked for on. ``state``: ``ready``, or why it is not; bytes are the whole card's."""
+
+    device: str
+    state: str
+    total_bytes: int
+    free_bytes: int
+    pool_bytes: int
+
+
+class TablesStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Graph tables in STATUS. ``waiting`` is 1 while an update waits for its event."""
+
+    session: int
+    tables: str
+    device: str
+    max_batch: int
+    columns: int
+    updates: int
+    waiting: int
+
+
 class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     """STATUS's reply. ``counters`` only grow, by stable names."""
 
@@ -142,13 +169,19 @@ class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     """Where other daemons find this one."""
     peers: tuple[PeerStatus, ...] = ()
     landing: LandingStatus | None = None
+    devices: tuple[DeviceStatus, ...] = ()
+    tables: tuple[TablesStatus, ...] = ()
 
 
 class OpenEvents(Body, frozen=True, kw_only=True, tag="OPEN_EVENTS"):
     """Ask for this session's event ring, by which a SEND says when which layers are ready.
 
     Its descriptors come over the session socket before the reply. Asked for again, it is the same ring.
+    With a device, the engine's interprocess events came over the session socket before: then a slot's counter says how
+    often the slot's event was recorded, and the daemon looks at the event itself.
     """
+
+    device: DeviceName = HOST
 
 
 class EventsOpened(Body, frozen=True, kw_only=True, tag="EVENTS_OPENED"):
@@ -201,4 +234,18 @@ class EventsFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     message_id: int
 
 
-SessionFrame = SessionOpened | SessionRefused | RegionFollows | EventsFollow
+class ShareFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SHARE"):
+    """A device's memory, or its events, to be mapped by whoever reads this: for message ``message_id``.
+
+    Several frames for one message add up.
+
+    The daemon says it before the reply of ATTACH_POOL and CREATE_TABLES; an engine says it before LEND_POOL,
+    OPEN_EVENTS and CREATE_TABLES.
+    """
+
+    message_id: int
+    shares: Annotated[tuple[Share, ...], Meta(max_length=MAX_SHARES)] = ()
+    events: SharedEvents | None = None
+
+
+SessionFrame = SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow

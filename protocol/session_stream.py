@@ -12,12 +12,14 @@ from kvferry.protocol.session_messages import (
     RegionRequest,
     SessionFrame,
     SessionOpen,
+    ShareFollows,
 )
 
-MAX_SESSION_FRAME_BYTES = 4096
+MAX_SESSION_FRAME_BYTES = 16384
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _open_decoder = msgspec.msgpack.Decoder(SessionOpen | RegionRequest)
+_share_decoder = msgspec.msgpack.Decoder(ShareFollows)
 _frame_decoder = msgspec.msgpack.Decoder(SessionFrame)
 
 
@@ -62,6 +64,19 @@ def unpack_open(frame: bytes) -> SessionOpen | RegionRequest:
     except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
         raise MalformedError(f"no session opening: {cause}") from cause
     return opening
+
+
+def unpack_share(frame: bytes) -> ShareFollows:
+    """Return a frame of an engine whose session is open.
+
+    Raises:
+        MalformedError: the bytes are none.
+    """
+    try:
+        message: ShareFollows = _share_decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise MalformedError("no share of memory or events") from None  # its text might hold a handle
+    return message
 
 
 def unpack_frame(frame: bytes) -> SessionFrame:

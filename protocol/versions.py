@@ -22,6 +22,11 @@ FEATURES = (
     "rooms.heads",
     "rooms.windows",
     "rooms.peers",
+    "pools.npu",
+    "pools.cuda",
+    "pools.lent",
+    "rooms.after",
+    "tables",
 )
 """What this version of kvferry can do, by stable names; clients ignore names they do not know."""
 

@@ -1,0 +1,19 @@
+"""What can be wrong with a graph table's update. Import them from ``errors``, which has the tree of all."""
+
+from __future__ import annotations
+
+from kvferry.protocol.error_base import CallerError
+
+
+class TableOverflowError(CallerError):
+    """A row needs more pages than the graph tables have columns."""
+
+    code = "TABLE_OVERFLOW"
+    remedy = "create the tables for the longest request, all draft tokens and the width of the engine's own token map"
+
+
+class TableHoleError(CallerError):
+    """A row's length needs a page that the row was never given."""
+
+    code = "TABLE_HOLE"
+    remedy = "send the page as a cell, or the row as a whole, at the latest with the length that needs it"

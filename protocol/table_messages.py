@@ -1,0 +1,117 @@
+"""Graph tables: CREATE_TABLES, UPDATE_TABLES, DELETE_TABLES. What they mean is computed in ``kvferry.attention``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.base import Body, PageCount
+from kvferry.protocol.event_points import EventPoint
+from kvferry.protocol.ids import MAIN, ComponentName, PoolName, ProcessId
+from kvferry.protocol.shares import Share, SharedEvents
+
+Rows = Annotated[int, Meta(ge=1, le=65_536)]
+Tokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
+NoTokens = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class CreateTables(Body, frozen=True, kw_only=True, tag="CREATE_TABLES"):
+    """Make the tables that captured graphs of this session read, for one pool, on the pool's device.
+
+    They have ``W = ceil(max(max_context_tokens + draft_tokens, request_row_tokens) / page_size)`` columns, and
+    addresses that stay until DELETE_TABLES or the session's end. Their memory comes over the session socket before the
+    reply.
+    """
+
+    tables: PoolName
+    pool: PoolName
+    max_batch: Rows
+    max_context_tokens: Tokens
+    draft_tokens: NoTokens = 0
+    request_row_tokens: NoTokens = 0
+    """The width of the engine's own token map: wider than the context in practice."""
+    captured: Annotated[tuple[Rows, ...], Meta(max_length=1024)] = ()
+    """The batch sizes that were captured; none: every batch is replayed as it is."""
+    component: ComponentName = MAIN
+    """The component whose pages the tables name."""
+    window: Tokens | None = None
+    """The sliding window of hybrid models, in tokens: then there are window tables too."""
+    window_component: ComponentName = "swa"
+    device_pid: ProcessId | None = None
+    """See ATTACH_POOL."""
+
+
+class TablesCreated(Body, frozen=True, kw_only=True, tag="TABLES_CREATED"):
+    """CREATE_TABLES's reply: ``(max_batch, columns)`` and ``(max_batch,)`` int32, by their offsets in bytes."""
+
+    tables: str
+    device: str
+    columns: int
+    page_size: int
+    block_tables: int
+    block_tables_swa: int | None = None
+    seq_lens: int
+    region_bytes: int
+    host_bytes: int
+    """Of the host lengths, a memory of their own."""
+
+
+class UpdateTables(Body, frozen=True, kw_only=True, tag="UPDATE_TABLES"):
+    """Change the tables for the next replay: all of it or nothing. One update of the tables may wait.
+
+    One frame holds, one after another: ``batch`` lengths; row, column and page of each of ``cells`` cells; number and
+    page count of each of ``rows`` rows, and their ``pages`` pages; ``released`` full pages; ``bound`` full pages and as
+    many window pages.
+    """
+
+    tables: PoolName
+    batch: PageCount
+    extra_tokens: NoTokens = 0
+    """Added to every length of this step: the draft tokens, to verify."""
+    cells: PageCount = 0
+    rows: PageCount = 0
+    pages: PageCount = 0
+    released: PageCount = 0
+    bound: PageCount = 0
+    after: EventPoint | None = None
+    """The end of the replay that still reads the tables."""
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return the length of the one frame."""
+        return (self.batch + 3 * self.cells + 2 * self.rows + self.pages + self.released + 2 * self.bound,)
+
+
+class TablesUpdated(Body, frozen=True, kw_only=True, tag="TABLES_UPDATED"):
+    """UPDATE_TABLES's reply. On the host the tables are as they have to be.
+
+    On a device the copies are on their way: a replay waits for the tables' event. ``sequence`` is that of the host
+    lengths, ``replayed_rows`` the captured batch size.
+    """
+
+    sequence: int
+    replayed_rows: int
+
+
+class DeleteTables(Body, frozen=True, kw_only=True, tag="DELETE_TABLES"):
+    """Give tables up; graphs that were captured over them may not be replayed any more."""
+
+    tables: PoolName
+
+
+class TablesDeleted(Body, frozen=True, kw_only=True, tag="TABLES_DELETED"):
+    """DELETE_TABLES's reply."""
+
+    tables: str
+
+
+class TablesFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="TABLES"):
+    """The memory of CREATE_TABLES ``message_id``: a descriptor of the host lengths; then of the tables, or their share.
+
+    With a share comes the event that the daemon records after each update, for replays to wait for.
+    """
+
+    message_id: int
+    share: Share | None = None
+    events: SharedEvents | None = None
