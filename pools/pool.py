@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvferry.pools.allocator import PageAllocator
-from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.base import Region
 from kvferry.pools.manifest import component_of, spaces_of
 from kvferry.protocol.errors import UnknownComponentError
 from kvferry.protocol.manifests import Manifest
 
 
 class Pool:
-    """One pool of one tenant on the host device.
+    """One pool of one tenant on one device.
 
     Attributes:
         tenant: the user id that it belongs to.
@@ -18,14 +18,21 @@ class Pool:
         manifest: its entries; bases are offsets in ``region``.
         region: its memory, closed by ``close``.
         allocators: the pages of each page space.
+        lent_by: the session whose engine owns the memory, and with it every page; None: the daemon owns it.
     """
 
-    def __init__(self, tenant: int, name: str, manifest: Manifest, region: HostRegion) -> None:
+    def __init__(
+        self, tenant: int, name: str, manifest: Manifest, region: Region, *, lent_by: int | None = None
+    ) -> None:
         self.tenant = tenant
         self.name = name
         self.manifest = manifest
         self.region = region
         self.allocators = {space: PageAllocator(pages) for space, pages in spaces_of(manifest).items()}
+        self.lent_by = lent_by
+        if lent_by is not None:
+            for allocator in self.allocators.values():
+                allocator.allocate(lent_by, allocator.capacity)
 
     def __repr__(self) -> str:
         """Show the name and the live page counts."""
@@ -38,7 +45,9 @@ class Pool:
 
     @property
     def idle(self) -> bool:
-        """Return whether every page of every space is free."""
+        """Return whether nobody uses a page: all are free, or none is in flight where an engine owns them all."""
+        if self.lent_by is not None:
+            return not any(one.busy_count for one in self.allocators.values())
         return all(one.idle for one in self.allocators.values())
 
     def space(self, name: str) -> PageAllocator:

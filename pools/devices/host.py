@@ -1,7 +1,7 @@
 """Host regions: one sealed memfd each, mapped here and handed to engines by file descriptor.
 
 The seals forbid every later change of size, so that no holder of the descriptor can make another's access fault.
-Regions stay out of core files: they hold what users wrote. Knows nothing of pools or entries.
+Regions stay out of core files: they hold what users wrote. Knows nothing of pools.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools.copies import CopyBlocks
+from kvferry.pools.gather import gather, scatter
+from kvferry.pools.plan import PlanSide
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, OutOfMemoryError
+from kvferry.protocol.ids import HOST
 
 POPULATE_CHUNK_BYTES: Final = 64 << 20
 _MADV_POPULATE_WRITE: Final = 23
@@ -34,6 +38,8 @@ class HostRegion:
 
     Valid until ``close``; views made before keep the memory mapped. Not for several threads at once, but views are.
     """
+
+    device = HOST
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
         """Map ``fd``, which this object owns from now on, also where this raises.
@@ -120,6 +126,14 @@ class HostRegion:
     def view(self) -> npt.NDArray[np.uint8]:
         """Return the region as ``(size_bytes,)`` uint8, without a copy, writable where the region is."""
         return np.frombuffer(self._map, np.uint8)
+
+    def gather(self, side: PlanSide, first: int, stop: int, out_address: int, copy: CopyBlocks) -> None:
+        """See ``Region.gather``."""
+        gather(side, self.address, first, stop, out_address, copy)
+
+    def scatter(self, side: PlanSide, first: int, stop: int, in_address: int, copy: CopyBlocks) -> None:
+        """See ``Region.scatter``."""
+        scatter(side, self.address, first, stop, in_address, copy)
 
     def populate(self, cancelled: threading.Event) -> None:
         """Take all memory now, so that no copy pays for page faults. Slow: call it off the event loop.

@@ -1,0 +1,233 @@
+"""One card: its memory, its streams, and the watch over calls that may never come back.
+
+Written against torch's device-agnostic interface; what a maker has of his own is in his ``Vendor``. Every call may
+wait, so none belongs on an event loop. A card that fails is lost for good: torch_npu can deadlock in any later call, so
+nothing is tried again, whoever asked gets DEVICE_LOST, and the process has to end. Knows nothing of pools or plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvferry.pools.devices.cuda import CudaVendor
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.npu import NpuVendor
+from kvferry.pools.devices.vendor import Mapped, Vendor
+from kvferry.protocol.errors import DeviceLostError, DeviceUnavailableError, OutOfMemoryError
+from kvferry.protocol.ids import HOST
+
+if TYPE_CHECKING:
+    import torch
+
+REGION_ALIGNMENT: Final = 2 << 20
+FIRST_LOOK_S, LONGEST_PAUSE_S = 20e-6, 500e-6
+STUCK_AFTER_S: Final = 60.0
+VENDORS: Final[dict[str, Callable[[], Vendor]]] = {"npu": NpuVendor, "cuda": CudaVendor}
+
+
+class DeviceMemory(NamedTuple):
+    """A card's memory in bytes, over all processes."""
+
+    free: int
+    total: int
+
+
+class Streams(NamedTuple):
+    """A stream for each direction, apart from any stream that computes. Streams are scarce: made once."""
+
+    device_to_host: torch.Stream
+    host_to_device: torch.Stream
+    device_to_device: torch.Stream
+    tables: torch.Stream
+
+
+def is_host(device: str) -> bool:
+    """Return whether a device's name is the host's."""
+    return device == HOST
+
+
+class Accelerator:
+    """One card, by its name, as torch counts this process's cards. Nothing of it is touched before ``open``.
+
+    Attributes:
+        name: ``npu:0`` and the like.
+        torch: the module; after ``open``.
+        lost: why the card cannot be used any more, or None.
+        on_lost: called once, on the thread that saw it, when the card is lost.
+    """
+
+    def __init__(self, name: str, *, stuck_after_s: float = STUCK_AFTER_S) -> None:
+        self.name = name
+        self.kind, _, index = name.partition(":")
+        self.index = int(index)
+        self.lost: DeviceLostError | None = None
+        self.on_lost: Callable[[DeviceLostError], None] = lambda _error: None
+        self._stuck_after_s = stuck_after_s
+        self._lock = threading.Lock()
+        self._calls: dict[int, float] = {}
+        self._vendor = VENDORS[self.kind]()
+        self.torch: Any = None  # imported by ``open`` only
+        self._streams: Streams | None = None
+        self._registered: dict[int, torch.Tensor] = {}
+
+    def __repr__(self) -> str:
+        """Show its state."""
+        state = "lost" if self.lost else "open" if self.torch else "not opened"
+        return f"<Accelerator {self.name} {state} calls={len(self._calls)}>"
+
+    @property
+    def vendor(self) -> Vendor:
+        """Return what its maker has of his own; only within ``calling``."""
+        return self._vendor
+
+    @property
+    def streams(self) -> Streams:
+        """Return the streams; after ``open``."""
+        assert self._streams is not None, self
+        return self._streams
+
+    def open(self) -> None:
+        """Import what drives the card and make its streams. Seconds, the first time; then nothing.
+
+        Raises:
+            DeviceUnavailableError: no such card, or what drives it is missing.
+        """
+        with self._lock:
+            if self.torch is not None:
+                return
+            self._vendor.load()
+            torch = importlib.import_module("torch")
+            count = torch.accelerator.device_count()
+            if self.index >= count:
+                raise DeviceUnavailableError(
+                    f"this host has {count} cards, {self.name} is none of them", field="device"
+                )
+            device = torch.device(self.kind, self.index)
+            torch.accelerator.set_device_index(self.index)
+            # The maker's own class: his interprocess events take no other, and it is a torch.Stream all the same.
+            make = torch.get_device_module(device).Stream
+            self._streams = Streams(*(make(device=device) for _ in Streams._fields))
+            self.torch = torch
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Make calls to the card on this thread; what they raise is turned into ours. Not within another ``calling``.
+
+        Raises:
+            OutOfMemoryError: the card has not enough.
+            DeviceLostError: anything else that a card can do wrong: it is lost from then on.
+        """
+        if self.lost is not None:
+            raise DeviceLostError(self.lost.detail)
+        thread = threading.get_ident()
+        self._calls[thread] = time.monotonic()
+        try:
+            self.torch.accelerator.set_device_index(self.index)
+            yield
+        except DeviceLostError as error:
+            self.lose(error)
+            raise
+        except RuntimeError as cause:  # all that torch says of a device; anything else is a bug of ours
+            if isinstance(cause, self.torch.OutOfMemoryError):
+                raise OutOfMemoryError(f"{self.name}: {_first_line(cause)}") from cause
+            lost = DeviceLostError(f"{self.name}: {_first_line(cause)}")
+            self.lose(lost)
+            raise lost from cause
+        finally:
+            self._calls.pop(thread, None)
+
+    def lose(self, error: DeviceLostError) -> None:
+        """Note that the card is lost; only the first reason counts."""
+        with self._lock:
+            if self.lost is not None:
+                return
+            self.lost = error
+        self.on_lost(error)
+
+    def check(self, now_s: float) -> None:
+        """Lose the card where a call to it has taken too long: it may never come back. From any thread."""
+        oldest = min(self._calls.copy().values(), default=now_s)
+        if now_s - oldest > self._stuck_after_s:
+            self.lose(DeviceLostError(f"{self.name}: a call has not come back for {now_s - oldest:.0f} s"))
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether a thread is inside a call to the card."""
+        return bool(self._calls)
+
+    def memory(self) -> DeviceMemory:
+        """Return the card's memory; within ``calling``."""
+        free, total = self.torch.accelerator.get_memory_info(self.index)
+        return DeviceMemory(free, total)
+
+    def allocate(self, size_bytes: int) -> Mapped:
+        """Return zeroed memory, of a whole number of 2 MiB; within ``calling``.
+
+        Raises:
+            OutOfMemoryError: the card has not enough.
+        """
+        rounded = -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+        mapped = self._vendor.allocate(self.index, rounded)
+        try:
+            with self.streams.device_to_device as stream:
+                mapped.tensor.zero_()
+                self.wait(stream.record_event())
+        except BaseException:
+            self._vendor.unmap(mapped)
+            raise
+        return mapped
+
+    def register_host(self, region: HostRegion) -> None:
+        """Let the card copy to and from a host region itself; within ``calling``, until ``unregister_host``.
+
+        Raises:
+            OutOfMemoryError: more than may be locked: without, copies go by pinned memory in between.
+        """
+        tensor = self.torch.from_numpy(region.view())
+        self._vendor.register_host(region.address, region.size_bytes)
+        self._registered[region.address] = tensor
+
+    def unregister_host(self, region: HostRegion) -> None:
+        """Undo ``register_host``, before the region is closed; within ``calling``. Nothing where it was not done."""
+        if self._registered.pop(region.address, None) is not None:
+            self._vendor.unregister_host(region.address)
+
+    def registered(self, address: int, size_bytes: int) -> torch.Tensor | None:
+        """Return registered host memory as ``(size_bytes,)`` uint8; None where it is not registered as a whole."""
+        for start, tensor in self._registered.items():
+            if start <= address and address + size_bytes <= start + len(tensor):
+                return tensor[address - start : address - start + size_bytes]
+        return None
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
+        """Copy contiguous bytes between the card and pinned or registered host memory, on a stream; never waits."""
+        host = source if source.device.type == "cpu" else destination
+        if host.is_pinned():
+            with stream:
+                destination.copy_(source, non_blocking=True)
+        else:  # registered with a driver that torch does not ask: its own copy would wait for the stream
+            self._vendor.copy_async(destination, source, stream)
+
+    def wait(self, event: torch.Event) -> None:
+        """Return once an event is done: by looking at it, so that a card that hangs does not hold this thread for ever.
+
+        Raises:
+            DeviceLostError: it is not done within the time a call may take.
+        """
+        pause_s, ends_at = FIRST_LOOK_S, time.monotonic() + self._stuck_after_s
+        while not event.query():
+            if self.lost is not None:
+                raise DeviceLostError(self.lost.detail)
+            if time.monotonic() > ends_at:
+                raise DeviceLostError(f"{self.name}: work is not done after {self._stuck_after_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _first_line(cause: Exception) -> str:
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0][:300]

@@ -1,0 +1,91 @@
+"""NVIDIA's own: torch's shares, interprocess events, registered host memory. Beside Ascend, for tests on a GPU.
+
+Memory is torch's allocator's, so whoever maps a pool needs the daemon to live on, and the memory of a pool that a
+killed engine had mapped comes back with the daemon's end only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.pools.devices.torch_shares import borrow, lend, open_event
+from kvferry.pools.devices.vendor import Mapped
+from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError, OutOfMemoryError
+from kvferry.protocol.shares import Share, TorchShare
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CudaVendor:
+    """See ``Vendor``."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self._torch: Any = None
+
+    def load(self) -> None:
+        """See ``Vendor.load``."""
+        torch = importlib.import_module("torch")
+        if not torch.cuda.is_available():
+            raise DeviceUnavailableError("torch sees no CUDA device: a CPU build, or no driver", field="device")
+        torch.cuda.init()
+        self._torch = torch
+
+    def allocate(self, index: int, size_bytes: int) -> Mapped:
+        """See ``Vendor.allocate``."""
+        tensor = self._torch.empty(size_bytes, dtype=self._torch.uint8, device=self._torch.device("cuda", index))
+        return Mapped(tensor, None)
+
+    def share(self, mapped: Mapped, process_id: int) -> Share:
+        """See ``Vendor.share``; whoever has the share can map it."""
+        del process_id
+        return lend(self.kind, mapped.tensor)
+
+    def map(self, share: Share, index: int, size_bytes: int) -> Mapped:
+        """See ``Vendor.map``."""
+        if not isinstance(share, TorchShare):
+            raise InvalidFieldError(f"CUDA has no {share!r}", field="share")
+        return Mapped(borrow(self.kind, share, index, size_bytes), None)
+
+    def unmap(self, mapped: Mapped) -> None:
+        """See ``Vendor.unmap``: it goes with the last tensor."""
+
+    def lend(self, tensor: torch.Tensor) -> TorchShare:
+        """See ``Vendor.lend``."""
+        return lend(self.kind, tensor)
+
+    def process_id(self) -> int:
+        """See ``Vendor.process_id``; nobody asks."""
+        return 1
+
+    def shared_event(self) -> tuple[torch.Event, bytes]:
+        """See ``Vendor.shared_event``."""
+        event = self._torch.cuda.Event(interprocess=True)
+        event.record()
+        return event, bytes(event.ipc_handle())
+
+    def open_event(self, handle: bytes, index: int) -> torch.Event:
+        """See ``Vendor.open_event``."""
+        return open_event(self._torch, self.kind, handle, index)
+
+    def register_host(self, address: int, size_bytes: int) -> None:
+        """See ``Vendor.register_host``."""
+        failed = int(self._torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+        if failed:
+            raise OutOfMemoryError(f"{size_bytes} bytes of host memory cannot be registered (error {failed})")
+
+    def unregister_host(self, address: int) -> None:
+        """See ``Vendor.unregister_host``."""
+        self._torch.cuda.cudart().cudaHostUnregister(address)
+
+    def copy_async(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
+        """See ``Vendor.copy_async``: CUDA knows registered memory by itself."""
+        with stream:
+            destination.copy_(source, non_blocking=True)
+
+    def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
+        """See ``Vendor.update_graph``: CUDA graphs read lengths from tensors, nothing is baked in."""

@@ -1,0 +1,91 @@
+"""Torch's own way to hand a storage to another process, by its fields: for memory of torch's allocator.
+
+The owner has to outlive whoever maps it. Its allocator keeps a block that is freed here until every holder has let it
+go, and for ever where one was killed: so this is for memory that lives as long as its engine, lent to the daemon.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError
+from kvferry.protocol.shares import TorchShare
+
+if TYPE_CHECKING:
+    import torch
+
+EVENT_HANDLE_BYTES: Final = 64
+
+
+def lend(kind: str, tensor: torch.Tensor) -> TorchShare:
+    """Return what another process needs to map a tensor.
+
+    Raises:
+        InvalidFieldError: it is not on such a device, or not contiguous.
+    """
+    if tensor.device.type != kind:
+        raise InvalidFieldError(f"the tensor is on {tensor.device}, not on {kind}", field="tensor")
+    if not tensor.is_contiguous():
+        raise InvalidFieldError("only a contiguous tensor can be lent", field="tensor")
+    fields = getattr(tensor.untyped_storage(), f"_share_{kind}_")()
+    _, handle, size_bytes, offset_bytes, counter, counter_offset, event, sync = fields
+    return TorchShare(
+        handle=bytes(handle),
+        storage_bytes=size_bytes,
+        storage_offset_bytes=offset_bytes,
+        ref_counter=bytes(counter),
+        ref_counter_offset=counter_offset,
+        event=bytes(event),
+        event_sync=bool(sync),
+        offset_bytes=int(tensor.storage_offset()) * tensor.element_size(),
+    )
+
+
+def borrow(kind: str, share: TorchShare, index: int, size_bytes: int) -> torch.Tensor:
+    """Return another process's bytes as a tensor, ``(size_bytes,)`` uint8, of this process's device ``index``.
+
+    Raises:
+        InvalidFieldError: it lends fewer bytes than are asked for.
+        DeviceUnavailableError: nobody has the memory any more, or it is another device's.
+    """
+    if share.offset_bytes + size_bytes > share.storage_bytes:
+        raise InvalidFieldError(
+            f"{size_bytes} bytes from byte {share.offset_bytes} of a storage of {share.storage_bytes}", field="share"
+        )
+    backend: Any = importlib.import_module("torch")
+    try:
+        storage = getattr(backend.UntypedStorage, f"_new_shared_{kind}")(
+            index,
+            share.handle,
+            share.storage_bytes,
+            share.storage_offset_bytes,
+            share.ref_counter,
+            share.ref_counter_offset,
+            share.event,
+            share.event_sync,
+        )
+    except RuntimeError as cause:
+        why = str(cause).splitlines()[0].replace(repr(share.handle), "its handle")
+        raise DeviceUnavailableError(f"the lent memory cannot be mapped: {why}", field="share") from None
+    empty = backend.empty(0, dtype=backend.uint8, device=backend.device(kind, index))
+    tensor: torch.Tensor = empty.set_(storage, share.offset_bytes, (size_bytes,), (1,))
+    return tensor
+
+
+def open_event(backend: Any, kind: str, handle: bytes, index: int) -> torch.Event:  # noqa: ANN401  torch itself
+    """Return another process's interprocess event, to be waited for on this process's device ``index``.
+
+    Raises:
+        InvalidFieldError: it is none, or its process has ended.
+    """
+    if len(handle) != EVENT_HANDLE_BYTES:
+        raise InvalidFieldError(f"a handle of {len(handle)} bytes; {EVENT_HANDLE_BYTES} are needed", field="events")
+    device = backend.device(kind, index)
+    try:
+        event: torch.Event = backend.get_device_module(device).Event.from_ipc_handle(device, handle)
+    except RuntimeError:
+        raise InvalidFieldError(
+            "no such event: its process has ended, or it is another card's", field="events"
+        ) from None
+    return event

@@ -1,0 +1,88 @@
+"""What each maker's cards have of their own: sharing memory and events between processes, registering host memory.
+
+Everything else goes by torch's device-agnostic interface, in ``accelerator``. All calls belong on a thread whose
+current device is set; torch is imported by ``load`` and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kvferry.protocol.shares import Share, TorchShare
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Mapped(NamedTuple):
+    """Memory that is mapped here, as bytes, and what its vendor has to know to let it go.
+
+    Attributes:
+        tensor: ``(size_bytes,)`` uint8. Valid until ``unmap``, whoever holds views of it.
+        keep: the vendor's own.
+    """
+
+    tensor: torch.Tensor
+    keep: Any
+
+
+class Vendor(Protocol):
+    """One maker's cards."""
+
+    kind: str
+
+    def load(self) -> None:
+        """Import what drives the cards.
+
+        Raises:
+            DeviceUnavailableError: it is missing or does not work; says what, and what to do.
+        """
+
+    def allocate(self, index: int, size_bytes: int) -> Mapped:
+        """Allocate memory that can be shared, ``size_bytes`` a multiple of 2 MiB; its contents are undefined.
+
+        Raises:
+            OutOfMemoryError: the card has not enough.
+        """
+
+    def share(self, mapped: Mapped, process_id: int) -> Share:
+        """Return what that process needs to map memory that ``allocate`` gave."""
+
+    def map(self, share: Share, index: int, size_bytes: int) -> Mapped:
+        """Map what another process shares or lends.
+
+        Raises:
+            DeviceUnavailableError: the share is not for this process, or nobody has the memory any more.
+        """
+
+    def unmap(self, mapped: Mapped) -> None:
+        """Give up what ``allocate`` or ``map`` gave."""
+
+    def lend(self, tensor: torch.Tensor) -> TorchShare:
+        """Return what another process needs to map a tensor of torch's own allocator; its owner has to outlive it."""
+
+    def process_id(self) -> int:
+        """Return by which number the driver knows this process; containers may see another one than the kernel's."""
+
+    def shared_event(self) -> tuple[torch.Event, bytes]:
+        """Return a new interprocess event, which is recorded here, and its handle."""
+
+    def open_event(self, handle: bytes, index: int) -> torch.Event:
+        """Return another process's event, to be waited for here."""
+
+    def register_host(self, address: int, size_bytes: int) -> None:
+        """Let the card copy to and from host memory without going by its driver's own; 4 KiB aligned.
+
+        Raises:
+            OutOfMemoryError: more than may be locked.
+        """
+
+    def unregister_host(self, address: int) -> None:
+        """Undo ``register_host``."""
+
+    def copy_async(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
+        """Copy contiguous bytes between a card and registered host memory that torch does not know as pinned."""
+
+    def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401  each maker's own
+        """Rewrite the host lists that a captured graph has baked in, one mapping for each updatable operator."""
