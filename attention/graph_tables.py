@@ -1,0 +1,172 @@
+"""The graph tables' contents: what a captured graph shall read, kept row by row as updates change it.
+
+Sans I/O. The master copy is numpy's; the visible tables (host memory, an NPU's, a staging copy) follow by what
+``apply`` returns. Two things are kept apart: the pages that a row was given, which may run ahead of its length, and
+what is visible of them, which follows from the lengths alone: columns below ``ceil((length + extra) / page_size)``, in
+the window table from the window's first page on. Everything else is 0, also the rows that are not in use, so that a
+padded batch of any captured size reads the padding page at length 0.
+
+An update is checked as a whole before a table changes. No array is ever replaced: addresses stay.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvferry.attention.given_pages import GivenPages
+from kvferry.attention.row_ranges import RowRanges
+from kvferry.attention.spans import NONE, Positions
+from kvferry.attention.table_change import TableChange
+from kvferry.attention.table_layout import Int32s, TableViews
+from kvferry.attention.table_shape import TableShape
+from kvferry.attention.table_step import FewMoves, ManyMoves, step_of
+from kvferry.attention.table_update import TableUpdate, check_update
+from kvferry.attention.touched_cells import Cells
+from kvferry.attention.undo import Undo
+from kvferry.attention.visible_table import VisibleTable
+from kvferry.attention.window_table import WindowTable
+from kvferry.protocol.errors import InvalidFieldError, TableHoleError
+
+
+class GraphTables:
+    """The tables of one captured model, and the full-to-window map that its window table goes by.
+
+    Attributes:
+        shape: of the tables.
+        visible: the tables as they are to be visible, to read only; see ``TableViews``.
+    """
+
+    def __init__(self, shape: TableShape, pages: int, window_pages: int | None = None) -> None:
+        """Make empty tables: all zeros, no row in use.
+
+        Args:
+            shape: see ``table_shape``.
+            pages: of the pool that ``block_tables`` names, the padding page included.
+            window_pages: of the window layers' pool, the padding page included; None without a window.
+
+        Raises:
+            InvalidFieldError: a window without ``window_pages``, or the reverse.
+        """
+        if (shape.window is None) != (window_pages is None):
+            raise InvalidFieldError(f"{window_pages} for a window of {shape.window} tokens", field="window_pages")
+        self.shape = shape
+        self._pages = pages
+        self._given = GivenPages(shape)
+        self._ranges = RowRanges(shape)
+        self._full = VisibleTable(shape)
+        self._swa = None if window_pages is None else WindowTable(shape, pages, window_pages)
+        self._seq_lens: Int32s = np.zeros(shape.max_batch, np.int32)
+        self.visible = TableViews(
+            block_tables=_read_only(self._full.cells),
+            block_tables_swa=None if self._swa is None else _read_only(self._swa.cells),
+            seq_lens=_read_only(self._seq_lens),
+        )
+
+    def __repr__(self) -> str:
+        """Show the rows in use and the shape."""
+        return f"<GraphTables {self.batch} of {self.shape.max_batch} rows, {self.shape.columns} columns>"
+
+    @property
+    def batch(self) -> int:
+        """Return how many rows are in use."""
+        return self._ranges.batch
+
+    def apply(self, update: TableUpdate) -> TableChange:
+        """Take an update, and return what is to be copied to the visible tables; an empty batch is fine.
+
+        Nothing changes if anything is wrong.
+
+        Raises:
+            TableHoleError: a row's length needs a page that the row was not given; row and column are named.
+            WindowMismatchError: a visible page has no window page, or one that is released; row and column are named.
+            TableOverflowError: a length needs more columns than there are; row, length and columns are named.
+            KvferryError: what ``check_update`` and the full-to-window map raise.
+        """
+        cells = check_update(update, self.shape, self._pages)
+        step = step_of(update, cells, self._ranges, self.shape.columns)
+        with Undo() as undo:
+            self._given.give(update, cells, undo)
+            touched = step.full()
+            pages = self._filled(touched)
+            touched_swa = self._apply_window(update, step, undo)
+        before = self.batch
+        self._full.show(touched, pages)
+        self._given.forget(update.batch, before)
+        step.take()
+        self._set_lengths(update)
+        return TableChange(
+            batch=update.batch,
+            replayed_rows=self.shape.replayed_rows(update.batch),
+            block_tables=touched.positions,
+            block_tables_swa=touched_swa,
+            length_rows=max(update.batch, before),
+        )
+
+    def everything(self) -> TableChange:
+        """Return a change that covers all tables, for visible tables that are new or of unknown contents."""
+        cells = np.arange(self.shape.max_batch * self.shape.columns)
+        return TableChange(
+            batch=self.batch,
+            replayed_rows=self.shape.replayed_rows(self.batch),
+            block_tables=cells,
+            block_tables_swa=NONE if self._swa is None else cells,
+            length_rows=self.shape.max_batch,
+        )
+
+    def write(self, change: TableChange, views: TableViews) -> None:
+        """Copy the places that a change names, with their contents of now, into tables that the CPU can touch.
+
+        Args:
+            change: of these tables; one that an error kept from being copied may be followed by ``everything()``.
+            views: writable, of the same shape.
+        """
+        _copy(change.block_tables, self.visible.block_tables, views.block_tables)
+        if self.visible.block_tables_swa is not None and views.block_tables_swa is not None:
+            _copy(change.block_tables_swa, self.visible.block_tables_swa, views.block_tables_swa)
+        views.seq_lens[: change.length_rows] = self._seq_lens[: change.length_rows]
+
+    def check(self) -> None:
+        """Check what must always hold; a failure is a bug."""
+        assert not self._seq_lens[self.batch :].any()
+        columns = np.arange(self.shape.columns)
+        for table, shown in ((self._full, self._ranges.full), (self._swa, self._ranges.shown)):
+            if table is not None:
+                visible = (shown.first[:, None] <= columns) & (columns < shown.end[:, None])
+                assert np.array_equal(table.cells > 0, visible)
+        if self._swa is not None:
+            self._swa.check()
+
+    def _apply_window(self, update: TableUpdate, step: FewMoves | ManyMoves, undo: Undo) -> Positions:
+        if self._swa is None:
+            return NONE
+        released = self._swa.rebind(update, undo)
+        cells = step.window()
+        pages = self._swa.translated(cells, self._given.at(cells.positions), released, undo)
+        self._swa.show(cells, pages)
+        return cells.positions
+
+    def _filled(self, cells: Cells) -> Int32s:
+        pages: Int32s = self._given.at(cells.positions) * cells.visible
+        if np.count_nonzero(pages) != np.count_nonzero(cells.visible):
+            hole = np.flatnonzero(cells.visible & (pages == 0))[0]
+            row, column = divmod(int(cells.positions[hole]), self.shape.columns)
+            raise TableHoleError(f"row {row} has no page in column {column}, which its length needs", field="lengths")
+        return pages
+
+    def _set_lengths(self, update: TableUpdate) -> None:
+        self._seq_lens[: update.batch] = update.lengths
+        self._seq_lens[update.batch :] = 0
+        if update.extra_tokens:
+            self._seq_lens[: update.batch] += update.extra_tokens * (update.lengths > 0)
+
+
+def _copy(positions: Positions, source: Int32s, destination: Int32s) -> None:
+    flat = destination.reshape(-1)
+    assert flat.base is not None, "a table that is not contiguous would be copied to nowhere"
+    flat[positions] = source.reshape(-1)[positions]
+
+
+def _read_only(table: Int32s) -> Int32s:
+    view = table.view()
+    view.flags.writeable = False
+    return view

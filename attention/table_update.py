@@ -1,0 +1,162 @@
+"""What one decode step changes in the graph tables, and the checks that need no table.
+
+An update names what changed and nothing else: the lengths of all rows, cells that a row got, rows that are another
+request's now. Knows neither what the tables hold nor how they are copied.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from kvferry.attention.spans import FEW, NONE, Positions
+from kvferry.attention.state_windows import StateIds
+from kvferry.attention.table_shape import TableShape
+from kvferry.protocol.errors import (
+    InvalidFieldError,
+    LengthMismatchError,
+    PageOutOfRangeError,
+    TooLargeError,
+)
+
+
+class TableUpdate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One step's changes; all arrays ``(n,)`` int64.
+
+    A row of length 0 is idle: it needs no page, and extra tokens are not added to it.
+
+    Attributes:
+        lengths: ``(batch,)`` tokens of each row, without the extra ones; rows from ``batch`` on are no longer in use
+            and lose their pages. ``(0,)`` for an empty batch.
+        extra_tokens: what this step adds to every length: 0 to decode, the draft tokens to verify.
+        cell_rows: the row of each cell that gets a page, none of them in ``rows``.
+        cell_columns: its column, the logical page.
+        cell_pages: the page.
+        rows: rows that get other pages as a whole, each once.
+        row_pages: how many pages each of them has; 0 empties it.
+        pages: their pages, one row after the other, ``(sum(row_pages),)``.
+        released: full pages whose window pages go back; before ``bound_full`` is looked at.
+        bound_full: full pages that get a window page.
+        bound_window: the window page of each.
+    """
+
+    lengths: Positions
+    extra_tokens: int = 0
+    cell_rows: Positions = NONE
+    cell_columns: Positions = NONE
+    cell_pages: StateIds = NONE
+    rows: Positions = NONE
+    row_pages: Positions = NONE
+    pages: StateIds = NONE
+    released: StateIds = NONE
+    bound_full: StateIds = NONE
+    bound_window: StateIds = NONE
+
+    @property
+    def batch(self) -> int:
+        """Return how many rows are in use."""
+        return len(self.lengths)
+
+
+def check_update(update: TableUpdate, shape: TableShape, pages: int) -> Positions:
+    """Check all of an update that depends neither on what the tables hold nor on its lengths' sizes.
+
+    Args:
+        update: the step's changes.
+        shape: of the tables.
+        pages: of the pool whose pages the tables name, the padding page included.
+
+    Returns:
+        The flat positions of its cells, ``(n,)`` int64, in its order.
+
+    Raises:
+        TooLargeError: more rows than the tables have.
+        InvalidFieldError: a row or column outside the tables, or twice; extra tokens that the tables were not made for;
+            window pages without window tables.
+        LengthMismatchError: arrays of unequal length.
+        PageOutOfRangeError: page 0, or beyond the pool's end.
+    """
+    if update.batch > shape.max_batch:
+        raise TooLargeError(f"{update.batch} rows, the tables have {shape.max_batch}", field="lengths")
+    if not 0 <= update.extra_tokens <= shape.draft_tokens:
+        raise InvalidFieldError(
+            f"{update.extra_tokens}; the tables were made for 0..{shape.draft_tokens}", field="extra_tokens"
+        )
+    cells = NONE
+    if len(update.cell_rows) or len(update.cell_columns) or len(update.cell_pages):
+        cells = _check_cells(update, shape, pages)
+    if len(update.rows) or len(update.row_pages) or len(update.pages):
+        _check_rows(update, shape, pages)
+    if shape.window is None and (len(update.released) or len(update.bound_full) or len(update.bound_window)):
+        raise InvalidFieldError("the tables have no window", field="bound_full")
+    return cells
+
+
+def _check_cells(update: TableUpdate, shape: TableShape, pages: int) -> Positions:
+    rows, columns = update.cell_rows, update.cell_columns
+    if not len(rows) == len(columns) == len(update.cell_pages):
+        raise LengthMismatchError(
+            f"{len(rows)} rows, {len(columns)} columns, {len(update.cell_pages)} pages", field="cell_pages"
+        )
+    _check_within(rows, update.batch, "cell_rows", "a batch of")
+    _check_within(columns, shape.columns, "cell_columns", "columns:")
+    _check_pages(update.cell_pages, pages, "cell_pages")
+    cells: Positions = rows * shape.columns + columns
+    again = _twice(cells)
+    if again is not None:
+        row, column = divmod(again, shape.columns)
+        raise InvalidFieldError(f"row {row} column {column} is named more than once", field="cell_rows")
+    return cells
+
+
+def _check_rows(update: TableUpdate, shape: TableShape, pages: int) -> None:
+    rows, counts = update.rows, update.row_pages
+    if len(rows) != len(counts):
+        raise LengthMismatchError(f"{len(rows)} rows, {len(counts)} page counts", field="row_pages")
+    _check_within(rows, update.batch, "rows", "a batch of")
+    _check_within(counts, shape.columns + 1, "row_pages", "0..W pages, W + 1 =")
+    if int(counts.sum()) != len(update.pages):
+        raise LengthMismatchError(f"{len(update.pages)} pages for counts of {counts.sum()}", field="pages")
+    _check_pages(update.pages, pages, "pages")
+    again = _twice(rows)
+    if again is not None:
+        raise InvalidFieldError(f"row {again} is named more than once", field="rows")
+    whole = np.zeros(shape.max_batch, np.bool_)
+    whole[rows] = True
+    both = np.flatnonzero(whole[update.cell_rows])
+    if len(both):
+        raise InvalidFieldError(f"row {update.cell_rows[both[0]]} is sent as a whole and in cells", field="cell_rows")
+
+
+def _check_within(numbers: Positions, end: int, field: str, what: str) -> None:
+    if not len(numbers):
+        return
+    least, most = _extremes(numbers)
+    if least < 0 or most >= end:
+        at = int(np.flatnonzero((numbers < 0) | (numbers >= end))[0])
+        raise InvalidFieldError(f"{numbers[at]} at position {at}; {what} {end}", field=field)
+
+
+def _check_pages(ids: StateIds, pages: int, field: str) -> None:
+    if not len(ids):
+        return
+    least, most = _extremes(ids)
+    if least < 1 or most >= pages:
+        at = int(np.flatnonzero((ids < 1) | (ids >= pages))[0])
+        raise PageOutOfRangeError(f"page {ids[at]} at position {at}; the pool has 1..{pages - 1}", field=field)
+
+
+def _extremes(numbers: Positions) -> tuple[int, int]:
+    """Return the least and the greatest; there is at least one number."""
+    if len(numbers) <= FEW:
+        few = numbers.tolist()
+        return min(few), max(few)
+    return int(np.minimum.reduce(numbers)), int(np.maximum.reduce(numbers))
+
+
+def _twice(numbers: Positions) -> int | None:
+    if len(numbers) <= 1 or (len(numbers) <= FEW and len(set(numbers.tolist())) == len(numbers)):
+        return None
+    ordered = np.sort(numbers)
+    again = np.flatnonzero(ordered[1:] == ordered[:-1])
+    return int(ordered[again[0]]) if len(again) else None

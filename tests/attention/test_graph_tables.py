@@ -1,0 +1,478 @@
+"""Graph tables beside plain dictionaries: visible is what lengths, pages and windows say, and nothing else is left."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvferry.attention import row_ranges, table_step
+from kvferry.attention.graph_tables import GraphTables
+from kvferry.attention.spans import Positions
+from kvferry.attention.state_windows import window_of
+from kvferry.attention.table_layout import table_layout, views
+from kvferry.attention.table_shape import TableShape, table_shape
+from kvferry.attention.table_update import TableUpdate
+from kvferry.protocol.errors import (
+    InvalidFieldError,
+    KvferryError,
+    TableHoleError,
+    TableOverflowError,
+    WindowMismatchError,
+)
+
+PAGES, WINDOW_PAGES, WINDOW = 14, 9, 6
+
+
+def ids(*numbers: int) -> Positions:
+    return np.array(numbers, np.int64)
+
+
+def small(window: int | None = None, draft_tokens: int = 3) -> TableShape:
+    return table_shape(
+        max_batch=4,
+        max_context_tokens=20,
+        page_size=4,
+        draft_tokens=draft_tokens,
+        window=window,
+        captured=(1, 2, 4),
+    )
+
+
+def tables(window: int | None = None) -> GraphTables:
+    return GraphTables(small(window), PAGES, None if window is None else WINDOW_PAGES)
+
+
+def whole(*rows: tuple[int, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the fields of rows that get these pages as a whole."""
+    return {
+        "rows": ids(*(row for row, _ in rows)),
+        "row_pages": ids(*(len(pages) for _, pages in rows)),
+        "pages": ids(*(page for _, pages in rows for page in pages)),
+    }
+
+
+def cells(*triples: tuple[int, int, int]) -> dict[str, Any]:
+    """Return the fields of (row, column, page)."""
+    names = ("cell_rows", "cell_columns", "cell_pages")
+    return {name: ids(*(triple[at] for triple in triples)) for at, name in enumerate(names)}
+
+
+def rows_of(made: GraphTables) -> list[list[int]]:
+    """Return the visible rows without the zeros at their end."""
+    return [np.trim_zeros(row, "b").tolist() for row in made.visible.block_tables]
+
+
+# --- one thing at a time ---
+
+
+def test_a_request_as_it_grows() -> None:
+    made = tables()
+    change = made.apply(TableUpdate(lengths=ids(4), **whole((0, (7,)))))
+    assert (change.batch, change.replayed_rows, change.block_tables.tolist(), change.length_rows) == (1, 1, [0], 1)
+    change = made.apply(TableUpdate(lengths=ids(5), **cells((0, 1, 9))))
+    assert (rows_of(made)[0], change.block_tables.tolist()) == ([7, 9], [1])
+    change = made.apply(TableUpdate(lengths=ids(6)))
+    assert (made.visible.seq_lens.tolist(), change.block_tables.tolist()) == ([6, 0, 0, 0], [])
+    assert repr(made) == "<GraphTables 1 of 4 rows, 6 columns>"
+
+
+def test_pages_given_ahead_are_hidden_until_a_length_needs_them() -> None:
+    made = tables()
+    made.apply(TableUpdate(lengths=ids(4), **whole((0, (7, 8, 9)))))
+    assert rows_of(made)[0] == [7]
+    made.apply(TableUpdate(lengths=ids(4), extra_tokens=1))
+    assert (rows_of(made)[0], made.visible.seq_lens[0]) == ([7, 8], 5)
+    change = made.apply(TableUpdate(lengths=ids(4)))
+    assert (rows_of(made)[0], change.block_tables.tolist()) == ([7], [1]), "what a shorter row leaves behind is zeroed"
+    made.apply(TableUpdate(lengths=ids(9)))
+    assert rows_of(made)[0] == [7, 8, 9]
+
+
+def test_a_shorter_row_in_place_of_a_longer_one() -> None:
+    made = tables()
+    made.apply(TableUpdate(lengths=ids(20, 8), **whole((0, (1, 2, 3, 4, 5)), (1, (6, 7)))))
+    change = made.apply(TableUpdate(lengths=ids(5, 8), **whole((0, (8, 9)))))
+    assert rows_of(made) == [[8, 9], [6, 7], [], []]
+    assert change.block_tables.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(TableHoleError, match="row 0 has no page in column 2"):
+        made.apply(TableUpdate(lengths=ids(9, 8)))
+
+
+def test_padding_is_zero_up_to_every_captured_size_and_rows_that_left_have_no_pages() -> None:
+    made = tables()
+    made.apply(TableUpdate(lengths=ids(5, 5, 5), **whole((0, (1, 2)), (1, (3, 4)), (2, (5, 6)))))
+    change = made.apply(TableUpdate(lengths=ids(6)))
+    assert (change.batch, change.replayed_rows, change.length_rows) == (1, 1, 3)
+    assert (rows_of(made), made.visible.seq_lens.tolist()) == ([[1, 2], [], [], []], [6, 0, 0, 0])
+    with pytest.raises(TableHoleError, match="row 1 has no page in column 0"):
+        made.apply(TableUpdate(lengths=ids(6, 5)))
+    change = made.apply(TableUpdate(lengths=ids(6, 3, 2), **whole((1, (9,)), (2, (8,)))))
+    assert change.replayed_rows == 4
+
+
+def test_an_empty_batch() -> None:
+    made = tables()
+    assert made.apply(TableUpdate(lengths=ids())).replayed_rows == 1
+    made.apply(TableUpdate(lengths=ids(5), **whole((0, (1, 2)))))
+    change = made.apply(TableUpdate(lengths=ids(), extra_tokens=3))
+    assert (change.batch, change.block_tables.tolist(), change.length_rows) == (0, [0, 1], 1)
+    assert not made.visible.block_tables.any()
+    assert not made.visible.seq_lens.any()
+
+
+def test_an_idle_row_needs_no_page_and_gets_no_draft_tokens() -> None:
+    made = tables()
+    made.apply(TableUpdate(lengths=ids(0, 4), extra_tokens=3, **whole((1, (5, 6)))))
+    assert (rows_of(made)[:2], made.visible.seq_lens.tolist()) == ([[], [5, 6]], [0, 7, 0, 0])
+
+
+def test_a_window_slides() -> None:
+    made = tables(WINDOW)
+    swa = made.visible.block_tables_swa
+    assert swa is not None
+    made.apply(TableUpdate(lengths=ids(8), **whole((0, (11, 12, 13))), bound_full=ids(11, 12), bound_window=ids(5, 6)))
+    assert swa[0].tolist() == [5, 6, 0, 0, 0, 0]
+    change = made.apply(TableUpdate(lengths=ids(10), released=ids(11), bound_full=ids(13), bound_window=ids(5)))
+    assert (swa[0].tolist(), change.block_tables_swa.tolist()) == ([0, 6, 5, 0, 0, 0], [0, 2])
+    assert rows_of(made)[0] == [11, 12, 13], "full layers keep all"
+
+
+def test_the_window_of_a_verify_reaches_from_the_first_draft_token_to_the_last() -> None:
+    made = tables(WINDOW)
+    swa = made.visible.block_tables_swa
+    assert swa is not None
+    made.apply(
+        TableUpdate(
+            lengths=ids(9),
+            extra_tokens=3,
+            **whole((0, (1, 2, 3))),
+            bound_full=ids(1, 2, 3),
+            bound_window=ids(4, 5, 6),
+        )
+    )
+    assert swa[0].tolist() == [4, 5, 6, 0, 0, 0], "12 tokens, but the window starts behind the ninth"
+
+
+def test_a_visible_page_keeps_its_window_page() -> None:
+    made = tables(WINDOW)
+    row = whole((0, (1, 2)), (1, (1, 3)))
+    made.apply(TableUpdate(lengths=ids(8, 8), **row, bound_full=ids(1, 2, 3), bound_window=ids(4, 5, 6)))
+    with pytest.raises(
+        WindowMismatchError, match="row 1 column 0: window page 4 is visible and cannot be rel"
+    ) as caught:
+        made.apply(
+            TableUpdate(lengths=ids(10, 8), **cells((0, 2, 7)), released=ids(1), bound_full=ids(7), bound_window=ids(4))
+        )
+    assert caught.value.field == "released"
+    with pytest.raises(
+        WindowMismatchError, match="row 0 column 2: full page 7 is visible in the window and has no page"
+    ):
+        made.apply(TableUpdate(lengths=ids(10, 8), **cells((0, 2, 7))))
+    made.check()
+
+
+def test_a_window_needs_window_pages() -> None:
+    with pytest.raises(InvalidFieldError, match="None for a window of 6 tokens"):
+        GraphTables(small(WINDOW), PAGES)
+    with pytest.raises(InvalidFieldError, match="9 for a window of None tokens"):
+        GraphTables(small(), PAGES, WINDOW_PAGES)
+
+
+def test_the_visible_tables_stay_where_they_are_and_are_to_read_only() -> None:
+    made = tables(WINDOW)
+    addresses = [one.ctypes.data for one in made.visible if one is not None]
+    made.apply(TableUpdate(lengths=ids(4), **whole((0, (7,))), bound_full=ids(7), bound_window=ids(1)))
+    made.apply(TableUpdate(lengths=ids(4, 4), **whole((0, (8,)), (1, (7,))), bound_full=ids(8), bound_window=ids(2)))
+    assert [one.ctypes.data for one in made.visible if one is not None] == addresses
+    with pytest.raises(ValueError, match="read-only"):
+        made.visible.block_tables[0, 0] = 1
+
+
+# --- where the tables end ---
+
+
+@pytest.mark.parametrize(
+    ("context", "draft", "request_row", "columns"),
+    [(32768, 16, 0, 257), (32752, 16, 0, 256), (32768, 0, 0, 256), (32768, 16, 40000, 313), (32768, 16, 32768, 257)],
+)
+def test_up_to_the_last_token_and_not_one_more(context: int, draft: int, request_row: int, columns: int) -> None:
+    shape = table_shape(
+        max_batch=2, max_context_tokens=context, page_size=128, draft_tokens=draft, request_row_tokens=request_row
+    )
+    assert shape.columns == columns
+    made = GraphTables(shape, pages=2 * columns + 1)
+    longest = columns * 128
+    pages = np.arange(1, 2 * columns + 1)
+    rows: dict[str, Any] = {"rows": ids(0, 1), "row_pages": ids(columns, columns), "pages": pages}
+    made.apply(TableUpdate(lengths=ids(longest - draft, context), extra_tokens=draft, **rows))
+    assert made.visible.seq_lens.tolist() == [longest, context + draft]
+    assert made.visible.block_tables[0].tolist() == pages[:columns].tolist()
+    before = made.visible.block_tables.copy()
+    for length in (longest - draft + 1, longest + 1, 1 << 62, (1 << 63) - 1):
+        needed = -(-(length + draft) // 128)
+        expected = rf"row 1: {length} tokens.* need {needed} pages, .*W = {columns} columns of 128 tokens"
+        for fields in ({}, rows):  # one row that moves, and all rows at once
+            with pytest.raises(TableOverflowError, match=expected) as caught:
+                made.apply(TableUpdate(lengths=ids(longest - draft, length), extra_tokens=draft, **fields))
+            assert caught.value.field == "lengths"
+    assert np.array_equal(made.visible.block_tables, before)
+    made.check()
+
+
+@pytest.mark.parametrize("fields", [{}, whole((0, (1,)))])
+def test_a_negative_length(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidFieldError, match="row 1 has -1 tokens"):
+        tables().apply(TableUpdate(lengths=ids(0, -1), **fields))
+
+
+# --- against a plain model ---
+
+
+class Model(NamedTuple):
+    """What tables hold, without any cleverness."""
+
+    rows: list[dict[int, int]]
+    lengths: list[int]
+    extra: int
+    swa: dict[int, int]
+
+
+class Refused(Exception):  # noqa: N818  # an outcome, not an error
+    """The model refuses an update."""
+
+
+def need(condition: object) -> None:
+    """Refuse the update if not."""
+    if not condition:
+        raise Refused
+
+
+def after(model: Model, update: TableUpdate, shape: TableShape) -> Model:
+    """Return the model after an update.
+
+    Raises:
+        Refused: the update is wrong.
+    """
+    need(update.batch <= shape.max_batch and 0 <= update.extra_tokens <= shape.draft_tokens)
+    rows = rows_after(model.rows, update, shape.columns)
+    swa = model.swa if shape.window is None else swa_after(model.swa, update)
+    made = Model(rows, update.lengths.tolist(), update.extra_tokens, swa)
+    for row, length in enumerate(made.lengths):
+        need(length >= 0)
+        need(length == 0 or length + made.extra <= shape.columns * shape.page_size)
+        full, window = shown(made, row, shape)
+        need(all(column in rows[row] for column in full))
+        need(shape.window is None or all(rows[row][column] in swa for column in window))
+    return made
+
+
+def rows_after(rows: list[dict[int, int]], update: TableUpdate, columns: int) -> list[dict[int, int]]:
+    """Return the rows with the update's rows and cells; rows beyond the batch are empty."""
+    need(all(0 < page < PAGES for page in [*update.pages.tolist(), *update.cell_pages.tolist()]))
+    made = [dict(row) if at < update.batch else {} for at, row in enumerate(rows)]
+    names, start = update.rows.tolist(), 0
+    for row, count in zip(names, update.row_pages.tolist(), strict=True):
+        need(0 <= row < update.batch and 0 <= count <= columns and names.count(row) == 1)
+        made[row] = dict(enumerate(update.pages[start : start + count].tolist()))
+        start += count
+    cells_named = list(zip(update.cell_rows.tolist(), update.cell_columns.tolist(), strict=True))
+    for (row, column), page in zip(cells_named, update.cell_pages.tolist(), strict=True):
+        need(0 <= row < update.batch and 0 <= column < columns and row not in names)
+        need(cells_named.count((row, column)) == 1)
+        made[row][column] = page
+    return made
+
+
+def swa_after(swa: dict[int, int], update: TableUpdate) -> dict[int, int]:
+    """Return the map with what is released and then bound."""
+    made = dict(swa)
+    for page in update.released.tolist():
+        need(page in made)
+        del made[page]
+    for full, window in zip(update.bound_full.tolist(), update.bound_window.tolist(), strict=True):
+        need(0 < full < PAGES and 0 < window < WINDOW_PAGES and full not in made and window not in made.values())
+        made[full] = window
+    return made
+
+
+def shown(model: Model, row: int, shape: TableShape) -> tuple[range, range]:
+    """Return the columns that a row shows, in the full table and in the window table."""
+    length = model.lengths[row] if row < len(model.lengths) else 0
+    if not length:
+        return range(0), range(0)
+    end = -(-(length + model.extra) // shape.page_size)
+    return range(end), range(window_of(0, length, shape.window or 1, shape.page_size).first_page, end)
+
+
+class Steps(RuleBasedStateMachine):
+    """Steps right and wrong, in tables that a shell keeps up to date by elements and by bytes."""
+
+    window: int | None = None
+    few = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        for module in (row_ranges, table_step):
+            self.patch.setattr(module, "FEW", self.few)
+        self.shape = small(self.window)
+        self.made = tables(self.window)
+        self.model = Model([{} for _ in range(self.shape.max_batch)], [], 0, {})
+        self.layout = table_layout(self.shape)
+        self.staging = np.zeros(self.layout.size_bytes, np.uint8)
+        self.device = np.zeros(self.layout.size_bytes, np.uint8)
+
+    def teardown(self) -> None:
+        """Put the modules back."""
+        self.patch.undo()
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """Most steps are right."""
+        self.take(self.right_step(data))
+
+    @rule(data=st.data())
+    def broken_step(self, data: st.DataObject) -> None:
+        """One thing of a right step is changed."""
+        update = self.right_step(data)
+        names = [
+            name for name, value in msgspec.structs.asdict(update).items() if not isinstance(value, int) and len(value)
+        ]
+        if not names:
+            return
+        name = data.draw(st.sampled_from(names))
+        broken = getattr(update, name).copy()
+        at = data.draw(st.integers(0, len(broken) - 1))
+        broken[at] = data.draw(st.sampled_from([*broken.tolist(), broken[at] + 1, -1, 0, 4, 6, 9, 14, 24, 1 << 40]))
+        if name == "row_pages" and broken.sum() != len(update.pages):
+            return
+        self.take(msgspec.structs.replace(update, **{name: broken}))
+
+    @rule(data=st.data())
+    def forgetful_step(self, data: st.DataObject) -> None:
+        """A cell is left out, or a window page."""
+        update = self.right_step(data)
+        groups = [("cell_rows", "cell_columns", "cell_pages"), ("bound_full", "bound_window")]
+        groups = [names for names in groups if len(getattr(update, names[0]))]
+        if groups:
+            names = data.draw(st.sampled_from(groups))
+            self.take(msgspec.structs.replace(update, **{name: getattr(update, name)[1:] for name in names}))
+
+    @invariant()
+    def is_what_the_model_says(self) -> None:
+        """Look at all tables, and at the device's memory."""
+        self.made.check()
+        expected = views(self.shape, np.zeros(self.layout.size_bytes, np.uint8))
+        for row in range(len(self.model.lengths)):
+            full, window = shown(self.model, row, self.shape)
+            for column in full:
+                expected.block_tables[row, column] = self.model.rows[row][column]
+            if expected.block_tables_swa is not None:
+                for column in window:
+                    expected.block_tables_swa[row, column] = self.model.swa[self.model.rows[row][column]]
+            if full:
+                expected.seq_lens[row] = self.model.lengths[row] + self.model.extra
+        device = views(self.shape, self.device)
+        for name, table in expected._asdict().items():
+            if table is not None:
+                assert getattr(self.made.visible, name).tolist() == table.tolist(), name
+                assert getattr(device, name).tolist() == table.tolist(), f"{name} on the device"
+
+    def take(self, update: TableUpdate) -> None:
+        """Apply an update, copy what changed; or see it refused."""
+        try:
+            expected = after(self.model, update, self.shape)
+        except Refused:
+            with pytest.raises(KvferryError):
+                self.made.apply(update)
+            return
+        change = self.made.apply(update)
+        self.model = expected
+        assert change.replayed_rows == min(size for size in self.shape.captured if size >= change.batch)
+        self.made.write(change, views(self.shape, self.staging))
+        for start, end in change.byte_spans(self.layout).pairs():
+            self.device[start:end] = self.staging[start:end]
+
+    def right_step(self, data: st.DataObject) -> TableUpdate:
+        """Return a step that gives each row what its length needs, if window pages suffice."""
+        batch = data.draw(st.integers(0, self.shape.max_batch))
+        extra = data.draw(st.sampled_from([self.model.extra, 0, 3]))
+        lengths = [data.draw(self.lengths_of(row)) for row in range(batch)]
+        fresh = {row for row in range(batch) if data.draw(st.integers(0, 5)) == 0}
+        given = {
+            row: data.draw(st.lists(st.integers(1, PAGES - 1), min_size=self.need(lengths[row], extra), max_size=6))
+            for row in fresh
+        }
+        added: list[tuple[int, int, int]] = []
+        for row in set(range(batch)) - fresh:
+            held = self.model.rows[row]
+            missing = [column for column in range(self.need(lengths[row], extra)) if column not in held]
+            again = data.draw(st.lists(st.integers(0, 5), max_size=1))
+            added += [(row, column, data.draw(st.integers(1, PAGES - 1))) for column in {*missing, *again}]
+        update = TableUpdate(
+            lengths=ids(*lengths),
+            extra_tokens=extra,
+            **whole(*((row, tuple(pages)) for row, pages in given.items())),
+            **cells(*data.draw(st.permutations(added))),
+        )
+        return self.with_window_pages(update, data) if self.window is not None else update
+
+    def need(self, length: int, extra: int) -> int:
+        """Return how many pages a row needs."""
+        return -(-(length + extra) // self.shape.page_size) if length else 0
+
+    def lengths_of(self, row: int) -> st.SearchStrategy[int]:
+        """Return the next token above all, else any length."""
+        now = self.model.lengths[row] if row < len(self.model.lengths) else 0
+        return st.one_of(st.just(min(now + 1, 20)), st.integers(0, 20))
+
+    def with_window_pages(self, update: TableUpdate, data: st.DataObject) -> TableUpdate:
+        """Return the update with window pages for what it shows, and without some that it does not show."""
+        then = after(self.model, update, msgspec.structs.replace(self.shape, window=None))
+        seen = {then.rows[row][column] for row in range(update.batch) for column in shown(then, row, self.shape)[1]}
+        idle = sorted(self.model.swa.keys() - seen)
+        released = [page for page in idle if data.draw(st.booleans())]
+        kept = {full: window for full, window in self.model.swa.items() if full not in released}
+        free = data.draw(st.permutations(sorted(set(range(1, WINDOW_PAGES)) - set(kept.values()))))
+        bound = list(zip(sorted(seen - kept.keys()), free, strict=False))
+        return msgspec.structs.replace(
+            update,
+            released=ids(*released),
+            bound_full=ids(*(full for full, _ in bound)),
+            bound_window=ids(*(window for _, window in bound)),
+        )
+
+
+class StepsAllRowsAtOnce(Steps):
+    """The same without the way for few rows."""
+
+    few = -1
+
+
+class WindowSteps(Steps):
+    """The same with windows."""
+
+    window = WINDOW
+
+
+class WindowStepsAllRowsAtOnce(WindowSteps):
+    """And both."""
+
+    few = -1
+
+
+ENOUGH = settings(stateful_step_count=20, max_examples=40)
+TestSteps = Steps.TestCase
+TestSteps.settings = ENOUGH
+TestStepsAllRowsAtOnce = StepsAllRowsAtOnce.TestCase
+TestStepsAllRowsAtOnce.settings = ENOUGH
+TestWindowSteps = WindowSteps.TestCase
+TestWindowSteps.settings = ENOUGH
+TestWindowStepsAllRowsAtOnce = WindowStepsAllRowsAtOnce.TestCase
+TestWindowStepsAllRowsAtOnce.settings = ENOUGH

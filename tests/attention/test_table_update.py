@@ -1,0 +1,84 @@
+"""An update that is wrong in itself is refused by field, before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.attention.spans import FEW
+from kvferry.attention.table_shape import table_shape
+from kvferry.attention.table_update import TableUpdate, check_update
+from kvferry.protocol.errors import (
+    InvalidFieldError,
+    KvferryError,
+    LengthMismatchError,
+    PageOutOfRangeError,
+    TooLargeError,
+)
+
+SHAPE = table_shape(max_batch=64, max_context_tokens=20, page_size=4, draft_tokens=3)
+WRONG: list[tuple[type[KvferryError], str, dict[str, Any]]] = [
+    (TooLargeError, "lengths", {"lengths": [1] * 65}),
+    (InvalidFieldError, "extra_tokens", {"extra_tokens": 4}),
+    (InvalidFieldError, "extra_tokens", {"extra_tokens": -1}),
+    (LengthMismatchError, "cell_pages", {"cell_rows": [0], "cell_columns": [0], "cell_pages": [1, 2]}),
+    (LengthMismatchError, "cell_pages", {"cell_rows": [], "cell_columns": [0], "cell_pages": [1]}),
+    (InvalidFieldError, "cell_rows", {"cell_rows": [40], "cell_columns": [0], "cell_pages": [1]}),
+    (InvalidFieldError, "cell_rows", {"cell_rows": [-1], "cell_columns": [0], "cell_pages": [1]}),
+    (InvalidFieldError, "cell_columns", {"cell_rows": [0], "cell_columns": [6], "cell_pages": [1]}),
+    (InvalidFieldError, "cell_columns", {"cell_rows": [1], "cell_columns": [-1], "cell_pages": [1]}),
+    (InvalidFieldError, "cell_columns", {"cell_rows": [1], "cell_columns": [1 << 62], "cell_pages": [1]}),
+    (PageOutOfRangeError, "cell_pages", {"cell_rows": [0], "cell_columns": [0], "cell_pages": [0]}),
+    (PageOutOfRangeError, "cell_pages", {"cell_rows": [0], "cell_columns": [0], "cell_pages": [50]}),
+    (InvalidFieldError, "cell_rows", {"cell_rows": [3, 3], "cell_columns": [2, 2], "cell_pages": [1, 2]}),
+    (LengthMismatchError, "row_pages", {"rows": [0, 1], "row_pages": [1], "pages": [1]}),
+    (LengthMismatchError, "pages", {"rows": [0, 1], "row_pages": [1, 2], "pages": [1, 2]}),
+    (LengthMismatchError, "pages", {"pages": [1]}),
+    (InvalidFieldError, "rows", {"rows": [40], "row_pages": [1], "pages": [1]}),
+    (InvalidFieldError, "rows", {"rows": [5, 5], "row_pages": [1, 1], "pages": [1, 2]}),
+    (InvalidFieldError, "row_pages", {"rows": [0], "row_pages": [7], "pages": [1] * 7}),
+    (InvalidFieldError, "row_pages", {"rows": [0, 1], "row_pages": [2, -1], "pages": [1]}),
+    (PageOutOfRangeError, "pages", {"rows": [0], "row_pages": [2], "pages": [1, 0]}),
+    (PageOutOfRangeError, "pages", {"rows": [0], "row_pages": [2], "pages": [1, 1 << 40]}),
+    (InvalidFieldError, "bound_full", {"bound_full": [1], "bound_window": [1]}),
+    (InvalidFieldError, "bound_full", {"released": [1]}),
+]
+
+
+def update_of(fields: dict[str, Any]) -> TableUpdate:
+    """Return an update of 40 rows with these fields."""
+    made = {name: np.array(value, np.int64) if isinstance(value, list) else value for name, value in fields.items()}
+    return TableUpdate(**{"lengths": np.full(40, 4)} | made)
+
+
+@pytest.mark.parametrize(("error", "field", "fields"), WRONG)
+def test_what_is_wrong(error: type[KvferryError], field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(error) as caught:
+        check_update(update_of(fields), SHAPE, 50)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("count", [FEW, FEW + 1])
+@pytest.mark.parametrize(("name", "bad"), [("cell_rows", 40), ("cell_columns", -1), ("cell_pages", 50), ("twice", 0)])
+def test_one_of_few_and_of_many_cells(count: int, name: str, bad: int) -> None:
+    fields = {
+        "cell_rows": np.arange(count),
+        "cell_columns": np.full(count, 2),
+        "cell_pages": np.arange(1, count + 1),
+    }
+    assert check_update(update_of(fields), SHAPE, 50).tolist() == [row * 6 + 2 for row in range(count)]
+    fields["cell_rows" if name == "twice" else name][-1] = bad
+    with pytest.raises(KvferryError) as caught:
+        check_update(update_of(fields), SHAPE, 50)
+    assert caught.value.field == ("cell_rows" if name == "twice" else name)
+
+
+def test_a_row_as_a_whole_and_in_cells() -> None:
+    fields = {"rows": [3], "row_pages": [1], "pages": [9], "cell_rows": [2], "cell_columns": [5], "cell_pages": [9]}
+    assert check_update(update_of(fields), SHAPE, 50).tolist() == [17]
+    with pytest.raises(InvalidFieldError, match="row 3 is sent as a whole and in cells"):
+        check_update(update_of(fields | {"cell_rows": [3]}), SHAPE, 50)
+    both = fields | {"rows": [0, 1], "row_pages": [1, 0]}
+    assert len(check_update(update_of(both), SHAPE, 50)) == 1, "a row may be emptied"
