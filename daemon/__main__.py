@@ -19,11 +19,13 @@ from kvferry.protocol.paths import default_runtime_dir
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the daemon; return its exit status: 0 after SIGTERM, 1 where it could not start."""
+    """Run the daemon; return its exit status: 0 after SIGTERM, 1 where it could not start, 3 after a card was lost."""
     parser = argparse.ArgumentParser(prog="kvferry daemon", description="Run the daemon of this node.")
     parser.add_argument("--config", type=Path, help="a TOML file; see systemd/kvferry.toml for every key")
     parser.add_argument("--runtime-dir", type=Path, help="where the sockets go; overrides the configuration")
     options = parser.parse_args(arguments)
+    # A torch_npu without CANN would make torch itself fail: cards are asked for when a pool needs one.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         config = load_config(options.config) if options.config else Config()
         configure_logs(config.logging)

@@ -17,6 +17,7 @@ SOCKET_MODE = 0o660
 PEER_SOCKET_MODE = 0o600
 """Who may speak to it passes for a daemon; an engine is none."""
 LOCK_FILE = "daemon.lock"
+DEVICE_POOLS_FILE = "device-pools.json"
 MAX_SOCKET_PATH_BYTES = 107
 
 
@@ -77,7 +78,7 @@ class RuntimeDirectory:
         self.path.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
         mode = stat.S_IMODE(self.path.stat().st_mode)
         if mode & ~DIRECTORY_MODE:
-            ours = {CONTROL_SOCKET, SESSION_SOCKET, PEER_SOCKET, LOCK_FILE}
+            ours = {CONTROL_SOCKET, SESSION_SOCKET, PEER_SOCKET, LOCK_FILE, DEVICE_POOLS_FILE}
             foreign = {one.name for one in self.path.iterdir()} - ours
             if foreign:
                 raise ConfigError(

@@ -34,6 +34,17 @@ class PoolsConfig(_Section, frozen=True, kw_only=True):
     populate: bool = True
 
 
+class DevicesConfig(_Section, frozen=True, kw_only=True):
+    """Cards: pools of the daemon take at most ``max_fraction`` of one's memory.
+
+    A call to a card that has not come back after ``stuck_after_s`` is taken for the card's end: the daemon stops, to be
+    started anew.
+    """
+
+    max_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    stuck_after_s: Annotated[float, Meta(ge=1, le=3600)] = 60.0
+
+
 class TransfersConfig(_Section, frozen=True, kw_only=True):
     """``threads`` copy, by default one a core and at most 4; ``chunk_bytes`` between two looks at the queue.
 
@@ -94,6 +105,7 @@ class Config(_Section, frozen=True, kw_only=True):
     runtime_dir: str | None = None
     logging: LoggingConfig = LoggingConfig()
     pools: PoolsConfig = PoolsConfig()
+    devices: DevicesConfig = DevicesConfig()
     transfers: TransfersConfig = TransfersConfig()
     peers: PeersConfig = PeersConfig()
     landing: LandingConfig = LandingConfig()

@@ -1,7 +1,9 @@
-"""Event rings: memory in which an engine notes that layers are ready, and the descriptor by which it says so.
+"""Event rings: memory in which an engine notes that work is recorded or done, and the descriptor by which it says so.
 
-Slot i of a ring holds a counter that its engine only ever raises; a step of a SEND waits until one has reached a value.
-On the host device an event is such a counter; the engine writes it and then the eventfd, which wakes the control loop.
+Slot i of a ring holds a counter that its engine only ever raises; requests wait until one has reached a value. On the
+host an event is such a counter. On a device it says how often the slot's interprocess event was recorded: it has
+reached a value once the event itself is done, which ``DeviceEvents`` sees without waiting. The engine writes the
+counter and then the eventfd, which wakes the control loop.
 """
 
 from __future__ import annotations
@@ -9,43 +11,79 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.device_events import DeviceEvents
+from kvferry.daemon.devices import Devices
+from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler, expect
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, OverloadedError
+from kvferry.protocol.event_points import EventPoint
+from kvferry.protocol.ids import HOST
 from kvferry.protocol.limits import EVENT_RING_SLOTS
 from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEvents
 
 COUNTER = np.dtype("<i8")
+MAX_HELD = 1024
 OnReached = Callable[[int, list[int]], None]
+Held = Callable[[], None]
+
+
+class _Waiting(NamedTuple):
+    """A request and the point it waits for: to be done, or where ``recorded`` only to be recorded."""
+
+    point: EventPoint
+    recorded: bool
+    go_on: Held
 
 
 class _Ring:
-    """One session's ring."""
+    """One session's ring; with ``events`` where it is on a device."""
 
-    def __init__(self, name: str) -> None:
-        self.region = HostRegion.create(name, EVENT_RING_SLOTS * COUNTER.itemsize)
+    def __init__(self, name: str, slots: int, events: DeviceEvents | None) -> None:
+        self.region = HostRegion.create(name, slots * COUNTER.itemsize)
         self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.slots = slots
+        self.events = events
+        self.waiting: list[_Waiting] = []
 
-    def values(self) -> list[int]:
+    def recorded(self) -> list[int]:
         values: list[int] = self.region.view().view(COUNTER).tolist()
         return values
 
+    def values(self) -> list[int]:
+        return self.recorded() if self.events is None else self.events.reached()
+
     def close(self) -> None:
         os.close(self.eventfd)
+        if self.events is not None:
+            self.events.close()
         self.region.close()
 
 
 class EventRings:
-    """The rings of all sessions. ``on_reached`` takes a session's number and its counters whenever they may be new."""
+    """The rings of all sessions. ``on_reached`` takes a session's number and its values whenever they may be new."""
 
-    def __init__(self, dispatcher: Dispatcher, session_socket: SessionSocket, on_reached: OnReached) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        session_socket: SessionSocket,
+        devices: Devices,
+        executor: Executor,
+        on_reached: OnReached,
+    ) -> None:
+        """Open devices' events on ``executor``."""
+        self._dispatcher = dispatcher
         self._session_socket = session_socket
+        self._devices = devices
+        self._executor = executor
         self._on_reached = on_reached
         self._loop = asyncio.get_running_loop()
         self._rings: dict[int, _Ring] = {}
@@ -56,15 +94,44 @@ class EventRings:
         return f"<EventRings {len(self._rings)}>"
 
     def values(self, session_id: int) -> list[int]:
-        """Return a session's counters.
+        """Return the values that a session's events have reached.
 
         Raises:
             InvalidFieldError: it has no ring.
         """
-        ring = self._rings.get(session_id)
-        if ring is None:
-            raise InvalidFieldError("the session has no event ring: OPEN_EVENTS first", field="steps")
-        return ring.values()
+        return self._ring(session_id, "steps").values()
+
+    def events(self, session_id: int) -> DeviceEvents | None:
+        """Return a session's events, where its ring is on a device.
+
+        Raises:
+            InvalidFieldError: it has no ring.
+        """
+        return self._ring(session_id, "after").events
+
+    def hold(self, call: Call, point: EventPoint | None, handle: Handler, *, recorded: bool = False) -> Answer | None:
+        """Handle a request once its point is reached: now, or later, when its answer is given then.
+
+        Args:
+            call: the request.
+            point: what it waits for; None for nothing.
+            handle: does what it asks.
+            recorded: a stream waits for the event itself: go on as soon as it is recorded.
+
+        Raises:
+            KvferryError: of ``handle``; or the session has no such event, or too many requests wait.
+        """
+        if point is None:
+            return handle(call)
+        ring = self._ring(call.session.session_id, "after")
+        if point.event >= ring.slots:
+            raise InvalidFieldError(f"event {point.event}; the session's ring has {ring.slots}", field="after.event")
+        if (ring.recorded() if recorded else ring.values())[point.event] >= point.value:
+            return handle(call)
+        if len(ring.waiting) >= MAX_HELD:
+            raise OverloadedError(f"{MAX_HELD} requests of the session wait for its events")
+        ring.waiting.append(_Waiting(point, recorded, lambda: self._go_on(call, handle)))
+        return None
 
     def session_lost(self, session_id: int) -> None:
         """Take a last look at a session's counters, and give its ring back."""
@@ -74,20 +141,94 @@ class EventRings:
             self._on_reached(session_id, ring.values())
             ring.close()
 
-    def _open(self, call: Call) -> Answer:
-        expect(call, OpenEvents)
-        session_id = call.session.session_id
+    def _ring(self, session_id: int, field: str) -> _Ring:
         ring = self._rings.get(session_id)
         if ring is None:
-            ring = self._rings[session_id] = _Ring(f"events-{session_id}")
-            self._loop.add_reader(ring.eventfd, self._reached, session_id, ring)
-        fds = (ring.region.fd, ring.eventfd)
-        self._session_socket.pass_fds(call.session, EventsFollow(message_id=call.message_id), fds)
-        return Answer(EventsOpened(slots=EVENT_RING_SLOTS))
+            raise InvalidFieldError("the session has no event ring: OPEN_EVENTS first", field=field)
+        return ring
 
-    def _reached(self, session_id: int, ring: _Ring) -> None:
+    def _go_on(self, call: Call, handle: Handler) -> None:
+        if not call.session.is_pending(call.message_id):  # its deadline has passed: nothing may happen any more
+            return
+        try:
+            answer = handle(call)
+        except KvferryError as error:
+            self._dispatcher.answer_error(call.session, call.message_id, error)
+        else:
+            if answer is not None:
+                self._dispatcher.answer(call.session, call.message_id, answer)
+
+    def _open(self, call: Call) -> Answer | None:
+        body = expect(call, OpenEvents)
+        ring = self._rings.get(call.session.session_id)
+        if ring is None and body.device != HOST:
+            self._open_on_device(call, body.device)
+            return None
+        if ring is None:
+            ring = self._start(call, EVENT_RING_SLOTS, None)
+        elif (HOST if ring.events is None else ring.events.device) != body.device:
+            raise InvalidFieldError("the session's ring is on another device", field="device")
+        return self._give(call, ring)
+
+    def _open_on_device(self, call: Call, device: str) -> None:
+        shared = self._session_socket.take_share(call.session, call.message_id).events
+        if shared is None or not shared.handles:
+            raise InvalidFieldError("no events came over the session socket before OPEN_EVENTS", field="events")
+        session_id = call.session.session_id
+
+        def opened(done: asyncio.Future[DeviceEvents]) -> None:
+            try:
+                events = done.result()
+                if not self._session_socket.is_connected(call.session) or session_id in self._rings:
+                    events.close()
+                    raise InvalidFieldError("the session has a ring, or has ended", field="device")
+                ring = self._start(call, len(shared.handles), events)
+                self._dispatcher.answer(call.session, call.message_id, self._give(call, ring))
+            except KvferryError as error:
+                self._dispatcher.answer_error(call.session, call.message_id, error)
+
+        def watch() -> DeviceEvents:
+            return DeviceEvents(self._devices.open(device), shared.handles)
+
+        self._loop.run_in_executor(self._executor, watch).add_done_callback(opened)
+
+    def _start(self, call: Call, slots: int, events: DeviceEvents | None) -> _Ring:
+        session_id = call.session.session_id
+        ring = self._rings[session_id] = _Ring(f"events-{session_id}", slots, events)
+        if events is not None:
+            events.start(ring.region, functools.partial(self._loop.call_soon_threadsafe, self._look, session_id, ring))
+        self._loop.add_reader(ring.eventfd, self._woken, session_id, ring)
+        return ring
+
+    def _give(self, call: Call, ring: _Ring) -> Answer:
+        fds = (ring.region.fd, ring.eventfd)
+        self._session_socket.pass_frame(call.session, EventsFollow(message_id=call.message_id), fds)
+        return Answer(EventsOpened(slots=ring.slots))
+
+    def _woken(self, session_id: int, ring: _Ring) -> None:
         _take_wake_ups(ring.eventfd)
-        self._on_reached(session_id, ring.values())
+        if ring.events is None:
+            self._look(session_id, ring)
+        else:
+            ring.events.wake()
+            self._let_go(ring)  # those that wait for the record alone
+
+    def _look(self, session_id: int, ring: _Ring) -> None:
+        if self._rings.get(session_id) is ring:
+            self._on_reached(session_id, ring.values())
+            self._let_go(ring)
+
+    @staticmethod
+    def _let_go(ring: _Ring) -> None:
+        if not ring.waiting:
+            return
+        done, recorded = ring.values(), ring.recorded()
+        waiting, ring.waiting = ring.waiting, []
+        for one in waiting:
+            if (recorded if one.recorded else done)[one.point.event] >= one.point.value:
+                one.go_on()
+            else:
+                ring.waiting.append(one)
 
 
 def _take_wake_ups(eventfd: int) -> None:

@@ -12,11 +12,13 @@ from importlib import metadata
 
 import structlog
 
-from kvferry.daemon.access import RuntimeDirectory
+from kvferry.daemon.access import DEVICE_POOLS_FILE, RuntimeDirectory
 from kvferry.daemon.config import Config
 from kvferry.daemon.control_socket import ControlSocket
+from kvferry.daemon.devices import CHECK_S, Devices
 from kvferry.daemon.dispatch import Dispatcher
 from kvferry.daemon.event_rings import EventRings
+from kvferry.daemon.lost_pools import LostPools
 from kvferry.daemon.memory import keep_freed_memory
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.peer_link import Heartbeat
@@ -27,17 +29,19 @@ from kvferry.daemon.rooms.service import RoomService
 from kvferry.daemon.service_manager import ServiceManager
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.daemon.sessions import Session, SessionRegistry
+from kvferry.daemon.table_service import TableService
 from kvferry.daemon.transports.landing import Landing
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.daemon.transports.pull import PullTransport, fetch_region
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.base import Body
-from kvferry.protocol.errors import KvferryError, MalformedError
+from kvferry.protocol.errors import DeviceLostError, KvferryError, MalformedError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
 from kvferry.protocol.versions import FEATURES, agree
 
 FETCH_THREADS = 2
+EXIT_DEVICE_LOST = 3
 log = structlog.get_logger(__name__)
 
 
@@ -71,9 +75,12 @@ class Daemon:
             directory.control_socket, config.limits, self.counters, self._dispatcher.on_message
         )
         self._dispatcher.connect(self._control.send)
+        self._devices = Devices(config.devices, self._device_lost)
         self._pools = PoolService(
             self._dispatcher,
             self._session_socket,
+            self._devices,
+            LostPools(directory.path / DEVICE_POOLS_FILE),
             max_bytes=config.max_pool_bytes,
             populate=config.pools.populate,
         )
@@ -111,8 +118,12 @@ class Daemon:
         )
         self._session_socket.region_of = self._peers.region_of
         self._pools.on_deleted.append(self._peers.pool_deleted)
-        self._rings = EventRings(self._dispatcher, self._session_socket, self._rooms.events_reached)
-        self._rooms.connect(self._transport, self._remote, self._peers, self._rings.values)
+        self._rings = EventRings(
+            self._dispatcher, self._session_socket, self._devices, self._fetcher, self._rooms.events_reached
+        )
+        self._pools.hold = self._rings.hold
+        self._rooms.connect(self._transport, self._remote, self._peers, self._rings)
+        self._tables = TableService(self._dispatcher, self._session_socket, self._pools, self._devices, self._rings)
         self._landing = Landing(config, self._links, self._rooms, self._pools, self._executor, self.counters)
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.handle_open("PING", lambda _body: Pong())
@@ -129,6 +140,7 @@ class Daemon:
         self._links.start(self._loop)
         self._control.start(self._loop)
         self._session_socket.start(self._loop)
+        self._watch_devices()
         manager.ready(f"serving, boot id {self.boot_id}")
         log.info("serving", boot_id=self.boot_id, pid=os.getpid(), version=daemon_version())
         try:
@@ -137,6 +149,7 @@ class Daemon:
             self._rooms.drain()
             await self._drain()
         finally:
+            self._leave_if_a_device_is_lost()
             self._remote.close()
             await self._landing.close()
             self._transport.close()
@@ -145,6 +158,7 @@ class Daemon:
             self._links.close()
             self._control.close()  # first what was said, then the end of the sessions
             self._session_socket.close()
+            self._tables.close()
             self._pools.close()
             log.info("ended", counters=self.counters.snapshot())
 
@@ -154,6 +168,28 @@ class Daemon:
                 await self._rooms.drained()
         except TimeoutError:
             log.warning("hand-offs cut off", live=len(self._rooms.status()))
+
+    def _watch_devices(self) -> None:
+        self._devices.check(time.monotonic())
+        self._loop.call_later(CHECK_S, self._watch_devices)
+
+    def _device_lost(self, device: str, error: DeviceLostError) -> None:
+        """On any thread: nothing that a card does can be trusted any more, so this life of the daemon ends."""
+        log.critical(
+            "device lost: the daemon ends",
+            device=device,
+            cause=error.detail,
+            remedy="it is started anew by its service manager; look at the card (kvferry doctor, npu-smi)",
+        )
+        self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def _leave_if_a_device_is_lost(self) -> None:
+        """End the process where a card is lost: a thread may be inside a call that never comes back."""
+        if self._devices.lost:
+            self._control.close()
+            self._session_socket.close()
+            log.error("ended", counters=self.counters.snapshot())
+            os._exit(EXIT_DEVICE_LOST)
 
     def _copied(self, piece_id: int, error: KvferryError | None) -> None:
         if not self._pull.copied(piece_id, error):
@@ -165,6 +201,7 @@ class Daemon:
     def _session_lost(self, session: Session) -> None:
         self._dispatcher.forget_session(session)
         self._rings.session_lost(session.session_id)
+        self._tables.session_lost(session.session_id)
         self._rooms.session_lost(session)
         self._pools.session_lost(session.session_id)
 
@@ -204,6 +241,8 @@ class Daemon:
             addresses=tuple(self._links.addresses.values()),
             peers=self._peers.status(),
             landing=self._landing.status(),
+            devices=tuple(self._devices.status()),
+            tables=tuple(self._tables.status()),
         )
 
 

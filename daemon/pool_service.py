@@ -6,25 +6,35 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Final, Protocol
 
 import msgspec
 import structlog
 
-from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.devices import Devices, LentPart
+from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler, expect
+from kvferry.daemon.lost_pools import LostPools
+from kvferry.daemon.pool_reports import check_same, status_of
 from kvferry.daemon.session_socket import SessionSocket
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion
+from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.manifest import bytes_per_page, spaces_of
 from kvferry.pools.pool import Pool
+from kvferry.pools.stretches import stretches_of
 from kvferry.protocol.errors import (
+    InvalidFieldError,
     KvferryError,
     LayoutMismatchError,
     OutOfMemoryError,
     PoolExistsError,
     PoolInUseError,
+    PoolLostError,
     UnknownPoolError,
 )
+from kvferry.protocol.event_points import EventPoint
+from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.pool_messages import (
     Allocate,
@@ -34,45 +44,77 @@ from kvferry.protocol.pool_messages import (
     DeletePool,
     Free,
     Freed,
+    LendPool,
     PoolAttached,
     PoolCreated,
     PoolDeleted,
+    PoolLent,
 )
-from kvferry.protocol.session_messages import PoolStatus, RegionFollows, SpaceStatus
+from kvferry.protocol.requests import ReplyBody
+from kvferry.protocol.session_messages import PoolStatus, RegionFollows, ShareFollows
+from kvferry.protocol.shares import Share
+
+SWEEP_S: Final = 0.05
+CARD_GRACE_S: Final = 0.05
+"""The sockets of an engine that was killed are closed a moment before its driver stops its work on a card."""
+
 
 log = structlog.get_logger(__name__)
+
+
+class Hold(Protocol):
+    """Handles a request once a point in its engine's work is reached; see ``EventRings.hold``."""
+
+    def __call__(self, call: Call, point: EventPoint | None, handle: Handler) -> Answer | None:
+        """Return the answer, or None where it is given later."""
 
 
 class _Creation(msgspec.Struct):
     """A pool whose memory is being fetched, and the requests that wait for it; the first one asked first."""
 
-    pool: Pool
+    manifest: Manifest
+    device: str
     waiting: list[Call]
+    lent_by: int | None = None
 
 
 class PoolService:
-    """Owns every pool. Memory is populated on a thread of its own, one pool at a time.
+    """Owns every pool. Memory is fetched on a thread of its own, one pool at a time.
 
     Attributes:
         on_deleted: each is called with a pool just before its memory is given back.
+        hold: how a FREE waits for work that still uses the pages.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, session_socket: SessionSocket, *, max_bytes: int, populate: bool
+        self,
+        dispatcher: Dispatcher,
+        session_socket: SessionSocket,
+        devices: Devices,
+        lost_pools: LostPools,
+        *,
+        max_bytes: int,
+        populate: bool,
     ) -> None:
         self._dispatcher = dispatcher
         self._session_socket = session_socket
+        self._devices = devices
+        self._lost_pools = lost_pools
         self._max_bytes = max_bytes
         self._populating_ends = threading.Event()
         if not populate:
             self._populating_ends.set()
         self.on_deleted: list[Callable[[Pool], None]] = []
+        self.hold: Hold = _at_once
         self._pools: dict[tuple[int, str], Pool] = {}
         self._creations: dict[tuple[int, str], _Creation] = {}
+        self._leaving: list[Pool] = []
         self._executor = ThreadPoolExecutor(1, "populate")
+        self._device_executor = ThreadPoolExecutor(1, "device-memory")  # host memory takes its time
         for kind, handler in (
             ("CREATE_POOL", self._create),
             ("ATTACH_POOL", self._attach),
+            ("LEND_POOL", self._lend),
             ("DELETE_POOL", self._delete),
             ("ALLOCATE", self._allocate),
             ("FREE", self._free),
@@ -88,17 +130,25 @@ class PoolService:
 
         Raises:
             UnknownPoolError: none of that name.
+            PoolLostError: it was there, and its memory is gone.
         """
         pool = self._pools.get((tenant, name))
         if pool is None:
+            why = self._lost_pools.why(tenant, name)
+            if why is not None:
+                raise PoolLostError(f"pool {name!r} of user {tenant} {why}", field="pool")
             raise UnknownPoolError(f"no pool {name!r} of user {tenant}", field="pool")
         return pool
 
     def session_lost(self, session_id: int) -> None:
         """Take back every page of a session; those in flight follow when their hand-offs settle."""
-        for pool in self:
-            for allocator in pool.allocators.values():
-                allocator.release_owner(session_id)
+        for pool in list(self):
+            if pool.lent_by == session_id:
+                self._take_leave(pool, "was lent by an engine that is gone")
+            if pool.region.device == HOST:
+                _release(pool, session_id)
+            else:
+                asyncio.get_running_loop().call_later(CARD_GRACE_S, _release, pool, session_id)
 
     def pages_by_session(self) -> Counter[int]:
         """Return how many pages each session owns, over all pools."""
@@ -110,13 +160,14 @@ class PoolService:
 
     def status(self) -> tuple[PoolStatus, ...]:
         """Return the pools as STATUS shows them."""
-        return tuple(_status_of(pool) for pool in self)
+        return tuple(status_of(pool) for pool in self)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Give all memory back, but for what a card that is lost may hold for ever."""
         self._populating_ends.set()
-        self._executor.shutdown(wait=True, cancel_futures=True)
-        for pool in self:
+        for executor in (self._executor, self._device_executor):
+            executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
+        for pool in (*self, *self._leaving):
             pool.close()
 
     def _create(self, call: Call) -> Answer | None:
@@ -124,38 +175,115 @@ class PoolService:
         manifest = manifest_of(body.spec)
         key = (call.session.tenant, body.pool)
         creation = self._creations.get(key)
-        existing = creation.pool if creation else self._pools.get(key)
-        if existing is not None:
-            _check_same(existing.manifest, manifest, body.pool)
+        existing = self._pools.get(key)
+        if creation is not None or existing is not None:
+            known = existing.manifest if existing else creation.manifest if creation else manifest
+            device = existing.region.device if existing else creation.device if creation else body.device
+            check_same(known, manifest, body.pool, device, body.device)
             if creation is None:
-                return Answer(PoolCreated(pool=body.pool, created=False, manifest=existing.manifest))
+                return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
             creation.waiting.append(call)
             return None
-        self._check_budget(manifest)
-        region = HostRegion.create(f"{call.session.tenant}:{body.pool}", manifest.region_bytes)
-        self._creations[key] = _Creation(Pool(*key, manifest, region), [call])
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._executor, region.populate, self._populating_ends)
-        work.add_done_callback(lambda done: self._created(key, done))
+        self._creations[key] = _Creation(manifest, body.device, [call])
+        try:
+            if body.device == HOST:
+                self._check_budget(manifest)
+                region = HostRegion.create(f"{key[0]}:{key[1]}", manifest.region_bytes)
+                self._fetch(key, self._executor, self._populated, region)
+            else:
+                self._fetch(key, self._device_executor, self._devices.allocate, body.device, manifest.region_bytes)
+        except BaseException:
+            del self._creations[key]
+            raise
         return None
 
-    def _created(self, key: tuple[int, str], done: asyncio.Future[None]) -> None:
+    def _lend(self, call: Call) -> Answer | None:
+        body = expect(call, LendPool)
+        if body.device == HOST:
+            raise InvalidFieldError("host memory is the daemon's to give: CREATE_POOL", field="device")
+        key = (call.session.tenant, body.pool)
+        shares = self._session_socket.take_share(call.session, call.message_id).shares
+        if len(shares) != len(body.arrays):
+            raise InvalidFieldError(
+                f"{len(shares)} shares came over the session socket, LEND_POOL names {len(body.arrays)} arrays",
+                field="arrays",
+            )
+        if key in self._creations or key in self._pools:
+            raise PoolExistsError(f"pool {body.pool!r} exists", field="pool")
+        manifest = manifest_of(body.spec)
+        stretches = stretches_of(manifest, [(one.component, one.role, one.layer) for one in body.arrays])
+        lent = [LentPart(share, *stretch) for share, stretch in zip(shares, stretches, strict=True)]
+        self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id)
+        self._fetch(key, self._device_executor, self._devices.borrow, body.device, lent, manifest.region_bytes)
+        return None
+
+    def _populated(self, region: HostRegion) -> HostRegion:
+        try:
+            region.populate(self._populating_ends)
+        except BaseException:
+            region.close()
+            raise
+        return region
+
+    def _fetch(self, key: tuple[int, str], executor: Executor, work: Callable[..., Region], *arguments: object) -> None:
+        """Make a pool's region on a thread that may wait, then the pool."""
+        fetched = asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
+        fetched.add_done_callback(lambda done: self._fetched(key, done))
+
+    def _fetched(self, key: tuple[int, str], done: asyncio.Future[Region]) -> None:
         creation = self._creations.pop(key)
         failed = None if done.cancelled() else done.exception()
         if done.cancelled() or failed is not None:
-            creation.pool.close()
             error = failed if isinstance(failed, KvferryError) else OutOfMemoryError(f"no memory: {failed}")
             for call in creation.waiting:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
             return
-        self._pools[key] = creation.pool
-        manifest = creation.pool.manifest
-        log.info("pool created", pool=key[1], tenant=key[0], pages=manifest.pages, region_bytes=manifest.region_bytes)
+        pool = Pool(*key, creation.manifest, done.result(), lent_by=creation.lent_by)
+        if creation.lent_by is not None and not self._session_socket.is_connected(creation.waiting[0].session):
+            self._give_back(pool)
+            return
+        self._pools[key] = pool
+        if creation.device != HOST and creation.lent_by is None:
+            self._lost_pools.made(*key, creation.device)
+        log.info(
+            "pool lent" if creation.lent_by is not None else "pool created",
+            pool=key[1],
+            tenant=key[0],
+            device=creation.device,
+            pages=pool.manifest.pages,
+            region_bytes=pool.manifest.region_bytes,
+        )
         for number, call in enumerate(creation.waiting):
-            reply = PoolCreated(pool=key[1], created=number == 0, manifest=manifest)
+            reply: ReplyBody = PoolCreated(pool=key[1], created=number == 0, manifest=pool.manifest)
+            if creation.lent_by is not None:
+                reply = PoolLent(pool=key[1], manifest=pool.manifest)
             self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
-    def _attach(self, call: Call) -> Answer:
+    def _take_leave(self, pool: Pool, why: str) -> None:
+        """Forget a pool whose memory goes away; its mapping goes once nothing of it is in flight."""
+        del self._pools[pool.tenant, pool.name]
+        self._lost_pools.lose(pool.tenant, pool.name, why)
+        for told in self.on_deleted:
+            told(pool)
+        log.warning("pool lost", pool=pool.name, tenant=pool.tenant, cause=why)
+        self._leaving.append(pool)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for pool in [one for one in self._leaving if not any(space.busy_count for space in one.allocators.values())]:
+            self._leaving.remove(pool)
+            self._give_back(pool)
+        if self._leaving:
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def _give_back(self, pool: Pool) -> None:
+        """Close a pool: on a card that may wait, so not on the loop."""
+        if pool.region.device == HOST:
+            pool.close()
+        else:
+            asyncio.get_running_loop().run_in_executor(self._device_executor, pool.close)
+
+    def _attach(self, call: Call) -> Answer | None:
         body = expect(call, AttachPool)
         pool = self.get(call.session.tenant, body.pool)
         if body.layout_digest not in {"", pool.manifest.layout_digest}:
@@ -163,20 +291,42 @@ class PoolService:
                 f"pool {body.pool!r} has layout {pool.manifest.layout_digest}, not {body.layout_digest}",
                 field="layout_digest",
             )
-        follows = RegionFollows(message_id=call.message_id, pool=pool.name)
-        self._session_socket.pass_fds(call.session, follows, [pool.region.fd])
-        return Answer(PoolAttached(pool=pool.name, manifest=pool.manifest))
+        region = pool.region
+        if isinstance(region, HostRegion):
+            follows = RegionFollows(message_id=call.message_id, pool=pool.name)
+            self._session_socket.pass_frame(call.session, follows, [region.fd])
+            return Answer(PoolAttached(pool=pool.name, manifest=pool.manifest))
+        assert isinstance(region, AcceleratorRegion), region
+        if pool.lent_by is not None:
+            raise InvalidFieldError(f"pool {pool.name!r} is its engine's, which lends it: it has it", field="pool")
+        process_id = body.device_pid or call.session.peer.pid
+        work = asyncio.get_running_loop().run_in_executor(self._device_executor, region.share, process_id)
+        work.add_done_callback(lambda done: self._shared(call, pool, done))
+        return None
+
+    def _shared(self, call: Call, pool: Pool, done: asyncio.Future[Share]) -> None:
+        try:
+            follows = ShareFollows(message_id=call.message_id, shares=(done.result(),))
+            self._session_socket.pass_frame(call.session, follows, [])
+        except KvferryError as error:
+            self._dispatcher.answer_error(call.session, call.message_id, error)
+            return
+        reply = PoolAttached(pool=pool.name, manifest=pool.manifest, device=pool.region.device)
+        self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
     def _delete(self, call: Call) -> Answer:
         body = expect(call, DeletePool)
         pool = self.get(call.session.tenant, body.pool)
+        if pool.lent_by not in {None, call.session.session_id}:
+            raise PoolInUseError(f"pool {body.pool!r} is lent by session {pool.lent_by}", field="pool")
         if not pool.idle:
             used = sum(one.capacity - one.free_count for one in pool.allocators.values())
             raise PoolInUseError(f"{used} pages of pool {body.pool!r} are owned or in flight", field="pool")
         del self._pools[pool.tenant, pool.name]
         for told in self.on_deleted:
             told(pool)
-        pool.close()
+        self._lost_pools.deleted(pool.tenant, pool.name)
+        self._give_back(pool)
         log.info("pool deleted", pool=pool.name, tenant=pool.tenant)
         return Answer(PoolDeleted(pool=body.pool))
 
@@ -186,54 +336,33 @@ class PoolService:
         ids = pool.space(body.space).allocate(call.session.session_id, body.count)
         return Answer(Allocated(pages=len(ids)), (ids,))
 
-    def _free(self, call: Call) -> Answer:
+    def _free(self, call: Call) -> Answer | None:
+        after = expect(call, Free).after
+        return self.hold(call, after, self._free_now)
+
+    def _free_now(self, call: Call) -> Answer:
         body = expect(call, Free)
         pool = self.get(call.session.tenant, body.pool)
+        if pool.lent_by is not None:
+            raise InvalidFieldError(f"pool {body.pool!r} is lent: its engine numbers its pages itself", field="pool")
         freed = pool.space(body.space).free(call.session.session_id, call.ids[0])
         return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
 
     def _check_budget(self, manifest: Manifest) -> None:
-        pools = [*self, *(creation.pool for creation in self._creations.values())]
-        used = sum(pool.manifest.region_bytes for pool in pools)
+        made = [(pool.region.device, pool.manifest) for pool in self]
+        coming = [(one.device, one.manifest) for one in self._creations.values() if one.manifest is not manifest]
+        used = sum(one.region_bytes for device, one in (*made, *coming) if device == HOST)
         if used + manifest.region_bytes > self._max_bytes:
             raise OutOfMemoryError(
                 f"the pool needs {manifest.region_bytes} bytes; {used} of {self._max_bytes} are taken", field="spec"
             )
 
 
-def _status_of(pool: Pool) -> PoolStatus:
-    spaces = tuple(
-        SpaceStatus(
-            space=space,
-            page_bytes=bytes_per_page(pool.manifest, space),
-            pages=allocator.capacity,
-            free=allocator.free_count,
-            busy=allocator.busy_count,
-        )
-        for space, allocator in pool.allocators.items()
-    )
-    return PoolStatus(
-        pool=pool.name,
-        tenant=pool.tenant,
-        layout_digest=pool.manifest.layout_digest,
-        region_bytes=pool.manifest.region_bytes,
-        page_bytes=spaces[0].page_bytes,
-        pages=spaces[0].pages,
-        free=spaces[0].free,
-        busy=spaces[0].busy,
-        spaces=spaces if len(spaces) > 1 else (),
-    )
+def _release(pool: Pool, session_id: int) -> None:
+    for allocator in pool.allocators.values():
+        allocator.release_owner(session_id)
 
 
-def _check_same(existing: Manifest, wanted: Manifest, name: str) -> None:
-    if (existing.layout_digest, spaces_of(existing)) != (wanted.layout_digest, spaces_of(wanted)):
-        raise PoolExistsError(
-            f"pool {name!r} exists with {_pages_text(existing)} pages of layout {existing.layout_digest}; "
-            f"asked for {_pages_text(wanted)} of {wanted.layout_digest}",
-            field="spec",
-        )
-
-
-def _pages_text(manifest: Manifest) -> str:
-    spaces = spaces_of(manifest)
-    return ", ".join(f"{pages} {space}" for space, pages in spaces.items()) if len(spaces) > 1 else f"{manifest.pages}"
+def _at_once(call: Call, point: EventPoint | None, handle: Handler) -> Answer | None:
+    del point
+    return handle(call)

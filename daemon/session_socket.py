@@ -1,7 +1,7 @@
 """The session socket: a Unix stream whose life is the session's life, and on which file descriptors travel.
 
-A session ends at its end-of-file or at the death of the process that opened it, whichever is seen first: a forked
-child keeps the socket open, but not the process. Whoever sends anything after the opening frame is no peer of ours.
+A session ends at its end-of-file or at the death of the process that opened it, whichever is seen first: a forked child
+keeps the socket open, but not the process. After the opening frame an engine may only send shares of what it lends.
 """
 
 from __future__ import annotations
@@ -20,18 +20,25 @@ import structlog
 from kvferry.daemon.access import SOCKET_MODE
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.sessions import Peer, Session, SessionRegistry
+from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     AccessDeniedError,
     KvferryError,
-    MalformedError,
     NoSessionError,
     OverloadedError,
     UnknownPoolError,
 )
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.session_messages import EventsFollow, RegionFollows, RegionRequest, SessionOpened, SessionRefused
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_open
+from kvferry.protocol.session_messages import (
+    RegionFollows,
+    RegionRequest,
+    SessionFrame,
+    SessionOpened,
+    SessionRefused,
+    ShareFollows,
+)
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_open, unpack_share
 from kvferry.protocol.versions import agree
 
 OPENING_TIMEOUT_S: Final = 5.0
@@ -41,6 +48,8 @@ ACCEPT_PAUSE_S: Final = 1.0
 _SO_PEERPIDFD: Final = 77
 _CREDENTIALS: Final = struct.Struct("3i")
 _RECEIVE_BYTES: Final = 4096
+MAX_MESSAGES_SHARED: Final = 16
+MAX_SHARES_SAID: Final = 16_384
 
 log = structlog.get_logger(__name__)
 
@@ -63,7 +72,7 @@ class SessionSocket:
         self.on_opened = on_opened
         self.on_lost = on_lost
         self.unopened = 0
-        self.region_of: Callable[[RegionRequest], HostRegion] = _no_region
+        self.region_of: Callable[[RegionRequest], Region] = _no_region
         self._connections: dict[int, _Connection] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -93,8 +102,8 @@ class SessionSocket:
         """Return whether the session's socket is open."""
         return session.session_id in self._connections
 
-    def pass_fds(self, session: Session, frame: RegionFollows | EventsFollow, fds: Sequence[int]) -> None:
-        """Hand descriptors to a session's engine, without waiting.
+    def pass_frame(self, session: Session, frame: SessionFrame, fds: Sequence[int]) -> None:
+        """Hand a frame and descriptors to a session's engine, without waiting.
 
         Raises:
             NoSessionError: the session has just ended.
@@ -103,7 +112,16 @@ class SessionSocket:
         connection = self._connections.get(session.session_id)
         if connection is None:
             raise NoSessionError("the session's socket is closed", field="secret")
-        connection.pass_fds(frame, fds)
+        connection.pass_frame(frame, fds)
+
+    def take_share(self, session: Session, message_id: int) -> ShareFollows:
+        """Return what an engine said for a message; it says it before the message, which comes by another socket.
+
+        An empty one where nothing came.
+        """
+        connection = self._connections.get(session.session_id)
+        found = connection.take_share(message_id) if connection is not None else None
+        return found or ShareFollows(message_id=message_id)
 
     def opened(self, connection: _Connection, session: Session) -> None:
         """Note which connection a session has."""
@@ -155,15 +173,21 @@ class _Connection:
         self._pidfd = -1
         self._closed = False
         self._served = False
+        self._shares: dict[int, ShareFollows] = {}
         owner.unopened += 1
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         loop.add_reader(channel, self._readable)
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
 
-    def pass_fds(self, frame: RegionFollows | EventsFollow, fds: Sequence[int]) -> None:
+    def take_share(self, message_id: int) -> ShareFollows | None:
+        while message_id not in self._shares and not self._closed and self._readable():
+            pass
+        return self._shares.pop(message_id, None)
+
+    def pass_frame(self, frame: SessionFrame, fds: Sequence[int]) -> None:
         data = pack(frame)
         try:
-            sent = socket.send_fds(self._channel, [data], fds)
+            sent = socket.send_fds(self._channel, [data], fds) if fds else self._channel.send(data)
         except BlockingIOError as cause:
             raise OverloadedError("the session's socket is full: read it") from cause
         except OSError as cause:
@@ -191,31 +215,40 @@ class _Connection:
             log.info("session ended", session=self._session.session_id, pid=self._session.peer.pid, cause=why)
             self._owner.closed(self._session)
 
-    def _readable(self) -> None:
+    def _readable(self) -> bool:
+        """Take what has arrived; return whether there was something to take."""
         try:
             data = self._channel.recv(_RECEIVE_BYTES)
         except BlockingIOError:
-            return
+            return False
         except OSError as cause:
             self.close(cause.strerror or "its socket failed")
-            return
+            return False
         if not data:
             self.close("its socket was closed")
-        elif self._session is not None:
-            self.close("bytes after the opening frame")
-        else:
-            self._opening(data)
-
-    def _opening(self, data: bytes) -> None:
+            return False
         try:
             for frame in self._frames.feed(data):
-                if self._session is not None:
-                    raise MalformedError("bytes after the opening frame")
-                self._open(frame)
+                if self._session is None:
+                    self._open(frame)
+                else:
+                    self._note_share(unpack_share(frame))
         except KvferryError as error:
             if self._session is None:
                 self._answer(pack(SessionRefused(error=error.info())))
             self.close(str(error))
+        return True
+
+    def _note_share(self, said: ShareFollows) -> None:
+        known = self._shares.get(said.message_id)
+        if known is not None:
+            both = (*known.shares, *said.shares)
+            said = ShareFollows(message_id=said.message_id, shares=both, events=said.events or known.events)
+        elif len(self._shares) >= MAX_MESSAGES_SHARED:
+            raise OverloadedError(f"shares for {MAX_MESSAGES_SHARED} messages that never came")
+        if len(said.shares) > MAX_SHARES_SAID:
+            raise OverloadedError(f"more than {MAX_SHARES_SAID} shares for one message")
+        self._shares[said.message_id] = said
 
     def _open(self, frame: bytes) -> None:
         opening = unpack_open(frame)
@@ -243,7 +276,14 @@ class _Connection:
         peer = _peer_of(self._channel)
         if peer.uid not in {0, os.getuid()}:
             raise AccessDeniedError(f"user {peer.uid} runs no daemon that may read pools here", field="pool")
-        fd = self._owner.region_of(asked).read_only_fd()
+        region = self._owner.region_of(asked)
+        if not isinstance(region, HostRegion):
+            raise AccessDeniedError(
+                f"pool {asked.pool!r} is on {region.device}, which daemons do not share: name its daemon by the tcp:// "
+                "address of its peers.listen, and configure landing",
+                field="source_daemons",
+            )
+        fd = region.read_only_fd()
         try:
             socket.send_fds(self._channel, [pack(RegionFollows(message_id=0, pool=asked.pool))], [fd])
         finally:
@@ -257,7 +297,7 @@ class _Connection:
             self._channel.send(data)
 
 
-def _no_region(asked: RegionRequest) -> HostRegion:
+def _no_region(asked: RegionRequest) -> Region:
     raise UnknownPoolError(f"no pool {asked.pool!r}", field="pool")
 
 

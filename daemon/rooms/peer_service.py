@@ -27,7 +27,7 @@ from kvferry.daemon.rooms.peer_forms import chunk_of, offer_of
 from kvferry.daemon.rooms.remote import Incarnation, Origin, RemotePool
 from kvferry.daemon.rooms.sides import Room
 from kvferry.daemon.transports.remote import RemoteTransports
-from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.base import Region
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
@@ -145,7 +145,7 @@ class PeerService:
             for address, state in self._links.status()
         )
 
-    def region_of(self, asked: RegionRequest) -> HostRegion:
+    def region_of(self, asked: RegionRequest) -> Region:
         """Return the memory that another daemon of this host asks for.
 
         Raises:

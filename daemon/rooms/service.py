@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 
 import structlog
 
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.event_rings import EventRings
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.rooms.book import RoomBook, Sender
@@ -20,7 +20,7 @@ from kvferry.daemon.rooms.sides import Chunk, Clocked, Room, SideKey, State
 from kvferry.daemon.sessions import Session, SessionRegistry
 from kvferry.daemon.transports.base import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
-from kvferry.protocol.errors import InternalError, KvferryError, OverloadedError, ShuttingDownError
+from kvferry.protocol.errors import InternalError, InvalidFieldError, KvferryError, OverloadedError, ShuttingDownError
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.room_messages import Cancel, Cancelled, Receive, Result, Send
@@ -52,7 +52,7 @@ class RoomService:
         self._transport: Transport | None = None
         self._remote: RemoteTransports | None = None
         self._peers: PeerService | None = None
-        self._event_values: Callable[[int], list[int]] = lambda _session_id: []
+        self._rings: EventRings | None = None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -76,10 +76,10 @@ class RoomService:
         transport: Transport,
         remote: RemoteTransports,
         peers: PeerService,
-        event_values: Callable[[int], list[int]],
+        rings: EventRings,
     ) -> None:
-        """Copy by these transports, speak to other daemons by ``peers``, and read a session's counters."""
-        self._event_values = event_values
+        """Copy by these transports, speak to other daemons by ``peers``, know by ``rings`` what engines have done."""
+        self._rings = rings
         self._transport = transport
         self._remote = remote
         self._peers = peers
@@ -151,14 +151,28 @@ class RoomService:
         manifest = sender.pool.manifest
         ranges = page_ranges(body.lists, call.ids, manifest, may_end_inside=body.last, may_lack=not body.last)
         chunk = Chunk(ranges, body.last, body.first_token, body.payload, body.steps)
-        reached = self._event_values(sender.session_id) if body.steps else []
+        reached = self._reached(sender.session_id, body)
         accepted = self._book.send(sender, chunk, body.destinations)
         if body.steps:
             self._book.events_reached(sender.session_id, reached, time.monotonic())
         self.carry_out()
         return Answer(accepted)
 
-    def _receive(self, call: Call) -> Answer:
+    def _reached(self, session_id: int, body: Send) -> list[int]:
+        """Return how far the session's events are; only where steps wait for them."""
+        if not body.steps or self._rings is None:
+            return []
+        reached = self._rings.values(session_id)
+        beyond = max(step.event for step in body.steps)
+        if beyond >= len(reached):
+            raise InvalidFieldError(f"event {beyond}; the session's ring has {len(reached)}", field="steps")
+        return reached
+
+    def _receive(self, call: Call) -> Answer | None:
+        after = expect(call, Receive).after
+        return self._make_room(call) if self._rings is None else self._rings.hold(call, after, self._make_room)
+
+    def _make_room(self, call: Call) -> Answer:
         body = expect(call, Receive)
         sender = self._sender(call, body)
         ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)

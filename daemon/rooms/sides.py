@@ -16,7 +16,7 @@ import numpy as np
 
 from kvferry.daemon.rooms.page_ranges import PageRange, entries_of
 from kvferry.pools.coverage import Cells, Coverage
-from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.base import Region
 from kvferry.pools.pairing import Pair
 from kvferry.pools.plan import Plan
 from kvferry.pools.pool import Pool
@@ -61,7 +61,7 @@ class SourcePool(Protocol):
     manifest: Manifest
 
     @property
-    def region(self) -> HostRegion:
+    def region(self) -> Region:
         """Return its memory, mapped at least for reading."""
 
 
@@ -219,7 +219,8 @@ class Offer(Side):
     @property
     def outlives_its_sender(self) -> bool:
         """Return whether the last SEND is accepted and all its bytes are there: from then on the sender may die."""
-        return self.complete and not any(self.waiting_steps)
+        lent = self.holder is not None and self.holder.lent_by is not None  # its memory goes with its engine
+        return self.complete and not lent and not any(self.waiting_steps)
 
     @property
     def waiting_steps(self) -> list[Sequence[LayerStep]]:

@@ -7,6 +7,7 @@ import numpy as np
 from kvferry.daemon.rooms.effects import StartPiece
 from kvferry.daemon.transports.base import OnPieceDone
 from kvferry.pools.copies import copy_one_by_one
+from kvferry.pools.gather import total_segments
 from kvferry.protocol.errors import KvferryError
 
 
@@ -46,10 +47,10 @@ class ScriptedTransport:
         """Move the piece's bytes, without a word: it stays under way."""
         piece = self.under_way[piece_id]
         for plan in piece.plans:
-            blocks = plan.blocks()
-            blocks[:, 0] += np.uint64(piece.source.region.address)
-            blocks[:, 1] += np.uint64(piece.destination.region.address)
-            copy_one_by_one(blocks)
+            staging = np.empty(plan.total_bytes, np.uint8)
+            stop, at = total_segments(plan.source), staging.ctypes.data
+            piece.source.region.gather(plan.source, 0, stop, at, copy_one_by_one)
+            piece.destination.region.scatter(plan.destination, 0, stop, at, copy_one_by_one)
 
     def end(self, piece_id: int, error: KvferryError | None = None) -> None:
         """Report the piece's end: no byte of it moves any more."""

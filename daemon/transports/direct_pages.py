@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
 
@@ -70,6 +71,7 @@ class DirectPages:
         """Return whether peers may be told to write the pool's pages; begin to register it if it is new."""
         one = self._pools.get(pool)
         if one is None:
+            assert isinstance(pool.region, HostRegion), pool
             one = self._pools[pool] = _Registered(pool.region.view())
             self._begin(one, self._register(pool, one))
         return one.state

@@ -29,7 +29,9 @@ from kvferry.daemon.rooms.sides import Piece
 from kvferry.daemon.transports.base import OnPieceDone
 from kvferry.daemon.transports.direct_pages import DirectPages
 from kvferry.daemon.transports.fence_watch import Fence, FenceWatch, State
-from kvferry.pools.gather import Parcel, cut_parcels, memory_runs, scatter
+from kvferry.pools.copies import copy_by_size
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.gather import Parcel, cut_parcels, memory_runs
 from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import MAX_RUNS, Grant, Landed, PeerBody, PieceOver
@@ -139,7 +141,8 @@ class LandingReceiver:
             for number, promise in enumerate(piece.promises):
                 cut = cut_parcels(promise.plan.source, self._slots.slot_bytes)
                 landing.parcels.extend((number, parcel) for parcel in cut)
-                if self._pages is not None and not promise.plan.destination.sliced.any():
+                in_pages = self._pages is not None and isinstance(piece.room.pool.region, HostRegion)
+                if in_pages and not promise.plan.destination.sliced.any():
                     landing.direct.add(number)
         except KvferryError as error:
             self._fail(landing, error)
@@ -296,6 +299,7 @@ class LandingReceiver:
         pool = landing.piece.room.pool
         if part in landing.direct and self._pages is not None and self._pages.state(pool) == "ready":
             side = landing.piece.promises[part].plan.destination
+            assert isinstance(pool.region, HostRegion), pool
             runs = memory_runs(side, pool.region.address, parcel.first, parcel.stop)
             if len(runs) <= MAX_RUNS:
                 taken = self._slots.take_pages(landing.boot_id, number, parcel.size_bytes)
@@ -314,8 +318,8 @@ class LandingReceiver:
         if grant.place.runs:
             return
         plan = grant.landing.piece.promises[grant.part].plan
-        pool = grant.landing.piece.room.pool
-        scatter(plan.destination, pool.region.address, grant.parcel.first, grant.parcel.stop, grant.place.address)
+        memory = grant.landing.piece.room.pool.region
+        memory.scatter(plan.destination, grant.parcel.first, grant.parcel.stop, grant.place.address, copy_by_size)
 
     def _taken(self, number: int, grant: _Grant, done: asyncio.Future[None]) -> None:
         landing = grant.landing

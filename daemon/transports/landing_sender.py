@@ -22,8 +22,10 @@ from kvferry.daemon.rooms.peer_book import PeerBook
 from kvferry.daemon.rooms.remote import Incarnation, Target
 from kvferry.daemon.transports.landing_receiver import Say
 from kvferry.daemon.transports.mooncake_writes import OnWriteDone, OnWriteLate, WriteFailedError
+from kvferry.pools.copies import copy_by_size
+from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.gather import gather, total_segments
+from kvferry.pools.gather import total_segments
 from kvferry.pools.heads import Heads
 from kvferry.pools.plan import PlanSide, make_side
 from kvferry.protocol.errors import (
@@ -68,10 +70,10 @@ class _Key(NamedTuple):
 class _Sending:
     """A piece that a home has asked for: where its bytes lie, and how many grants of it are under way."""
 
-    def __init__(self, target: Target, sides: list[PlanSide], address: int) -> None:
+    def __init__(self, target: Target, sides: list[PlanSide], memory: Region) -> None:
         self.target = target
         self.sides = sides
-        self.address = address
+        self.memory = memory
         self.waiting: deque[Grant] = deque()
         self.under_way = 0
         self.over = False
@@ -159,7 +161,7 @@ class LandingSender:
         pool = target.offer.holder
         assert pool is not None, target
         sides = [_side_of(part, target, message.chunk) for part in message.parts]
-        self._sendings[key] = _Sending(target, sides, pool.region.address)
+        self._sendings[key] = _Sending(target, sides, pool.region)
         self._book.begin_sending(target, message.piece, time.monotonic())
 
     def grant(self, peer: Incarnation, message: Grant) -> None:
@@ -279,7 +281,7 @@ def _may_still_land(error: KvferryError | None) -> bool:
 
 def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
     """On a thread: collect the granted segments; return their checksum."""
-    gather(sending.sides[grant.part], sending.address, grant.first, grant.stop, buffer)
+    sending.memory.gather(sending.sides[grant.part], grant.first, grant.stop, buffer, copy_by_size)
     return xxhash.xxh3_64_intdigest((ctypes.c_char * grant.size_bytes).from_address(buffer))
 
 

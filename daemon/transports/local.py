@@ -2,7 +2,8 @@
 
 Pieces take turns: a thread copies one chunk of the piece at the head of the queue and puts it back at the tail, so a
 large hand-off does not hold up a small one. Expanding a plan into blocks happens on the threads as well. Slices of
-pages, which unequal tensor parallelism exchanges, go through a staging buffer small enough to stay in a cache.
+pages, which unequal tensor parallelism exchanges, go through a staging buffer small enough to stay in a cache. So does
+what goes between a card and the host; within one card nothing leaves it. Where a card works, a thread here waits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from kvferry.pools.copies import (
     split_blocks,
     vectored_copy_works,
 )
-from kvferry.pools.gather import cut_parcels, gather, scatter
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion
+from kvferry.pools.devices.base import Region
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.gather import cut_parcels
 from kvferry.pools.plan import Blocks, Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError
@@ -60,8 +64,8 @@ class _WholePages(NamedTuple):
     blocks: Blocks
 
 
-class _Slices(NamedTuple):
-    """A chunk of slices: segments of a plan."""
+class _Staged(NamedTuple):
+    """A chunk that goes through staging, as slices do, and all that is on a card: segments of a plan."""
 
     plan: Plan
     first: int
@@ -69,7 +73,7 @@ class _Slices(NamedTuple):
     size_bytes: int
 
 
-_Chunk = _WholePages | _Slices
+_Chunk = _WholePages | _Staged
 
 
 class _Job:
@@ -176,7 +180,7 @@ class LocalTransport:
             if isinstance(chunk, _WholePages):
                 self._copy(chunk.blocks)
             elif chunk is not None:
-                self._copy_slices(job.piece, chunk)
+                self._copy_staged(job.piece, chunk)
         except KvferryError as error:
             return error
         except Exception as error:  # a thread that dies would leave its piece unsettled for ever
@@ -184,13 +188,22 @@ class LocalTransport:
             return InternalError(f"the copy failed: {type(error).__name__}: {error}")
         return None
 
-    def _copy_slices(self, piece: StartPiece, chunk: _Slices) -> None:
+    def _copy_staged(self, piece: StartPiece, chunk: _Staged) -> None:
+        source, destination = _region(piece.source), _region(piece.destination)
+        plan, first, stop, _ = chunk
+        if (
+            isinstance(source, AcceleratorRegion)
+            and isinstance(destination, AcceleratorRegion)
+            and source.accelerator is destination.accelerator
+        ):
+            destination.copy_from(source, plan, first, stop)
+            return
         staging: npt.NDArray[np.uint8] | None = getattr(self._staging, "buffer", None)
         if staging is None or len(staging) < chunk.size_bytes:
             staging = self._staging.buffer = np.empty(max(chunk.size_bytes, STAGING_BYTES), np.uint8)
         at = staging.ctypes.data
-        gather(chunk.plan.source, _address(piece.source), chunk.first, chunk.stop, at, self._copy)
-        scatter(chunk.plan.destination, _address(piece.destination), chunk.first, chunk.stop, at, self._copy)
+        source.gather(plan.source, first, stop, at, self._copy)
+        destination.scatter(plan.destination, first, stop, at, self._copy)
 
     def _finish_if_idle(self, job: _Job) -> None:
         """Report the piece once nothing of it is under way and nothing is left to do. Needs the lock."""
@@ -205,34 +218,41 @@ class LocalTransport:
 
 
 def _chunks_of(piece: StartPiece, chunk_bytes: int) -> list[_Chunk]:
-    """Return the piece's copies: whole pages as absolute addresses, no block above MAX_BLOCK_BYTES, then slices."""
+    """Return the piece's copies: whole pages as absolute addresses, no block above MAX_BLOCK_BYTES, then the rest."""
+    source, destination = _region(piece.source), _region(piece.destination)
     whole: list[Blocks] = []
-    slices: list[_Chunk] = []
+    staged: list[_Chunk] = []
     for plan in piece.plans:
-        sliced = plan.sliced
-        if not sliced.any():
+        through_staging = plan.sliced
+        if not (isinstance(source, HostRegion) and isinstance(destination, HostRegion)):
+            through_staging = np.ones_like(plan.sliced)
+        if not through_staging.any():
             whole.append(plan.blocks())
             continue
-        if not sliced.all():
-            whole.append(plan.of(~sliced).blocks())
-            plan = plan.of(sliced)  # noqa: PLW2901  the rest of it
+        if not through_staging.all():
+            whole.append(plan.of(~through_staging).blocks())
+            plan = plan.of(through_staging)  # noqa: PLW2901  the rest of it
         max_bytes = max(min(chunk_bytes, STAGING_BYTES), int(plan.source.segment_bytes.max()))
-        slices += [_Slices(plan, *parcel) for parcel in cut_parcels(plan.source, max_bytes)]
-    return [*_whole_chunks(piece, whole, chunk_bytes), *slices]
+        staged += [_Staged(plan, *parcel) for parcel in cut_parcels(plan.source, max_bytes)]
+    if not whole:
+        return staged
+    assert isinstance(source, HostRegion)
+    assert isinstance(destination, HostRegion)
+    return [*_whole_chunks(whole, source.address, destination.address, chunk_bytes), *staged]
 
 
-def _whole_chunks(piece: StartPiece, parts: Sequence[Blocks], chunk_bytes: int) -> list[_Chunk]:
-    if not parts:
-        return []
+def _whole_chunks(
+    parts: Sequence[Blocks], source_address: int, destination_address: int, chunk_bytes: int
+) -> list[_Chunk]:
     blocks = np.concatenate(parts)
-    blocks[:, 0] += np.uint64(_address(piece.source))
-    blocks[:, 1] += np.uint64(_address(piece.destination))
+    blocks[:, 0] += np.uint64(source_address)
+    blocks[:, 1] += np.uint64(destination_address)
     blocks = split_blocks(blocks, MAX_BLOCK_BYTES)
     return [_WholePages(blocks[first:stop]) for first, stop in pairwise(chunk_bounds(blocks, chunk_bytes).tolist())]
 
 
-def _address(pool: SourcePool) -> int:
-    """Return where a pool's region is mapped here.
+def _region(pool: SourcePool) -> Region:
+    """Return a pool's memory, mapped here.
 
     Raises:
         InternalError: it is not.
@@ -240,4 +260,4 @@ def _address(pool: SourcePool) -> int:
     region = pool.region if isinstance(pool, Pool) else pool.mapping if isinstance(pool, RemotePool) else None
     if region is None:
         raise InternalError(f"the memory of pool {pool.name!r} is not mapped here")
-    return region.address
+    return region

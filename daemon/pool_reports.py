@@ -1,0 +1,57 @@
+"""What is said of a pool: in STATUS, and where one is asked for as it is not."""
+
+from __future__ import annotations
+
+from kvferry.pools.manifest import bytes_per_page, spaces_of
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import PoolExistsError
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
+
+
+def status_of(pool: Pool) -> PoolStatus:
+    """Return a pool as STATUS shows it."""
+    spaces = tuple(
+        SpaceStatus(
+            space=space,
+            page_bytes=bytes_per_page(pool.manifest, space),
+            pages=allocator.capacity,
+            free=allocator.free_count,
+            busy=allocator.busy_count,
+        )
+        for space, allocator in pool.allocators.items()
+    )
+    return PoolStatus(
+        pool=pool.name,
+        tenant=pool.tenant,
+        layout_digest=pool.manifest.layout_digest,
+        region_bytes=pool.manifest.region_bytes,
+        page_bytes=spaces[0].page_bytes,
+        pages=spaces[0].pages,
+        free=spaces[0].free,
+        busy=spaces[0].busy,
+        spaces=spaces if len(spaces) > 1 else (),
+        device=pool.region.device,
+        lent_by=pool.lent_by,
+    )
+
+
+def check_same(existing: Manifest, wanted: Manifest, name: str, device: str, wanted_device: str) -> None:
+    """Check that a pool is the one that is asked for.
+
+    Raises:
+        PoolExistsError: it has another layout or size, or is on another device.
+    """
+    if device != wanted_device:
+        raise PoolExistsError(f"pool {name!r} exists on {device}, asked for on {wanted_device}", field="device")
+    if (existing.layout_digest, spaces_of(existing)) != (wanted.layout_digest, spaces_of(wanted)):
+        raise PoolExistsError(
+            f"pool {name!r} exists with {_pages_text(existing)} pages of layout {existing.layout_digest}; "
+            f"asked for {_pages_text(wanted)} of {wanted.layout_digest}",
+            field="spec",
+        )
+
+
+def _pages_text(manifest: Manifest) -> str:
+    spaces = spaces_of(manifest)
+    return ", ".join(f"{pages} {space}" for space, pages in spaces.items()) if len(spaces) > 1 else f"{manifest.pages}"
