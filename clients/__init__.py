@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from kvferry.clients.async_client import AsyncClient
 from kvferry.clients.events import EventRing
-from kvferry.clients.operations import Pages, no_pages, pages
+from kvferry.clients.operations import Cells, Pages, no_pages, pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.sync_client import Client
+from kvferry.clients.tables import Tables
 from kvferry.protocol.client_core import HandOff
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import new_request_id
@@ -28,6 +29,7 @@ from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaS
 __all__ = [
     "AsyncClient",
     "AttachedPool",
+    "Cells",
     "Client",
     "DraftSpec",
     "EventRing",
@@ -38,6 +40,7 @@ __all__ = [
     "MhaSpec",
     "MlaSpec",
     "Pages",
+    "Tables",
     "new_request_id",
     "no_pages",
     "pages",

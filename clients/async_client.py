@@ -4,63 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
-import zmq
 
 from kvferry.clients import operations
+from kvferry.clients.async_tables import AsyncTables
 from kvferry.clients.connection import (
-    LAST_WORDS_MS,
-    REPLY_MARGIN_S,
     find_runtime_dir,
     milliseconds,
-    open_control_socket,
 )
+from kvferry.clients.devices import RING_EVENTS, attached_pool, lent_arrays
 from kvferry.clients.events import COUNTER_BYTES, EventRing
-from kvferry.clients.operations import Operation, Pages
+from kvferry.clients.operations import Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.clients.sync_client import DEFAULT_DEADLINE_S
+from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, ReplyArrived
+from kvferry.protocol.client_core import HandOff
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import DaemonLostError, DeadlineError, KvferryError
+from kvferry.protocol.errors import DaemonLostError, DeadlineError
+from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.events import Finished
-from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
-from kvferry.protocol.manifests import PoolSpec
+from kvferry.protocol.ids import HOST, MAIN
+from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.room_messages import Cancelled, LayerStep, RoomResult, Side
-from kvferry.protocol.session_messages import StatusReport, Welcome
+from kvferry.protocol.session_messages import ShareFollows, StatusReport, Welcome
 
-DRAIN_BOUND = 64
-NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums are slow
-T = TypeVar("T")
+if TYPE_CHECKING:
+    import torch
 
 
-class AsyncClient:
+class AsyncClient(AsyncTables):
     """One session with the daemon of this node; see ``Client`` for what each call means and raises."""
 
-    def __init__(self, runtime_dir: Path, channel: SessionChannel | None) -> None:
-        """Use ``connect``."""
-        self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_control_socket(self._context, runtime_dir)
-        self._channel = channel
-        self._core = (
-            ClientCore(BootId(channel.opened.boot_id), channel.opened.secret) if channel else ClientCore(NO_BOOT)
-        )
-        self._replies: dict[int, asyncio.Future[ReplyArrived]] = {}
-        self._changed = asyncio.Event()
-        self._drain_scheduled = False
-        self._lost: DaemonLostError | None = None
-        self.welcome: Welcome | None = None
-        self._loop.add_reader(self._socket.FD, self._drain)
-        if channel is not None:
-            self._loop.add_reader(channel.socket, self._session_readable)
+    welcome: Welcome | None = None
 
     @classmethod
     async def connect(
@@ -85,33 +66,6 @@ class AsyncClient:
             raise
         return client
 
-    async def __aenter__(self) -> Self:
-        """Return self."""
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the client."""
-        self.close()
-
-    def __repr__(self) -> str:
-        """Show the session and what is pending."""
-        session = self._channel.opened.session if self._channel else None
-        return f"<AsyncClient session={session} {self._core!r}>"
-
-    def close(self) -> None:
-        """End the session. Closing twice does nothing."""
-        if self._socket.closed:
-            return
-        self._loop.remove_reader(self._socket.FD)
-        if self._channel is not None:
-            self._loop.remove_reader(self._channel.socket)
-            self._channel.close()
-        self._fail_all(DaemonLostError("the client was closed"))
-        self._socket.close()
-        self._context.term()
-
     async def ping(self) -> float:
         """Return the seconds of one round trip."""
         started = time.perf_counter()
@@ -122,28 +76,58 @@ class AsyncClient:
         """Return what the daemon holds and does."""
         return await self.call(operations.status())
 
-    async def create_pool(self, name: str, spec: PoolSpec, *, deadline_s: float = DEFAULT_DEADLINE_S) -> AttachedPool:
+    async def create_pool(
+        self, name: str, spec: PoolSpec, *, device: str = HOST, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> AttachedPool:
         """See ``Client.create_pool``."""
-        created = await self.call(operations.create_pool(name, spec), deadline_s=deadline_s)
+        created = await self.call(operations.create_pool(name, spec, device), deadline_s=deadline_s)
         return await self.attach_pool(name, created.manifest.layout_digest)
 
     async def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
         """See ``Client.attach_pool``."""
-        outgoing, attached = await self._round_trip(operations.attach_pool(name, layout_digest))
+        operation = operations.attach_pool(name, layout_digest, self._devices.process_id())
+        outgoing, attached = await self._round_trip(operation)
         if self._channel is None:
             raise ValueError("attaching a pool needs a session")
-        self._channel.receive()
-        [fd] = self._channel.take_fds(outgoing.message_id)
-        return AttachedPool(name, attached.manifest, HostRegion(fd, attached.manifest.region_bytes))
+        if attached.device == HOST:
+            return attached_pool(name, attached, outgoing.message_id, self._channel, self._devices)
+        return await asyncio.to_thread(attached_pool, name, attached, outgoing.message_id, self._channel, self._devices)
 
-    async def open_events(self) -> EventRing:
-        """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready."""
-        outgoing, opened = await self._round_trip(operations.open_events())
+    async def lend_pool(
+        self,
+        name: str,
+        spec: PoolSpec,
+        tensors: Mapping[tuple[Any, ...], torch.Tensor],
+        *,
+        device: str,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> Manifest:
+        """See ``Client.lend_pool``."""
+
+        def said(message_id: int) -> Sequence[ShareFollows]:
+            return self._devices.lend(device, list(tensors.values()), message_id)
+
+        operation = operations.lend_pool(name, spec, device, lent_arrays(tensors))
+        _, lent = await self._round_trip(operation, deadline_s=deadline_s, said=said)
+        return lent.manifest
+
+    async def open_events(self, device: str = HOST, *, events: int = RING_EVENTS) -> EventRing:
+        """See ``Client.open_events``."""
+        made: list[torch.Event] = []
+
+        def said(message_id: int) -> Sequence[ShareFollows]:
+            if device == HOST:
+                return ()
+            found, frame = self._devices.events(device, events, message_id)
+            made.extend(found)
+            return (frame,)
+
+        outgoing, opened = await self._round_trip(operations.open_events(device), said=said)
         if self._channel is None:
             raise ValueError("an event ring needs a session")
         self._channel.receive()
         counters, eventfd = self._channel.take_fds(outgoing.message_id)
-        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd)
+        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
 
     async def delete_pool(self, name: str) -> None:
         """See ``Client.delete_pool``."""
@@ -153,9 +137,9 @@ class AsyncClient:
         """See ``Client.allocate``."""
         return await self.call(operations.allocate(pool, count, space))
 
-    async def free(self, pool: str, ids: npt.ArrayLike, space: str = MAIN) -> Freed:
+    async def free(self, pool: str, ids: npt.ArrayLike, space: str = MAIN, *, after: EventPoint | None = None) -> Freed:
         """See ``Client.free``."""
-        return await self.call(operations.free(pool, ids, space))
+        return await self.call(operations.free(pool, ids, space, after))
 
     def send(
         self,
@@ -193,10 +177,11 @@ class AsyncClient:
         *,
         sources: int = 1,
         source_daemons: Sequence[str] = (),
+        after: EventPoint | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """See ``Client.receive``; await ``finished`` or ``settled``."""
-        body = operations.receive_body(pool, request_id, lists, sources, source_daemons)
+        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after)
         hand_off, outgoing = self._core.hand_off(body, [one.ids for one in lists], deadline_ms=milliseconds(deadline_s))
         self._put(outgoing)
         return hand_off
@@ -218,102 +203,3 @@ class AsyncClient:
     async def settled(self, hand_off: HandOff, timeout_s: float = DEFAULT_DEADLINE_S) -> None:
         """See ``Client.wait_settled``."""
         await self._wait_until(lambda: hand_off.is_settled, timeout_s, "the end of the hand-off")
-
-    async def call(
-        self,
-        operation: Operation[T],
-        *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-        margin_s: float = REPLY_MARGIN_S,
-    ) -> T:
-        """See ``Client.call``."""
-        return (await self._round_trip(operation, deadline_s=deadline_s, margin_s=margin_s))[1]
-
-    async def _round_trip(
-        self,
-        operation: Operation[T],
-        *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-        margin_s: float = REPLY_MARGIN_S,
-    ) -> tuple[Outgoing, T]:
-        outgoing = self._core.request(operation.body, operation.ids, deadline_ms=milliseconds(deadline_s))
-        future: asyncio.Future[ReplyArrived] = self._loop.create_future()
-        self._replies[outgoing.message_id] = future
-        try:
-            self._put(outgoing)
-            async with asyncio.timeout(deadline_s + margin_s):
-                reply = await future
-        except TimeoutError as cause:
-            raise DeadlineError(f"the daemon's reply did not come within {deadline_s + margin_s:g} s") from cause
-        finally:
-            self._replies.pop(outgoing.message_id, None)
-            self._core.forget(outgoing.message_id)
-        if reply.error is not None:
-            raise reply.error
-        return outgoing, operation.read(reply)
-
-    async def _wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not condition():
-                    if self._lost is not None:
-                        raise self._lost
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError as cause:
-            raise DeadlineError(f"{what} did not come within {timeout_s:g} s") from cause
-
-    def _put(self, outgoing: Outgoing) -> None:
-        if self._lost is not None:
-            raise self._lost
-        self._socket.send_multipart(outgoing.frames, NOBLOCK)
-        self._schedule_drain()
-
-    def _schedule_drain(self) -> None:
-        """Make sure that a message which arrived unsignalled is seen: the descriptor signals changes only."""
-        if not self._drain_scheduled and not self._socket.closed and self._readable():
-            self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
-
-    def _readable(self) -> bool:
-        return bool(cast("int", self._socket.getsockopt(EVENTS)) & POLLIN)
-
-    def _drain(self) -> None:
-        self._drain_scheduled = False
-        if self._socket.closed:
-            return
-        for _ in range(DRAIN_BOUND):
-            if not self._readable():
-                return
-            self._feed(self._socket.recv_multipart(NOBLOCK))
-        self._schedule_drain()
-
-    def _feed(self, frames: list[bytes]) -> None:
-        try:
-            news = self._core.feed(frames)
-        except KvferryError as error:
-            self._fail_all(DaemonLostError(f"what answers is no daemon of ours: {error.detail}"))
-            return
-        if isinstance(news, ReplyArrived):
-            future = self._replies.get(news.message_id)
-            if future is not None and not future.done():
-                future.set_result(news)
-        elif isinstance(news, HandOffChanged):
-            self._changed.set()
-
-    def _session_readable(self) -> None:
-        if self._channel is None:
-            return
-        try:
-            self._channel.receive()
-        except KvferryError as error:
-            self._loop.remove_reader(self._channel.socket)
-            lost = error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail)
-            self._loop.call_later(LAST_WORDS_MS / 1000, self._fail_all, lost)
-
-    def _fail_all(self, error: DaemonLostError) -> None:
-        self._lost = error
-        self._changed.set()
-        for future in self._replies.values():
-            if not future.done():
-                future.set_exception(error)

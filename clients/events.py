@@ -1,20 +1,27 @@
 """An engine's end of its event ring: which layers of a SEND are ready is said by writing memory, not by a message.
 
 ``ring.step(first_layer, layers)`` makes a step for ``send(steps=…)``; ``ring.record(step)`` says that its bytes are in
-the pages. Steps become ready in the order in which the SEND names them.
+the pages. Steps become ready in the order in which the SEND names them. ``ring.mark()`` makes a point that RECEIVE and
+FREE wait for: what was given to the stream before still uses the pages.
+
+On a device an event is an interprocess event that is recorded on the stream which computes: nobody waits on the host.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.limits import EVENT_RING_SLOTS
+from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.room_messages import LayerStep
+
+if TYPE_CHECKING:
+    import torch
 
 COUNTER_BYTES = 8
 
@@ -22,9 +29,10 @@ COUNTER_BYTES = 8
 class EventRing:
     """One session's ring; made by ``open_events``. Not for several threads at once."""
 
-    def __init__(self, region: HostRegion, eventfd: int) -> None:
-        """Own the mapped counters and the descriptor from now on."""
+    def __init__(self, region: HostRegion, eventfd: int, events: Sequence[torch.Event] = ()) -> None:
+        """Own the mapped counters and the descriptor from now on; ``events``, a slot each, where it is on a device."""
         self._region = region
+        self._events = events
         self._eventfd = eventfd
         self._counters = region.view().view(np.int64)
         self._promised: list[int] = self._counters.tolist()  # not 0 where the session opened its ring before
@@ -46,13 +54,26 @@ class EventRing:
 
     def step(self, first_layer: int, layers: int) -> LayerStep:
         """Return a step for these layers, by the model's own numbers, with an event that was not used before."""
-        slot = self._next
-        self._next = (slot + 1) % EVENT_RING_SLOTS
-        self._promised[slot] += 1
-        return LayerStep(first_layer=first_layer, layers=layers, event=slot, value=self._promised[slot])
+        point = self.point()
+        return LayerStep(first_layer=first_layer, layers=layers, event=point.event, value=point.value)
 
-    def record(self, step: LayerStep) -> None:
+    def point(self) -> EventPoint:
+        """Return a point with an event that was not used before, to be recorded later."""
+        slot = self._next
+        self._next = (slot + 1) % len(self._promised)
+        self._promised[slot] += 1
+        return EventPoint(event=slot, value=self._promised[slot])
+
+    def mark(self, stream: torch.Stream | None = None) -> EventPoint:
+        """Return a point that is recorded now, for ``receive(after=…)`` and ``free(after=…)``; see ``record``."""
+        point = self.point()
+        self.record(point, stream)
+        return point
+
+    def record(self, step: LayerStep | EventPoint, stream: torch.Stream | None = None) -> None:
         """Say that the step's layers are in the pages. Cheap: one store and one system call.
+
+        On a device it says so of what was given to the stream until now, by default to the current one.
 
         Raises:
             ValueError: it was recorded before, or one that had the same slot before it was not; or the ring is closed.
@@ -61,6 +82,8 @@ class EventRing:
             raise ValueError("the ring is closed")
         if int(self._counters[step.event]) != step.value - 1:
             raise ValueError(f"event {step.event} stands at {self._counters[step.event]}, the step's is {step.value}")
+        if self._events:
+            self._events[step.event].record(stream)
         self._counters[step.event] = step.value
         os.eventfd_write(self._eventfd, 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -12,6 +12,7 @@ from kvferry.protocol.base import Body, PageList
 from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import (
@@ -22,13 +23,24 @@ from kvferry.protocol.pool_messages import (
     DeletePool,
     Free,
     Freed,
+    LendPool,
+    LentArrays,
     PoolAttached,
     PoolCreated,
     PoolDeleted,
+    PoolLent,
 )
 from kvferry.protocol.requests import RequestBody
 from kvferry.protocol.room_messages import Cancel, Cancelled, LayerStep, Receive, Result, RoomResult, Send, Side
 from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
+from kvferry.protocol.table_messages import (
+    CreateTables,
+    DeleteTables,
+    TablesCreated,
+    TablesDeleted,
+    TablesUpdated,
+    UpdateTables,
+)
 from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
 T_co = TypeVar("T_co", covariant=True)
@@ -50,6 +62,14 @@ class Pages(NamedTuple):
     ids: PageIds
 
 
+class Cells(NamedTuple):
+    """Cells of graph tables that get a page: their rows, columns and pages, three lists of one length."""
+
+    rows: npt.ArrayLike
+    columns: npt.ArrayLike
+    pages: npt.ArrayLike
+
+
 def pages(
     ids: npt.ArrayLike, *, first_page: int | None = None, tokens: int | None = None, component: str = MAIN
 ) -> Pages:
@@ -65,10 +85,7 @@ def pages(
     Raises:
         ValueError: the ids are not a list of integers.
     """
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise ValueError(f"page ids are a list of integers, not {array.dtype} of shape {array.shape}")
-    array = array.astype(np.int64, copy=False)
+    array = _int64(ids)
     return Pages(PageList(component=component, first_page=first_page, pages=len(array), tokens=tokens), array)
 
 
@@ -92,19 +109,25 @@ def status() -> Operation[StatusReport]:
     return Operation(Status(), (), _body(StatusReport))
 
 
-def open_events() -> Operation[EventsOpened]:
+def open_events(device: str) -> Operation[EventsOpened]:
     """Ask for the session's event ring."""
-    return Operation(OpenEvents(), (), _body(EventsOpened))
+    return Operation(OpenEvents(device=device), (), _body(EventsOpened))
 
 
-def create_pool(pool: str, spec: PoolSpec) -> Operation[PoolCreated]:
+def create_pool(pool: str, spec: PoolSpec, device: str) -> Operation[PoolCreated]:
     """Create a pool, or find it as it was created before."""
-    return Operation(CreatePool(pool=pool, spec=spec), (), _body(PoolCreated))
+    return Operation(CreatePool(pool=pool, spec=spec, device=device), (), _body(PoolCreated))
 
 
-def attach_pool(pool: str, layout_digest: str) -> Operation[PoolAttached]:
+def attach_pool(pool: str, layout_digest: str, device_pid: int | None) -> Operation[PoolAttached]:
     """Ask for a pool's region."""
-    return Operation(AttachPool(pool=pool, layout_digest=layout_digest), (), _body(PoolAttached))
+    body = AttachPool(pool=pool, layout_digest=layout_digest, device_pid=device_pid)
+    return Operation(body, (), _body(PoolAttached))
+
+
+def lend_pool(pool: str, spec: PoolSpec, device: str, arrays: tuple[LentArrays, ...]) -> Operation[PoolLent]:
+    """Lend a pool that this process owns."""
+    return Operation(LendPool(pool=pool, spec=spec, device=device, arrays=arrays), (), _body(PoolLent))
 
 
 def delete_pool(pool: str) -> Operation[PoolDeleted]:
@@ -117,10 +140,54 @@ def allocate(pool: str, count: int, space: str) -> Operation[PageIds]:
     return Operation(Allocate(pool=pool, count=count, space=space), (), _ids_of_allocated)
 
 
-def free(pool: str, ids: npt.ArrayLike, space: str) -> Operation[Freed]:
+def free(pool: str, ids: npt.ArrayLike, space: str, after: EventPoint | None) -> Operation[Freed]:
     """Give pages back."""
     array = pages(ids).ids
-    return Operation(Free(pool=pool, pages=len(array), space=space), (array,), _body(Freed))
+    return Operation(Free(pool=pool, pages=len(array), space=space, after=after), (array,), _body(Freed))
+
+
+def create_tables(body: CreateTables) -> Operation[TablesCreated]:
+    """Ask for graph tables."""
+    return Operation(body, (), _body(TablesCreated))
+
+
+def update_tables(
+    tables: str,
+    lengths: npt.ArrayLike,
+    *,
+    extra_tokens: int = 0,
+    cells: Cells | None = None,
+    rows: Mapping[int, npt.ArrayLike] | None = None,
+    released: npt.ArrayLike = (),
+    bound: tuple[npt.ArrayLike, npt.ArrayLike] = ((), ()),
+    after: EventPoint | None = None,
+) -> Operation[TablesUpdated]:
+    """Change graph tables; see ``Client.update_tables``."""
+    at = cells or Cells((), (), ())
+    whole = {row: _int64(ids) for row, ids in (rows or {}).items()}
+    given = [_int64(one) for one in (lengths, *at, list(whole), [len(ids) for ids in whole.values()])]
+    given += [*whole.values(), *(_int64(one) for one in (released, *bound))]
+    body = UpdateTables(
+        tables=tables,
+        batch=len(given[0]),
+        extra_tokens=extra_tokens,
+        cells=len(given[1]),
+        rows=len(whole),
+        pages=sum(len(ids) for ids in whole.values()),
+        released=len(given[-3]),
+        bound=len(given[-2]),
+        after=after,
+    )
+    if not len(given[1]) == len(given[2]) == len(given[3]):
+        raise ValueError(f"{len(given[1])} rows, {len(given[2])} columns, {len(given[3])} pages of cells")
+    if len(given[-2]) != len(given[-1]):
+        raise ValueError(f"{len(given[-2])} full pages are bound to {len(given[-1])} window pages")
+    return Operation(body, (np.concatenate(given),), _body(TablesUpdated))
+
+
+def delete_tables(tables: str) -> Operation[TablesDeleted]:
+    """Give graph tables up."""
+    return Operation(DeleteTables(tables=tables), (), _body(TablesDeleted))
 
 
 def cancel(pool: str, request_id: str, side: Side) -> Operation[Cancelled]:
@@ -158,7 +225,12 @@ def send_body(
 
 
 def receive_body(
-    pool: str, request_id: str, lists: Sequence[Pages], sources: int, source_daemons: Sequence[str]
+    pool: str,
+    request_id: str,
+    lists: Sequence[Pages],
+    sources: int,
+    source_daemons: Sequence[str],
+    after: EventPoint | None,
 ) -> Receive:
     """Return a RECEIVE's body."""
     return Receive(
@@ -167,7 +239,15 @@ def receive_body(
         lists=tuple(one.head for one in lists),
         sources=sources,
         source_daemons=tuple(source_daemons),
+        after=after,
     )
+
+
+def _int64(numbers: npt.ArrayLike) -> PageIds:
+    array = np.asarray(numbers)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"page ids are a list of integers, not {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64, copy=False)
 
 
 def _body(kind: type[BodyT]) -> Callable[[ReplyArrived], BodyT]:

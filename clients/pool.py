@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion
+from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.engine_lists import EngineLists, engine_lists
 from kvferry.protocol.errors import InvalidFieldError
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class AttachedPool:
-    """A mapped pool. Tensors stay valid as long as they are referenced, also after the pool is deleted.
+    """A mapped pool. On the host, tensors stay valid as long as they are referenced, also after the pool is deleted.
+
+    On a card they are valid until ``close``: graphs that were captured over them need it mapped as long as they live.
 
     Attributes:
         name: the pool's name.
@@ -22,7 +26,7 @@ class AttachedPool:
         region: the mapped memory.
     """
 
-    def __init__(self, name: str, manifest: Manifest, region: HostRegion) -> None:
+    def __init__(self, name: str, manifest: Manifest, region: Region) -> None:
         self.name = name
         self.manifest = manifest
         self.region = region
@@ -62,12 +66,19 @@ class AttachedPool:
         """Return the model's numbers of the layers that ``tensor`` has for a role, in its order; () without any."""
         return tuple(e.layer for e in self.manifest.entries if (e.component, e.role) == (component, role))
 
+    @property
+    def device(self) -> str:
+        """Return where its memory is: ``host``, ``npu:0`` and the like."""
+        return self.region.device
+
     def engine_lists(self) -> EngineLists:
         """Return the pointer lists that an engine registers, with addresses of this process's mapping."""
-        return engine_lists(self.manifest, int(self.region.view().ctypes.data))
+        region = self.region
+        address = region.address if isinstance(region, HostRegion) else int(_on_card(region).tensor.data_ptr())
+        return engine_lists(self.manifest, address)
 
     def entry_tensor(self, entry: Entry) -> torch.Tensor:
-        """Return one entry as a tensor of ``entry.shape`` and ``entry.dtype`` on the host, sharing its memory."""
+        """Return one entry as a tensor of ``entry.shape`` and ``entry.dtype``, sharing the pool's memory."""
         if entry.dtype is None or entry.shape is None:
             raise InvalidFieldError(f"{entry.name} has no dtype or shape", field="entry")
         return self._elements(entry, 1).view(entry.shape)
@@ -93,7 +104,7 @@ class AttachedPool:
         return self._elements(entries[0], len(entries)).view(len(entries), *first.shape)
 
     def close(self) -> None:
-        """Give the descriptor back; the memory stays mapped while tensors use it."""
+        """Give the descriptor back; host memory stays mapped while tensors use it, a card's is unmapped at once."""
         self.region.close()
 
     def _elements(self, entry: Entry, count: int) -> torch.Tensor:
@@ -101,7 +112,15 @@ class AttachedPool:
         import torch  # noqa: PLC0415  an engine chooses its backend before torch is first imported
 
         size = entry.pages * entry.page_bytes * count
+        if not isinstance(self.region, HostRegion):
+            on_card = _on_card(self.region).tensor[entry.base : entry.base + size]
+            return on_card.view(getattr(torch, entry.dtype or ""))
         # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
         raw = torch.from_numpy(self.region.view()[entry.base : entry.base + size])
         elements: torch.Tensor = raw.view(getattr(torch, entry.dtype or ""))
         return elements
+
+
+def _on_card(region: Region) -> AcceleratorRegion:
+    assert isinstance(region, AcceleratorRegion), region
+    return region

@@ -5,18 +5,27 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError, OverloadedError, raised
 from kvferry.protocol.paths import SESSION_SOCKET
-from kvferry.protocol.session_messages import EventsFollow, RegionFollows, SessionOpen, SessionOpened, SessionRefused
+from kvferry.protocol.session_messages import (
+    EventsFollow,
+    RegionFollows,
+    SessionOpen,
+    SessionOpened,
+    SessionRefused,
+    ShareFollows,
+)
 from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
+from kvferry.protocol.table_messages import TablesFollow
 from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
 OPENING_TIMEOUT_S = 10.0
 _RECEIVE_BYTES = 4096
 _MAX_FDS = 8
-FDS_OF_FRAME = {RegionFollows: 1, EventsFollow: 2}
+FDS_OF_FRAME = {RegionFollows: 1, EventsFollow: 2, TablesFollow: 1}
 
 
 class SessionChannel:
@@ -28,6 +37,8 @@ class SessionChannel:
         self._frames = FrameSplitter()
         self._fds: deque[int] = deque()
         self._passed: dict[int, list[int]] = {}
+        self._shares: dict[int, ShareFollows] = {}
+        self._tables: dict[int, TablesFollow] = {}
 
     @classmethod
     def open(cls, runtime_dir: Path, name: str) -> SessionChannel:
@@ -79,8 +90,14 @@ class SessionChannel:
                 raise DaemonLostError("the daemon closed the session")
             for frame in self._frames.feed(data):
                 message = unpack_frame(frame)
+                if isinstance(message, ShareFollows):
+                    self._shares[message.message_id] = message
+                if isinstance(message, TablesFollow):
+                    self._tables[message.message_id] = message
                 count = FDS_OF_FRAME.get(type(message), 0)
-                if isinstance(message, RegionFollows | EventsFollow) and len(self._fds) >= count:
+                if isinstance(message, TablesFollow) and message.share is None:
+                    count = 2
+                if isinstance(message, RegionFollows | EventsFollow | TablesFollow) and len(self._fds) >= count:
                     self._passed[message.message_id] = [self._fds.popleft() for _ in range(count)]
 
     def take_fds(self, message_id: int) -> list[int]:
@@ -93,6 +110,43 @@ class SessionChannel:
         if fds is None:
             raise MalformedError(f"no descriptor came with the reply to message {message_id}")
         return fds
+
+    def take_share(self, message_id: int) -> ShareFollows:
+        """Return the share that came for a request.
+
+        Raises:
+            MalformedError: none came: the daemon says it before the reply.
+        """
+        share = self._shares.pop(message_id, None)
+        if share is None:
+            raise MalformedError(f"no share came with the reply to message {message_id}")
+        return share
+
+    def take_tables(self, message_id: int) -> TablesFollow:
+        """Return what came for a CREATE_TABLES; its descriptors by ``take_fds``.
+
+        Raises:
+            MalformedError: nothing came.
+        """
+        tables = self._tables.pop(message_id, None)
+        if tables is None:
+            raise MalformedError(f"no tables came with the reply to message {message_id}")
+        return tables
+
+    def say(self, frames: Sequence[ShareFollows]) -> None:
+        """Say what a request lends, before the request; waits where the daemon is slow to read.
+
+        Raises:
+            DaemonLostError: the daemon closed the session, or does not read.
+        """
+        data = b"".join(pack(frame) for frame in frames)
+        try:
+            self.socket.settimeout(OPENING_TIMEOUT_S)
+            self.socket.sendall(data)
+        except OSError as cause:
+            raise DaemonLostError(f"the session's socket: {cause.strerror or cause}") from cause
+        finally:
+            self.socket.setblocking(False)  # noqa: FBT003  socket's own signature
 
     def close(self) -> None:
         """End the session: the daemon takes back what it owns. Closing twice does nothing."""

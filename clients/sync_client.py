@@ -6,62 +6,45 @@ calls wait for their reply. One thread at a time; no threads of its own.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
-import zmq
 
 from kvferry.clients import operations
 from kvferry.clients.connection import (
-    LAST_WORDS_MS,
-    REPLY_MARGIN_S,
     find_runtime_dir,
     milliseconds,
-    open_control_socket,
 )
+from kvferry.clients.devices import RING_EVENTS, attached_pool, lent_arrays
 from kvferry.clients.events import COUNTER_BYTES, EventRing
-from kvferry.clients.operations import Operation, Pages
+from kvferry.clients.operations import Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
+from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S
+from kvferry.clients.sync_tables import SyncTables
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, ReplyArrived
+from kvferry.protocol.client_core import HandOff
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
+from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.events import Finished
-from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
-from kvferry.protocol.manifests import PoolSpec
+from kvferry.protocol.ids import HOST, MAIN
+from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.room_messages import Cancelled, LayerStep, RoomResult, Side
-from kvferry.protocol.session_messages import StatusReport, Welcome
+from kvferry.protocol.session_messages import ShareFollows, StatusReport, Welcome
 
-DEFAULT_DEADLINE_S = 30.0
-NOBLOCK = int(zmq.NOBLOCK)  # an enum costs a microsecond at every use
-T = TypeVar("T")
+if TYPE_CHECKING:
+    import torch
 
 
-class Client:
+class Client(SyncTables):
     """One session with the daemon of this node. Leaving it gives back everything that the session owns."""
 
-    def __init__(self, runtime_dir: Path, channel: SessionChannel | None) -> None:
-        """Use ``connect``."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_control_socket(self._context, runtime_dir)
-        self._channel = channel
-        self._core = (
-            ClientCore(BootId(channel.opened.boot_id), channel.opened.secret) if channel else ClientCore(NO_BOOT)
-        )
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        if channel is not None:
-            self._poller.register(channel.socket.fileno(), zmq.POLLIN)
-        self._replies: dict[int, ReplyArrived] = {}
-        self._changed: list[HandOff] = []
-        self.welcome: Welcome | None = None
+    welcome: Welcome | None = None
 
     @classmethod
     def connect(
@@ -98,33 +81,6 @@ class Client:
             raise
         return client
 
-    def __enter__(self) -> Self:
-        """Return self."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the client."""
-        self.close()
-
-    def __repr__(self) -> str:
-        """Show the session and what is pending."""
-        session = self._channel.opened.session if self._channel else None
-        return f"<Client session={session} {self._core!r}>"
-
-    @property
-    def boot_id(self) -> str:
-        """Return which incarnation of the daemon this session is with."""
-        return self._core.boot_id
-
-    def close(self) -> None:
-        """End the session. Closing twice does nothing."""
-        if self._channel is not None:
-            self._channel.close()
-        self._socket.close()
-        self._context.term()
-
     # -- the daemon
 
     def ping(self) -> float:
@@ -139,15 +95,24 @@ class Client:
 
     # -- pools and pages
 
-    def create_pool(self, name: str, spec: PoolSpec, *, deadline_s: float = DEFAULT_DEADLINE_S) -> AttachedPool:
+    def create_pool(
+        self, name: str, spec: PoolSpec, *, device: str = HOST, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> AttachedPool:
         """Create a pool, or find it as it was created before, and map it.
 
+        Args:
+            name: unique for the user.
+            spec: what it holds.
+            device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
+            deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
+
         Raises:
-            PoolExistsError: the name has another layout or size.
+            PoolExistsError: the name has another layout or size, or is on another device.
             InvalidFieldError: the spec makes no sense.
-            OutOfMemoryError: the host cannot give it.
+            OutOfMemoryError: the host or the card cannot give it.
+            DeviceUnavailableError: no such card, or what drives it is missing, there or here.
         """
-        created = self.call(operations.create_pool(name, spec), deadline_s=deadline_s)
+        created = self.call(operations.create_pool(name, spec, device), deadline_s=deadline_s)
         return self.attach_pool(name, created.manifest.layout_digest)
 
     def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
@@ -156,22 +121,67 @@ class Client:
         Raises:
             UnknownPoolError: none of that name.
             LayoutMismatchError: it has another layout than the digest given.
+            PoolLostError: it was on a card, and its memory is gone.
         """
-        outgoing, attached = self._round_trip(operations.attach_pool(name, layout_digest))
+        operation = operations.attach_pool(name, layout_digest, self._devices.process_id())
+        outgoing, attached = self._round_trip(operation)
         if self._channel is None:
             raise ValueError("attaching a pool needs a session")
-        self._channel.receive()
-        [fd] = self._channel.take_fds(outgoing.message_id)
-        return AttachedPool(name, attached.manifest, HostRegion(fd, attached.manifest.region_bytes))
+        return attached_pool(name, attached, outgoing.message_id, self._channel, self._devices)
 
-    def open_events(self) -> EventRing:
-        """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready."""
-        outgoing, opened = self._round_trip(operations.open_events())
+    def lend_pool(
+        self,
+        name: str,
+        spec: PoolSpec,
+        tensors: Mapping[tuple[Any, ...], torch.Tensor],
+        *,
+        device: str,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> Manifest:
+        """Let the daemon use a pool whose memory this process owns: it ends with this session.
+
+        Args:
+            name: unique for the user.
+            spec: what it holds; ``kvferry layout`` prints the arrays that it needs.
+            tensors: by (component, role), all layers one after another, or by (component, role, layer); contiguous.
+            device: where they are.
+            deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
+
+        Raises:
+            PoolExistsError: the name is taken.
+            UncoveredEntryError, DuplicateEntryError, InvalidFieldError: the tensors are not what the spec needs.
+            DeviceUnavailableError: the daemon cannot use the card, or not map the memory.
+        """
+
+        def said(message_id: int) -> Sequence[ShareFollows]:
+            return self._devices.lend(device, list(tensors.values()), message_id)
+
+        operation = operations.lend_pool(name, spec, device, lent_arrays(tensors))
+        _, lent = self._round_trip(operation, deadline_s=deadline_s, said=said)
+        return lent.manifest
+
+    def open_events(self, device: str = HOST, *, events: int = RING_EVENTS) -> EventRing:
+        """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready.
+
+        Args:
+            device: of the pools it speaks of. On a card it has ``events`` interprocess events, recorded on its streams.
+            events: how many, on a card; one is used again once its work is done.
+        """
+        made: list[torch.Event] = []
+
+        def said(message_id: int) -> Sequence[ShareFollows]:
+            if device == HOST:
+                return ()
+            found, frame = self._devices.events(device, events, message_id)
+            made.extend(found)
+            return (frame,)
+
+        outgoing, opened = self._round_trip(operations.open_events(device), said=said)
         if self._channel is None:
             raise ValueError("an event ring needs a session")
         self._channel.receive()
         counters, eventfd = self._channel.take_fds(outgoing.message_id)
-        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd)
+        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
 
     def delete_pool(self, name: str) -> None:
         """Delete a pool that has no owned page.
@@ -189,13 +199,15 @@ class Client:
         """
         return self.call(operations.allocate(pool, count, space))
 
-    def free(self, pool: str, ids: npt.ArrayLike, space: str = MAIN) -> Freed:
+    def free(self, pool: str, ids: npt.ArrayLike, space: str = MAIN, *, after: EventPoint | None = None) -> Freed:
         """Give pages back; those in flight follow when their hand-offs settle.
+
+        ``after``: work that still uses the pages, see ``EventRing.mark``; nobody gets them before it is done.
 
         Raises:
             NotOwnerError, DuplicatePageError, PageOutOfRangeError, EmptyPagesError: nothing was freed.
         """
-        return self.call(operations.free(pool, ids, space))
+        return self.call(operations.free(pool, ids, space, after))
 
     # -- hand-offs
 
@@ -250,6 +262,7 @@ class Client:
         *,
         sources: int = 1,
         source_daemons: Sequence[str] = (),
+        after: EventPoint | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """Make a room for the request in pages of this session. Returns at once, like ``send``.
@@ -263,9 +276,10 @@ class Client:
             sources: how many pools send.
             source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
                 none for this client's own daemon only.
+            after: work that still uses the pages, see ``EventRing.mark``; nothing is written before it is done.
             deadline_s: for the whole hand-off.
         """
-        body = operations.receive_body(pool, request_id, lists, sources, source_daemons)
+        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after)
         hand_off, outgoing = self._core.hand_off(body, [one.ids for one in lists], deadline_ms=milliseconds(deadline_s))
         self._put(outgoing)
         return hand_off
@@ -318,70 +332,3 @@ class Client:
             DeadlineError: it is still under way.
         """
         self._wait_until(lambda: hand_off.is_settled, timeout_s, "the end of the hand-off")
-
-    # -- requests
-
-    def call(
-        self,
-        operation: Operation[T],
-        *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-        margin_s: float = REPLY_MARGIN_S,
-    ) -> T:
-        """Send a request and wait for its reply.
-
-        Raises:
-            KvferryError: it was refused, or no reply came in time, or the daemon has gone.
-        """
-        return self._round_trip(operation, deadline_s=deadline_s, margin_s=margin_s)[1]
-
-    def _round_trip(
-        self,
-        operation: Operation[T],
-        *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-        margin_s: float = REPLY_MARGIN_S,
-    ) -> tuple[Outgoing, T]:
-        outgoing = self._core.request(operation.body, operation.ids, deadline_ms=milliseconds(deadline_s))
-        self._put(outgoing)
-        number = outgoing.message_id
-        try:
-            self._wait_until(lambda: number in self._replies, deadline_s + margin_s, "the daemon's reply")
-        except DeadlineError:
-            self._core.forget(number)
-            raise
-        reply = self._replies.pop(number)
-        if reply.error is not None:
-            raise reply.error
-        return outgoing, operation.read(reply)
-
-    def _put(self, outgoing: Outgoing) -> None:
-        self._socket.send_multipart(outgoing.frames, NOBLOCK)
-
-    def _wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        ends_at = time.monotonic() + timeout_s
-        while not condition():
-            left = ends_at - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(f"{what} did not come within {timeout_s:g} s")
-            self._take(left)
-
-    def _take(self, timeout_s: float) -> bool:
-        """Take one message, waiting for it up to ``timeout_s``; return whether one came."""
-        ready = self._poller.poll(math.ceil(timeout_s * 1000))
-        if not ready:
-            return False
-        if ready[0][0] is not self._socket and self._channel is not None:
-            try:
-                self._channel.receive()
-            except DaemonLostError:
-                if not self._socket.poll(LAST_WORDS_MS):
-                    raise
-            else:
-                return False
-        news = self._core.feed(self._socket.recv_multipart(NOBLOCK))
-        if isinstance(news, ReplyArrived):
-            self._replies[news.message_id] = news
-        elif isinstance(news, HandOffChanged):
-            self._changed.append(news.hand_off)
-        return True

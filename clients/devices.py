@@ -1,0 +1,138 @@
+"""Cards as an engine's process sees them: mapping what the daemon shares, lending what the engine owns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.clients.pool import AttachedPool
+from kvferry.clients.session_channel import SessionChannel
+from kvferry.pools.devices.accelerator import Accelerator
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart, StagingPool
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import HOST
+from kvferry.protocol.pool_messages import LentArrays, PoolAttached
+from kvferry.protocol.session_messages import ShareFollows
+from kvferry.protocol.shares import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents
+
+if TYPE_CHECKING:
+    import torch
+
+RING_EVENTS = 64
+"""Events of a ring on a device, unless asked for otherwise: one is used again once its work is done."""
+
+
+class EngineDevices:
+    """The cards that one client has used, opened when they are first needed."""
+
+    def __init__(self) -> None:
+        self._accelerators: dict[str, Accelerator] = {}
+
+    def __repr__(self) -> str:
+        """Show which."""
+        return f"<EngineDevices {list(self._accelerators)}>"
+
+    def open(self, name: str) -> Accelerator:
+        """Return a card, ready to be used.
+
+        Raises:
+            DeviceUnavailableError: this process cannot use it.
+        """
+        accelerator = self._accelerators.get(name)
+        if accelerator is None:
+            accelerator = Accelerator(name)
+            accelerator.open()
+            self._accelerators[name] = accelerator
+        return accelerator
+
+    def map(self, name: str, said: ShareFollows, size_bytes: int) -> AcceleratorRegion:
+        """Map memory that the daemon shares; the mapping stays until it is closed.
+
+        Raises:
+            DeviceUnavailableError: this process cannot use the card, or the share is not for it.
+        """
+        accelerator = self.open(name)
+        [share] = said.shares
+        with accelerator.calling():
+            mapped = accelerator.vendor.map(share, accelerator.index, size_bytes)
+        return AcceleratorRegion(accelerator, [RegionPart(0, mapped)], size_bytes, StagingPool(accelerator))
+
+    def lend(self, name: str, tensors: Sequence[torch.Tensor], message_id: int) -> list[ShareFollows]:
+        """Return the frames by which tensors of this process are lent to the daemon.
+
+        Raises:
+            InvalidFieldError: a tensor is on another device, or not contiguous.
+        """
+        accelerator = self.open(name)
+        for number, tensor in enumerate(tensors):
+            if (tensor.device.type, tensor.device.index) != (accelerator.kind, accelerator.index):
+                raise InvalidFieldError(f"the tensor is on {tensor.device}, not on {name}", field=f"tensors[{number}]")
+        with accelerator.calling():
+            shares = [accelerator.vendor.lend(tensor) for tensor in tensors]
+        return [
+            ShareFollows(message_id=message_id, shares=tuple(shares[at : at + MAX_SHARES]))
+            for at in range(0, len(shares), MAX_SHARES)
+        ]
+
+    def events(self, name: str, count: int, message_id: int) -> tuple[list[torch.Event], ShareFollows]:
+        """Return new interprocess events, recorded here, and the frame by which the daemon can wait for them."""
+        if not 1 <= count <= MAX_SHARED_EVENTS:
+            raise InvalidFieldError(f"{count} events; from 1 to {MAX_SHARED_EVENTS}", field="events")
+        accelerator = self.open(name)
+        with accelerator.calling():
+            made = [accelerator.vendor.shared_event() for _ in range(count)]
+        shared = SharedEvents(handles=tuple(handle for _, handle in made))
+        return [event for event, _ in made], ShareFollows(message_id=message_id, events=shared)
+
+    def open_event(self, name: str, said: ShareFollows) -> torch.Event:
+        """Return the daemon's event, for streams of this process to wait for."""
+        accelerator = self.open(name)
+        assert said.events is not None, said
+        with accelerator.calling():
+            return accelerator.vendor.open_event(said.events.handles[0], accelerator.index)
+
+    def process_id(self) -> int | None:
+        """Return by which number the cards' driver knows this process; None where that is the kernel's or unknown."""
+        if "torch_npu" not in sys.modules:
+            return None
+        for accelerator in self._accelerators.values():
+            if accelerator.kind == "npu":
+                with accelerator.calling():
+                    return accelerator.vendor.process_id()
+        return None
+
+
+def attached_pool(
+    name: str, attached: PoolAttached, message_id: int, channel: SessionChannel, devices: EngineDevices
+) -> AttachedPool:
+    """Return the pool that ATTACH_POOL's reply speaks of, mapped by what came over the session socket.
+
+    On a card this may take seconds the first time.
+    """
+    channel.receive()
+    size_bytes = attached.manifest.region_bytes
+    if attached.device == HOST:
+        [fd] = channel.take_fds(message_id)
+        return AttachedPool(name, attached.manifest, HostRegion(fd, size_bytes))
+    region = devices.map(attached.device, channel.take_share(message_id), size_bytes)
+    return AttachedPool(name, attached.manifest, region)
+
+
+def lent_arrays(tensors: Mapping[tuple[Any, ...], torch.Tensor]) -> tuple[LentArrays, ...]:
+    """Return what each tensor of ``lend_pool`` holds: by (component, role), or (component, role, layer).
+
+    Raises:
+        InvalidFieldError: a key is neither.
+    """
+    arrays = []
+    for key in tensors:
+        match key:
+            case (str(component), str(role)):
+                arrays.append(LentArrays(component=component, role=role))
+            case (str(component), str(role), int(layer)):
+                arrays.append(LentArrays(component=component, role=role, layer=layer))
+            case _:
+                raise InvalidFieldError(f"{key!r} is no (component, role) or (component, role, layer)", field="tensors")
+    return tuple(arrays)

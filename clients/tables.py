@@ -1,0 +1,129 @@
+"""Graph tables as an engine sees them: tensors at fixed addresses, the host lengths, and the order with its replays.
+
+One decode step::
+
+    update = client.update_tables(tables, lengths, cells=Cells(rows, columns, pages), after=ring.mark())
+    ...                                   # the engine's own work hides the update
+    client.wait(update)                   # its copies are on their way, or done
+    tables.order()                        # the current stream waits for them, not the host
+    graph.update(cpu_update_input=tables.graph_inputs())
+    graph.replay()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvferry.attention.host_lengths import HostLengths, HostLengthsReader
+from kvferry.clients.devices import EngineDevices
+from kvferry.clients.session_channel import SessionChannel
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.ids import HOST
+from kvferry.protocol.session_messages import ShareFollows
+from kvferry.protocol.table_messages import TablesCreated
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Tables:
+    """Tables of one captured model; made by ``create_tables``. Tensors are valid until ``close``.
+
+    Attributes:
+        name: the tables' name in this session.
+        columns: W, the pages that a row can name.
+        page_size: tokens of a page.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        created: TablesCreated,
+        max_batch: int,
+        region: HostRegion | AcceleratorRegion,
+        host: HostRegion,
+        event: torch.Event | None,
+    ) -> None:
+        """Own the mapped memory from now on."""
+        self.name = created.tables
+        self.columns = created.columns
+        self.page_size = created.page_size
+        self.device = created.device
+        self._created = created
+        self._max_batch = max_batch
+        self._region = region
+        self._host = host
+        self._lengths = HostLengthsReader(host.view(), max_batch)
+        self._event = event
+
+    def __repr__(self) -> str:
+        """Show the shape and where they are."""
+        return f"<Tables {self.name!r} {self.device} rows={self._max_batch} columns={self.columns}>"
+
+    @property
+    def block_tables(self) -> torch.Tensor:
+        """Return ``(max_batch, columns)`` int32: the page of each logical page of each row, 0 where there is none."""
+        return self._int32(self._created.block_tables, self._max_batch * self.columns).view(self._max_batch, -1)
+
+    @property
+    def block_tables_swa(self) -> torch.Tensor | None:
+        """Return the same of the window layers' pool; None without a window."""
+        at = self._created.block_tables_swa
+        return None if at is None else self._int32(at, self._max_batch * self.columns).view(self._max_batch, -1)
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """Return ``(max_batch,)`` int32: tokens of each row, extra ones included; 0 where it is not in use."""
+        return self._int32(self._created.seq_lens, self._max_batch)
+
+    def host_lengths(self) -> HostLengths:
+        """Return the lengths of the last update, as Python lists."""
+        return self._lengths.read()
+
+    def graph_inputs(self, *, draft_step: int | None = None, operators: int = 1) -> list[dict[str, Any]]:
+        """Return what ``NPUGraph.update(cpu_update_input=…)`` takes: the lengths that are baked into the graph.
+
+        Args:
+            draft_step: of a multi-step draft, whose step i reads i + 1 tokens more; None for decode and verify.
+            operators: how many attention operators the graph has; 1 is enough where all take the same lengths.
+        """
+        lengths = self.host_lengths()
+        kv = lengths.for_update() if draft_step is None else lengths.for_draft_step(draft_step)
+        return [{"actual_seq_lengths_kv": kv} for _ in range(operators)]
+
+    def order(self, stream: torch.Stream | None = None) -> None:
+        """Let a stream, by default the current one, wait for the last update's copies. On the host they are done."""
+        if self._event is not None:
+            import torch  # noqa: PLC0415  an engine chooses its backend before torch is first imported
+
+            (stream or torch.get_device_module(self._event.device).current_stream()).wait_event(self._event)
+
+    def close(self) -> None:
+        """Unmap: no graph that was captured over the tables may be replayed any more."""
+        self._host.close()
+        self._region.close()
+
+    def _int32(self, start: int, count: int) -> torch.Tensor:
+        import torch  # noqa: PLC0415  see ``order``
+
+        end = start + 4 * count
+        if isinstance(self._region, AcceleratorRegion):
+            on_card: torch.Tensor = self._region.tensor[start:end].view(torch.int32)
+            return on_card
+        return torch.from_numpy(self._region.view()[start:end]).view(torch.int32)
+
+
+def mapped_tables(
+    created: TablesCreated, max_batch: int, message_id: int, channel: SessionChannel, devices: EngineDevices
+) -> Tables:
+    """Return the tables that CREATE_TABLES's reply speaks of, mapped by what came over the session socket."""
+    channel.receive()
+    follows = channel.take_tables(message_id)
+    fds = channel.take_fds(message_id)
+    host = HostRegion(fds.pop(0), created.host_bytes, writable=False)
+    if created.device == HOST:
+        return Tables(created, max_batch, HostRegion(fds.pop(0), created.region_bytes), host, None)
+    said = ShareFollows(message_id=message_id, shares=(follows.share,) if follows.share else (), events=follows.events)
+    region = devices.map(created.device, said, created.region_bytes)
+    return Tables(created, max_batch, region, host, devices.open_event(created.device, said))
