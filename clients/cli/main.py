@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kvferry.clients.cli import inspect, layouts, planning, probing
+from kvferry.clients.cli.doctor.command import add_doctor, doctor
 from kvferry.protocol.errors import KvferryError
 
 
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
             layouts.add_layout,
         ),
         ("plan", "print the copies of a hand-off, without a daemon", planning.plan, _add_plan),
+        ("doctor", "say what this host has and lacks, each with the fix", doctor, add_doctor),
     ):
         command = commands.add_parser(name, help=text, description=text)
         arguments(command)

@@ -1,0 +1,156 @@
+"""``kvferry doctor``: run the checks in an order that a reader can follow, and print what they found.
+
+A check that breaks does not keep the others from running: it becomes a line of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvferry.clients.cli.doctor import cann, driver, limits, memory, mooncake, npus, ports, running, unit
+from kvferry.clients.cli.doctor.findings import Finding, exit_status, summary
+from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.doctor.needs import Needs, read_needs
+from kvferry.clients.cli.doctor.sockets import listeners
+from kvferry.clients.cli.doctor.torch_probe import check_torch_npu, check_without_npu, probe_torch
+from kvferry.clients.cli.tables import table
+
+Found = Finding | Iterable[Finding] | None
+Check = tuple[str, Callable[[], Found]]
+_LEAST_COLUMNS: Final = 40
+_HEAD: Final = ("check", "state", "found")
+
+
+def add_doctor(command: argparse.ArgumentParser) -> None:
+    """Add what ``kvferry doctor`` takes."""
+    command.add_argument("--config", type=Path, help="the daemon's configuration; without it the defaults")
+    command.add_argument("--runtime-dir", type=Path, help="where the daemon's sockets are")
+    command.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="how long the daemon has (2)")
+    command.add_argument("--user", metavar="NAME", help="who is to use the devices; by default this user")
+    command.add_argument("--npu", action="store_true", help="an NPU is needed, even where none can be seen")
+    command.add_argument("--json", action="store_true", help="for programs")
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what this host has and lacks; return 1 where something that is needed is missing."""
+    host = Host.this_one(options.user)
+    findings = examine(host, options)
+    status = exit_status(findings)
+    if options.json:
+        report = {"status": status, "findings": msgspec.to_builtins(findings)}
+        print(msgspec.json.encode(report).decode())
+    else:
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        print("\n".join(lines(findings, columns)))
+    return status
+
+
+def examine(host: Host, options: argparse.Namespace) -> list[Finding]:
+    """Run every check that makes sense on a host."""
+    needs, configuration = read_needs(host, options.config, npu=options.npu)
+    daemon = running.ask_daemon(host, options.runtime_dir, needs.runtime_dir, options.timeout)
+    npu = needs.asks_for_npu or npus.has_npu_sign(host)
+    checks: list[Check] = [
+        *_host_checks(host, needs, daemon, npu=npu),
+        *(_npu_checks(host) if npu else _no_npu_checks(host)),
+        *_transfer_checks(host, needs, daemon),
+        ("systemd unit", partial(unit.check_unit, host, needs, npu=npu)),
+        ("runtime directory", partial(running.check_directory, daemon)),
+        ("daemon", partial(running.check_daemon, daemon)),
+        ("devices", partial(running.check_devices, daemon)),
+    ]
+    return [configuration, *(finding for name, check in checks for finding in _run(name, check))]
+
+
+def lines(findings: Sequence[Finding], columns: int = 0) -> Iterable[str]:
+    """Yield the report for people: a row a check, the fix below it, and at the end what is not well.
+
+    Long texts are wrapped for a terminal of so many columns; with 0 they are not, so that a line can be searched for.
+    """
+    beside = (
+        sum(
+            2 + max(len(text) for text in texts)
+            for texts in ((_HEAD[0], *(one.name for one in findings)), (_HEAD[1], *(one.state for one in findings)))
+        )
+        + 2
+    )
+    wrap = partial(
+        textwrap.wrap,
+        width=max(_LEAST_COLUMNS, columns - beside) if columns else sys.maxsize,
+        break_long_words=False,  # what is to be typed stays in one piece
+        break_on_hyphens=False,
+    )
+    rows: list[tuple[str, str, str]] = []
+    for one in findings:
+        said = wrap(one.found) or [""]
+        fix = wrap(f"-> {one.fix}", subsequent_indent="   ") if one.fix else []
+        rows += [(one.name, one.state, said[0]), *(("", "", more) for more in (*said[1:], *fix))]
+    yield from list(table("host", _HEAD, rows))[2:]
+    yield ""
+    yield summary(findings)
+
+
+def _host_checks(host: Host, needs: Needs, daemon: running.Running, *, npu: bool) -> list[Check]:
+    pool_bytes = needs.pool_bytes(host)
+    return [
+        ("kernel", partial(limits.check_kernel, host)),
+        ("memory", partial(memory.check_memory, host, pool_bytes)),
+        ("huge pages", partial(memory.check_huge_pages, host)),
+        ("shared memory", partial(memory.check_shm, host, npu=npu)),
+        ("memlock", partial(limits.check_memlock, host, daemon.pid, pool_bytes, npu=npu)),
+        ("open files", partial(limits.check_files, host, daemon.pid)),
+        ("process_vm_readv", limits.check_copies),
+    ]
+
+
+def _npu_checks(host: Host) -> list[Check]:
+    smi = driver.read_npu_smi(host)
+    return [
+        ("driver", partial(driver.check_driver, host, smi)),
+        ("npu health", partial(driver.check_health, smi)),
+        ("device nodes", partial(npus.check_nodes, host)),
+        ("group", partial(npus.check_group, host)),
+        ("numa", partial(npus.check_numa, host)),
+        ("CANN", partial(cann.check_cann, host)),
+        ("CANN library", partial(cann.check_library, host)),
+        ("torch_npu", lambda: check_torch_npu(probe_torch(host))),
+        ("unit's CANN", partial(unit.check_unit_environment, host)),
+    ]
+
+
+def _no_npu_checks(host: Host) -> list[Check]:
+    return [
+        ("npu", lambda: Finding("npu", "ok", "no NPU on this host: host pools only")),
+        ("torch_npu", lambda: check_without_npu(probe_torch(host))),
+    ]
+
+
+def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> list[Check]:
+    # Whose sockets they are takes a walk over all processes: not for a host that has nothing to listen for.
+    sockets = listeners(host) if needs.peers.listen or needs.mooncake else []
+    return [
+        ("mooncake", partial(mooncake.check_wheel, host, needs)),
+        ("libibverbs", partial(mooncake.check_verbs, host, needs)),
+        ("peers.listen", partial(ports.check_listen, needs, sockets, daemon.pid)),
+        ("mooncake ports", partial(ports.check_mooncake, needs, sockets, daemon.pid)),
+    ]
+
+
+def _run(name: str, check: Callable[[], Found]) -> list[Finding]:
+    """Return what a check found: nothing, one finding or several, or how it broke."""
+    try:
+        found = check()
+    except Exception as error:  # noqa: BLE001  a host in an odd state is what this command is for
+        return [Finding(name, "unknown", f"the check itself failed: {type(error).__name__}: {error}", "report it")]
+    if found is None:
+        return []
+    return [found] if isinstance(found, Finding) else list(found)

@@ -1,0 +1,66 @@
+"""The NPU driver: its version, and what ``npu-smi`` says of the cards. ``npu-smi`` hangs where the driver does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import Final
+
+from kvferry.clients.cli.doctor.children import Outcome, run_child
+from kvferry.clients.cli.doctor.findings import Finding
+from kvferry.clients.cli.doctor.host import Host, values
+from kvferry.clients.cli.doctor.npus import driver_folder, pci_npus
+from kvferry.clients.cli.doctor.versions import at_least
+
+WANTED: Final = "25.5.0"
+"""From here on torch_npu recognises host memory that we registered, and copies to it return at once."""
+SMI_TIMEOUT_S: Final = 10.0
+_SMI_PLACES: Final = ("/usr/local/bin/npu-smi", "/usr/local/sbin/npu-smi")
+_SMI_VERSION: Final = re.compile(r"Version:\s*(\S+)")
+# | 0     910B3               | OK            | 93.1 …: number, name, health. The line below has no word in column two.
+_SMI_HEALTH: Final = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|", re.MULTILINE)
+
+
+def read_npu_smi(host: Host) -> Outcome | None:
+    """Return what ``npu-smi info`` prints; None where there is no such command."""
+    found = shutil.which("npu-smi", path=host.environ.get("PATH", ""))
+    places = [*([found] if found else []), *(str(host.path(place)) for place in _SMI_PLACES)]
+    command = next((place for place in places if shutil.which(place)), None)
+    return run_child([command, "info"], host.environ, SMI_TIMEOUT_S) if command else None
+
+
+def check_driver(host: Host, smi: Outcome | None) -> Finding:
+    """Look for the driver and whether it is new enough."""
+    name = "driver"
+    version = values(host.text(driver_folder(host) / "version.info")).get("Version", "")
+    if not version and smi and (match := _SMI_VERSION.search(smi.output)):
+        version = match[1]
+    if not version:
+        cards = len(pci_npus(host))
+        found = f"no {driver_folder(host)}/version.info" + (f", though the PCI bus has {cards} NPUs" if cards else "")
+        fix = f"install the NPU driver, {WANTED} or later; in a container mount {driver_folder(host)} from the host"
+        return Finding(name, "missing", found, fix)
+    new_enough = at_least(version, WANTED)
+    if new_enough:
+        return Finding(name, "ok", version)
+    fix = f"install driver {WANTED} or later: before it, copies to registered host memory go a slower way"
+    return Finding(name, "unknown" if new_enough is None else "warning", f"{version}, wanted: {WANTED} or later", fix)
+
+
+def check_health(smi: Outcome | None) -> Finding:
+    """Say what the cards say of themselves."""
+    name = "npu health"
+    if smi is None:
+        return Finding(name, "unknown", "no npu-smi here", "in a container mount /usr/local/bin/npu-smi from the host")
+    if smi.status is None:
+        fix = "the driver hangs: look at dmesg, end what uses the NPUs, reset the card or reboot"
+        return Finding(name, "missing", f"npu-smi did not answer within {SMI_TIMEOUT_S:g} s", fix)
+    cards = _SMI_HEALTH.findall(smi.output)
+    if smi.status or not cards:
+        reason = smi.last_error or next((line for line in reversed(smi.output.splitlines()) if line.strip()), "nothing")
+        fix = "run npu-smi info by hand; in a container, are the device nodes and the driver's lib64 there?"
+        return Finding(name, "missing" if smi.status else "unknown", f"npu-smi says: {reason.strip()}", fix)
+    ill = [f"NPU {number}: {health}" for number, _, health in cards if health != "OK"]
+    if ill:
+        return Finding(name, "warning", "; ".join(ill), "npu-smi info -t health -i N names the fault; dmesg has more")
+    return Finding(name, "ok", f"{len(cards)} x {cards[0][1]}")

@@ -1,0 +1,109 @@
+"""The kernel and what it allows: its version, locked memory, descriptors, copying by ``process_vm_readv``.
+
+Limits are the running daemon's where it is known, else those of this shell: a service has limits of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kvferry.clients.cli.doctor.findings import Finding
+from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.doctor.versions import parse_version
+from kvferry.pools.copies import vectored_copy_works
+
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+FILES_WANTED: Final = 8192
+"""Below it the daemon knows fewer than 1024 other daemons."""
+_LOCKED_ONLY: Final = (5, 10)
+"""Up to here only locked memory may be registered with an NPU (CANN, aclrtHostRegister)."""
+_POPULATES: Final = (5, 14)
+
+
+def check_kernel(host: Host) -> Finding:
+    """Say which kernel this is and what it lacks."""
+    release = host.text("/proc/sys/kernel/osrelease")
+    version = parse_version(release)
+    if version is None:
+        return Finding("kernel", "unknown", release or "no /proc/sys/kernel/osrelease", "mount /proc")
+    if version[:2] < _POPULATES:
+        lacks = f"{release}: before 5.14, a pool's memory is taken when a page is first touched, not when it is created"
+        return Finding("kernel", "warning", lacks, "a newer kernel; or touch the pages once before serving")
+    return Finding("kernel", "ok", release)
+
+
+def locked_only(host: Host) -> bool:
+    """Return whether this kernel lets only locked memory be registered with an NPU."""
+    version = parse_version(host.text("/proc/sys/kernel/osrelease"))
+    return version is not None and version[:2] <= _LOCKED_ONLY
+
+
+def check_memlock(host: Host, daemon_pid: int | None, pool_bytes: int, *, npu: bool) -> Finding:
+    """Compare the limit on locked memory with what would be registered with an NPU."""
+    name = "memlock"
+    limit = _limit(host, "Max locked memory", daemon_pid)
+    whose = _whose(daemon_pid)
+    if limit is None:
+        return Finding(name, "unknown", f"the limits of {whose} cannot be read", "run as root, or as the daemon's user")
+    said = f"{size(limit)} for {whose}"
+    if not npu:
+        return Finding(name, "ok", f"{said}; only NPUs need locked memory")
+    if limit >= pool_bytes:
+        return Finding(name, "ok", f"{said}, {size(pool_bytes)} may be registered")
+    fix = "LimitMEMLOCK=infinity in the unit, docker run --ulimit memlock=-1, or /etc/security/limits.conf"
+    if locked_only(host):
+        return Finding(name, "missing", f"{said}; this kernel wants {size(pool_bytes)} locked to register it", fix)
+    return Finding(name, "warning", f"{said}; up to {size(pool_bytes)} are registered, which a driver may count", fix)
+
+
+def check_files(host: Host, daemon_pid: int | None) -> Finding:
+    """Look how many descriptors may be open."""
+    name = "open files"
+    limit = _limit(host, "Max open files", daemon_pid)
+    whose = _whose(daemon_pid)
+    if limit is None:
+        return Finding(name, "unknown", f"the limits of {whose} cannot be read", "run as root, or as the daemon's user")
+    if limit >= FILES_WANTED:
+        return Finding(name, "ok", f"{_number(limit)} for {whose}")
+    fix = "LimitNOFILE=65536 in the unit, or ulimit -n before the start"
+    return Finding(name, "warning", f"{limit} for {whose}, wanted: {FILES_WANTED}", fix)
+
+
+def check_copies() -> Finding:
+    """Try whether this process may copy by ``process_vm_readv``, as the daemon does with small blocks."""
+    name = "process_vm_readv"
+    if vectored_copy_works():
+        return Finding(name, "ok", "allowed")
+    fix = "allow process_vm_readv in the container's seccomp profile"
+    return Finding(name, "warning", "forbidden here: small blocks are copied a slower way", fix)
+
+
+def size(count_bytes: int) -> str:
+    """Return bytes in words."""
+    if count_bytes >= _UNLIMITED:
+        return "unlimited"
+    return f"{count_bytes / GIB:.1f} GiB" if count_bytes >= GIB else f"{count_bytes / MIB:.0f} MiB"
+
+
+_UNLIMITED: Final = 1 << 63
+
+
+def _number(count: int) -> str:
+    return "unlimited" if count >= _UNLIMITED else str(count)
+
+
+def _whose(daemon_pid: int | None) -> str:
+    if daemon_pid is None:
+        return "this shell"
+    return f"the daemon (pid {daemon_pid or 'not seen from here'})"
+
+
+def _limit(host: Host, name: str, pid: int | None) -> int | None:
+    """Return a soft limit; None where it cannot be read."""
+    text = host.text(f"/proc/{'self' if pid is None else pid}/limits")
+    match = re.search(rf"^{name}\s+(\S+)", text, re.MULTILINE)
+    if match is None:
+        return None
+    return _UNLIMITED if match[1] == "unlimited" else int(match[1])

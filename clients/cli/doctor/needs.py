@@ -1,0 +1,106 @@
+"""What this host is to do, so that a check can tell what is missing from what is merely not there.
+
+Reads the few keys of the daemon's configuration that the checks need. Whether the file is right, only the daemon's own
+code can say, which runs as a child: clients do not import the daemon.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvferry.clients.cli.doctor.children import run_child
+from kvferry.clients.cli.doctor.findings import Finding
+from kvferry.clients.cli.doctor.host import Host
+
+LOAD: Final = (
+    "import pathlib, sys; from kvferry.daemon.config import load_config; load_config(pathlib.Path(sys.argv[1]))"
+)
+_TIMEOUT_S: Final = 20.0
+_SHARE_OF_MEMORY: Final = (4, 5)
+
+
+class Pools(msgspec.Struct, frozen=True):
+    """``[pools]``."""
+
+    max_bytes: int | None = None
+
+
+class Peers(msgspec.Struct, frozen=True):
+    """``[peers]``."""
+
+    listen: str | None = None
+
+
+class Landing(msgspec.Struct, frozen=True):
+    """``[landing]``."""
+
+    transport: str = "none"
+    protocol: str = "tcp"
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """What the configuration asks for, and whether ``--npu`` asks for an NPU."""
+
+    runtime_dir: str | None = None
+    pools: Pools = Pools()
+    peers: Peers = Peers()
+    landing: Landing = Landing()
+    npu_asked: bool = False
+
+    @property
+    def mooncake(self) -> bool:
+        """Return whether bytes go over Mooncake."""
+        return self.landing.transport == "mooncake"
+
+    @property
+    def asks_for_npu(self) -> bool:
+        """Return whether an NPU is needed even where none can be seen."""
+        return self.npu_asked or (self.mooncake and self.landing.protocol == "ascend")
+
+    def pool_bytes(self, host: Host) -> int:
+        """Return how much host memory pools may take; 0 where that cannot be told."""
+        if self.pools.max_bytes is not None:
+            return self.pools.max_bytes
+        share, of = _SHARE_OF_MEMORY
+        return memory_bytes(host, "MemTotal") * share // of
+
+
+def read_needs(host: Host, config: Path | None, *, npu: bool) -> tuple[Needs, Finding]:
+    """Return what is needed and what there is to say about the file; one that cannot be read counts as empty."""
+    if config is None:
+        others = [name for name in host.names("/etc/kvferry") if name.endswith(".toml")]
+        hint = f"; there is /etc/kvferry/{others[0]}: give it with --config" if others else ""
+        return Needs(npu_asked=npu), Finding("configuration", "ok", f"none given, defaults{hint}")
+    problem = _problem(host, config)
+    try:
+        needs = msgspec.toml.decode(host.path(config.absolute()).read_bytes(), type=Needs)
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        return Needs(npu_asked=npu), _refused(config, problem or str(error))
+    needs = msgspec.structs.replace(needs, npu_asked=npu)
+    return needs, _refused(config, problem) if problem else Finding("configuration", "ok", str(config))
+
+
+def memory_bytes(host: Host, name: str) -> int:
+    """Return a line of /proc/meminfo; 0 where there is none."""
+    for line in host.text("/proc/meminfo").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) << 10
+    return 0
+
+
+def _problem(host: Host, config: Path) -> str:
+    """Return why the daemon would refuse the file; empty where it would not."""
+    command = [*host.python, "-P", "-c", LOAD, str(host.path(config.absolute()))]
+    done = run_child(command, host.environ, _TIMEOUT_S)
+    if done.status is None:
+        return f"reading it took longer than {_TIMEOUT_S:g} s"
+    return done.last_error.rpartition("ConfigError: ")[2] if done.status else ""
+
+
+def _refused(config: Path, problem: str) -> Finding:
+    fix = "correct the file; systemd/kvferry.toml shows every key"
+    return Finding("configuration", "missing", f"{config}: the daemon refuses it: {problem}", fix)

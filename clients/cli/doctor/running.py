@@ -1,0 +1,112 @@
+"""The runtime directory, and the daemon that answers there, if one does."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from kvferry.clients import operations
+from kvferry.clients.cli.doctor.findings import Finding
+from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.sync_client import Client
+from kvferry.protocol.errors import AccessDeniedError, KvferryError
+from kvferry.protocol.paths import CONTROL_SOCKET, default_runtime_dir
+from kvferry.protocol.session_messages import StatusReport
+
+
+class Running(msgspec.Struct, frozen=True):
+    """The directory, and what its daemon reported, or the error with which that ended.
+
+    ``pid`` is the daemon's process as it is called here, 0 where it is in a container that this process cannot look
+    into, None where no daemon answers.
+    """
+
+    directory: Path
+    report: StatusReport | None = None
+    error: KvferryError | None = None
+    pid: int | None = None
+
+
+def ask_daemon(host: Host, runtime_dir: Path | None, configured: str | None, timeout_s: float) -> Running:
+    """Ask the daemon for its status, within twice the time given."""
+    directory = host.path((runtime_dir or Path(configured or default_runtime_dir(host.environ))).absolute())
+    try:
+        with Client.connect(directory, name="doctor", session=False, timeout_s=timeout_s) as client:
+            report = client.call(operations.status(), deadline_s=timeout_s, margin_s=0.0)
+    except KvferryError as error:
+        return Running(directory, error=error)
+    return Running(directory, report, pid=_pid(directory / CONTROL_SOCKET, report.pid, timeout_s))
+
+
+def check_directory(running: Running) -> Finding:
+    """Look whether the directory is there and this user may use it."""
+    name, directory = "runtime directory", running.directory
+    if isinstance(running.error, AccessDeniedError):
+        return Finding(
+            name, "warning", running.error.detail, "add this user to the directory's group, then a new login"
+        )
+    try:
+        group = directory.group()
+    except KeyError:
+        group = f"{directory.stat().st_gid}, which has no name"
+    except OSError:
+        fix = "the daemon makes it; elsewhere? give --runtime-dir, or set KVFERRY_RUNTIME_DIR"
+        return Finding(name, "warning", f"no {directory}", fix)
+    return Finding(name, "ok", f"{directory}, of group {group}")
+
+
+def check_daemon(running: Running) -> Finding:
+    """Say who answers, and whether it is well."""
+    name, report = "daemon", running.report
+    if report is None:
+        return _no_answer(running)
+    said = f"{report.daemon_version}, pid {report.pid}, up for {report.uptime_ms // 1000} s"
+    if report.landing and report.landing.state == "broken":
+        return Finding(name, "missing", f"{said}; landing is broken: nothing comes in from other hosts", "restart it")
+    own = metadata.version("kvferry")
+    if report.daemon_version != own:
+        return Finding(name, "warning", f"{said}; this command is {own}", "restart the daemon after an upgrade")
+    if report.draining:
+        return Finding(name, "warning", f"{said}; it drains and takes no new hand-offs", "wait for its end")
+    return Finding(name, "ok", said)
+
+
+def check_devices(running: Running) -> tuple[Finding, ...]:
+    """Say how the devices are that the daemon's pools are on."""
+    findings = []
+    for device in running.report.devices if running.report else ():
+        said = f"{device.state}, {device.free_bytes >> 20} of {device.total_bytes >> 20} MiB free"
+        if device.state == "ready":
+            findings.append(Finding(f"device {device.device}", "ok", said))
+        else:
+            fix = "the checks above say what is missing; then restart the daemon"
+            findings.append(Finding(f"device {device.device}", "missing", said, fix))
+    return tuple(findings)
+
+
+def _no_answer(running: Running) -> Finding:
+    name, error = "daemon", running.error
+    if isinstance(error, AccessDeniedError):
+        return Finding(name, "unknown", "not to be asked by this user", "see runtime directory")
+    if (running.directory / CONTROL_SOCKET).exists():
+        fix = "systemctl restart kvferry@NAME; its log says what it did last (journalctl -u kvferry@NAME)"
+        reason = error.detail if error else "no reason given"
+        return Finding(name, "missing", f"its socket is there, but nobody answers: {reason}", fix)
+    return Finding(name, "warning", "none runs here", "systemctl start kvferry@NAME, or kvferry daemon")
+
+
+def _pid(control_socket: Path, reported: int, timeout_s: float) -> int:
+    """Return the daemon's process as this process would call it: in a container the daemon knows itself by another."""
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(timeout_s)
+            probe.connect(str(control_socket))
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    except OSError:
+        return reported
+    pid: int = struct.unpack("3i", credentials)[0]
+    return reported if pid == 1 else pid  # 1: the service manager made the socket

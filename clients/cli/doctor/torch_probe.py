@@ -1,0 +1,123 @@
+"""torch and torch_npu, looked at in a child: the import may fail, hang in the driver, or end the process.
+
+With torch_npu installed and CANN not found, ``import torch`` itself fails unless backends are kept from loading
+themselves; the child sets that and imports torch_npu by hand. What it finds it says step by step, one JSON object a
+line, so that the last line tells where it stood when it hung or died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any, Final
+
+import msgspec
+
+from kvferry.clients.cli.doctor.cann import loader_fix
+from kvferry.clients.cli.doctor.children import run_child
+from kvferry.clients.cli.doctor.findings import Finding
+from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.doctor.versions import same_release
+
+TIMEOUT_S: Final = 60.0
+"""A first look at eight cards takes half a minute where the driver has just been loaded."""
+
+PROBE: Final = """
+import json
+from importlib import metadata
+
+def say(**found):
+    print(json.dumps(found), flush=True)
+
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+npu = version("torch-npu")
+say(torch=version("torch"), torch_npu=npu, step="importing torch" if npu else "")
+if npu:
+    try:
+        import torch
+        say(step="importing torch_npu")
+        import torch_npu
+        say(step="counting devices")
+        say(devices=torch.accelerator.device_count() if torch.accelerator.is_available() else 0, step="")
+    except BaseException as error:
+        say(reason=f"{type(error).__name__}: {error}")
+"""
+
+
+class TorchFound(msgspec.Struct, frozen=True):
+    """What the child said. ``step`` is where it stopped and ``reason`` why; both are empty where it came through."""
+
+    torch: str = ""
+    torch_npu: str = ""
+    step: str = ""
+    reason: str = ""
+    devices: int = 0
+
+
+def probe_torch(host: Host, timeout_s: float = TIMEOUT_S) -> TorchFound:
+    """Return what a new process finds when it imports torch and torch_npu."""
+    environ = {**host.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = run_child([*host.python, "-c", PROBE], environ, timeout_s)
+    said: dict[str, Any] = {"step": "starting Python"}
+    for line in done.output.splitlines():
+        with contextlib.suppress(ValueError, TypeError):  # CANN prints lines of its own
+            said |= json.loads(line)
+    if said["step"] and not said.get("reason"):
+        if done.status is None:
+            said["reason"] = f"nothing came back for {timeout_s:g} s"
+        else:
+            how = f"signal {-done.status}" if done.status < 0 else f"status {done.status}"
+            said["reason"] = f"the process ended with {how}: {done.last_error or 'no word'}"
+    return msgspec.convert(said, TorchFound)
+
+
+def check_torch_npu(found: TorchFound) -> Finding:
+    """Judge torch_npu where NPUs are wanted."""
+    name = "torch_npu"
+    if not found.torch and found.reason:
+        return Finding(name, "unknown", f"{found.step} fails: {found.reason}", "run kvferry with the daemon's Python")
+    if not found.torch_npu:
+        release = ".".join(found.torch.partition("+")[0].split(".")[:3]) or "…"
+        fix = f"pip install --no-deps torch-npu=={release} numpy pyyaml, beside torch {release}"
+        return Finding(name, "missing", f"not installed; {_torch(found)}", fix)
+    if not same_release(found.torch, found.torch_npu):
+        fix = "install the torch-npu of the same first three numbers as torch"
+        return Finding(name, "missing", f"{found.torch_npu} does not fit: {_torch(found)}", fix)
+    if found.reason:
+        said = f"{found.torch_npu} is installed, but {found.step} fails: {found.reason}"
+        return Finding(name, "missing", said, _fix(found))
+    if not found.devices:
+        fix = (
+            "npu-smi info: are there cards? is ASCEND_RT_VISIBLE_DEVICES empty, or a device node not open to this user?"
+        )
+        return Finding(name, "missing", f"{found.torch_npu} imports, but torch sees no device", fix)
+    return Finding(name, "ok", f"{found.torch_npu} beside torch {found.torch}; torch sees {found.devices} devices")
+
+
+def check_without_npu(found: TorchFound) -> Finding | None:
+    """Judge torch_npu where no NPU is wanted: not installed is right, and one that does not import harms engines."""
+    if not found.torch_npu:
+        return None
+    if not found.reason:
+        devices = f"torch sees {found.devices} devices"
+        return Finding("torch_npu", "ok", f"{found.torch_npu} is installed and imports; {devices}")
+    said = f"{found.torch_npu} is installed, but {found.step} fails: {found.reason}; so does a plain `import torch`"
+    fix = "pip uninstall torch-npu, or start engines with TORCH_DEVICE_BACKEND_AUTOLOAD=0 (the daemon does)"
+    return Finding("torch_npu", "warning", said, fix)
+
+
+def _torch(found: TorchFound) -> str:
+    return f"torch is {found.torch}" if found.torch else "torch is not installed either"
+
+
+def _fix(found: TorchFound) -> str:
+    if "nothing came back" in found.reason or found.step == "counting devices":
+        return "the driver does not answer: npu-smi info, then dmesg; end what uses the NPUs, reset the card or reboot"
+    if found.step == "importing torch":
+        return "torch itself is broken: install it anew"
+    return loader_fix(found.reason)

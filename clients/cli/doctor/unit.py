@@ -1,0 +1,127 @@
+"""The systemd unit: whether it is installed, and whether it lets the daemon do what is needed of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import Final
+
+import msgspec
+
+from kvferry.clients.cli.doctor.findings import Finding
+from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.doctor.needs import Needs
+from kvferry.clients.cli.doctor.npus import MANAGER_NODES, davinci_nodes
+
+NAME: Final = "kvferry@.service"
+FOLDERS: Final = ("/etc/systemd/system", "/run/systemd/system", "/usr/local/lib/systemd/system",
+                  "/usr/lib/systemd/system", "/lib/systemd/system")  # fmt: skip
+_BOOTED: Final = "/run/systemd/system"
+
+
+class Unit(msgspec.Struct, frozen=True):
+    """A unit's settings with those of its drop-ins: all values of each key, in order."""
+
+    path: str
+    settings: dict[str, list[str]]
+
+    def last(self, key: str) -> str:
+        """Return the value that counts of a key that takes one; empty without."""
+        return self.settings.get(key, [""])[-1]
+
+    def words(self, key: str) -> set[str]:
+        """Return the words of all values of a key that takes many."""
+        return {word for value in self.settings.get(key, []) for word in value.split()}
+
+    def allows(self, node: str) -> bool:
+        """Return whether the daemon may open a device node for reading and writing."""
+        if not self.settings.get("DeviceAllow") and self.last("DevicePolicy") in {"", "auto"}:
+            return True
+        allowed = [value.split() for value in self.settings.get("DeviceAllow", [])]
+        names = {entry[0] for entry in allowed if entry[1:] == [] or {"r", "w"} <= set(entry[1])}
+        family = "char-" + re.sub(r"\d+\Z", "", node)
+        return f"/dev/{node}" in names or family in names or "char-*" in names
+
+
+def read_unit(host: Host) -> Unit | None:
+    """Return the unit as systemd would read it; None where it is not installed."""
+    path = next((PurePosixPath(folder) / NAME for folder in FOLDERS if host.path(f"{folder}/{NAME}").is_file()), None)
+    if path is None:
+        return None
+    drop_ins: dict[str, PurePosixPath] = {}
+    for folder in reversed(FOLDERS):  # the first folder wins over a file of the same name in a later one
+        drop_ins |= {one: PurePosixPath(folder) / f"{NAME}.d" / one for one in host.names(f"{folder}/{NAME}.d")}
+    settings: dict[str, list[str]] = {}
+    for file in (path, *(drop_ins[one] for one in sorted(drop_ins) if one.endswith(".conf"))):
+        _read(host.text(file), settings)
+    return Unit(str(path), settings)
+
+
+def check_unit(host: Host, needs: Needs, *, npu: bool) -> Finding:
+    """Look for the unit, and for what it forbids that is needed."""
+    name = "systemd unit"
+    unit = read_unit(host)
+    if unit is None:
+        if not host.path(_BOOTED).is_dir():
+            return Finding(name, "ok", "no systemd runs here")
+        fix = "copy share/kvferry/systemd/kvferry@.service to /etc/systemd/system, then systemctl daemon-reload"
+        return Finding(name, "warning", f"{NAME} is not installed", fix)
+    faults = [*_network_faults(unit, needs), *(_npu_faults(host, unit) if npu else ())]
+    if faults:
+        said, fixes = ("; ".join(texts) for texts in zip(*faults, strict=True))
+        return Finding(name, "missing", f"{unit.path}: {said}", f"{fixes}; then systemctl daemon-reload and a restart")
+    return Finding(name, "ok", f"{unit.path}, user {unit.last('User') or 'root'}")
+
+
+def check_unit_environment(host: Host) -> Finding | None:
+    """Look whether the unit tells the daemon where CANN is, as no service reads a shell's set_env.sh."""
+    name = "unit's CANN"
+    unit = read_unit(host)
+    if unit is None:
+        return None
+    given = " ".join(unit.settings.get("Environment", []))
+    if "LD_LIBRARY_PATH" in given or unit.settings.get("EnvironmentFile") or "set_env.sh" in unit.last("ExecStart"):
+        return Finding(name, "ok", "the unit sets an environment")
+    fix = (
+        "bash -c 'source …/set_env.sh; env' | grep -E '^(ASCEND|LD_LIBRARY_PATH)' > /etc/kvferry/cann.env, "
+        "and a drop-in with EnvironmentFile=/etc/kvferry/cann.env"
+    )
+    return Finding(name, "warning", "the unit sets no LD_LIBRARY_PATH: the daemon finds CANN only by ld.so.conf", fix)
+
+
+def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
+    """Return what keeps the daemon from other hosts, each with the fix."""
+    if not (needs.peers.listen or "").startswith("tcp://"):
+        return []
+    families = unit.words("RestrictAddressFamilies")
+    closed = (
+        families and not families & {"AF_INET", "AF_INET6"} and not unit.last("RestrictAddressFamilies").startswith("~")
+    )
+    denied = "any" in unit.words("IPAddressDeny") and not unit.words("IPAddressAllow")
+    if closed or denied:
+        return [("it lets the daemon speak to no other host", f"put systemd/hosts.conf into {unit.path}.d")]
+    return []
+
+
+def _npu_faults(host: Host, unit: Unit) -> list[tuple[str, str]]:
+    """Return what keeps the daemon from NPUs, each with the fix."""
+    faults = []
+    locked = unit.last("LimitMEMLOCK")
+    if locked != "infinity":
+        faults.append((f"LimitMEMLOCK is {locked or 'not set'}", "LimitMEMLOCK=infinity"))
+    closed = [node for node in (*davinci_nodes(host), *MANAGER_NODES) if not unit.allows(node)]
+    if closed:
+        faults.append((f"DeviceAllow leaves out {', '.join(closed)}", f"DeviceAllow=/dev/{closed[0]} rw, and so on"))
+    return faults
+
+
+def _read(text: str, settings: dict[str, list[str]]) -> None:
+    """Add a unit file's assignments; an empty one takes back those before it."""
+    for line in text.replace("\\\n", " ").splitlines():
+        key, is_assignment, value = line.strip().partition("=")
+        if not is_assignment or key.startswith(("#", ";", "[")):
+            continue
+        if value.strip():
+            settings.setdefault(key.strip(), []).append(value.strip())
+        else:
+            settings.pop(key.strip(), None)

@@ -1,0 +1,183 @@
+"""``kvferry doctor`` as a whole: on laid-out hosts, and as a user runs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.clients.cli.doctor import limits as kernel_limits
+from kvferry.clients.cli.doctor.children import run_child
+from kvferry.clients.cli.doctor.command import add_doctor, examine, lines
+from kvferry.clients.cli.doctor.findings import Finding, exit_status
+from kvferry.clients.cli.doctor.host import Host
+from kvferry.clients.cli.main import main
+from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, MODERN_KERNEL, limits, make_host, npu_files, script
+from tests.daemons import DaemonProcess
+from tests.kvferry_command import run_kvferry
+
+BASE = {
+    "/proc/sys/kernel/osrelease": MODERN_KERNEL,
+    "/proc/meminfo": f"MemTotal: {64 * GIB_IN_KIB} kB\nMemAvailable: {60 * GIB_IN_KIB} kB\n",
+    "/proc/self/limits": limits(),
+    "/dev/shm/.keep": "",  # noqa: S108  below the laid-out root
+}
+PLAIN_PYTHON = """case "$*" in
+*mooncake*) echo '{}';;
+*ascendcl*) exit 0;;
+*) echo '{"torch": "2.13.0", "torch_npu": "", "step": ""}';;
+esac"""
+NPU_PYTHON = PLAIN_PYTHON.replace('"torch_npu": ""', '"torch_npu": "2.13.0", "devices": 2')
+NPU_ONLY = {"driver", "npu health", "device nodes", "group", "numa", "CANN", "CANN library"}
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_doctor(parser)
+    return parser.parse_args([*arguments, "--runtime-dir", "/run/kvferry", "--timeout", "0.1"])
+
+
+def by_name(host: Host, *arguments: str) -> dict[str, Finding]:
+    findings = examine(host, options(*arguments))
+    named = {one.name: one for one in findings}
+    assert len(named) == len(findings)
+    assert not any("the check itself failed" in one.found for one in findings)
+    return named
+
+
+def plain_host(root: Path) -> Host:
+    return make_host(root, BASE, python=[script(root / "python", PLAIN_PYTHON)])
+
+
+def npu_host(root: Path) -> Host:
+    files = {**BASE, **npu_files(), "/opt/cann/x86_64-linux/ascend_toolkit_install.info": "version=8.5.0\n"}
+    script(root / "usr/local/bin/npu-smi", "echo '| 0 910B3 | OK | 90 |'; echo '| 1 910B3 | OK | 90 |'")
+    python = [script(root / "python", NPU_PYTHON)]
+    return make_host(root, files, environ={"ASCEND_HOME_PATH": "/opt/cann", "PATH": "/bin:/usr/bin"}, python=python)
+
+
+def test_a_host_without_npus_is_well(tmp_path: Path) -> None:
+    found = by_name(plain_host(tmp_path))
+    assert exit_status(found.values()) == 0
+    assert found["npu"] == Finding("npu", "ok", "no NPU on this host: host pools only")
+    assert not found.keys() & NPU_ONLY
+    assert {name for name, one in found.items() if one.state != "ok"} <= {
+        "runtime directory", "daemon", "process_vm_readv"
+    }  # fmt: skip
+
+
+def test_an_npu_that_is_asked_for_is_missing(tmp_path: Path) -> None:
+    found = by_name(plain_host(tmp_path), "--npu")
+    assert exit_status(found.values()) == 1
+    assert {name for name, one in found.items() if one.state == "missing"} == {
+        "driver", "device nodes", "CANN", "torch_npu"
+    }  # fmt: skip
+    assert all(one.fix for one in found.values() if one.state != "ok")
+
+
+def test_the_configuration_asks_for_an_npu(tmp_path: Path) -> None:
+    host = plain_host(tmp_path)
+    (tmp_path / "a.toml").write_text('[landing]\ntransport = "mooncake"\nprotocol = "ascend"\n')
+    found = by_name(host, "--config", "/a.toml")
+    assert {"driver", "device nodes", "mooncake"} <= {name for name, one in found.items() if one.state == "missing"}
+
+
+def test_a_whole_npu_host(tmp_path: Path) -> None:
+    found = by_name(npu_host(tmp_path))
+    assert exit_status(found.values()) == 0
+    assert found.keys() >= NPU_ONLY
+    assert {found[name].state for name in NPU_ONLY | {"torch_npu", "memlock"}} == {"ok"}
+    assert "npu" not in found
+
+
+@pytest.mark.parametrize(
+    ("lost", "name", "state"),
+    [
+        ("dev/davinci_manager", "device nodes", "missing"),
+        ("dev/shm/.keep", "shared memory", "missing"),
+        ("opt/cann/x86_64-linux/ascend_toolkit_install.info", "CANN", "unknown"),
+        ("proc/self/limits", "memlock", "unknown"),
+        ("usr/local/bin/npu-smi", "npu health", "unknown"),
+        ("usr/local/Ascend/driver/version.info", "driver", "missing"),
+    ],
+)
+def test_each_thing_that_an_npu_host_loses(tmp_path: Path, lost: str, name: str, state: str) -> None:
+    host = npu_host(tmp_path)
+    (tmp_path / lost).unlink()
+    if lost.endswith(".keep"):
+        (tmp_path / lost).parent.rmdir()
+    found = by_name(host)
+    assert found[name].state == state
+    assert found[name].fix
+    assert exit_status(found.values()) == (state == "missing")
+
+
+def test_a_check_that_breaks_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_arguments: object) -> Finding:
+        raise ZeroDivisionError("no cores")
+
+    monkeypatch.setattr(kernel_limits, "check_kernel", broken)
+    findings = {one.name: one for one in examine(plain_host(tmp_path), options())}
+    assert findings["kernel"].state == "unknown"
+    assert "ZeroDivisionError: no cores" in findings["kernel"].found
+    assert findings["memory"].state == "ok"
+
+
+def test_the_table() -> None:
+    findings = [Finding("a", "ok", "fine"), Finding("longer", "missing", "not there", "get it")]
+    assert list(lines(findings)) == [
+        "  check   state    found",
+        "  a       ok       fine",
+        "  longer  missing  not there",
+        "                   -> get it",
+        "",
+        "missing: longer",
+    ]
+
+
+def test_long_lines_are_wrapped_for_a_terminal() -> None:
+    findings = [Finding("a", "ok", "word " * 30), Finding("b", "missing", "no", "do " * 40)]
+    wrapped = list(lines(findings, 70))[:-2]
+    assert max(len(line) for line in wrapped) <= 70
+    assert " ".join(" ".join(wrapped).split()).count("word") == 30
+    assert list(lines(findings))[1].count("word") == 30
+
+
+def test_as_a_user_runs_it(daemon: DaemonProcess) -> None:
+    done = run_kvferry("doctor", "--runtime-dir", daemon.runtime_dir)
+    assert done.stderr == ""
+    assert done.returncode == int("missing" in done.stdout.splitlines()[-1])
+    (row,) = [line.split() for line in done.stdout.splitlines() if line.startswith("  daemon ")]
+    assert row[1] == "ok"
+    assert f"pid {daemon.process.pid}," in done.stdout
+
+
+def test_for_programs(daemon: DaemonProcess) -> None:
+    done = run_kvferry("doctor", "--json", "--runtime-dir", daemon.runtime_dir)
+    assert (done.stderr, done.stdout.count("\n")) == ("", 1)
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["status"] == done.returncode
+    assert {"name", "state", "found", "fix"} == set(report["findings"][0])
+    daemons = [one for one in report["findings"] if one["name"] == "daemon"]
+    assert [one["state"] for one in daemons] == ["ok"]
+
+
+def test_an_unknown_user(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--user", "no-such-user"]) == 1
+    assert "INVALID_FIELD [user]" in capsys.readouterr().err
+
+
+def test_torch_is_not_imported_here(daemon: DaemonProcess) -> None:
+    """Where torch_npu is installed without CANN, ``import torch`` fails."""
+    program = (
+        "import sys; from kvferry.clients.cli.main import main; "
+        f"main(['doctor', '--runtime-dir', {str(daemon.runtime_dir)!r}]); "
+        "sys.exit(77 if 'torch' in sys.modules else 0)"
+    )
+    host = Host.this_one()
+    done = run_child([*host.python, "-c", program], host.environ, 60)
+    assert done.status == 0, done.errors
+    assert "  daemon " in done.output

@@ -1,0 +1,80 @@
+"""What the configuration asks for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvferry.clients.cli.doctor.limits import GIB
+from kvferry.clients.cli.doctor.needs import Needs, read_needs
+from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, make_host, script
+
+FULL = """
+runtime_dir = "/run/other"
+[pools]
+max_bytes = 1000
+[peers]
+listen = "tcp://127.0.0.1:7801"
+[landing]
+transport = "mooncake"
+protocol = "ascend"
+"""
+
+
+def test_none_given(tmp_path: Path) -> None:
+    needs, finding = read_needs(make_host(tmp_path), None, npu=True)
+    assert needs == Needs(npu_asked=True)
+    assert (finding.state, finding.found) == ("ok", "none given, defaults")
+
+
+def test_none_given_where_there_is_one(tmp_path: Path) -> None:
+    _, finding = read_needs(make_host(tmp_path, {"/etc/kvferry/main.toml": ""}), None, npu=False)
+    assert "/etc/kvferry/main.toml" in finding.found
+
+
+def test_a_file_that_the_daemon_accepts(tmp_path: Path) -> None:
+    host = make_host(tmp_path, {"/etc/kvferry/a.toml": FULL}, environ={"PATH": os.environ["PATH"]})
+    needs, finding = read_needs(host, Path("/etc/kvferry/a.toml"), npu=False)
+    assert (finding.state, finding.found) == ("ok", "/etc/kvferry/a.toml")
+    assert (needs.runtime_dir, needs.peers.listen) == ("/run/other", "tcp://127.0.0.1:7801")
+    assert needs.mooncake
+    assert needs.asks_for_npu  # ascend works on nothing else
+    assert needs.pool_bytes(host) == 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[pools]\nmax_byte = 1\n", "max_byte"),
+        ("[landing]\ndirect = true\n", "landing.direct"),
+        ("[pools]\nmax_bytes = 'x'\n", "max_bytes"),
+        ("[pools\n", ""),
+    ],
+)
+def test_a_file_that_the_daemon_refuses(tmp_path: Path, text: str, reason: str) -> None:
+    host = make_host(tmp_path, {"/a.toml": text}, environ={"PATH": os.environ["PATH"]})
+    _, finding = read_needs(host, Path("/a.toml"), npu=False)
+    assert finding.state == "missing"
+    assert finding.found.startswith("/a.toml: the daemon refuses it: ")
+    assert reason in finding.found
+    assert "CONFIG" in finding.found
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    needs, finding = read_needs(make_host(tmp_path), Path("/none.toml"), npu=False)
+    assert needs == Needs()
+    assert finding.state == "missing"
+    assert "No such file" in finding.found
+
+
+def test_keys_of_a_later_daemon_do_not_matter(tmp_path: Path) -> None:
+    host = make_host(tmp_path, {"/a.toml": "[npu]\nshare = 1\n"}, python=[script(tmp_path / "python", "exit 0")])
+    assert read_needs(host, Path("/a.toml"), npu=False)[1].state == "ok"
+
+
+def test_pools_take_four_fifths_by_default(tmp_path: Path) -> None:
+    host = make_host(tmp_path, {"/proc/meminfo": f"MemTotal: {10 * GIB_IN_KIB} kB\n"})
+    assert Needs().pool_bytes(host) == 8 * GIB
+    assert Needs().pool_bytes(make_host(tmp_path / "other")) == 0

@@ -1,0 +1,106 @@
+"""torch_npu in each state, as a child reports it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.clients.cli.doctor.torch_probe import TorchFound, check_torch_npu, check_without_npu, probe_torch
+from tests.clients.cli.doctor.fake_host import make_host, script
+
+NPU_PYTHON = Path(__file__).parents[4] / ".venv-npu/bin/python"
+BOTH = 'echo \'{"torch": "2.13.0+cpu", "torch_npu": "2.13.0"}\''
+
+
+def probe(tmp_path: Path, says: str, timeout_s: float = 60) -> TorchFound:
+    return probe_torch(make_host(tmp_path, python=[script(tmp_path / "python", says)]), timeout_s)
+
+
+def test_not_installed(tmp_path: Path) -> None:
+    found = probe(tmp_path, 'echo \'{"torch": "2.13.0+cpu", "torch_npu": "", "step": ""}\'')
+    finding = check_torch_npu(found)
+    assert finding.state == "missing"
+    assert "torch-npu==2.13.0 " in finding.fix
+    assert check_without_npu(found) is None
+
+
+def test_the_real_child_here(tmp_path: Path) -> None:
+    found = probe_torch(make_host(tmp_path, environ={"PATH": os.environ["PATH"]}))
+    assert found.torch.startswith("2.")
+    assert found.torch_npu or not found.reason
+
+
+def test_backends_do_not_load_themselves(tmp_path: Path) -> None:
+    says = 'echo "{\\"torch\\": \\"$TORCH_DEVICE_BACKEND_AUTOLOAD\\", \\"step\\": \\"\\"}"'
+    assert probe(tmp_path, says).torch == "0"
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    found = probe(tmp_path, f'echo CANN says hello; echo 1; {BOTH}; echo \'{{"step": "", "devices": 8}}\'')
+    assert found == TorchFound("2.13.0+cpu", "2.13.0", devices=8)
+    finding = check_torch_npu(found)
+    assert (finding.state, finding.fix) == ("ok", "")
+    assert finding.found == "2.13.0 beside torch 2.13.0+cpu; torch sees 8 devices"
+
+
+def test_versions_that_do_not_fit() -> None:
+    finding = check_torch_npu(TorchFound("2.13.0", "2.7.1.post2", devices=8))
+    assert finding.state == "missing"
+    assert "does not fit" in finding.found
+
+
+def test_no_cann() -> None:
+    reason = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
+    found = TorchFound("2.13.0", "2.13.0", "importing torch_npu", reason)
+    finding = check_torch_npu(found)
+    assert finding.state == "missing"
+    assert "importing torch_npu fails: ImportError: libhccl.so" in finding.found
+    assert "set_env.sh" in finding.fix
+    on_hosts_without = check_without_npu(found)
+    assert on_hosts_without is not None
+    assert on_hosts_without.state == "warning"
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in on_hosts_without.fix
+
+
+def test_no_devices() -> None:
+    finding = check_torch_npu(TorchFound("2.13.0", "2.13.0"))
+    assert finding.state == "missing"
+    assert "ASCEND_RT_VISIBLE_DEVICES" in finding.fix
+
+
+def test_a_child_that_hangs_in_the_driver(tmp_path: Path) -> None:
+    found = probe(tmp_path, f'{BOTH}; echo \'{{"step": "counting devices"}}\'; sleep 600', timeout_s=2)
+    assert (found.step, found.reason) == ("counting devices", "nothing came back for 2 s")
+    finding = check_torch_npu(found)
+    assert finding.state == "missing"
+    assert "dmesg" in finding.fix
+
+
+def test_a_child_that_dies(tmp_path: Path) -> None:
+    found = probe(tmp_path, f'{BOTH}; echo \'{{"step": "importing torch_npu"}}\'; kill -SEGV $$')
+    assert found.reason.startswith("the process ended with signal 11")
+
+
+def test_a_python_that_cannot_be_started(tmp_path: Path) -> None:
+    found = probe_torch(make_host(tmp_path, python=[str(tmp_path / "none")]))
+    assert (found.torch, found.step) == ("", "starting Python")
+    assert "No such file or directory" in found.reason
+    assert check_torch_npu(found).state == "unknown"
+
+
+def test_the_real_torch_npu_without_cann(tmp_path: Path, require: Callable[[object, str], None]) -> None:
+    require(NPU_PYTHON.exists(), "the environment .venv-npu with torch_npu")
+    found = probe_torch(make_host(tmp_path, environ={"PATH": os.environ["PATH"]}, python=[str(NPU_PYTHON)]))
+    assert found.step == "importing torch_npu"
+    assert "cannot open shared object file" in found.reason
+    assert check_torch_npu(found).state == "missing"
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_a_simulated_device_on_a_host_without(devices: int) -> None:
+    finding = check_without_npu(TorchFound("2.13.0", "2.13.0", devices=devices))
+    assert finding is not None
+    assert (finding.state, finding.found) == ("ok", f"2.13.0 is installed and imports; torch sees {devices} devices")
