@@ -6,7 +6,7 @@ One decode step::
     ...                                   # the engine's own work hides the update
     client.wait(update)                   # its copies are on their way, or done
     tables.order()                        # the current stream waits for them, not the host
-    graph.update(cpu_update_input=tables.graph_inputs())
+    tables.update_graph(graph)            # the lengths that the graph has baked in
     graph.replay()
 """
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.attention.host_lengths import HostLengths, HostLengthsReader
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.session_channel import SessionChannel
+from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.ids import HOST
@@ -43,9 +44,9 @@ class Tables:
         max_batch: int,
         region: HostRegion | AcceleratorRegion,
         host: HostRegion,
-        event: torch.Event | None,
+        ordered: tuple[Accelerator, torch.Event] | None,
     ) -> None:
-        """Own the mapped memory from now on."""
+        """Own the mapped memory from now on; ``ordered``: on a card, that and the event of its updates."""
         self.name = created.tables
         self.columns = created.columns
         self.page_size = created.page_size
@@ -55,7 +56,7 @@ class Tables:
         self._region = region
         self._host = host
         self._lengths = HostLengthsReader(host.view(), max_batch)
-        self._event = event
+        self._ordered = ordered
 
     def __repr__(self) -> str:
         """Show the shape and where they are."""
@@ -94,10 +95,15 @@ class Tables:
 
     def order(self, stream: torch.Stream | None = None) -> None:
         """Let a stream, by default the current one, wait for the last update's copies. On the host they are done."""
-        if self._event is not None:
-            import torch  # noqa: PLC0415  an engine chooses its backend before torch is first imported
+        if self._ordered is not None:
+            accelerator, event = self._ordered
+            (stream or accelerator.torch.get_device_module(accelerator.kind).current_stream()).wait_event(event)
 
-            (stream or torch.get_device_module(self._event.device).current_stream()).wait_event(self._event)
+    def update_graph(self, graph: Any, *, draft_step: int | None = None, operators: int = 1) -> None:  # noqa: ANN401
+        """Rewrite the lengths that a captured graph has baked in; nothing where graphs read them from ``seq_lens``."""
+        if self._ordered is not None:
+            inputs = self.graph_inputs(draft_step=draft_step, operators=operators)
+            self._ordered[0].vendor.update_graph(graph, inputs)
 
     def close(self) -> None:
         """Unmap: no graph that was captured over the tables may be replayed any more."""
@@ -126,4 +132,5 @@ def mapped_tables(
         return Tables(created, max_batch, HostRegion(fds.pop(0), created.region_bytes), host, None)
     said = ShareFollows(message_id=message_id, shares=(follows.share,) if follows.share else (), events=follows.events)
     region = devices.map(created.device, said, created.region_bytes)
-    return Tables(created, max_batch, region, host, devices.open_event(created.device, said))
+    ordered = (devices.open(created.device), devices.open_event(created.device, said))
+    return Tables(created, max_batch, region, host, ordered)

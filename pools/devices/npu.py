@@ -30,6 +30,9 @@ _HBM_HUGE_PAGES: Final = 4
 _ON_DEVICE: Final = 1
 _HOST_REGISTER_PINNED: Final = 0x10000000
 _OUT_OF_MEMORY: Final = frozenset({200000, 207001, 207018, 300000})
+_PLAIN_FORMATS: Final = frozenset({0, 1, 2, 27, 30, 35, 47})
+"""NCHW, NHWC, ND, NDHWC, NCDHW, NC, NCL: row after row. All others are laid out in fractals."""
+
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 
 
@@ -135,7 +138,10 @@ class NpuVendor:
             self._acl.aclrtFreePhysical(mapped.keep.handle)
 
     def lend(self, tensor: torch.Tensor) -> TorchShare:
-        """See ``Vendor.lend``."""
+        """See ``Vendor.lend``; only of tensors whose bytes lie as their shape says."""
+        form = int(importlib.import_module("torch_npu").get_npu_format(tensor))
+        if form not in _PLAIN_FORMATS:
+            raise InvalidFieldError(f"the tensor has the private format {form}: cast it to ND (2)", field="tensor")
         return lend(self.kind, tensor)
 
     def process_id(self) -> int:

@@ -60,7 +60,11 @@ class Vendor(Protocol):
         """Give up what ``allocate`` or ``map`` gave."""
 
     def lend(self, tensor: torch.Tensor) -> TorchShare:
-        """Return what another process needs to map a tensor of torch's own allocator; its owner has to outlive it."""
+        """Return what another process needs to map a tensor of torch's own allocator; its owner has to outlive it.
+
+        Raises:
+            InvalidFieldError: it is elsewhere, not contiguous, or its bytes do not lie as its shape says.
+        """
 
     def process_id(self) -> int:
         """Return by which number the driver knows this process; containers may see another one than the kernel's."""
