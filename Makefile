@@ -4,6 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
+
+# torch_npu needs an environment of its own: without CANN, which the tests simulate, it keeps torch from being imported.
+VENV_NPU := .venv-npu
+NPU := $(VENV_NPU)/bin
+
 PINS := pyproject.toml constraints.txt
 
 # What `make bench` compares with; an environment each, so that none limits our versions or those of another.
@@ -21,8 +26,15 @@ help:  ## show this list
 demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
 	@$(BIN)/kvferry demo $(ARGS)
 
-test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system  ## run the tests (ARGS="tests/protocol -k codec")
-	@$(BIN)/python -m pytest $(ARGS)
+# ARGS may select tests of one of both runs only.
+none_selected = { status=$$?; [ $$status = 5 ] && [ -n "$(ARGS)" ] || exit $$status; }
+
+test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
+	@echo "==> tests on the host"
+	@$(BIN)/python -m pytest $(ARGS) || $(none_selected)
+	@echo "==> tests on a simulated NPU"
+	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" \
+	    $(NPU)/python -m pytest --device npu:0 $(ARGS) || $(none_selected)
 
 check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and layers
 	$(BIN)/ruff check
@@ -30,8 +42,8 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-bench: $(STAMPS)/mooncake $(STAMPS)/system  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace)
-	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE))
+bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another card)
+	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE))
 
 peers: $(PEERS)/sglang/installed-$(SGLANG)  ## fetch what else `make bench` can compare with, into .peers (some 200 MB)
 
@@ -83,6 +95,21 @@ $(STAMPS)/test: $(STAMPS)/base
 
 $(STAMPS)/check: $(STAMPS)/base
 	$(call install,what the checks need,-e '.[check]')
+	@touch $@
+
+# It sees all packages of $(VENV), and torch_npu on top of them. The simulator of CANN is compiled.
+$(STAMPS)/npu: $(STAMPS)/test
+	@command -v g++ >/dev/null || { $(call apt_install,g++); }
+	@echo "==> making the environment $(VENV_NPU)"
+	@$(BIN)/python -m venv --clear --without-pip $(VENV_NPU)
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	    > "$$($(NPU)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	@echo "==> installing torch_npu into $(VENV_NPU)"
+	@$(BIN)/python -m pip --python $(NPU)/python install --disable-pip-version-check --no-deps -c constraints.txt \
+	    torch-npu
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt pyyaml
+	@echo "==> compiling the CANN simulator"
+	@$(NPU)/python -m tests.cann_simulator.build
 	@touch $@
 
 # Single functions are taken from its source; of what it requires, they need numpy.

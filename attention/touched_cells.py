@@ -83,8 +83,6 @@ def touched_by_many(now: Shown, after: Shown, rows: Positions, cells: Positions,
 def _between(move: RowMove) -> Sequence[int]:
     first, then_first = sorted((move.first, move.new_first))
     end, then_end = sorted((move.end, move.new_end))
-    if then_first > end:  # the ranges do not meet
-        return range(first, then_end)
     return [*range(first, then_first), *range(end, then_end)]
 
 

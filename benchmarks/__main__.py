@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--quick", action="store_true", help="a few seconds, to see that all works; figures mean nothing"
     )
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="DIR", help="for the JSON files")
+    parser.add_argument("--device", default="npu:0", help="the card of device_…; simulated where there is no NPU")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in BENCHMARKS]
     if unknown:
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         print(f"== {name}", flush=True)
         try:
-            found = run_apart(name, Effort(quick=options.quick), options.trace)
+            found = run_apart(name, Effort(options.quick, options.device), options.trace)
         except MissingPeerError as missing:
             print(f"not measured: {missing}", flush=True)
             skipped += 1

@@ -11,12 +11,15 @@ from benchmarks import (
     allocation,
     coalescing,
     control_messages,
+    device_overlap,
     hand_off,
     landing,
     local_transfer,
+    npu_handoff,
     overlap,
     page_ids,
     planning,
+    tables,
     trace_replay,
     unequal_tp,
 )
@@ -37,6 +40,9 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "landing": landing.measure,
     "overlap": overlap.measure,
     "allocation": allocation.measure,
+    "tables": tables.measure,
+    "device_overlap": device_overlap.measure,
+    "npu_handoff": npu_handoff.measure,
 }
 
 

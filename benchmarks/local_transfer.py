@@ -28,7 +28,7 @@ from kvferry.pools.plan import Plan, make_plan
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.manifests import Entry
+from kvferry.protocol.manifests import Entry, Manifest
 
 KIB, MIB = 1 << 10, 1 << 20
 NOISE_BYTES = 10_000_019  # a prime: no two pages alike
@@ -55,9 +55,13 @@ def measure(effort: Effort) -> list[Row]:
 class Copier:
     """Two pools of one layout, and a transport between them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, source: Pool, destination: Pool) -> None:
-        self.source = source
-        self.destination = destination
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, manifest: Manifest, memory: tuple[HostRegion, HostRegion]
+    ) -> None:
+        self.source, self.destination = (
+            Pool(0, name, manifest, one) for name, one in zip(("source", "destination"), memory, strict=True)
+        )
+        self._views = [one.view() for one in memory]
         self._loop = loop
         self._ended: asyncio.Future[KvferryError | None] = loop.create_future()
         self._piece_ids = itertools.count(1)
@@ -108,14 +112,13 @@ class Copier:
         return time.perf_counter() - started
 
     def _memcpy(self, size_bytes: int) -> None:
-        np.copyto(self.destination.region.view()[:size_bytes], self.source.region.view()[:size_bytes])
+        source, destination = self._views
+        np.copyto(destination[:size_bytes], source[:size_bytes])
 
     def _check(self, source: PageIds, destination: PageIds) -> None:
         for entry in self.source.manifest.entries:
             pages = slice(entry.base, entry.base + entry.pages * entry.page_bytes)
-            sent, received = (
-                pool.region.view()[pages].reshape(entry.pages, -1) for pool in (self.source, self.destination)
-            )
+            sent, received = (view[pages].reshape(entry.pages, -1) for view in self._views)
             assert np.array_equal(sent[source[-8:]], received[destination[-8:]]), entry.name
 
 
@@ -137,7 +140,7 @@ def copying(page_bytes: int, size_bytes: int) -> Iterator[Copier]:
             np.random.default_rng(0).integers(0, 256, NOISE_BYTES, np.uint8), manifest.region_bytes
         )
         destination.view()[:] = 1  # not 0, which would read a page of zeros that is shared
-        copier = Copier(loop, Pool(0, "source", manifest, source), Pool(0, "destination", manifest, destination))
+        copier = Copier(loop, manifest, (source, destination))
         try:
             yield copier
         finally:

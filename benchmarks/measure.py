@@ -16,9 +16,10 @@ Contender = Callable[[], float]
 
 
 class Effort(NamedTuple):
-    """How much to measure: all of it, or as little as shows that a benchmark works."""
+    """How much to measure: all of it, or as little as shows that a benchmark works; and on which card, if on one."""
 
     quick: bool = False
+    device: str = "npu:0"
 
     def pick(self, full: int, quick: int) -> int:
         """Return the number that goes with this effort."""

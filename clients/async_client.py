@@ -17,7 +17,7 @@ from kvferry.clients.connection import (
     milliseconds,
 )
 from kvferry.clients.devices import RING_EVENTS, attached_pool, lent_arrays
-from kvferry.clients.events import COUNTER_BYTES, EventRing
+from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.operations import Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
@@ -50,12 +50,13 @@ class AsyncClient(AsyncTables):
         *,
         name: str = "",
         session: bool = True,
+        devices: Mapping[str, str] | None = None,
         timeout_s: float = 5.0,
     ) -> AsyncClient:
         """Connect, open a session and agree on the protocol; see ``Client.connect``."""
         directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
         channel = await asyncio.to_thread(SessionChannel.open, directory, name) if session else None
-        client = cls(directory, channel)
+        client = cls(directory, channel, devices)
         try:
             client.welcome = await client.call(operations.hello(name), deadline_s=timeout_s, margin_s=0.0)
         except DeadlineError as cause:
@@ -113,7 +114,7 @@ class AsyncClient(AsyncTables):
 
     async def open_events(self, device: str = HOST, *, events: int = RING_EVENTS) -> EventRing:
         """See ``Client.open_events``."""
-        made: list[torch.Event] = []
+        made: list[RingEvent] = []
 
         def said(message_id: int) -> Sequence[ShareFollows]:
             if device == HOST:

@@ -6,7 +6,7 @@ The client's own methods are in ``async_client``. See ``SyncRequests`` for what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
@@ -31,13 +31,15 @@ T = TypeVar("T")
 class AsyncRequests:
     """The connection of one session."""
 
-    def __init__(self, runtime_dir: Path, channel: SessionChannel | None) -> None:
+    def __init__(
+        self, runtime_dir: Path, channel: SessionChannel | None, devices: Mapping[str, str] | None = None
+    ) -> None:
         """Use ``AsyncClient.connect``."""
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = open_control_socket(self._context, runtime_dir)
         self._channel = channel
-        self._devices = EngineDevices()
+        self._devices = EngineDevices(devices or {})
         self._core = (
             ClientCore(BootId(channel.opened.boot_id), channel.opened.secret) if channel else ClientCore(NO_BOOT)
         )

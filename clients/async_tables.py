@@ -48,7 +48,11 @@ class AsyncTables(AsyncRequests):
         if self._channel is None:
             raise ValueError("graph tables need a session")
         arguments = (created, max_batch, outgoing.message_id, self._channel, self._devices)
-        return await asyncio.to_thread(mapped_tables, *arguments)
+        try:
+            return await asyncio.to_thread(mapped_tables, *arguments)
+        except BaseException:
+            await self.call(operations.delete_tables(name))  # nobody here can use them
+            raise
 
     async def update_tables(
         self,

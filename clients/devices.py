@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvferry.clients.events import RingEvent
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart, StagingPool
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.pools.devices.npu import NpuVendor
+from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.pool_messages import LentArrays, PoolAttached
 from kvferry.protocol.session_messages import ShareFollows
@@ -20,6 +23,7 @@ from kvferry.protocol.shares import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents
 if TYPE_CHECKING:
     import torch
 
+DEVICE_NAME = re.compile("(npu|cuda):[0-9]{1,3}")
 RING_EVENTS = 64
 """Events of a ring on a device, unless asked for otherwise: one is used again once its work is done."""
 
@@ -27,7 +31,9 @@ RING_EVENTS = 64
 class EngineDevices:
     """The cards that one client has used, opened when they are first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """Use cards by the daemon's names; ``names`` says what this process calls them, where that differs."""
+        self._names = dict(names)
         self._accelerators: dict[str, Accelerator] = {}
 
     def __repr__(self) -> str:
@@ -37,12 +43,19 @@ class EngineDevices:
     def open(self, name: str) -> Accelerator:
         """Return a card, ready to be used.
 
+        Args:
+            name: the daemon's.
+
         Raises:
+            InvalidFieldError: that is no card's name.
             DeviceUnavailableError: this process cannot use it.
         """
         accelerator = self._accelerators.get(name)
         if accelerator is None:
-            accelerator = Accelerator(name)
+            ours = self._names.get(name, name)
+            if not DEVICE_NAME.fullmatch(ours):
+                raise InvalidFieldError(f"{ours!r} is no card: npu:N or cuda:N", field="device")
+            accelerator = Accelerator(ours)
             accelerator.open()
             self._accelerators[name] = accelerator
         return accelerator
@@ -76,7 +89,7 @@ class EngineDevices:
             for at in range(0, len(shares), MAX_SHARES)
         ]
 
-    def events(self, name: str, count: int, message_id: int) -> tuple[list[torch.Event], ShareFollows]:
+    def events(self, name: str, count: int, message_id: int) -> tuple[list[RingEvent], ShareFollows]:
         """Return new interprocess events, recorded here, and the frame by which the daemon can wait for them."""
         if not 1 <= count <= MAX_SHARED_EVENTS:
             raise InvalidFieldError(f"{count} events; from 1 to {MAX_SHARED_EVENTS}", field="events")
@@ -84,7 +97,8 @@ class EngineDevices:
         with accelerator.calling():
             made = [accelerator.vendor.shared_event() for _ in range(count)]
         shared = SharedEvents(handles=tuple(handle for _, handle in made))
-        return [event for event, _ in made], ShareFollows(message_id=message_id, events=shared)
+        ring = [RingEvent(accelerator.vendor, event) for event, _ in made]
+        return ring, ShareFollows(message_id=message_id, events=shared)
 
     def open_event(self, name: str, said: ShareFollows) -> torch.Event:
         """Return the daemon's event, for streams of this process to wait for."""
@@ -94,14 +108,15 @@ class EngineDevices:
             return accelerator.vendor.open_event(said.events.handles[0], accelerator.index)
 
     def process_id(self) -> int | None:
-        """Return by which number the cards' driver knows this process; None where that is the kernel's or unknown."""
+        """Return by which number NPUs' driver knows this process; None where it uses none, or that is not known."""
         if "torch_npu" not in sys.modules:
             return None
-        for accelerator in self._accelerators.values():
-            if accelerator.kind == "npu":
-                with accelerator.calling():
-                    return accelerator.vendor.process_id()
-        return None
+        vendor = NpuVendor()
+        try:
+            vendor.load()
+            return vendor.process_id()
+        except KvferryError:  # the kernel's number will do, but in a container
+            return None
 
 
 def attached_pool(

@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.vendor import Vendor
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.room_messages import LayerStep
 
@@ -26,10 +27,17 @@ if TYPE_CHECKING:
 COUNTER_BYTES = 8
 
 
+class RingEvent(NamedTuple):
+    """An interprocess event of a ring, and who records it."""
+
+    vendor: Vendor
+    event: torch.Event
+
+
 class EventRing:
     """One session's ring; made by ``open_events``. Not for several threads at once."""
 
-    def __init__(self, region: HostRegion, eventfd: int, events: Sequence[torch.Event] = ()) -> None:
+    def __init__(self, region: HostRegion, eventfd: int, events: Sequence[RingEvent] = ()) -> None:
         """Own the mapped counters and the descriptor from now on; ``events``, a slot each, where it is on a device."""
         self._region = region
         self._events = events
@@ -83,7 +91,8 @@ class EventRing:
         if int(self._counters[step.event]) != step.value - 1:
             raise ValueError(f"event {step.event} stands at {self._counters[step.event]}, the step's is {step.value}")
         if self._events:
-            self._events[step.event].record(stream)
+            vendor, event = self._events[step.event]
+            vendor.record(event, stream)  # before the daemon is told, which else finds the event as it was
         self._counters[step.event] = step.value
         os.eventfd_write(self._eventfd, 1)
 

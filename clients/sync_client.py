@@ -19,7 +19,7 @@ from kvferry.clients.connection import (
     milliseconds,
 )
 from kvferry.clients.devices import RING_EVENTS, attached_pool, lent_arrays
-from kvferry.clients.events import COUNTER_BYTES, EventRing
+from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.operations import Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
@@ -53,6 +53,7 @@ class Client(SyncTables):
         *,
         name: str = "",
         session: bool = True,
+        devices: Mapping[str, str] | None = None,
         timeout_s: float = 5.0,
     ) -> Client:
         """Connect, open a session and agree on the protocol.
@@ -61,6 +62,8 @@ class Client(SyncTables):
             runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
             name: shown in the daemon's status and logs.
             session: without one, only ping and status work.
+            devices: what this process calls the daemon's cards, where it sees others: ``{"npu:3": "npu:0"}`` with
+                ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
             timeout_s: how long to wait for the daemon's first reply.
 
         Raises:
@@ -70,7 +73,7 @@ class Client(SyncTables):
         """
         directory = find_runtime_dir(runtime_dir)
         channel = SessionChannel.open(directory, name) if session else None
-        client = cls(directory, channel)
+        client = cls(directory, channel, devices)
         try:
             client.welcome = client.call(operations.hello(name), deadline_s=timeout_s, margin_s=0.0)
         except DeadlineError as cause:
@@ -167,7 +170,7 @@ class Client(SyncTables):
             device: of the pools it speaks of. On a card it has ``events`` interprocess events, recorded on its streams.
             events: how many, on a card; one is used again once its work is done.
         """
-        made: list[torch.Event] = []
+        made: list[RingEvent] = []
 
         def said(message_id: int) -> Sequence[ShareFollows]:
             if device == HOST:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -41,12 +41,14 @@ class PendingReply(Generic[T]):
 class SyncRequests:
     """The connection of one session."""
 
-    def __init__(self, runtime_dir: Path, channel: SessionChannel | None) -> None:
+    def __init__(
+        self, runtime_dir: Path, channel: SessionChannel | None, devices: Mapping[str, str] | None = None
+    ) -> None:
         """Use ``Client.connect``."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = open_control_socket(self._context, runtime_dir)
         self._channel = channel
-        self._devices = EngineDevices()
+        self._devices = EngineDevices(devices or {})
         self._core = (
             ClientCore(BootId(channel.opened.boot_id), channel.opened.secret) if channel else ClientCore(NO_BOOT)
         )

@@ -62,7 +62,11 @@ class SyncTables(SyncRequests):
         outgoing, created = self._round_trip(operations.create_tables(body), deadline_s=deadline_s)
         if self._channel is None:
             raise ValueError("graph tables need a session")
-        return mapped_tables(created, max_batch, outgoing.message_id, self._channel, self._devices)
+        try:
+            return mapped_tables(created, max_batch, outgoing.message_id, self._channel, self._devices)
+        except BaseException:
+            self.begin(operations.delete_tables(name))  # nobody here can use them
+            raise
 
     def update_tables(
         self,

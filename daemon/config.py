@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.ids import PeerAddress
+from kvferry.protocol.ids import HOST, DeviceName, PeerAddress
 from kvferry.protocol.limits import Limits
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -35,12 +35,16 @@ class PoolsConfig(_Section, frozen=True, kw_only=True):
 
 
 class DevicesConfig(_Section, frozen=True, kw_only=True):
-    """Cards: pools of the daemon take at most ``max_fraction`` of one's memory.
+    """Cards: those in ``open`` are opened before the daemon says that it is ready, any other for its first pool.
+
+    To open the first one takes seconds, in which everybody waits. Pools of the daemon take at most ``max_fraction`` of
+    a card's memory.
 
     A call to a card that has not come back after ``stuck_after_s`` is taken for the card's end: the daemon stops, to be
     started anew.
     """
 
+    open: tuple[DeviceName, ...] = ()
     max_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     stuck_after_s: Annotated[float, Meta(ge=1, le=3600)] = 60.0
 
@@ -158,6 +162,8 @@ def _checked(config: Config, path: Path) -> Config:
             f"{peers.heartbeat_ms} ms can come",
             field="peers.timeout_ms",
         )
+    if HOST in config.devices.open:
+        raise ConfigError(f"{path}: the host is no card", field="devices.open")
     if landing.direct and landing.transport == "none":
         raise ConfigError(f"{path}: there is no transport that could write pages directly", field="landing.direct")
     return config

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import structlog
 
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.host import HostRegion
@@ -21,6 +22,7 @@ from kvferry.protocol.errors import KvferryError
 if TYPE_CHECKING:
     import torch
 
+log = structlog.get_logger(__name__)
 LOOK_EVERY_S: Final = 100e-6
 
 
@@ -50,6 +52,11 @@ class DeviceEvents:
     def reached(self) -> list[int]:
         """Return how often each was recorded and is done."""
         return list(self._reached)
+
+    @property
+    def slots(self) -> int:
+        """Return how many events there are."""
+        return len(self._events)
 
     def event(self, slot: int) -> torch.Event:
         """Return an event, for a stream to wait for."""
@@ -91,7 +98,15 @@ class DeviceEvents:
         found = False
         with self._accelerator.calling():
             for slot in behind:
-                if self._events[slot].query():
+                try:
+                    done = self._events[slot].query()
+                except RuntimeError as cause:  # of another process, which may have ended: no word on the card
+                    self.close()
+                    log.warning(
+                        "an engine's events are gone", device=self.device, cause=str(cause).split("\n")[0][:200]
+                    )
+                    break
+                if done:
                     self._reached[slot] = int(values[slot])
                     found = True
         return found

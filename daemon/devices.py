@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from kvferry.daemon.config import DevicesConfig
-from kvferry.pools.devices.accelerator import Accelerator, DeviceMemory
+from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, Accelerator, DeviceMemory
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart, StagingPool
 from kvferry.protocol.errors import DeviceLostError, KvferryError, OutOfMemoryError
 from kvferry.protocol.session_messages import DeviceStatus
@@ -61,9 +61,14 @@ class Devices:
         return f"<Devices {', '.join(f'{name} {card.state}' for name, card in self._cards.items())}>"
 
     @property
+    def in_use(self) -> bool:
+        """Return whether a card was asked for."""
+        return bool(self._cards)
+
+    @property
     def lost(self) -> bool:
         """Return whether a card is lost."""
-        return any(card.accelerator.lost for card in self._cards.values())
+        return any(card.accelerator.lost for card in list(self._cards.values()))
 
     def open(self, name: str) -> Accelerator:
         """Return a card, ready to be used.
@@ -81,21 +86,22 @@ class Devices:
             OutOfMemoryError: the card has not enough, or pools would take more of it than they may.
         """
         card = self._open(name)
+        whole_bytes = -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT  # what it takes of the card
         with card.accelerator.calling():
             memory = card.memory = card.accelerator.memory()
             allowed = int(memory.total * self._config.max_fraction)
             with self._lock:
-                if card.pool_bytes + size_bytes > allowed:
+                if card.pool_bytes + whole_bytes > allowed:
                     raise OutOfMemoryError(
-                        f"the pool needs {size_bytes} bytes of {name}; pools may take {allowed} of its {memory.total} "
+                        f"the pool needs {whole_bytes} bytes of {name}; pools may take {allowed} of its {memory.total} "
                         f"(devices.max_fraction) and have {card.pool_bytes}",
                         field="spec",
                     )
-                card.pool_bytes += size_bytes
+                card.pool_bytes += whole_bytes
             try:
                 mapped = card.accelerator.allocate(size_bytes)
             except BaseException as cause:
-                self._give_back(card, size_bytes)
+                self._give_back(card, whole_bytes)
                 if isinstance(cause, OutOfMemoryError):
                     cause.detail += f"; {name} has {memory.free} of {memory.total} bytes free, {size_bytes} are needed"
                     cause.field = "spec"
@@ -106,7 +112,7 @@ class Devices:
             [RegionPart(0, mapped)],
             size_bytes,
             card.stagings,
-            lambda: self._give_back(card, size_bytes),
+            lambda: self._give_back(card, whole_bytes),
         )
 
     def borrow(self, name: str, lent: Sequence[LentPart], size_bytes: int) -> AcceleratorRegion:

@@ -15,16 +15,24 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+import structlog
 
 from kvferry.daemon.device_events import DeviceEvents
 from kvferry.daemon.devices import Devices
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler, expect
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import InvalidFieldError, KvferryError, OverloadedError
+from kvferry.protocol.errors import (
+    CancelledError,
+    InternalError,
+    InvalidFieldError,
+    KvferryError,
+    OutOfMemoryError,
+    OverloadedError,
+)
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.limits import EVENT_RING_SLOTS
@@ -32,8 +40,11 @@ from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEv
 
 COUNTER = np.dtype("<i8")
 MAX_HELD = 1024
+LOOK_FROM: Final = 64
+"""With so many requests held, those whose deadline has passed are looked for: each keeps its page lists."""
+
 OnReached = Callable[[int, list[int]], None]
-Held = Callable[[], None]
+log = structlog.get_logger(__name__)
 
 
 class _Waiting(NamedTuple):
@@ -41,7 +52,13 @@ class _Waiting(NamedTuple):
 
     point: EventPoint
     recorded: bool
-    go_on: Held
+    call: Call
+    handle: Handler
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its deadline has not passed: else nothing may happen any more."""
+        return self.call.session.is_pending(self.call.message_id)
 
 
 class _Ring:
@@ -128,10 +145,21 @@ class EventRings:
             raise InvalidFieldError(f"event {point.event}; the session's ring has {ring.slots}", field="after.event")
         if (ring.recorded() if recorded else ring.values())[point.event] >= point.value:
             return handle(call)
+        if len(ring.waiting) >= LOOK_FROM:
+            ring.waiting = [one for one in ring.waiting if one.is_pending]
         if len(ring.waiting) >= MAX_HELD:
             raise OverloadedError(f"{MAX_HELD} requests of the session wait for its events")
-        ring.waiting.append(_Waiting(point, recorded, lambda: self._go_on(call, handle)))
+        ring.waiting.append(_Waiting(point, recorded, call, handle))
         return None
+
+    def give_up(self, session_id: int, is_wanted: Callable[[Call], bool]) -> bool:
+        """Refuse a session's held requests that are wanted; return whether there was one."""
+        ring = self._rings.get(session_id)
+        found = [one for one in ring.waiting if one.is_pending and is_wanted(one.call)] if ring is not None else []
+        for one in found:  # each is pending no longer once it is answered
+            error = CancelledError("given up before its event was reached")
+            self._dispatcher.answer_error(one.call.session, one.call.message_id, error)
+        return bool(found)
 
     def session_lost(self, session_id: int) -> None:
         """Take a last look at a session's counters, and give its ring back."""
@@ -147,13 +175,19 @@ class EventRings:
             raise InvalidFieldError("the session has no event ring: OPEN_EVENTS first", field=field)
         return ring
 
-    def _go_on(self, call: Call, handle: Handler) -> None:
-        if not call.session.is_pending(call.message_id):  # its deadline has passed: nothing may happen any more
+    def _go_on(self, one: _Waiting) -> None:
+        call = one.call
+        if not one.is_pending:
             return
         try:
-            answer = handle(call)
+            answer = one.handle(call)
         except KvferryError as error:
             self._dispatcher.answer_error(call.session, call.message_id, error)
+        except Exception as error:  # a bug must not keep the requests behind it waiting
+            name = type(call.body).__name__
+            log.exception("request failed", request=name)
+            internal = InternalError(f"{name} failed: {type(error).__name__}")
+            self._dispatcher.answer_error(call.session, call.message_id, internal)
         else:
             if answer is not None:
                 self._dispatcher.answer(call.session, call.message_id, answer)
@@ -166,8 +200,10 @@ class EventRings:
             return None
         if ring is None:
             ring = self._start(call, EVENT_RING_SLOTS, None)
-        elif (HOST if ring.events is None else ring.events.device) != body.device:
-            raise InvalidFieldError("the session's ring is on another device", field="device")
+        elif ring.events is not None or body.device != HOST:
+            self._session_socket.take_share(call.session, call.message_id)  # its new events are none of the ring's
+            where = HOST if ring.events is None else ring.events.device
+            raise InvalidFieldError(f"the session has a ring on {where} already: use that one", field="device")
         return self._give(call, ring)
 
     def _open_on_device(self, call: Call, device: str) -> None:
@@ -179,18 +215,30 @@ class EventRings:
         def opened(done: asyncio.Future[DeviceEvents]) -> None:
             try:
                 events = done.result()
-                if not self._session_socket.is_connected(call.session) or session_id in self._rings:
+                is_late = not call.session.is_pending(call.message_id)  # the engine has given its events up
+                if is_late or not self._session_socket.is_connected(call.session) or session_id in self._rings:
                     events.close()
                     raise InvalidFieldError("the session has a ring, or has ended", field="device")
-                ring = self._start(call, len(shared.handles), events)
-                self._dispatcher.answer(call.session, call.message_id, self._give(call, ring))
+                self._dispatcher.answer(call.session, call.message_id, self._start_and_give(call, events))
             except KvferryError as error:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
+            except OSError as cause:
+                no_ring = OutOfMemoryError(f"no event ring: {cause}")
+                self._dispatcher.answer_error(call.session, call.message_id, no_ring)
 
         def watch() -> DeviceEvents:
             return DeviceEvents(self._devices.open(device), shared.handles)
 
         self._loop.run_in_executor(self._executor, watch).add_done_callback(opened)
+
+    def _start_and_give(self, call: Call, events: DeviceEvents) -> Answer:
+        """Open a ring on a device; none is left where its descriptors cannot be given, for the next has new events."""
+        try:
+            return self._give(call, self._start(call, len(events.reached()), events))
+        except (KvferryError, OSError):
+            events.close()
+            self.session_lost(call.session.session_id)
+            raise
 
     def _start(self, call: Call, slots: int, events: DeviceEvents | None) -> _Ring:
         session_id = call.session.session_id
@@ -218,15 +266,14 @@ class EventRings:
             self._on_reached(session_id, ring.values())
             self._let_go(ring)
 
-    @staticmethod
-    def _let_go(ring: _Ring) -> None:
+    def _let_go(self, ring: _Ring) -> None:
         if not ring.waiting:
             return
         done, recorded = ring.values(), ring.recorded()
         waiting, ring.waiting = ring.waiting, []
         for one in waiting:
             if (recorded if one.recorded else done)[one.point.event] >= one.point.value:
-                one.go_on()
+                self._go_on(one)
             else:
                 ring.waiting.append(one)
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -134,8 +135,10 @@ class Daemon:
         """Serve until it is stopping, then let running hand-offs finish and give everything back.
 
         Raises:
-            KvferryError: the transport between hosts cannot be had.
+            KvferryError: the transport between hosts, or a card that is to be open, cannot be had.
         """
+        for device in self._config.devices.open:
+            await self._loop.run_in_executor(self._fetcher, self._devices.open, device)
         await self._landing.start(self._remote)
         self._links.start(self._loop)
         self._control.start(self._loop)
@@ -150,6 +153,7 @@ class Daemon:
             await self._drain()
         finally:
             self._leave_if_a_device_is_lost()
+            self._leave_in_any_case()
             self._remote.close()
             await self._landing.close()
             self._transport.close()
@@ -190,6 +194,13 @@ class Daemon:
             self._session_socket.close()
             log.error("ended", counters=self.counters.snapshot())
             os._exit(EXIT_DEVICE_LOST)
+
+    def _leave_in_any_case(self) -> None:
+        """End the process where a call to a card holds up the rest of the end: nothing looks at the time any more."""
+        if self._devices.in_use:
+            timer = threading.Timer(2 * self._config.devices.stuck_after_s, os._exit, (EXIT_DEVICE_LOST,))
+            timer.daemon = True
+            timer.start()
 
     def _copied(self, piece_id: int, error: KvferryError | None) -> None:
         if not self._pull.copied(piece_id, error):

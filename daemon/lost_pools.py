@@ -29,8 +29,9 @@ class LostPools:
         self._path = path
         self._live: dict[tuple[int, str], str] = {}
         self._lost: dict[tuple[int, str], str] = {}
-        for one in self._read():
-            self._lost[one.tenant, one.name] = f"was on {one.device} and went with the daemon's last life"
+        self._before = {(one.tenant, one.name): one.device for one in self._read()}
+        for (tenant, name), device in self._before.items():
+            self._lost[tenant, name] = f"was on {device} and went with the daemon's last life"
 
     def __repr__(self) -> str:
         """Show how many there are."""
@@ -48,7 +49,10 @@ class LostPools:
 
     def deleted(self, tenant: int, name: str) -> None:
         """Note that a pool was given up on purpose."""
-        if self._live.pop((tenant, name), None) is not None:
+        known = (tenant, name) in self._live or (tenant, name) in self._lost
+        self._live.pop((tenant, name), None)
+        self._lost.pop((tenant, name), None)  # one of that name was lost before, and then lent or made on the host
+        if known:
             self._write()
 
     def lose(self, tenant: int, name: str, why: str) -> None:
@@ -68,7 +72,8 @@ class LostPools:
     def _write(self) -> None:
         if self._path is None:
             return
-        pools = [_Pool(*key, device) for key, device in self._live.items()]
+        still_lost = {key: device for key, device in self._before.items() if key in self._lost}
+        pools = [_Pool(*key, device) for key, device in (still_lost | self._live).items()]
         with contextlib.suppress(OSError):  # see the module's docstring
             new = self._path.with_suffix(".new")
             new.write_bytes(msgspec.json.encode(pools))

@@ -176,6 +176,8 @@ class PoolService:
         key = (call.session.tenant, body.pool)
         creation = self._creations.get(key)
         existing = self._pools.get(key)
+        if (creation is not None and creation.lent_by) or (existing is not None and existing.lent_by):
+            raise PoolExistsError(f"pool {body.pool!r} is lent by an engine, which has its memory", field="pool")
         if creation is not None or existing is not None:
             known = existing.manifest if existing else creation.manifest if creation else manifest
             device = existing.region.device if existing else creation.device if creation else body.device
@@ -239,7 +241,7 @@ class PoolService:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
             return
         pool = Pool(*key, creation.manifest, done.result(), lent_by=creation.lent_by)
-        if creation.lent_by is not None and not self._session_socket.is_connected(creation.waiting[0].session):
+        if creation.lent_by is not None and not self._is_awaited(creation.waiting[0]):
             self._give_back(pool)
             return
         self._pools[key] = pool
@@ -258,6 +260,10 @@ class PoolService:
             if creation.lent_by is not None:
                 reply = PoolLent(pool=key[1], manifest=pool.manifest)
             self._dispatcher.answer(call.session, call.message_id, Answer(reply))
+
+    def _is_awaited(self, call: Call) -> bool:
+        """Return whether an engine lives and still waits for its answer: else it has given up what it lends."""
+        return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
 
     def _take_leave(self, pool: Pool, why: str) -> None:
         """Forget a pool whose memory goes away; its mapping goes once nothing of it is in flight."""

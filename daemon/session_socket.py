@@ -50,6 +50,8 @@ _CREDENTIALS: Final = struct.Struct("3i")
 _RECEIVE_BYTES: Final = 4096
 MAX_MESSAGES_SHARED: Final = 16
 MAX_SHARES_SAID: Final = 16_384
+MAX_BYTES_SAID_AHEAD: Final = 8 << 20
+"""More than a socket's buffer holds: of what an engine said before a message, nothing is left behind."""
 
 log = structlog.get_logger(__name__)
 
@@ -180,8 +182,10 @@ class _Connection:
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
 
     def take_share(self, message_id: int) -> ShareFollows | None:
-        while message_id not in self._shares and not self._closed and self._readable():
-            pass
+        # All of it was said before the message, in as many frames as it took; who goes on saying is not waited for.
+        for _ in range(MAX_BYTES_SAID_AHEAD // _RECEIVE_BYTES):
+            if self._closed or not self._readable():
+                break
         return self._shares.pop(message_id, None)
 
     def pass_frame(self, frame: SessionFrame, fds: Sequence[int]) -> None:
@@ -246,9 +250,9 @@ class _Connection:
             said = ShareFollows(message_id=said.message_id, shares=both, events=said.events or known.events)
         elif len(self._shares) >= MAX_MESSAGES_SHARED:
             raise OverloadedError(f"shares for {MAX_MESSAGES_SHARED} messages that never came")
-        if len(said.shares) > MAX_SHARES_SAID:
-            raise OverloadedError(f"more than {MAX_SHARES_SAID} shares for one message")
         self._shares[said.message_id] = said
+        if sum(len(one.shares) for one in self._shares.values()) > MAX_SHARES_SAID:
+            raise OverloadedError(f"more than {MAX_SHARES_SAID} shares for messages that have not come")
 
     def _open(self, frame: bytes) -> None:
         opening = unpack_open(frame)

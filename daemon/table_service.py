@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import structlog
 
 from kvferry.attention.graph_tables import GraphTables
 from kvferry.attention.host_lengths import HostLengthsWriter, host_lengths_bytes
+from kvferry.attention.table_change import TableChange
 from kvferry.attention.table_layout import table_layout
 from kvferry.attention.table_shape import TableShape, table_shape
 from kvferry.attention.table_update import TableUpdate
@@ -34,6 +35,7 @@ from kvferry.protocol.errors import (
     OverloadedError,
     TablesBusyError,
     TablesExistError,
+    TooLargeError,
     UnknownComponentError,
     UnknownTablesError,
 )
@@ -51,6 +53,11 @@ from kvferry.protocol.table_messages import (
 )
 
 MAX_TABLES_PER_SESSION: Final = 16
+MAX_TABLES_BYTES: Final = 256 << 20
+"""Of one set of tables: 1024 rows of 8 million tokens each; as much again, twice, is kept in host memory."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 100e-6, 5e-3
+CLOSE_PAUSE_S: Final = 0.05
 log = structlog.get_logger(__name__)
 
 
@@ -167,7 +174,14 @@ class TableService:
         self._coming.discard(key)
         try:
             visible, share = done.result()
-            made = _Tables(*key, tables, visible)
+            try:
+                made = _Tables(*key, tables, visible)
+            except KvferryError:
+                self._loop.run_in_executor(self._executor, visible.close)
+                raise
+            if not call.session.is_pending(call.message_id):  # its deadline has passed: nobody knows of them
+                self._give_back(made)
+                return
             answer = self._created(call, made, share)
         except KvferryError as error:
             self._dispatcher.answer_error(call.session, call.message_id, error)
@@ -210,37 +224,49 @@ class TableService:
         if one.busy:
             raise TablesBusyError(f"an update of tables {one.name!r} is under way", field="tables")
         one.waiting = call
-        on_card = not isinstance(one.visible, HostTables)
-        return self._rings.hold(call, body.after, self._apply, recorded=on_card)
+        return self._rings.hold(call, body.after, self._apply, recorded=self._after(call, one) is not None)
+
+    def _after(self, call: Call, one: _Tables) -> Any | None:  # noqa: ANN401  torch.Event
+        """Return the event that the tables' stream can wait for; None where the host has to, or nobody."""
+        point = expect(call, UpdateTables).after
+        events = self._rings.events(call.session.session_id) if point is not None else None
+        if point is None or events is None or events.device != one.visible.device or point.event >= events.slots:
+            return None
+        return events.event(point.event)
 
     def _apply(self, call: Call) -> Answer | None:
         body = expect(call, UpdateTables)
         one = self._get(call.session.session_id, body.tables)
         update = _update_of(body, call)
-        change = one.tables.apply(update)
-        if one.stale:
-            change = one.tables.everything()
         if isinstance(one.visible, HostTables):
+            change = one.tables.apply(update)
             one.visible.show(one.tables, change, None)
             return Answer(self._shown(one, update, change.replayed_rows))
-        events = self._rings.events(call.session.session_id) if body.after else None
-        after = events.event(body.after.event) if events is not None and body.after else None
-        one.stale = one.copying = True
-        work = self._loop.run_in_executor(self._executor, one.visible.show, one.tables, change, after)
+        self._apply_on_card(call, one, update, FIRST_PAUSE_S)
+        return None
 
-        def shown(done: asyncio.Future[None]) -> None:
+    def _apply_on_card(self, call: Call, one: _Tables, update: TableUpdate, pause_s: float) -> None:
+        """Apply an update once the copies of the one before are done, which may wait for an engine that is slow."""
+        if self._tables.get((one.session_id, one.name)) is not one or not call.session.is_pending(call.message_id):
+            return
+        one.copying = True
+        work = self._loop.run_in_executor(self._executor, _show_if_idle, one, update, self._after(call, one))
+
+        def shown(done: asyncio.Future[TableChange | None]) -> None:
             one.copying = False
             try:
-                done.result()
-                one.stale = False
-                reply = self._shown(one, update, change.replayed_rows)
+                change = done.result()
             except KvferryError as error:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
-            else:
-                self._dispatcher.answer(call.session, call.message_id, Answer(reply))
+                return
+            if change is None:
+                later_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self._loop.call_later(pause_s, self._apply_on_card, call, one, update, later_s)
+                return
+            reply = self._shown(one, update, change.replayed_rows)
+            self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
         work.add_done_callback(shown)
-        return None
 
     def _shown(self, one: _Tables, update: TableUpdate, replayed_rows: int) -> TablesUpdated:
         one.updates += 1
@@ -266,8 +292,37 @@ class TableService:
         """Close tables: on a card after the copies that the thread has before it."""
         if isinstance(one.visible, HostTables):
             one.close()
-        else:
-            self._loop.run_in_executor(self._executor, one.close)
+            return
+        work = self._loop.run_in_executor(self._executor, _close_if_idle, one)
+
+        def closed(done: asyncio.Future[bool]) -> None:
+            if not done.cancelled() and done.exception() is None and not done.result():
+                self._loop.call_later(CLOSE_PAUSE_S, self._give_back, one)
+
+        work.add_done_callback(closed)
+
+
+def _show_if_idle(one: _Tables, update: TableUpdate, after: Any | None) -> TableChange | None:  # noqa: ANN401
+    """On the thread for tables: apply an update and begin its copies; None, and nothing done, where it cannot yet."""
+    assert isinstance(one.visible, DeviceTables), one.visible
+    if not one.visible.is_idle():
+        return None
+    change = one.tables.apply(update)
+    if one.stale:
+        change = one.tables.everything()
+    one.stale = True
+    one.visible.show(one.tables, change, after)
+    one.stale = False
+    return change
+
+
+def _close_if_idle(one: _Tables) -> bool:
+    """On the thread for tables: unmap what no copy writes any more."""
+    assert isinstance(one.visible, DeviceTables), one.visible
+    if not one.visible.is_idle():
+        return False
+    one.close()
+    return True
 
 
 def _tables_for(pool: Pool, body: CreateTables) -> GraphTables:
@@ -296,6 +351,12 @@ def _tables_for(pool: Pool, body: CreateTables) -> GraphTables:
         window=body.window,
         captured=body.captured,
     )
+    size_bytes = table_layout(shape).size_bytes
+    if size_bytes > MAX_TABLES_BYTES:
+        raise TooLargeError(
+            f"{shape.max_batch} rows of {shape.columns} columns are {size_bytes} bytes; at most {MAX_TABLES_BYTES}",
+            field="max_batch",
+        )
     return GraphTables(shape, component.pages, None if window is None else window.pages)
 
 

@@ -2,7 +2,8 @@
 
 A card's tables follow a pinned copy of the whole region. An update's copies wait on the stream for the replay that
 still reads the tables, and an event after them lets the next replay wait: neither this process nor the engine waits on
-the host. All methods of a card's tables belong on one thread that may wait.
+the host. As a replay may take long, or hang, a card's tables have a stream of their own, and whoever wants to change or
+close them asks first whether they are idle. All their methods belong on one thread that may wait.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class DeviceTables:
             backend = accelerator.torch
             self._pinned = backend.zeros(self._layout.size_bytes, dtype=backend.uint8, pin_memory=True)
             self._event, self._handle = accelerator.vendor.shared_event()
+            self._stream = accelerator.lend_stream(self)
+        self._after: Any | None = None
         self._views = views(tables.shape, self._pinned.numpy())
 
     @property
@@ -75,24 +78,34 @@ class DeviceTables:
         """Return the event that is recorded after each update. Never log it."""
         return SharedEvents(handles=(self._handle,))
 
+    def is_idle(self) -> bool:
+        """Return whether the copies of the last update are done: till then its memory and its event are in use.
+
+        Raises:
+            DeviceLostError: the card failed.
+        """
+        with self._accelerator.calling():
+            return bool(self._event.query())
+
     def show(self, tables: GraphTables, change: TableChange, after: Any | None) -> None:  # noqa: ANN401
-        """See ``VisibleTables.show``."""
-        accelerator, stream = self._accelerator, self._accelerator.streams.tables
+        """See ``VisibleTables.show``; while they are idle."""
+        accelerator, stream = self._accelerator, self._stream
+        self._after = after  # kept until the stream has waited for it
         spans = change.byte_spans(self._layout)
         starts, ends = spans.starts, spans.ends
         if len(starts) > FEW_COPIES:
             starts, ends = starts[:1], ends[-1:]
         on_card = self.region.tensor
         with accelerator.calling():
-            accelerator.wait(self._event)  # the copies of the update before read the pinned memory
             tables.write(change, self._views)
             with stream:
                 if after is not None:
                     stream.wait_event(after)
                 for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
                     on_card[start:end].copy_(self._pinned[start:end], non_blocking=True)
-                self._event.record(stream)
+            accelerator.vendor.record(self._event, stream)  # before the engine is told
 
     def close(self) -> None:
-        """See ``VisibleTables.close``."""
+        """See ``VisibleTables.close``; while they are idle."""
         self.region.close()
+        self._accelerator.take_stream_back(self)

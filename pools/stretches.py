@@ -29,11 +29,12 @@ def stretches_of(manifest: Manifest, arrays: Sequence[tuple[str, str, int | None
         UncoveredEntryError: an entry is in none.
     """
     left = {(entry.component, entry.role, entry.layer): entry for entry in manifest.entries}
+    entries_of: dict[tuple[str, str, int | None], list[Entry]] = {key: [entry] for key, entry in left.items()}
+    for entry in manifest.entries:
+        entries_of.setdefault((entry.component, entry.role, None), []).append(entry)
     found = []
     for number, (component, role, layer) in enumerate(arrays):
-        entries = [
-            e for e in manifest.entries if (e.component, e.role) == (component, role) and layer in {None, e.layer}
-        ]
+        entries = entries_of.get((component, role, layer), [])
         name = f"{component}/{role}" if layer is None else f"{component}/{role}/{layer}"
         if not entries:
             raise InvalidFieldError(f"the pool has no {name}", field=f"arrays[{number}]")

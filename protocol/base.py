@@ -6,7 +6,7 @@ little-endian int64 frame a list, in the order in which the body names the lists
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,9 @@ PageCount = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
     """The base of every request, reply and event body."""
+
+    one_frame: ClassVar[bool] = False
+    """Whether all numbers go in one frame, of which the body counts the parts; in JSON they are ``ids``."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the length of each page list that follows as a frame, in frame order; () without any."""

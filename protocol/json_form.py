@@ -1,6 +1,7 @@
 """Messages as JSON, for people: page lists stand where the body announces their length.
 
-On the wire ``{"pages": 3}`` announces a frame of three ids; in JSON it reads ``{"pages": [4, 5, 6]}``.
+On the wire ``{"pages": 3}`` announces a frame of three ids; in JSON it reads ``{"pages": [4, 5, 6]}``. A body that
+counts the parts of its one frame keeps the counts, and has the frame as ``ids``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvferry.protocol.errors import InvalidFieldError, UnknownTypeError
 from kvferry.protocol.requests import REQUEST_TYPES, RequestBody
 
 PAGES = "pages"
+IDS = "ids"
 
 
 class BodyWithIds(NamedTuple):
@@ -41,24 +43,29 @@ def request_from_json(kind: str, text: bytes | str) -> BodyWithIds:
     except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
         raise InvalidFieldError(f"the message is no JSON object: {cause}") from cause
     _check_known(fields, row.request, "")
-    ids = tuple(_take_ids(fields))
+    ids = (_take(fields, IDS, IDS),) if row.request.one_frame else tuple(_take_ids(fields))
     try:
         body = msgspec.convert({"type": kind, **fields}, RequestBody)
     except msgspec.ValidationError as cause:
         raise invalid_field(cause) from cause
+    if tuple(len(one) for one in ids) != body.page_counts():
+        raise InvalidFieldError(f"{len(ids[0])} ids; the counts say {body.page_counts()[0]}", field=IDS)
     return BodyWithIds(body, ids)
 
 
 def body_to_json(body: Body, ids: Sequence[PageIds]) -> bytes:
     """Return a reply or event as one line of JSON, page ids in place."""
     fields = msgspec.to_builtins(body, enc_hook=str)
+    if body.one_frame:
+        fields[IDS] = ids[0].tolist()
+        return msgspec.json.encode(fields)
     remaining = iter(ids)
     _put_ids(fields, remaining)
     return msgspec.json.encode(fields)
 
 
-def _check_known(fields: dict[str, Any], kind: type[msgspec.Struct], where: str) -> None:
-    unknown = sorted(set(fields) - set(kind.__struct_fields__))
+def _check_known(fields: dict[str, Any], kind: type[Body], where: str) -> None:
+    unknown = sorted(set(fields) - set(kind.__struct_fields__) - ({IDS} if kind.one_frame else set()))
     if unknown:
         known = ", ".join(kind.__struct_fields__) or "none"
         raise InvalidFieldError(f"unknown field {unknown[0]!r}; known: {known}", field=f"{where}{unknown[0]}")
@@ -89,12 +96,16 @@ def _take_ids(fields: dict[str, Any]) -> Iterator[PageIds]:
     for where, holder in _holders(fields):
         if PAGES not in holder:
             continue
-        try:
-            ids = np.array(msgspec.convert(holder[PAGES], list[int]), np.int64)
-        except (msgspec.ValidationError, OverflowError) as cause:
-            raise InvalidFieldError(f"page ids are a list of integers: {cause}", field=f"{where}{PAGES}") from cause
+        ids = _take(holder, PAGES, f"{where}{PAGES}")
         holder[PAGES] = len(ids)
         yield ids
+
+
+def _take(holder: dict[str, Any], key: str, field: str) -> PageIds:
+    try:
+        return np.array(msgspec.convert(holder.pop(key, []), list[int]), np.int64)
+    except (msgspec.ValidationError, OverflowError) as cause:
+        raise InvalidFieldError(f"page ids are a list of integers: {cause}", field=field) from cause
 
 
 def _put_ids(fields: dict[str, Any], remaining: Iterator[PageIds]) -> None:

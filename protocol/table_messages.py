@@ -66,6 +66,8 @@ class UpdateTables(Body, frozen=True, kw_only=True, tag="UPDATE_TABLES"):
     many window pages.
     """
 
+    one_frame = True
+
     tables: PoolName
     batch: PageCount
     extra_tokens: NoTokens = 0

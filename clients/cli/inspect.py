@@ -9,7 +9,7 @@ import msgspec
 
 from kvferry.clients.cli.tables import table
 from kvferry.clients.sync_client import Client
-from kvferry.protocol.session_messages import PoolStatus, StatusReport
+from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport, TablesStatus
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -25,18 +25,19 @@ def ping(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    """Print the daemon's pools, sessions, hand-offs and counters."""
+    """Print the daemon's pools, sessions, hand-offs, devices, graph tables and counters."""
     with Client.connect(options.runtime_dir, name="status", session=False, timeout_s=options.timeout) as client:
         report = client.status()
         boot_id = client.boot_id
     if options.json:
         print(msgspec.json.encode({"boot_id": boot_id, **msgspec.to_builtins(report)}).decode())
     else:
-        print("\n".join(_lines(report, boot_id)))
+        print("\n".join(status_lines(report, boot_id)))
     return 0
 
 
-def _lines(report: StatusReport, boot_id: str) -> Iterable[str]:
+def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
+    """Yield what ``kvferry status`` prints for people."""
     state = "draining" if report.draining else "serving"
     yield (
         f"kvferry {report.daemon_version} pid {report.pid} boot {boot_id[:8]} {state}, "
@@ -45,7 +46,7 @@ def _lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     yield f"other daemons find it at {', '.join(report.addresses)}"
     yield from table(
         "pools",
-        ("pool", "tenant", "pages", "free", "busy", "page KiB", "GiB", "layout"),
+        ("pool", "tenant", "pages", "free", "busy", "page KiB", "GiB", "layout", "device"),
         [row for pool in report.pools for row in _pool_rows(pool)],
     )
     yield from table(
@@ -58,16 +59,23 @@ def _lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         ("request", "side", "pool", "state", "age ms", "pages", "arrived", "waits for"),
         [(r.request, r.side, r.pool, r.state, r.age_ms, r.pages, r.arrived, r.waits_for) for r in report.rooms],
     )
+    if report.devices:
+        of_device = ("device", "GiB", "free GiB", "pools GiB", "state")
+        yield from table("devices", of_device, [_device_row(device) for device in report.devices])
+    if report.tables:
+        of_tables = ("tables", "session", "device", "rows", "columns", "updates", "state")
+        yield from table("graph tables", of_tables, [_tables_row(one) for one in report.tables])
     if report.peers:
-        rows = [(p.address, p.state, p.announced, p.waiting) for p in report.peers]
-        yield from table("other daemons", ("address", "state", "announced", "waiting"), rows)
+        peers = [(p.address, p.state, p.announced, p.waiting) for p in report.peers]
+        yield from table("other daemons", ("address", "state", "announced", "waiting"), peers)
     if report.landing:
         slots = report.landing
-        head = ("session", "state", "slot KiB", "slots", "free", "granted", "quarantined", "quarantined MiB", "held by")
+        of_slots = ("session", "state", "slot KiB", "slots", "free", "granted")
+        of_rest = ("quarantined", "quarantined MiB", "held by")
         holders = ", ".join(f"{address} {count}" for address, count in slots.held_by.items()) or "-"
         row = (slots.session, slots.state, slots.slot_bytes >> 10, slots.slots, slots.free, slots.granted)
         resting = (slots.quarantined, f"{slots.quarantined_bytes / MIB:.1f}")
-        yield from table("landing", head, [(*row, *resting, holders)])
+        yield from table("landing", (*of_slots, *of_rest), [(*row, *resting, holders)])
     yield from table("counters", ("name", "count"), list(report.counters.items()))
 
 
@@ -76,7 +84,26 @@ def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:
     first, *more = [f"{pool.pool} {one.space}" for one in pool.spaces] or [pool.pool]
     yield (
         first, pool.tenant, pool.pages, pool.free, pool.busy, f"{pool.page_bytes / 1024:.1f}",
-        f"{pool.region_bytes / GIB:.2f}", pool.layout_digest[:8],
+        f"{pool.region_bytes / GIB:.2f}", pool.layout_digest[:8], _place(pool),
     )  # fmt: skip
     for name, one in zip(more, pool.spaces[1:], strict=True):
-        yield (name, "", one.pages, one.free, one.busy, f"{one.page_bytes / 1024:.1f}", "", "")
+        yield (name, "", one.pages, one.free, one.busy, f"{one.page_bytes / 1024:.1f}", "", "", "")
+
+
+def _place(pool: PoolStatus) -> str:
+    """Return where a pool is, and whose memory it is where that is not the daemon's."""
+    return pool.device if pool.lent_by is None else f"{pool.device}, lent by session {pool.lent_by}"
+
+
+def _device_row(device: DeviceStatus) -> tuple[object, ...]:
+    """Return a card's row; memory that nobody has asked for yet is not known."""
+    total, free = (
+        f"{size / GIB:.1f}" if device.total_bytes else "?" for size in (device.total_bytes, device.free_bytes)
+    )
+    return (device.device, total, free, f"{device.pool_bytes / GIB:.2f}", device.state)
+
+
+def _tables_row(tables: TablesStatus) -> tuple[object, ...]:
+    """Return the row of a session's graph tables."""
+    state = "an update waits" if tables.waiting else "idle"
+    return (tables.tables, tables.session, tables.device, tables.max_batch, tables.columns, tables.updates, state)

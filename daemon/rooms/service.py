@@ -183,11 +183,22 @@ class RoomService:
         self.carry_out()
         return Answer(accepted)
 
+    def _gave_up_held(self, session_id: int, body: Cancel) -> bool:
+        """Give up a RECEIVE that waits for its event still: it would make its room later, in pages given to others."""
+
+        def is_it(held: Call) -> bool:
+            asked = held.body
+            return isinstance(asked, Receive) and (asked.request_id, asked.pool) == (body.request_id, body.pool)
+
+        return self._rings is not None and self._rings.give_up(session_id, is_it)
+
     def _cancel(self, call: Call) -> Answer | None:
         body = expect(call, Cancel)
         key = SideKey(call.session.tenant, body.request_id, body.pool, body.side)
         session_id = call.session.session_id
         side = self._book.side(session_id, key)
+        if side is None and body.side == "receive" and self._gave_up_held(session_id, body):
+            return Answer(Cancelled(was_finished=False))
         if side is None and self._book.result(session_id, key).settled is not None:
             return Answer(Cancelled(was_finished=True))
         was_finished = side is not None and side.state is not State.OPEN

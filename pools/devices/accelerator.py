@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvferry.pools.devices.cuda import CudaVendor
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.npu import NpuVendor
-from kvferry.pools.devices.vendor import Mapped, Vendor
+from kvferry.pools.devices.vendor import Mapped, Vendor, on_stream
 from kvferry.protocol.errors import DeviceLostError, DeviceUnavailableError, OutOfMemoryError
 from kvferry.protocol.ids import HOST
 
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 REGION_ALIGNMENT: Final = 2 << 20
 FIRST_LOOK_S, LONGEST_PAUSE_S = 20e-6, 500e-6
 STUCK_AFTER_S: Final = 60.0
+LENT_STREAMS: Final = 24
+"""Streams beside those of the directions: torch has 32 in all, and gives the first ones again after that."""
+
+OPENING_S: Final = 120.0
+"""What opening may take longer than a call: torch and its plugin are loaded from files, perhaps from far away."""
+
 VENDORS: Final[dict[str, Callable[[], Vendor]]] = {"npu": NpuVendor, "cuda": CudaVendor}
 
 
@@ -43,7 +49,6 @@ class Streams(NamedTuple):
     device_to_host: torch.Stream
     host_to_device: torch.Stream
     device_to_device: torch.Stream
-    tables: torch.Stream
 
 
 def is_host(device: str) -> bool:
@@ -68,11 +73,15 @@ class Accelerator:
         self.lost: DeviceLostError | None = None
         self.on_lost: Callable[[DeviceLostError], None] = lambda _error: None
         self._stuck_after_s = stuck_after_s
-        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._lending = threading.Lock()
+        self._losing = threading.Lock()  # the event loop takes it: nobody makes a call while he has it
+        self._threads = threading.local()
         self._calls: dict[int, float] = {}
         self._vendor = VENDORS[self.kind]()
         self.torch: Any = None  # imported by ``open`` only
         self._streams: Streams | None = None
+        self._lent_streams: list[tuple[torch.Stream, list[object]]] = []
         self._registered: dict[int, torch.Tensor] = {}
 
     def __repr__(self) -> str:
@@ -97,7 +106,7 @@ class Accelerator:
         Raises:
             DeviceUnavailableError: no such card, or what drives it is missing.
         """
-        with self._lock:
+        with self._opening, self._timed(OPENING_S):
             if self.torch is not None:
                 return
             self._vendor.load()
@@ -108,11 +117,35 @@ class Accelerator:
                     f"this host has {count} cards, {self.name} is none of them", field="device"
                 )
             device = torch.device(self.kind, self.index)
-            torch.accelerator.set_device_index(self.index)
-            # The maker's own class: his interprocess events take no other, and it is a torch.Stream all the same.
-            make = torch.get_device_module(device).Stream
-            self._streams = Streams(*(make(device=device) for _ in Streams._fields))
+            try:
+                torch.accelerator.set_device_index(self.index)
+                # The maker's own class: his interprocess events take no other, and it is a torch.Stream all the same.
+                make = torch.get_device_module(device).Stream
+                self._streams = Streams(*(make(device=device) for _ in Streams._fields))
+            except RuntimeError as cause:
+                raise DeviceUnavailableError(f"{self.name}: {_first_line(cause)}", field="device") from cause
             self.torch = torch
+
+    def lend_stream(self, borrower: object) -> torch.Stream:
+        """Return a stream for work that may wait for an engine, until ``take_stream_back``; within ``calling``.
+
+        Nobody else has it, unless more than ``LENT_STREAMS`` are lent.
+        """
+        with self._lending:
+            least = min(self._lent_streams, key=lambda one: len(one[1]), default=None)
+            if least is None or (least[1] and len(self._lent_streams) < LENT_STREAMS):
+                device = self.torch.device(self.kind, self.index)
+                least = (self.torch.get_device_module(device).Stream(device=device), [])
+                self._lent_streams.append(least)
+            least[1].append(borrower)
+            return least[0]
+
+    def take_stream_back(self, borrower: object) -> None:
+        """End a loan; its work is done."""
+        with self._lending:
+            for _, borrowers in self._lent_streams:
+                if borrower in borrowers:
+                    borrowers.remove(borrower)
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -124,11 +157,9 @@ class Accelerator:
         """
         if self.lost is not None:
             raise DeviceLostError(self.lost.detail)
-        thread = threading.get_ident()
-        self._calls[thread] = time.monotonic()
         try:
-            self.torch.accelerator.set_device_index(self.index)
-            yield
+            with self._timed(), self._as_current():
+                yield
         except DeviceLostError as error:
             self.lose(error)
             raise
@@ -138,12 +169,34 @@ class Accelerator:
             lost = DeviceLostError(f"{self.name}: {_first_line(cause)}")
             self.lose(lost)
             raise lost from cause
+
+    @contextlib.contextmanager
+    def _as_current(self) -> Iterator[None]:
+        """Make the card this thread's current one, and what was so before again: an engine's own, say."""
+        accelerator = self.torch.accelerator
+        before = accelerator.current_device_index()
+        if before != self.index or not getattr(self._threads, "known", False):
+            accelerator.set_device_index(self.index)  # a thread's first call needs it: raw ones know no default
+            self._threads.known = True
+        try:
+            yield
+        finally:
+            if before != self.index:
+                accelerator.set_device_index(before)
+
+    @contextlib.contextmanager
+    def _timed(self, more_s: float = 0.0) -> Iterator[None]:
+        """Let ``check`` know that this thread is in a call, which may take ``more_s`` longer than others."""
+        thread = threading.get_ident()
+        self._calls[thread] = time.monotonic() + more_s
+        try:
+            yield
         finally:
             self._calls.pop(thread, None)
 
     def lose(self, error: DeviceLostError) -> None:
         """Note that the card is lost; only the first reason counts."""
-        with self._lock:
+        with self._losing:
             if self.lost is not None:
                 return
             self.lost = error
@@ -174,7 +227,7 @@ class Accelerator:
         rounded = -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
         mapped = self._vendor.allocate(self.index, rounded)
         try:
-            with self.streams.device_to_device as stream:
+            with on_stream(self.torch, self.streams.device_to_device) as stream:
                 mapped.tensor.zero_()
                 self.wait(stream.record_event())
         except BaseException:
@@ -208,7 +261,7 @@ class Accelerator:
         """Copy contiguous bytes between the card and pinned or registered host memory, on a stream; never waits."""
         host = source if source.device.type == "cpu" else destination
         if host.is_pinned():
-            with stream:
+            with on_stream(self.torch, stream):
                 destination.copy_(source, non_blocking=True)
         else:  # registered with a driver that torch does not ask: its own copy would wait for the stream
             self._vendor.copy_async(destination, source, stream)

@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from kvferry.pools.cells import Cells, cells_of, segments_that_fit
 from kvferry.pools.copies import CopyBlocks
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.vendor import Mapped
+from kvferry.pools.devices.vendor import Mapped, on_stream
 from kvferry.pools.plan import Plan, PlanSide
 from kvferry.pools.runs import coalesce
 from kvferry.protocol.shares import Share
@@ -79,9 +79,14 @@ class _Staging:
 
 
 class StagingPool:
-    """The stagings of one card; as many as copies go on at a time, each kept for the next."""
+    """The stagings of one card; as many as copies go on at a time, each kept for the next.
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    Attributes:
+        staging_bytes: how much goes at a time; more where one segment alone has more.
+    """
+
+    def __init__(self, accelerator: Accelerator, staging_bytes: int = STAGING_BYTES) -> None:
+        self.staging_bytes = staging_bytes
         self._accelerator = accelerator
         self._free: list[_Staging] = []
         self._lock = threading.Lock()
@@ -92,7 +97,7 @@ class StagingPool:
         with self._lock:
             staging = self._free.pop() if self._free else None
         if staging is None or staging.size_bytes < size_bytes:
-            staging = _Staging(self._accelerator, max(size_bytes, STAGING_BYTES))
+            staging = _Staging(self._accelerator, max(size_bytes, self.staging_bytes))
         staging.begin(parts)
         yield staging  # not given back where the card failed: a copy may still use it
         with self._lock:
@@ -159,9 +164,9 @@ class AcceleratorRegion:
         """See ``Region.gather``."""
         del copy
         stream = self.accelerator.streams.device_to_host
-        for begin, end, size, address in _parts(side, first, stop, out_address):
+        for begin, end, size, address in self._pieces(side, first, stop, out_address):
             parts = list(cells_of(side, begin, end))
-            with self._use(), self._stagings.take(size, parts) as staging, stream:
+            with self._use(), self._stagings.take(size, parts) as staging, self._on(stream):
                 self._to_staging(parts, staging)
                 there = self.accelerator.registered(address, size)
                 self.accelerator.copy(staging.pinned[:size] if there is None else there, staging.on_card[:size], stream)
@@ -174,9 +179,9 @@ class AcceleratorRegion:
         """See ``Region.scatter``."""
         del copy
         stream = self.accelerator.streams.host_to_device
-        for begin, end, size, address in _parts(side, first, stop, in_address):
+        for begin, end, size, address in self._pieces(side, first, stop, in_address):
             parts = list(cells_of(side, begin, end))
-            with self._use(), self._stagings.take(size, parts) as staging, stream:
+            with self._use(), self._stagings.take(size, parts) as staging, self._on(stream):
                 there = self.accelerator.registered(address, size)
                 if there is None:
                     ctypes.memmove(staging.pinned.data_ptr(), address, size)
@@ -193,9 +198,10 @@ class AcceleratorRegion:
         """
         assert source.accelerator is self.accelerator, (source, self)
         stream = self.accelerator.streams.device_to_device
-        for begin, end, size, _ in _parts(plan.source, first, stop, 0):
+        for begin, end, size, _ in self._pieces(plan.source, first, stop, 0):
             ours, theirs = (list(cells_of(side, begin, end)) for side in (plan.destination, plan.source))
-            with source._use(), self._count(), self._stagings.take(size, [*ours, *theirs]) as staging, stream:
+            staged = self._stagings.take(size, [*ours, *theirs])
+            with source._use(), self._count(), staged as staging, self._on(stream):
                 source._to_staging(theirs, staging)
                 self._from_staging(ours, staging)
                 staging.done.record(stream)
@@ -242,13 +248,25 @@ class AcceleratorRegion:
 
     def _views(self, cells: Cells, staging: _Staging) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a view of the region and one of the staging, ``(rows, words)``, in the widest words that fit both."""
-        together = cells.offset_bytes | cells.cell_bytes | cells.flat_bytes | MAX_WORD_BYTES
-        backend = self.accelerator.torch
-        words = {1: backend.uint8, 2: backend.int16, 4: backend.int32}[together & -together]
         rows = int(cells.numbers.max()) + 1
         memory = self._bytes_at(cells.offset_bytes, rows * cells.cell_bytes)
+        together = int(memory.storage_offset()) | cells.cell_bytes | cells.flat_bytes | MAX_WORD_BYTES  # any, if lent
+        backend = self.accelerator.torch
+        words = {1: backend.uint8, 2: backend.int16, 4: backend.int32}[together & -together]
         flat = staging.on_card[cells.flat_bytes : cells.flat_bytes + cells.size_bytes]
         return memory.view(words).view(rows, -1), flat.view(words).view(len(cells.numbers), -1)
+
+    def _pieces(self, side: PlanSide, first: int, stop: int, address: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (first, stop, bytes, address) of stretches that fit a staging."""
+        sizes, pages = side.segment_bytes, len(side.ids)
+        while first < stop:
+            end = segments_that_fit(side, first, stop, self._stagings.staging_bytes)
+            size = int(sizes[np.arange(first, end) // pages].sum())
+            yield first, end, size, address
+            first, address = end, address + size
+
+    def _on(self, stream: torch.Stream) -> AbstractContextManager[torch.Stream]:
+        return on_stream(self.accelerator.torch, stream)
 
     @contextmanager
     def _use(self) -> Iterator[None]:
@@ -265,14 +283,3 @@ class AcceleratorRegion:
             with self._users:
                 self._using -= 1
                 self._users.notify_all()
-
-
-def _parts(side: PlanSide, first: int, stop: int, address: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first, stop, bytes, address) of stretches that fit a staging."""
-    sizes = side.segment_bytes
-    pages = len(side.ids)
-    while first < stop:
-        end = segments_that_fit(side, first, stop, STAGING_BYTES)
-        size = int(sizes[np.arange(first, end) // pages].sum())
-        yield first, end, size, address
-        first, address = end, address + size

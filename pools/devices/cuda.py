@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.pools.devices.torch_shares import borrow, lend, open_event
-from kvferry.pools.devices.vendor import Mapped
+from kvferry.pools.devices.vendor import Mapped, on_stream
 from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError, OutOfMemoryError
 from kvferry.protocol.shares import Share, TorchShare
 
@@ -65,8 +65,12 @@ class CudaVendor:
     def shared_event(self) -> tuple[torch.Event, bytes]:
         """See ``Vendor.shared_event``."""
         event = self._torch.cuda.Event(interprocess=True)
-        event.record()
+        self.record(event, None)
         return event, bytes(event.ipc_handle())
+
+    def record(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
+        """See ``Vendor.record``: CUDA has no queue before the driver's."""
+        event.record(stream)
 
     def open_event(self, handle: bytes, index: int) -> torch.Event:
         """See ``Vendor.open_event``."""
@@ -84,7 +88,7 @@ class CudaVendor:
 
     def copy_async(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
         """See ``Vendor.copy_async``: CUDA knows registered memory by itself."""
-        with stream:
+        with on_stream(self._torch, stream):
             destination.copy_(source, non_blocking=True)
 
     def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -53,11 +54,23 @@ class _PhysicalMemory(ctypes.Structure):
 
 
 class _Physical(NamedTuple):
-    """A physical handle, where it is mapped, and the handle that others import."""
+    """A physical handle, where it is mapped, the handle that others import, and the one it was imported by."""
 
     handle: int
     address: int
     shareable: int | None
+    imported_by: int | None = None
+
+
+class _Imported(NamedTuple):
+    """What this process has imported: CANN lets it do so once for a handle, however many want it."""
+
+    mapped: Mapped
+    users: int
+
+
+_imported: Final[dict[int, _Imported]] = {}
+_imported_lock: Final = threading.Lock()
 
 
 class NpuVendor:
@@ -67,6 +80,7 @@ class NpuVendor:
 
     def __init__(self) -> None:
         self._torch: Any = None
+        self._native: Any = None
         self._acl = ctypes.CDLL(None)
 
     def load(self) -> None:
@@ -75,7 +89,7 @@ class NpuVendor:
             return
         try:
             torch = importlib.import_module("torch")
-            importlib.import_module("torch_npu")
+            self._native = importlib.import_module("torch_npu")._C  # noqa: SLF001  nothing else makes such tensors
             self._acl = _typed(ctypes.CDLL("libascendcl.so"))
         except Exception as cause:
             raise DeviceUnavailableError(_explained(cause), field="device") from cause
@@ -106,7 +120,11 @@ class NpuVendor:
         physical: _Physical = mapped.keep
         assert physical.shareable is not None, "shared by whoever only mapped it"
         process = (ctypes.c_int32 * 1)(process_id)
-        self._call("aclrtMemSetPidToShareableHandle", physical.shareable, process, 1)
+        failed = self._acl.aclrtMemSetPidToShareableHandle(physical.shareable, process, 1)
+        if failed:  # the number is the engine's word
+            raise InvalidFieldError(
+                f"the driver does not share memory with process {process_id} (error {failed})", field="device_pid"
+            )
         return VmmShare(handle=physical.shareable, size_bytes=len(mapped.tensor))
 
     def map(self, share: Share, index: int, size_bytes: int) -> Mapped:
@@ -115,6 +133,13 @@ class NpuVendor:
             return Mapped(borrow(self.kind, share, index, size_bytes), None)
         if share.size_bytes < size_bytes:
             raise InvalidFieldError(f"{share.size_bytes} bytes are shared, {size_bytes} are needed", field="share")
+        with _imported_lock:
+            known = _imported.get(share.handle)
+            mapped = known.mapped if known else self._import(share, index)
+            _imported[share.handle] = _Imported(mapped, known.users + 1 if known else 1)
+        return Mapped(mapped.tensor[:size_bytes], mapped.keep)
+
+    def _import(self, share: VmmShare, index: int) -> Mapped:
         handle = ctypes.c_void_p()
         failed = self._acl.aclrtMemImportFromShareableHandle(share.handle, index, ctypes.byref(handle))
         if failed or handle.value is None:
@@ -128,14 +153,23 @@ class NpuVendor:
         except BaseException:
             self._acl.aclrtFreePhysical(handle)
             raise
-        return Mapped(self._tensor(address, index, size_bytes), _Physical(handle.value, address, None))
+        physical = _Physical(handle.value, address, None, share.handle)
+        return Mapped(self._tensor(address, index, share.size_bytes), physical)
 
     def unmap(self, mapped: Mapped) -> None:
         """See ``Vendor.unmap``."""
-        if isinstance(mapped.keep, _Physical):
-            self._acl.aclrtUnmapMem(mapped.keep.address)
-            self._acl.aclrtReleaseMemAddress(mapped.keep.address)
-            self._acl.aclrtFreePhysical(mapped.keep.handle)
+        physical = mapped.keep
+        if not isinstance(physical, _Physical):
+            return
+        with _imported_lock:  # till it is free, so that nobody imports it anew before
+            if physical.imported_by is not None:
+                known = _imported.pop(physical.imported_by)
+                if known.users > 1:
+                    _imported[physical.imported_by] = known._replace(users=known.users - 1)
+                    return
+            self._acl.aclrtUnmapMem(physical.address)
+            self._acl.aclrtReleaseMemAddress(physical.address)
+            self._acl.aclrtFreePhysical(physical.handle)
 
     def lend(self, tensor: torch.Tensor) -> TorchShare:
         """See ``Vendor.lend``; only of tensors whose bytes lie as their shape says."""
@@ -153,8 +187,17 @@ class NpuVendor:
     def shared_event(self) -> tuple[torch.Event, bytes]:
         """See ``Vendor.shared_event``."""
         event = self._torch.npu.Event(interprocess=True)
-        event.record()  # it gets its handle with its first record
+        self.record(event, None)  # it gets its handle with its first record
         return event, bytes(event.ipc_handle())
+
+    def record(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
+        """See ``Vendor.record``: torch_npu's own thread records, some time later, unless its queue is emptied."""
+        on: Any = stream or self._torch.npu.current_stream()
+        own = self._torch.npu.Stream
+        if not isinstance(on, own):  # torch's own class, as torch.accelerator gives it
+            on = own(stream_id=on.stream_id, device_index=on.device_index, device_type=on.device_type)
+        event.record(on)
+        on.npu_stream  # noqa: B018  launches what is queued before it gives its handle
 
     def open_event(self, handle: bytes, index: int) -> torch.Event:
         """See ``Vendor.open_event``."""
@@ -179,7 +222,12 @@ class NpuVendor:
         self._call("aclrtMemcpyAsync", destination.data_ptr(), size, source.data_ptr(), size, kind, raw)
 
     def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
-        """See ``Vendor.update_graph``."""
+        """See ``Vendor.update_graph``.
+
+        The graph waits for its update by an event that the replay resets. An update that came before the replay before
+        it has done so would be lost, and the next replay wait for ever; torch_npu's own graph trees order it so, too.
+        """
+        graph.graph_dispatch_mode.update_stream.wait_stream(self._torch.npu.current_stream())
         graph.update(cpu_update_input=[dict(one) for one in inputs])
 
     def _map(self, handle: int, size_bytes: int) -> int:
@@ -194,11 +242,17 @@ class NpuVendor:
         return address.value
 
     def _tensor(self, address: int, index: int, size_bytes: int) -> torch.Tensor:
-        backend = self._torch
-        device = backend.device("npu", index)
-        storage = backend._C._construct_storage_from_data_pointer(address, device, size_bytes)  # noqa: SLF001  the only way
-        empty = backend.empty(0, dtype=backend.uint8, device=device)
-        tensor: torch.Tensor = empty.set_(storage, 0, (size_bytes,), (1,))
+        # By torch_npu's own functions: it takes every storage on a card for its own kind, which is larger than torch's.
+        native, device = self._native, self._torch.device("npu", index)
+        storage = native._construct_storage_from_data_pointer(address, device, size_bytes)  # noqa: SLF001  the only way
+        described = {
+            "size": (size_bytes,),
+            "stride": (1,),
+            "storage_offset": 0,
+            "dtype": self._torch.uint8,
+            "device": device,
+        }
+        tensor: torch.Tensor = native._construct_NPU_Tensor_From_Storage_And_Metadata(described, storage)  # noqa: SLF001
         return tensor
 
     def _call(self, name: str, *arguments: Any) -> None:  # noqa: ANN401  ctypes
@@ -226,8 +280,10 @@ def _typed(acl: ctypes.CDLL) -> ctypes.CDLL:
     return acl
 
 
-def _explained(cause: Exception) -> str:
+def _explained(cause: BaseException) -> str:
     """Return why torch_npu cannot be used, in an operator's words."""
+    if isinstance(cause.__cause__, ImportError):  # torch's own words, where it loads torch_npu by itself
+        cause = cause.__cause__
     text = f"{type(cause).__name__}: {cause}".splitlines()[0]
     if isinstance(cause, ModuleNotFoundError):
         return f"this Python has no {cause.name}: install torch-npu of torch's own version, as kvferry[npu] does"

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 EVENT_HANDLE_BYTES: Final = 64
+REF_COUNTERS: Final = 10_000
+"""Of one of torch's files of them (CUDA_IPC_REF_COUNTER_FILE_SIZE): it counts down where it is told, without a look."""
 
 
 def lend(kind: str, tensor: torch.Tensor) -> TorchShare:
@@ -53,6 +55,8 @@ def borrow(kind: str, share: TorchShare, index: int, size_bytes: int) -> torch.T
         raise InvalidFieldError(
             f"{size_bytes} bytes from byte {share.offset_bytes} of a storage of {share.storage_bytes}", field="share"
         )
+    if share.ref_counter_offset >= REF_COUNTERS or (share.event_sync and len(share.event) != EVENT_HANDLE_BYTES):
+        raise InvalidFieldError("no share of torch's: its counter or its event cannot be", field="share")
     backend: Any = importlib.import_module("torch")
     try:
         storage = getattr(backend.UntypedStorage, f"_new_shared_{kind}")(

@@ -6,13 +6,28 @@ current device is set; torch is imported by ``load`` and not before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvferry.protocol.shares import Share, TorchShare
 
 if TYPE_CHECKING:
     import torch
+
+
+@contextlib.contextmanager
+def on_stream(backend: Any, stream: torch.Stream) -> Iterator[torch.Stream]:  # noqa: ANN401  torch, where it is imported
+    """Give work to a stream on this thread. ``with stream`` does not do: threads that share a stream would undo it.
+
+    torch keeps what to go back to in the stream's own object, so that one thread's exit takes another's.
+    """
+    before = backend.accelerator.current_stream(stream.device)
+    backend.accelerator.set_stream(stream)
+    try:
+        yield stream
+    finally:
+        backend.accelerator.set_stream(before)
 
 
 class Mapped(NamedTuple):
@@ -71,6 +86,12 @@ class Vendor(Protocol):
 
     def shared_event(self) -> tuple[torch.Event, bytes]:
         """Return a new interprocess event, which is recorded here, and its handle."""
+
+    def record(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
+        """Record an interprocess event on a stream, by default the current one.
+
+        When this returns the driver knows of it: whoever is told so may wait for it, in whatever process.
+        """
 
     def open_event(self, handle: bytes, index: int) -> torch.Event:
         """Return another process's event, to be waited for here."""
