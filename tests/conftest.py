@@ -1,9 +1,14 @@
-"""What every test may use: the event loops, requirements that CI must meet, hypothesis profiles."""
+"""What every test may use: the device of the run, the event loops, requirements that CI must meet, hypothesis profiles.
+
+``--device npu:0`` runs the tests marked ``any_device`` and those of ``tests/npu`` on a card: a simulated one, unless
+CANN is installed. The host's run leaves out ``tests/npu``.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import hypothesis
@@ -13,12 +18,84 @@ from blockbuster import blockbuster_ctx
 
 import kvferry.clients
 import kvferry.daemon
+from kvferry.protocol.ids import HOST
+from tests.cann_simulator.simulator import Simulator
+from tests.devices import DEVICE
+from tests.simulated_host import SimulatedHost
 
 IN_CI: Final = os.environ.get("CI") == "true"
 
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
-hypothesis.settings.load_profile("ci" if IN_CI else "dev")
+for profile in ("dev", "ci"):  # on a card every example costs more
+    on_card = hypothesis.settings(hypothesis.settings.get_profile(profile), max_examples=10)
+    hypothesis.settings.register_profile(f"{profile}-on-card", on_card)
+PROFILE: Final = "ci" if IN_CI else "dev"
+hypothesis.settings.load_profile(PROFILE)
+
+NPU_TESTS: Final = Path(__file__).with_name("npu")
+simulated_host = pytest.StashKey[SimulatedHost | None]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--device``."""
+    parser.addoption("--device", default=HOST, help="where pools' memory is: host, npu:0, cuda:0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fix the device, before any test's module is imported."""
+    DEVICE.name = config.getoption("--device")
+    if DEVICE.name != HOST:
+        hypothesis.settings.load_profile(f"{PROFILE}-on-card")
+    config.stash[simulated_host] = SimulatedHost.start() if DEVICE.name.startswith("npu:") else None
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what the simulated cards have left."""
+    host = config.stash.get(simulated_host, None)
+    if host is not None:
+        host.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests that are for the device."""
+    on_host = DEVICE.name == HOST
+    left_out = [item for item in items if (NPU_TESTS in item.path.parents if on_host else not _is_for_cards(item))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _is_for_cards(item: pytest.Item) -> bool:
+    if item.get_closest_marker("host_only") is not None:
+        return False
+    return NPU_TESTS in item.path.parents or item.get_closest_marker("any_device") is not None
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Return the name of the device that this run is for."""
+    return DEVICE.name
+
+
+@pytest.fixture(scope="session")
+def simulator(request: pytest.FixtureRequest) -> Simulator:
+    """Return the simulator that this process, and every one that it starts, is on; only on a simulated card."""
+    host = request.config.stash[simulated_host]
+    if host is None:
+        pytest.skip("this card is a real one: its faults cannot be ordered")
+    return host.simulator
+
+
+@pytest.fixture(autouse=True)
+def _tidy_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give back what a test has left on the card, and fail it where its work was in no order."""
+    yield
+    DEVICE.tidy()
+    host = request.config.stash[simulated_host]
+    if host is not None:
+        races = host.new_races()
+        assert not races, races
 
 
 @pytest.fixture(

@@ -18,7 +18,7 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 LAYERS: Final = ("attention", "clients", "daemon", "pools", "protocol")
-DATA_FILES: Final = ("hosts.conf", "kvferry.toml", "kvferry@.service")
+DATA_FILES: Final = ("hosts.conf", "kvferry.toml", "kvferry@.service", "npu.conf")
 
 BUILD_SDIST: Final = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 IMPORT_ALL: Final = (

@@ -430,7 +430,7 @@ class Steps(RuleBasedStateMachine):
     def lengths_of(self, row: int) -> st.SearchStrategy[int]:
         """Return the next token above all, else any length."""
         now = self.model.lengths[row] if row < len(self.model.lengths) else 0
-        return st.one_of(st.just(min(now + 1, 20)), st.integers(0, 20))
+        return st.one_of(st.just(min(now + 1, 20)), st.just(max(now - 1, 0)), st.integers(0, 20))
 
     def with_window_pages(self, update: TableUpdate, data: st.DataObject) -> TableUpdate:
         """Return the update with window pages for what it shows, and without some that it does not show."""

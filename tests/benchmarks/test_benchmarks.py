@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -15,9 +16,13 @@ from typing import Final
 import msgspec
 import pytest
 
+from benchmarks import on_card
 from benchmarks.catalogue import BENCHMARKS, TRACE
+from benchmarks.landing import MissingPeerError
 from benchmarks.measure import Effort, Row, Target, Unit, compare
+from benchmarks.on_card import SIMULATED
 from benchmarks.report import Report, summary, table
+from tests.cann_simulator.build import COMPILER, NPU_PYTHON, built_simulator
 from tests.daemon.transports.mooncake_world import mooncake_works
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -26,7 +31,10 @@ TRACED_TOKENS: Final = (300, 128, 1)
 
 NEEDS_MOONCAKE: Final = ("landing",)
 MOONCAKE: Final = "mooncake-transfer-engine-non-cuda and libibverbs1"
+ON_A_CARD: Final = ("device_overlap", "npu_handoff")
+SIMULATOR: Final = "the environment .venv-npu and g++"
 
+ON_THE_HOST: Final = [name for name in BENCHMARKS if name not in ON_A_CARD]
 Require = Callable[[object, str], None]
 
 
@@ -42,7 +50,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     folder = tmp_path_factory.mktemp("bench")
     trace = folder / "trace.jsonl"
     trace.write_text("".join(json.dumps({"timestamp": 0, "input_length": n}) + "\n" for n in TRACED_TOKENS))
-    names = [name for name in BENCHMARKS if name not in NEEDS_MOONCAKE or mooncake_works()]
+    names = [name for name in ON_THE_HOST if name not in NEEDS_MOONCAKE or mooncake_works()]
     done = run_benchmarks(*names, "--quick", "--trace", trace, "--output", folder / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     files = sorted((folder / "out").glob("*.json"))
@@ -52,10 +60,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return {report.benchmark: report for report in found}
 
 
-@pytest.mark.parametrize("name", [*BENCHMARKS, TRACE])
+@pytest.mark.parametrize("name", [*ON_THE_HOST, TRACE])
 def test_a_benchmark_leaves_well_formed_rows(reports: dict[str, Report], name: str, require: Require) -> None:
     require(name in reports, MOONCAKE)
-    report = reports[name]
+    check_report(reports[name], name)
+
+
+def check_report(report: Report, name: str) -> None:
     assert report.quick
     assert report.rows
     assert len({row.name for row in report.rows}) == len(report.rows)
@@ -71,7 +82,7 @@ def test_a_benchmark_leaves_well_formed_rows(reports: dict[str, Report], name: s
         assert (row.target is None) == (row.met is None)
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", ON_THE_HOST)
 def test_a_benchmark_of_the_issue_has_a_target(reports: dict[str, Report], name: str, require: Require) -> None:
     require(name in reports, MOONCAKE)
     assert name == "hand_off" or any(row.target is not None for row in reports[name].rows)
@@ -88,6 +99,46 @@ def test_what_cannot_be_measured_is_said_and_does_not_stop_the_others(tmp_path: 
     assert "not measured: " in found.stdout
     assert "libibverbs.so.1: no such file; install kvferry[mooncake]" in found.stdout
     assert [one.stem for one in (tmp_path / "out").iterdir()] == ["allocation"]
+
+
+@pytest.fixture(scope="module")
+def card_reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """Run the benchmarks of cards on the simulator, quickly, and return what each has written; nothing without it."""
+    if not NPU_PYTHON.exists() or not shutil.which(COMPILER):
+        return {}
+    built_simulator()  # minutes, the first time
+    folder = tmp_path_factory.mktemp("bench-card")
+    done = run_benchmarks(*ON_A_CARD, "--quick", "--output", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = [folder / f"{name}.json" for name in ON_A_CARD]
+    return {one.stem: msgspec.json.decode(one.read_bytes(), type=Report) for one in files}
+
+
+@pytest.mark.parametrize("name", ON_A_CARD)
+def test_a_benchmark_of_a_card_runs_on_the_simulator_and_says_so(
+    card_reports: dict[str, Report], name: str, require: Require
+) -> None:
+    require(name in card_reports, SIMULATOR)
+    report = card_reports[name]
+    check_report(report, name)
+    assert name == "npu_handoff" or any(row.target is not None for row in report.rows)
+    assert all(SIMULATED in row.note for row in report.rows)
+
+
+def test_copies_overlap_and_one_that_waits_for_the_compute_stream_does_not(
+    card_reports: dict[str, Report], require: Require
+) -> None:
+    require("device_overlap" in card_reports, SIMULATOR)
+    ratios = {row.name.partition("/")[2]: row.ratio for row in card_reports["device_overlap"].rows}
+    in_turn = ratios.pop("one_stream")
+    assert {*ratios} == {"to_host", "to_device", "on_device"}
+    assert max(ratios.values()) < 1.5 < in_turn, (ratios, in_turn)
+
+
+def test_no_environment_for_npus_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_card, "NPU_PYTHON", tmp_path / "bin" / "python")
+    with pytest.raises(MissingPeerError, match=r"there is no .*bin/python: `make test` sets it up"):
+        BENCHMARKS["device_overlap"](Effort(quick=True))
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -26,8 +26,9 @@ from kvferry.protocol.errors import (
     UnknownRoomError,
 )
 from tests.daemons import DaemonProcess, running_daemon
+from tests.devices import DEVICE
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
 SOON_S = 10.0
 
 
@@ -42,11 +43,13 @@ class Engine(NamedTuple):
 async def engine(daemon: DaemonProcess, name: str, spec: MhaSpec, *, filled: bool) -> Engine:
     """Connect an engine; the caller closes its client."""
     client = await AsyncClient.connect(daemon.runtime_dir, name=name)
-    pool = await client.create_pool(name, spec)
+    pool = await client.create_pool(name, spec, device=DEVICE.name)
     ids = await client.allocate(name, 3)
     if filled:
         for role in ("k", "v"):
-            pool.tensor("main", role).uniform_()
+            whole = pool.tensor("main", role)
+            whole.copy_(torch.rand(whole.shape))
+        await asyncio.get_running_loop().run_in_executor(None, DEVICE.synchronize)
     return Engine(client, pool, ids)
 
 
@@ -76,7 +79,7 @@ async def test_no_daemon(tmp_path: Path, *, session: bool) -> None:
 
 async def test_pools_and_pages(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir) as client:
-        pool = await client.create_pool(name, spec)
+        pool = await client.create_pool(name, spec, device=DEVICE.name)
         again = await client.attach_pool(name, pool.manifest.layout_digest)
         pool.tensor("main", "k")[0, 1] = 5
         assert float(again.tensor("main", "k").sum()) == 5 * 4 * 2 * 4
@@ -198,7 +201,7 @@ async def test_waiting_has_a_deadline(daemon: DaemonProcess, name: str, spec: Mh
 
 async def test_a_cancelled_call_leaves_nothing_behind(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir) as client:
-        await client.create_pool(name, spec)
+        await client.create_pool(name, spec, device=DEVICE.name)
         call = asyncio.ensure_future(client.allocate(name, 1))
         await asyncio.sleep(0)  # it has been sent
         call.cancel()
@@ -218,7 +221,7 @@ async def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path,
             waits: list[Awaitable[object]] = [
                 client.ping(),
                 client.status(),
-                client.create_pool("other", spec),
+                client.create_pool("other", spec, device=DEVICE.name),
                 client.attach_pool("decode"),
                 client.delete_pool("decode"),
                 client.allocate("decode", 1),

@@ -15,6 +15,9 @@ from kvferry.protocol.errors import InvalidFieldError, PeerLostError
 from kvferry.protocol.limits import EVENT_RING_SLOTS
 from kvferry.protocol.room_messages import LayerStep
 from tests.daemons import DaemonProcess
+from tests.devices import DEVICE
+
+pytestmark = pytest.mark.any_device
 
 COUNT = 3
 
@@ -131,7 +134,7 @@ class Sides:
         self.prefill = Client.connect(daemon.runtime_dir, name="prefill")
         self.decode = Client.connect(daemon.runtime_dir, name="decode")
         for one in self.names:
-            self.prefill.create_pool(one, spec)
+            self.prefill.create_pool(one, spec, device=DEVICE.name)
 
     def lists(self, client: Client, name: str) -> list[Pages]:
         """Allocate pages and name them."""

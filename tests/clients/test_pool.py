@@ -7,36 +7,40 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvferry.clients.pool import AttachedPool
-from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MlaSpec, PoolSpec
+from tests.devices import DEVICE, new_region
 from tests.pools.layouts.pool_specs import pool_specs
+from tests.region_bytes import write_region
+
+pytestmark = pytest.mark.any_device
 
 SMALL: Final[dict[str, Any]] = {"tokens": 64, "page_size": 16, "dtype": "bfloat16"}
 
 
 def attached(spec: PoolSpec) -> AttachedPool:
     manifest = manifest_of(spec)
-    return AttachedPool("engine", manifest, HostRegion.create("engine", manifest.region_bytes))
+    return AttachedPool("engine", manifest, new_region(manifest.region_bytes, "engine"))
 
 
-@settings(max_examples=60)
+@DEVICE.examples(60)
 @given(pool_specs())
 def test_a_page_of_a_tensor_is_the_entrys_page(spec: PoolSpec) -> None:
     """Mark each entry's second page by its bytes, and read the marks back through the tensors."""
     pool = attached(spec)
-    raw = pool.region.view()
+    raw = np.zeros(pool.region.size_bytes, np.uint8)
     for number, entry in enumerate(pool.manifest.entries):
         start = entry.base + entry.page_bytes
         raw[start : start + entry.page_bytes] = number % 251 + 1
+    write_region(pool.region, raw)
     for number, entry in enumerate(pool.manifest.entries):
         layers = pool.layers(entry.component, entry.role)
         one = pool.tensor(entry.component, entry.role)[layers.index(entry.layer)]
-        pages = one.reshape(entry.pages, -1).view(torch.uint8)
+        pages = one.reshape(entry.pages, -1).view(torch.uint8).cpu()
         assert pages.shape == (entry.pages, entry.page_bytes)
         assert set(np.unique(pages[1].numpy())) == {number % 251 + 1}
         assert not pages[0].any()

@@ -34,6 +34,9 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from tests.daemons import DaemonProcess, running_daemon
+from tests.devices import DEVICE
+
+pytestmark = pytest.mark.any_device
 
 SOON_S = 10.0
 
@@ -96,22 +99,22 @@ def test_closing_twice_does_nothing(daemon: DaemonProcess) -> None:
 
 
 def test_a_pool_is_created_once_and_found_again(client: Client, other: Client, name: str, spec: MhaSpec) -> None:
-    made = client.create_pool(name, spec)
-    found = other.create_pool(name, msgspec.structs.replace(spec, view="fia"))
+    made = client.create_pool(name, spec, device=DEVICE.name)
+    found = other.create_pool(name, msgspec.structs.replace(spec, view="fia"), device=DEVICE.name)
     assert found.manifest.layout_digest == made.manifest.layout_digest
     assert made.page_size == 4
     assert (made.manifest.pages, len(made.manifest.entries)) == (17, 4)
     with pytest.raises(PoolExistsError):
-        other.create_pool(name, msgspec.structs.replace(spec, tokens=128))
+        other.create_pool(name, msgspec.structs.replace(spec, tokens=128), device=DEVICE.name)
     with pytest.raises(PoolExistsError):
-        other.create_pool(name, msgspec.structs.replace(spec, dtype="bfloat16"))
+        other.create_pool(name, msgspec.structs.replace(spec, dtype="bfloat16"), device=DEVICE.name)
     with pytest.raises(InvalidFieldError) as refused:
-        other.create_pool(name + "x", msgspec.structs.replace(spec, dtype="float3"))
+        other.create_pool(name + "x", msgspec.structs.replace(spec, dtype="float3"), device=DEVICE.name)
     assert refused.value.field == "dtype"
 
 
 def test_attaching_by_digest(client: Client, name: str, spec: MhaSpec) -> None:
-    digest = client.create_pool(name, spec).manifest.layout_digest
+    digest = client.create_pool(name, spec, device=DEVICE.name).manifest.layout_digest
     assert client.attach_pool(name).manifest.layout_digest == digest
     assert client.attach_pool(name, digest).manifest.layout_digest == digest
     with pytest.raises(LayoutMismatchError):
@@ -121,7 +124,7 @@ def test_attaching_by_digest(client: Client, name: str, spec: MhaSpec) -> None:
 
 
 def test_a_deleted_pool_is_gone_but_its_mappings_stay(client: Client, name: str, spec: MhaSpec) -> None:
-    pool = client.create_pool(name, spec)
+    pool = client.create_pool(name, spec, device=DEVICE.name)
     k = pool.tensor("main", "k")
     k.fill_(7)
     ids = client.allocate(name, 1)
@@ -132,32 +135,41 @@ def test_a_deleted_pool_is_gone_but_its_mappings_stay(client: Client, name: str,
     for use in (lambda: client.attach_pool(name), lambda: client.allocate(name, 1), lambda: client.delete_pool(name)):
         with pytest.raises(UnknownPoolError):
             use()
+    assert bool((k == 7).all())
+    pool.close()
+    assert not client.create_pool(name, spec, device=DEVICE.name).tensor("main", "k").any(), "a new pool is new memory"
+
+
+@pytest.mark.host_only
+def test_tensors_of_host_memory_outlive_the_closed_pool(client: Client, name: str, spec: MhaSpec) -> None:
+    pool = client.create_pool(name, spec)
+    k = pool.tensor("main", "k")
+    k.fill_(7)
     pool.close()
     assert bool((k == 7).all())
-    assert not client.create_pool(name, spec).tensor("main", "k").any(), "a new pool is new memory"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 def test_tensors_share_the_memory(client: Client, other: Client, name: str, spec: MhaSpec, dtype: str) -> None:
     spec = msgspec.structs.replace(spec, dtype=dtype)
-    paged = client.create_pool(name, spec)
-    fia = other.create_pool(name, msgspec.structs.replace(spec, view="fia"))
+    paged = client.create_pool(name, spec, device=DEVICE.name)
+    fia = other.create_pool(name, msgspec.structs.replace(spec, view="fia"), device=DEVICE.name)
     k, v = paged.tensor("main", "k"), paged.tensor("main", "v")
     assert (k.shape, v.shape) == ((2, 17, 4, 2, 4), (2, 17, 4, 2, 2))
     assert k.dtype == v.dtype == getattr(torch, dtype)
-    ones = torch.ones(2, 4).to(k.dtype)
+    ones = torch.ones(2, 4).to(k.dtype).to(k.device)
     k[1, 5, 3] = ones
     v[0, 16, 0] = ones[:, :2]
     assert bool((fia.tensor("main", "k")[1].view(17, 4, 2, 4)[5, 3].float() == 1).all())
     (entry,) = [one for one in fia.manifest.entries if (one.role, one.layer) == ("k", 4)]
     row = fia.entry_tensor(entry).view(-1, 1, 2, 4)[5 * 4 + 3]
-    row[0] = torch.zeros(2, 4).to(k.dtype)
+    row[0] = torch.zeros(2, 4).to(k.dtype).to(k.device)
     assert not k.float().any(), "what one writes the other sees"
     assert float(v.float().sum()) == 4
 
 
 def test_the_fia_view_of_a_fresh_pool(client: Client, name: str, spec: MhaSpec) -> None:
-    pool = client.create_pool(name, msgspec.structs.replace(spec, view="fia"))
+    pool = client.create_pool(name, msgspec.structs.replace(spec, view="fia"), device=DEVICE.name)
     assert pool.tensor("main", "k").shape == (2, 17 * 4, 1, 2, 4)
     assert pool.tensor("main", "v").shape == (2, 17 * 4, 1, 2, 2)
     with pytest.raises(InvalidFieldError):
@@ -167,7 +179,7 @@ def test_the_fia_view_of_a_fresh_pool(client: Client, name: str, spec: MhaSpec) 
 
 
 def test_layers_of_the_whole_tensor_are_the_entries(client: Client, name: str, spec: MhaSpec) -> None:
-    pool = client.create_pool(name, spec)
+    pool = client.create_pool(name, spec, device=DEVICE.name)
     for role in ("k", "v"):
         whole = pool.tensor("main", role)
         entries = [one for one in pool.manifest.entries if one.role == role]
@@ -181,7 +193,7 @@ def test_layers_of_the_whole_tensor_are_the_entries(client: Client, name: str, s
 
 
 def test_pages_come_and_go(client: Client, other: Client, name: str, spec: MhaSpec) -> None:
-    client.create_pool(name, spec)
+    client.create_pool(name, spec, device=DEVICE.name)
     ids = client.allocate(name, 10)
     assert ids.tolist() == list(range(1, 11))
     ids[0] = 1  # they may be written to
@@ -235,11 +247,16 @@ class TwoEngines(NamedTuple):
 @pytest.fixture
 def engines(client: Client, other: Client, name: str, spec: MhaSpec) -> TwoEngines:
     """Return both engines; the source's pages hold random numbers."""
-    source, destination = client.create_pool(name, spec), other.create_pool(name + "-decode", spec)
+    source, destination = (
+        client.create_pool(name, spec, device=DEVICE.name),
+        other.create_pool(name + "-decode", spec, device=DEVICE.name),
+    )
     other.allocate(destination.name, 2)
     sent, received = client.allocate(name, 3), other.allocate(destination.name, 3)[::-1].copy()
     for role in ("k", "v"):
-        source.tensor("main", role)[:, sent] = torch.rand(2, 3, 4, 2, 4 if role == "k" else 2)
+        into = source.tensor("main", role)
+        into[:, sent] = torch.rand(2, 3, 4, 2, 4 if role == "k" else 2).to(into.device)
+    DEVICE.synchronize()
     return TwoEngines(client, other, source, destination, sent, received)
 
 
@@ -412,7 +429,7 @@ def test_poll_tells_each_change_once(engines: TwoEngines) -> None:
 
 def test_poll_0_does_not_wait_even_for_a_daemon_that_stands_still(tmp_path: Path, spec: MhaSpec) -> None:
     with running_daemon(tmp_path) as own, Client.connect(own.runtime_dir) as client:
-        client.create_pool("decode", spec)
+        client.create_pool("decode", spec, device=DEVICE.name)
         ids = client.allocate("decode", 1)
         own.process.send_signal(signal.SIGSTOP)
         try:
@@ -431,7 +448,7 @@ def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path, spec:
     calls: dict[str, Callable[[Client, HandOff], object]] = {
         "ping": lambda client, _: client.ping(),
         "status": lambda client, _: client.status(),
-        "create": lambda client, _: client.create_pool("other", spec),
+        "create": lambda client, _: client.create_pool("other", spec, device=DEVICE.name),
         "attach": lambda client, _: client.attach_pool("decode"),
         "delete": lambda client, _: client.delete_pool("decode"),
         "allocate": lambda client, _: client.allocate("decode", 1),
@@ -454,7 +471,7 @@ def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path, spec:
         clients, rooms = {}, {}
         for name in calls:
             clients[name] = client = Client.connect(own.runtime_dir, name=name)
-            client.create_pool("decode", spec)
+            client.create_pool("decode", spec, device=DEVICE.name)
             rooms[name] = client.receive("decode", new_request_id(), [pages(client.allocate("decode", 1))])
             assert client.poll(SOON_S) == [rooms[name]]
         own.process.send_signal(signal.SIGSTOP)  # nobody gets a reply any more
@@ -473,7 +490,7 @@ def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path, spec:
 
 def test_the_memory_stays_when_the_daemon_is_killed(tmp_path: Path, spec: MhaSpec) -> None:
     with running_daemon(tmp_path) as own, Client.connect(own.runtime_dir) as client:
-        k = client.create_pool("decode", spec).tensor("main", "k")
+        k = client.create_pool("decode", spec, device=DEVICE.name).tensor("main", "k")
         k.fill_(3)
         own.kill()
         with pytest.raises(DaemonLostError):

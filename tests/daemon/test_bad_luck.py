@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,9 +26,15 @@ from kvferry.protocol.errors import (
     ShuttingDownError,
     UnknownPoolError,
 )
+from kvferry.protocol.ids import HOST
 from tests.daemon.victims import PAGES, SENT, SPEC, VALUE
 from tests.daemons import DaemonProcess, running_daemon, start_and_wait_until_ready
+from tests.devices import DEVICE
+from tests.region_bytes import read_region
 
+pytestmark = pytest.mark.any_device
+
+SOON_S = 20.0
 ALL = SPEC.tokens // SPEC.page_size
 VICTIMS = Path(__file__).with_name("victims.py")
 
@@ -44,17 +51,17 @@ def client(daemon: DaemonProcess) -> Iterator[Client]:
     """Return the client that survives."""
     with Client.connect(daemon.runtime_dir, name="survivor") as one:
         for name in ("send", "receive"):
-            one.create_pool(name, SPEC)
+            one.create_pool(name, SPEC, device=DEVICE.name)
         yield one
 
 
 @contextlib.contextmanager
 def victim(daemon: DaemonProcess, side: str, request_id: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run an engine up to where it waits to be killed; its children go too."""
-    command = [sys.executable, str(VICTIMS), side, str(daemon.runtime_dir), request_id, *flags]
+    command = [sys.executable, str(VICTIMS), DEVICE.name, side, str(daemon.runtime_dir), request_id, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().strip() == str(process.pid).encode()
+        assert any(line.strip() == str(process.pid).encode() for line in process.stdout), "torch_npu may say more"
         try:
             yield process
         finally:
@@ -65,6 +72,14 @@ def victim(daemon: DaemonProcess, side: str, request_id: str, *flags: str) -> It
 def free_pages(client: Client, pool: str) -> int:
     """Return the free pages of a pool."""
     return next(one.free for one in client.status().pools if one.pool == pool)
+
+
+def has_free(client: Client, pool: str, count: int) -> bool:
+    """Return whether a pool has so many free pages: at once on the host, on a card once it works for nobody dead."""
+    ends_at = time.monotonic() + (0 if DEVICE.name == HOST else SOON_S)
+    while (found := free_pages(client, pool)) != count and time.monotonic() < ends_at:
+        pass  # each look is a round trip
+    return found == count
 
 
 def wait_until_gone(client: Client, sessions: int) -> None:
@@ -78,12 +93,12 @@ def test_prefill_dies_before_its_last_send(daemon: DaemonProcess, client: Client
     request_id = new_request_id()
     room = client.receive("receive", request_id, [pages(client.allocate("receive", SENT))])
     with victim(daemon, "send", request_id, *flags) as engine:
-        assert free_pages(client, "send") == ALL - PAGES
+        assert has_free(client, "send", ALL - PAGES)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError):
             client.wait_finished(room, timeout_s=1.0)
         client.wait_settled(room)
-        assert free_pages(client, "send") == ALL
+        assert has_free(client, "send", ALL)
 
 
 @pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
@@ -92,14 +107,14 @@ def test_prefill_dies_after_its_last_send(daemon: DaemonProcess, client: Client,
     with victim(daemon, "send", request_id, "last", *flags) as engine:
         os.kill(engine.pid, signal.SIGKILL)
         wait_until_gone(client, 1)
-        assert free_pages(client, "send") == ALL - SENT, "idle pages are back at once, the offered ones are held"
+        assert has_free(client, "send", ALL - SENT), "idle pages are back at once, the offered ones are held"
         ids = client.allocate("receive", SENT)
         pool = client.attach_pool("receive")
         room = client.receive("receive", request_id, [pages(ids)])
         assert client.wait_finished(room).pages == SENT
         client.wait_settled(room)
         assert (pool.tensor("main", "k")[:, torch.from_numpy(ids)] == VALUE).all()
-        assert free_pages(client, "send") == ALL
+        assert has_free(client, "send", ALL)
 
 
 @pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
@@ -114,7 +129,7 @@ def test_decode_dies(daemon: DaemonProcess, client: Client, flags: tuple[str, ..
         client.wait_settled(sent)
         assert client.free("send", ids).deferred == 0
         wait_until_gone(client, 1)
-        assert free_pages(client, "receive") == ALL
+        assert has_free(client, "receive", ALL)
 
 
 def test_receive_again_after_peer_lost(daemon: DaemonProcess, client: Client) -> None:
@@ -255,7 +270,7 @@ def test_page_lists_that_make_no_sense(client: Client, ids: list[int], code: str
 def test_sides_that_do_not_fit_copy_nothing(client: Client) -> None:
     pool = client.attach_pool("receive")
     other = client.create_pool("other", msgspec.structs.replace(SPEC, head_dim=16))
-    before = pool.region.view().copy()
+    before = read_region(pool.region)
     for name, count, code in (("send", 4, "LENGTH_MISMATCH"), ("send", 2, "INCOMPLETE"), ("other", 3, "GEOMETRY")):
         request_id = new_request_id()
         ids = client.allocate("receive", 3)
@@ -266,7 +281,7 @@ def test_sides_that_do_not_fit_copy_nothing(client: Client) -> None:
         assert not room.is_finished, "what was accepted stays"
         client.cancel(room)
     assert other.manifest.layout_digest != pool.manifest.layout_digest
-    assert np.array_equal(pool.region.view(), before)
+    assert np.array_equal(read_region(pool.region), before)
 
 
 def test_another_user_has_pools_of_its_own(

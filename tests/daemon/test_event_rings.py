@@ -13,6 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
+from kvferry.daemon.config import DevicesConfig
+from kvferry.daemon.devices import Devices
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler
 from kvferry.daemon.event_rings import EventRings
 from kvferry.daemon.session_socket import SessionSocket
@@ -21,6 +23,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import InvalidFieldError, MalformedError
 from kvferry.protocol.limits import EVENT_RING_SLOTS, Limits
 from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEvents, Ping
+from tests.daemon.transports.landing_world import ManualExecutor
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 10.0
@@ -53,13 +56,16 @@ class Daemon:
         self._handlers: dict[str, Handler] = {}
         self._told = asyncio.Event()
         self.engines: list[Engine] = []
-        self.rings = EventRings(cast("Dispatcher", self), cast("SessionSocket", self), self._on_reached)
+        self.devices = Devices(DevicesConfig(), lambda _name, _error: None)
+        self.rings = EventRings(
+            cast("Dispatcher", self), cast("SessionSocket", self), self.devices, ManualExecutor(), self._on_reached
+        )
 
     def handle(self, kind: str, handler: Handler) -> None:
         """Take a handler as ``Dispatcher`` does."""
         self._handlers[kind] = handler
 
-    def pass_fds(self, session: Session, frame: EventsFollow, fds: Sequence[int]) -> None:
+    def pass_frame(self, session: Session, frame: EventsFollow, fds: Sequence[int]) -> None:
         """Pass descriptors as ``SessionSocket`` does: the receiver has copies."""
         self.passed.append((session, frame, [os.dup(fd) for fd in fds]))
 
@@ -190,7 +196,7 @@ async def test_an_engine_that_takes_the_wake_up_back_does_not_stop_the_loop(daem
     flags = fcntl.fcntl(engine.eventfd, fcntl.F_GETFL)
     fcntl.fcntl(engine.eventfd, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
     engine.counters[0] = 7
-    daemon.rings._reached(1, daemon.rings._rings[1])  # noqa: SLF001  as if the loop had seen a wake-up that is gone
+    daemon.rings._woken(1, daemon.rings._rings[1])  # noqa: SLF001  as if the loop had seen a wake-up that is gone
     assert (await daemon.told())[1][0] == 7
     engine.write(8)
     assert (await daemon.told())[1][0] == 8

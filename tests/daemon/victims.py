@@ -1,4 +1,4 @@
-"""Engines that die, as processes that tests kill: ``python victims.py SIDE RUNTIME_DIR REQUEST_ID [FLAG …]``."""
+"""Engines that die, as processes that tests kill: ``python victims.py DEVICE SIDE RUNTIME_DIR REQUEST_ID [FLAG …]``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-import numpy as np
+import torch
 
 from kvferry.clients import Client, HandOff, MhaSpec, pages
 
@@ -18,11 +18,14 @@ VALUE = 7.0
 
 def main() -> None:
     """Send or receive SENT of PAGES pages, say so, and wait to be killed."""
-    side, runtime_dir, request_id, *flags = sys.argv[1:]
+    device, side, runtime_dir, request_id, *flags = sys.argv[1:]
     client = Client.connect(runtime_dir, name=side)
-    pool = client.create_pool(side, SPEC)
+    pool = client.create_pool(side, SPEC, device=device)
     ids = client.allocate(side, PAGES)
-    pool.region.view().view(np.float32)[:] = VALUE
+    for role in ("k", "v"):
+        pool.tensor("main", role).fill_(VALUE)
+    if device != "host":
+        torch.accelerator.synchronize()
     lists = [pages(ids[:SENT])]
     if side == "send":
         wait_accepted(client, client.send(side, request_id, lists, last="last" in flags))

@@ -16,6 +16,7 @@ from tests.identity.caches import Arrays, Key
 from tests.identity.models import DRAFTS, MODELS, TinyModel
 from tests.identity.shares import Rank, part_of, spec_of, whole_shape
 from tests.identity.topologies import PAGE_SIZE, Side, Topology
+from tests.region_bytes import fill_region
 
 POISON = 0xFF
 """What fills a new pool's memory: every float is NaN."""
@@ -41,7 +42,7 @@ class Engine:
         total = window_of(0, topology.tokens, topology.tokens, PAGE_SIZE)
         spec = spec_of(model, layers, rank, draft, 2 * total.pages + 3, PAGE_SIZE, side.view)
         self.pool = client.create_pool(name, spec)
-        self.pool.region.view()[:] = POISON
+        fill_region(self.pool.region, POISON)
         self._kinds = {one.name: one.kind for one in self.pool.manifest.components}
         self._spaces = {one.name: one.space for one in self.pool.manifest.components}
         self._taken = {space: client.allocate(name, 2 * total.pages, space) for space in set(self._spaces.values())}

@@ -22,6 +22,7 @@ from tests.identity.caches import STEPS, Arrays, Reference, decoded, reference
 from tests.identity.engines import Engine, engines_of
 from tests.identity.models import DRAFTS
 from tests.identity.topologies import TOPOLOGIES, Topology
+from tests.region_bytes import read_region, write_region
 
 FIRST_TOKEN = 42
 
@@ -110,9 +111,9 @@ def test_decode_computes_what_the_model_computes_alone(sides: Sides) -> None:
     assert all(one.is_untouched("draft") for one in sides.rooms) or not one_sided
     has_draft = sides.topology.source.draft and sides.topology.destination.draft
     for engine, component, role in parts(sides.rooms, with_draft=has_draft):
-        before = engine.pool.region.view().copy()
+        before = read_region(engine.pool.region)
         engine.zero(component, role)
         with pytest.raises(AssertionError, match="Tensor-likes are not"):
             sides.compare(steps=1)
-        engine.pool.region.view()[:] = before
+        write_region(engine.pool.region, before)
     sides.compare(steps=1)

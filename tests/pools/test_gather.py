@@ -17,12 +17,11 @@ from kvferry.pools.heads import Heads
 from kvferry.pools.plan import PlanSide, make_side
 from kvferry.protocol.errors import SlotTooSmallError
 from kvferry.protocol.manifests import Entry
+from tests.pools.sides import ENTRY_BYTES, SIZES, side_of
 from tests.pools.tagged_memory import UNTOUCHED, HandOffCase, Memory, cases, expected_memory, plans_of
 
 MARGIN = 16
-ENTRY_BYTES = 2000
 WAIT_S = 30.0
-SIZES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5)
 SIDES = st.builds(
     lambda sizes, pages, cut: side_of(sizes, pages, cut=cut), SIZES, st.integers(1, 2 * MANY_RUNS), st.booleans()
 )
@@ -33,25 +32,6 @@ WIDE = Entry(component="main", role="k", layer=0, base=0, pages=9, page_bytes=48
 
 def best_copy() -> CopyBlocks:
     return copy_by_size if vectored_copy_works() else copy_one_by_one
-
-
-def side_of(sizes: list[tuple[int, int, int]], pages: int, *, cut: bool) -> PlanSide:
-    """Return a side of entries of (tokens, heads, bytes of a head); of each the last head alone, where it is cut."""
-    entries = [
-        Entry(
-            component="main",
-            role="k",
-            layer=layer,
-            base=ENTRY_BYTES * layer,
-            pages=pages + 1,
-            page_bytes=tokens * heads * size,
-            page_tokens=tokens,
-            heads=heads,
-        )
-        for layer, (tokens, heads, size) in enumerate(sizes)
-    ]
-    heads = [Heads(count - 1, 1) if cut else None for _, count, _ in sizes]
-    return make_side(entries, heads, np.arange(pages, 0, -1))
 
 
 def parcel_of(source: Memory, side: PlanSide, parcel: Parcel, offset: int = 0) -> Memory:

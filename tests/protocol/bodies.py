@@ -19,15 +19,18 @@ from kvferry.protocol.schema import EVENTS
 
 INT64: Final = (-(1 << 63), (1 << 63) - 1)
 MAX_LIST: Final = 4
+COUNTS: Final = {"pages", "batch", "cells", "rows", "released", "bound"}
+"""Fields that say how many numbers follow in a frame."""
+
 REQUESTS: Final = tuple(row.request for row in REQUEST_TYPES.values())
 REPLIES: Final[tuple[type[Body], ...]] = (*dict.fromkeys(row.reply for row in REQUEST_TYPES.values()), ErrorReply, Busy)
 ALL_BODIES: Final[tuple[type[Body], ...]] = (*REQUESTS, *REPLIES, *EVENTS)
 
 
 def values_of(info: inspect.Type, field: str = "") -> st.SearchStrategy[Any]:  # noqa: C901, PLR0911  a case a type
-    """Return values that the type accepts. Numbers of pages stay small: their ids must be drawn too."""
+    """Return values that the type accepts. Counts stay small: what they count must be drawn too."""
     if isinstance(info, inspect.IntType):
-        return _integers(info) if field != "pages" else st.integers(info.ge or 0, MAX_LIST)
+        return _integers(info) if field not in COUNTS else st.integers(info.ge or 0, MAX_LIST)
     if isinstance(info, inspect.StrType):
         return _strings(info)
     if isinstance(info, inspect.BytesType):

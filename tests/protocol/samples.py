@@ -18,6 +18,7 @@ from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds, encode
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import (
@@ -39,13 +40,17 @@ from kvferry.protocol.pool_messages import (
     DeletePool,
     Free,
     Freed,
+    LendPool,
+    LentArrays,
     PoolAttached,
     PoolCreated,
     PoolDeleted,
+    PoolLent,
 )
 from kvferry.protocol.requests import Busy, ErrorReply, ReplyBody, RequestBody
 from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, LayerStep, Receive, Result, RoomResult, Send
 from kvferry.protocol.session_messages import (
+    EventsFollow,
     EventsOpened,
     Hello,
     OpenEvents,
@@ -58,11 +63,22 @@ from kvferry.protocol.session_messages import (
     SessionOpened,
     SessionRefused,
     SessionStatus,
+    ShareFollows,
     Status,
     StatusReport,
     Welcome,
 )
 from kvferry.protocol.session_stream import pack
+from kvferry.protocol.shares import SharedEvents, TorchShare, VmmShare
+from kvferry.protocol.table_messages import (
+    CreateTables,
+    DeleteTables,
+    TablesCreated,
+    TablesDeleted,
+    TablesFollow,
+    TablesUpdated,
+    UpdateTables,
+)
 
 GOLDEN: Final = Path(__file__).with_name("golden_v1.json")
 BOOT: Final = "00112233445566778899aabbccddeeff"
@@ -270,9 +286,47 @@ MESSAGES: Final[dict[str, Message]] = {
     "STATUS": _request(Status()),
     "CREATE_POOL": _request(CreatePool(pool="decode", spec=SPEC)),
     "ATTACH_POOL": _request(AttachPool(pool="decode", layout_digest="0" * 32)),
+    "LEND_POOL": _request(
+        LendPool(
+            pool="decode",
+            spec=SPEC,
+            device="npu:0",
+            arrays=(LentArrays(component="main", role="k"), LentArrays(component="main", role="v", layer=4)),
+        )
+    ),
     "DELETE_POOL": _request(DeletePool(pool="decode")),
     "ALLOCATE": _request(Allocate(pool="decode", count=3)),
     "FREE": _request(Free(pool="decode", pages=2), IDS[0]),
+    "CREATE_TABLES": _request(
+        CreateTables(
+            tables="graph",
+            pool="decode",
+            max_batch=8,
+            max_context_tokens=32_768,
+            draft_tokens=16,
+            request_row_tokens=33_000,
+            captured=(1, 4, 8),
+            component="full",
+            window=1024,
+            window_component="window",
+            device_pid=4243,
+        )
+    ),
+    "UPDATE_TABLES": _request(
+        UpdateTables(
+            tables="graph",
+            batch=2,
+            extra_tokens=3,
+            cells=1,
+            rows=1,
+            pages=2,
+            released=1,
+            bound=1,
+            after=EventPoint(event=2, value=5),
+        ),
+        np.array([129, 257, 0, 1, 9, 1, 2, 5, 6, 7, 4, 8], np.int64),
+    ),
+    "DELETE_TABLES": _request(DeleteTables(tables="graph")),
     "SEND": _request(
         Send(
             request_id=REQUEST,
@@ -295,7 +349,23 @@ MESSAGES: Final[dict[str, Message]] = {
     "STATUS_REPORT": _reply(REPORT),
     "POOL_CREATED": _reply(PoolCreated(pool="decode", created=True, manifest=MANIFEST)),
     "POOL_ATTACHED": _reply(PoolAttached(pool="decode", manifest=MANIFEST)),
+    "POOL_LENT": _reply(PoolLent(pool="decode", manifest=MANIFEST)),
     "POOL_DELETED": _reply(PoolDeleted(pool="decode")),
+    "TABLES_CREATED": _reply(
+        TablesCreated(
+            tables="graph",
+            device="npu:0",
+            columns=258,
+            page_size=128,
+            block_tables=0,
+            block_tables_swa=8704,
+            seq_lens=17408,
+            region_bytes=17920,
+            host_bytes=64,
+        )
+    ),
+    "TABLES_UPDATED": _reply(TablesUpdated(sequence=6, replayed_rows=4)),
+    "TABLES_DELETED": _reply(TablesDeleted(tables="graph")),
     "ALLOCATED": _reply(Allocated(pages=2), IDS[0]),
     "FREED": _reply(Freed(freed=2, deferred=1)),
     "ACCEPTED": _reply(Accepted(generation=2, skipped_source_entries=1, skipped_source_pages=2)),
@@ -307,11 +377,36 @@ MESSAGES: Final[dict[str, Message]] = {
     "SETTLED": (Event(4, BOOT, SETTLED), ()),
 }
 
-SESSION_FRAMES: Final[dict[str, SessionOpen | SessionOpened | SessionRefused | RegionFollows]] = {
+SESSION_FRAMES: Final[
+    dict[str, SessionOpen | SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow]
+] = {
     "OPEN": SessionOpen(protocol_min=1, protocol_max=1, name="prefill-0"),
     "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT),
     "REFUSED": SessionRefused(error=ERROR),
     "REGION": RegionFollows(message_id=7, pool="decode"),
+    "EVENTS": EventsFollow(message_id=7),
+    "SHARE": ShareFollows(
+        message_id=7,
+        shares=(
+            VmmShare(handle=1 << 40, size_bytes=2 << 20),
+            TorchShare(
+                handle=b"handle",
+                storage_bytes=2 << 20,
+                storage_offset_bytes=512,
+                ref_counter=b"/torch_1",
+                ref_counter_offset=3,
+                event=b"event",
+                event_sync=True,
+                offset_bytes=64,
+            ),
+        ),
+        events=SharedEvents(handles=(b"first", b"second")),
+    ),
+    "TABLES": TablesFollow(
+        message_id=7,
+        share=VmmShare(handle=1 << 40, size_bytes=2 << 20),
+        events=SharedEvents(handles=(b"updated",)),
+    ),
 }
 
 

@@ -84,6 +84,7 @@ def test_retryable_is_what_may_pass_later() -> None:
         "POOL_FULL",
         "POOL_IN_USE",
         "SHUTTING_DOWN",
+        "TABLES_BUSY",
         "TRANSFER_FAILED",
     }
 

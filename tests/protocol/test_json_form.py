@@ -41,7 +41,7 @@ def test_every_sample_can_be_shown(name: str) -> None:
     message, ids = MESSAGES[name]
     shown = json.loads(body_to_json(message.body, ids))
     assert shown["type"] == name
-    assert set(shown) <= {"type", *type(message.body).__struct_fields__}
+    assert set(shown) <= {"type", "ids", *type(message.body).__struct_fields__}
 
 
 def test_page_lists_stand_where_they_are_announced() -> None:
@@ -91,6 +91,8 @@ SEND = f'"request_id": "{REQUEST_ID}", "pool": "a"'
         ("SEND", f'{{{SEND}, "lists": [{{"pages": [1], "token": 2}}]}}', "lists[0].token"),
         ("SEND", f'{{{SEND}, "lists": [{{"pages": [1], "tokens": 0}}]}}', "lists[0].tokens"),
         ("SEND", f'{{{SEND}, "lists": [{{"pages": [1]}}], "payload": "%"}}', "payload"),
+        ("UPDATE_TABLES", '{"tables": "a", "batch": 2, "ids": [1]}', "ids"),
+        ("UPDATE_TABLES", '{"tables": "a", "batch": 0, "ids": 1}', "ids"),
         ("CREATE_POOL", '{"pool": "a", "spec": {"kind": "mha"}}', "spec"),
         ("CREATE_POOL", '{"pool": "a", "spec": {"kind": "mha", "colour": 1}}', "spec"),
     ],

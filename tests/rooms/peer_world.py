@@ -13,7 +13,7 @@ from kvferry.daemon.rooms.effects import Effect, StartPiece, StopPiece, Tell
 from kvferry.daemon.rooms.peer_service import PeerService
 from kvferry.daemon.rooms.remote import Incarnation, RemotePool
 from kvferry.daemon.transports.remote import RemoteTransports
-from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.base import Region
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, PeerLostError
 from kvferry.protocol.ids import BootId
@@ -147,7 +147,7 @@ class PeerWorld:
         self.network = Network()
         self.nodes: dict[str, Node] = {}
         self._boots = itertools.count(1)
-        self._memory: dict[tuple[str, str, int], HostRegion] = {}
+        self._memory: dict[tuple[str, str, int], Region] = {}
         for name in names:
             self.start(name)
 
@@ -168,7 +168,7 @@ class PeerWorld:
         self.end(node)
         return self.start(node.name)
 
-    def memory_of(self, pool: RemotePool) -> HostRegion:
+    def memory_of(self, pool: RemotePool) -> Region:
         """Return the memory that a peer's pool has, or had: a mapping outlives its owner.
 
         Raises:

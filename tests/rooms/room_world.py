@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from kvferry.daemon.rooms.book import RoomBook, Sender
 from kvferry.daemon.rooms.effects import StartPiece, StopPiece, Tell, WarnTrimmed
 from kvferry.daemon.rooms.page_ranges import page_ranges
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Offer, SideKey
 from kvferry.daemon.testing.scripted_transport import ScriptedTransport
-from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.manifest import lay_out
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
@@ -22,6 +22,8 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.manifests import Component, Entry, Manifest
 from kvferry.protocol.room_messages import Accepted, LayerStep
+from tests.devices import new_region
+from tests.region_bytes import read_pages, write_pages
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 8
@@ -94,7 +96,7 @@ class RoomWorld:
 
     def pool_of(self, name: str, manifest: Manifest, *, tenant: int = 7) -> Pool:
         """Make a pool with real memory of this manifest."""
-        pool = Pool(tenant, name, manifest, HostRegion.create(name, manifest.region_bytes))
+        pool = Pool(tenant, name, manifest, new_region(manifest.region_bytes, name))
         self.pools.append(pool)
         return pool
 
@@ -106,11 +108,10 @@ class RoomWorld:
 
     def fill(self, pool: Pool, ids: PageIds) -> None:
         """Write to each page what no other page holds."""
-        for page in ids.tolist():
-            for entry in pool.manifest.entries:
-                start = entry.base + page * PAGE_BYTES
-                content = next(self._fillings).to_bytes(PAGE_BYTES, "little")
-                pool.region.buffer[start : start + PAGE_BYTES] = content
+        entries = pool.manifest.entries
+        content = [[next(self._fillings).to_bytes(PAGE_BYTES, "little") for _ in entries] for _ in ids]
+        together = b"".join(of_page[entry] for entry in range(len(entries)) for of_page in content)
+        write_pages(pool.region, entries, ids, np.frombuffer(together, np.uint8))
 
     # -- what happens
 
@@ -211,12 +212,10 @@ class RoomWorld:
 
     def content(self, pool: Pool, ids: PageIds) -> list[dict[str, bytes]]:
         """Return what the pages hold, by entry."""
+        entries = pool.manifest.entries
+        held = read_pages(pool.region, entries, ids).reshape(len(entries), len(ids), PAGE_BYTES)
         return [
-            {
-                entry.name: pool.region.buffer[(start := entry.base + page * PAGE_BYTES) : start + PAGE_BYTES]
-                for entry in pool.manifest.entries
-            }
-            for page in ids.tolist()
+            {entry.name: held[number, at].tobytes() for number, entry in enumerate(entries)} for at in range(len(ids))
         ]
 
     def free_pages(self, pool: Pool, space: str | None = None) -> set[int]:

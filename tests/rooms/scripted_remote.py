@@ -17,7 +17,8 @@ from kvferry.daemon.rooms.remote import Incarnation, RemotePool, Target
 from kvferry.daemon.rooms.sides import Piece, State
 from kvferry.daemon.transports.landing_receiver import Say
 from kvferry.pools.copies import copy_one_by_one
-from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.base import Region
+from kvferry.pools.gather import total_segments
 from kvferry.protocol.errors import (
     CancelledError,
     InvalidFieldError,
@@ -29,12 +30,13 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.peer_messages import Confirm, Confirmed, Grant, Landed, Part, PieceOver
 from kvferry.protocol.peer_messages import Piece as PieceMessage
+from tests.region_bytes import read_region, write_region
 
 ON_THIS_HOST = "ipc://"
 PART = Part(component="main", start=0, pages=1, entries=(0,), heads=((0, 0),))
 """What the pieces of a test say of themselves: the test moves them by their plans."""
 
-RegionOf = Callable[[RemotePool], HostRegion]
+RegionOf = Callable[[RemotePool], Region]
 SendingKey: TypeAlias = tuple[Incarnation, int]
 
 
@@ -73,7 +75,7 @@ class Arriving:
         return self.error is not None
 
     @property
-    def region(self) -> HostRegion:
+    def region(self) -> Region:
         """Return the source's memory.
 
         Raises:
@@ -85,7 +87,7 @@ class Arriving:
 
     def gathered(self) -> list[bytes]:
         """Return what the source's memory holds now, a block each."""
-        memory = self.region.view()
+        memory = read_region(self.region)
         return [
             memory[int(start) : int(start) + int(size)].tobytes()
             for promise in self.piece.promises
@@ -95,17 +97,18 @@ class Arriving:
     def copy(self) -> None:
         """Copy from the source's memory as it is now."""
         for promise in self.piece.promises:
-            blocks = promise.plan.blocks()
-            blocks[:, 0] += np.uint64(self.region.address)
-            blocks[:, 1] += np.uint64(self.piece.room.pool.region.address)
-            copy_one_by_one(blocks)
+            plan = promise.plan
+            staging = np.empty(plan.total_bytes, np.uint8)
+            stop, at = total_segments(plan.source), staging.ctypes.data
+            self.region.gather(plan.source, 0, stop, at, copy_one_by_one)
+            self.piece.room.pool.region.scatter(plan.destination, 0, stop, at, copy_one_by_one)
 
     def scatter(self, landed: list[bytes]) -> None:
         """Put what landed into the pages."""
-        memory, content = self.piece.room.pool.region.view(), iter(landed)
+        content = iter(landed)
         for promise in self.piece.promises:
-            for _, start, size in promise.plan.blocks().tolist():
-                memory[int(start) : int(start) + int(size)] = np.frombuffer(next(content), np.uint8)
+            for _, start, _ in promise.plan.blocks().tolist():
+                write_region(self.piece.room.pool.region, np.frombuffer(next(content), np.uint8), int(start))
 
 
 class ScriptedRemote:

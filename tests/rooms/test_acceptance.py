@@ -26,6 +26,8 @@ from kvferry.protocol.errors import (
 )
 from tests.rooms.room_world import PAGE_BYTES, RoomWorld, layers
 
+pytestmark = pytest.mark.any_device
+
 
 @pytest.fixture
 def world() -> RoomWorld:

@@ -24,8 +24,11 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.manifests import Manifest, MhaSpec
 from kvferry.protocol.room_messages import Accepted
+from tests.region_bytes import fill_region, read_region, write_region
 from tests.rooms.room_world import RoomWorld
 from tests.rooms.tagged_rooms import UNTOUCHED, Array, Key, Rank, put_pages
+
+pytestmark = pytest.mark.any_device
 
 PAGES = 3
 TOKENS = 2
@@ -79,13 +82,15 @@ class Ranks:
     def source(self, size: int, number: int, manifest: Manifest | None = None) -> Party:
         """Add a rank of the sending side, with its heads in its pages."""
         one = self.party(size, number, manifest)
-        put_pages(one.pool.region.view(), one.pool.manifest, self.arrays, one.rank, self.held(one))
+        memory = read_region(one.pool.region)
+        put_pages(memory, one.pool.manifest, self.arrays, one.rank, self.held(one))
+        write_region(one.pool.region, memory)
         return one
 
     def room(self, size: int, number: int) -> Party:
         """Add a rank of the receiving side."""
         one = self.party(size, number)
-        one.pool.region.view()[:] = UNTOUCHED
+        fill_region(one.pool.region, UNTOUCHED)
         return one
 
     def held(self, one: Party) -> dict[str, dict[int, int]]:
@@ -108,7 +113,7 @@ class Ranks:
             if self.world.finished(one.session).side == "receive":
                 expected = np.full(one.pool.manifest.region_bytes, UNTOUCHED, np.uint8)
                 put_pages(expected, one.pool.manifest, self.arrays, one.rank, self.held(one))
-                assert (one.pool.region.view() == expected).all()
+                assert (read_region(one.pool.region) == expected).all()
 
 
 RECEIVE_FIRST = pytest.mark.parametrize("receive_first", [False, True])

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.rooms.sides import rows_by_step
@@ -16,7 +16,10 @@ from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import CancelledError, InvalidFieldError, TransferFailedError
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.room_messages import LayerStep
+from tests.devices import DEVICE
 from tests.rooms.room_world import PAGE_BYTES, RoomWorld, layers
+
+pytestmark = pytest.mark.any_device
 
 LAYERS = 4
 PAGES = 3
@@ -354,7 +357,7 @@ def test_less_than_the_threshold_goes_whole_with_its_last_step(more_bytes: int, 
 # -- anything
 
 
-@settings(max_examples=100)
+@DEVICE.examples(100)
 @given(st.data())
 def test_any_steps_and_any_order_of_events_bring_everything(data: st.DataObject) -> None:
     whole_below_bytes = data.draw(st.sampled_from([0, 0, LAYERS * BYTES_OF_A_LAYER + 1]))

@@ -24,6 +24,8 @@ from kvferry.protocol.errors import (
 )
 from tests.rooms.room_world import RoomWorld
 
+pytestmark = pytest.mark.any_device
+
 FIRST = pytest.mark.parametrize("first", ["send", "receive"])
 
 

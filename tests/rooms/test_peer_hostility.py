@@ -9,7 +9,8 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.rooms.endings import name_of
@@ -19,9 +20,12 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.peer_messages import Part, PeerBody, PeerHello, PeerOffer, RoomName
+from tests.devices import DEVICE
 from tests.protocol.bodies import ids_for, structs_of
 from tests.rooms.peer_world import Node, PeerWorld
 from tests.rooms.room_world import REQUEST
+
+pytestmark = pytest.mark.any_device
 
 BODIES: Final = tuple(kind for kind in get_args(PeerBody) if kind is not PeerHello)
 NEAR: Final = st.integers(0, 3)
@@ -129,7 +133,7 @@ def sayings(draw: st.DrawFn, meeting: Meeting) -> tuple[PeerBody, tuple[PageIds,
     return body, ids
 
 
-@settings(max_examples=80)
+@DEVICE.examples(80)
 @given(data=st.data(), way=st.sampled_from(["ipc", "tcp"]), sent=st.booleans())
 def test_whatever_a_peer_says_the_daemon_goes_on(
     data: st.DataObject, way: Literal["ipc", "tcp"], *, sent: bool

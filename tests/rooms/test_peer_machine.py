@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -21,8 +22,11 @@ from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.room_messages import LayerStep
+from tests.devices import DEVICE
 from tests.rooms.peer_world import Node, PeerWorld
 from tests.rooms.room_world import layers
+
+pytestmark = pytest.mark.any_device
 
 NAMES: Final = ("a", "b", "c")
 REQUESTS: Final = ("a" * 32, "b" * 32, "c" * 32)
@@ -412,4 +416,4 @@ class PeerMachine(RuleBasedStateMachine):
 
 
 TestPeers = PeerMachine.TestCase
-TestPeers.settings = settings(max_examples=60, stateful_step_count=50)
+TestPeers.settings = settings(DEVICE.examples(60), stateful_step_count=50)

@@ -37,6 +37,8 @@ from kvferry.protocol.room_messages import LayerStep
 from tests.rooms.peer_world import Node, PeerWorld
 from tests.rooms.room_world import layers
 
+pytestmark = pytest.mark.any_device
+
 Way: TypeAlias = Literal["ipc", "tcp"]
 MAPPED, BY_SLOTS = "ipc", "tcp"
 PAGES = 3

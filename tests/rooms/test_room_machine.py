@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import Any, Final
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -20,7 +21,10 @@ from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
 from kvferry.protocol.events import Finished
+from tests.devices import DEVICE
 from tests.rooms.room_world import RoomWorld, layers
+
+pytestmark = pytest.mark.any_device
 
 PROMPT_PAGES: Final = 3
 PAGES: Final = 14
@@ -307,4 +311,4 @@ class RoomMachine(RuleBasedStateMachine):
 
 
 TestRooms = RoomMachine.TestCase
-TestRooms.settings = settings(max_examples=60, stateful_step_count=50)
+TestRooms.settings = settings(DEVICE.examples(60), stateful_step_count=50)

@@ -14,13 +14,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import event, given, settings
+import pytest
+from hypothesis import event, given
 
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError
+from tests.devices import DEVICE
+from tests.region_bytes import fill_region, read_region, write_region
 from tests.rooms.room_world import RoomWorld
 from tests.rooms.tagged_rooms import (
     UNTOUCHED,
@@ -34,6 +37,8 @@ from tests.rooms.tagged_rooms import (
     spec_of,
     tagged_page,
 )
+
+pytestmark = pytest.mark.any_device
 
 FIRST_TOKEN = 42
 SPARE_PAGES = 8
@@ -112,14 +117,14 @@ class Run:
         self.sources, self.rooms = self.parties[: len(case.sources)], self.parties[len(case.sources) :]
         self.said: Counter[int] = Counter()
         for one in self.sources:
-            memory = one.pool.region.view()
-            memory[:] = np.random.default_rng(case.seed).integers(0, 256, len(memory), np.uint8)
+            memory = np.random.default_rng(case.seed).integers(0, 256, one.pool.region.size_bytes, np.uint8)
             held = {"main": dict(zip(one.main.tolist(), case.sent, strict=False))}
             held["draft"] = held["main"]
             held[case.model.state or ""] = dict(zip(one.state.tolist(), case.sent_state.numbers, strict=False))
             put_pages(memory, one.pool.manifest, one.arrays, one.stage.rank, held)
+            write_region(one.pool.region, memory)
         for one in self.rooms:
-            one.pool.region.view()[:] = UNTOUCHED
+            fill_region(one.pool.region, UNTOUCHED)
         self.spoilt = self._spoil()
 
     def _spoil(self) -> set[str]:
@@ -261,7 +266,7 @@ def named_bytes(pool: Pool, party: Party, case: HandOff) -> npt.NDArray[np.bool_
     return named
 
 
-@settings(max_examples=300)
+@DEVICE.examples(300)
 @given(hand_offs())
 def test_every_byte_arrives_and_no_other_changes(case: HandOff) -> None:
     run = Run(case)
@@ -271,7 +276,7 @@ def test_every_byte_arrives_and_no_other_changes(case: HandOff) -> None:
     if must or refused:
         assert refused in must, (refused, must)
         for room in run.rooms:
-            assert (room.pool.region.view()[~named_bytes(room.pool, room, case)] == UNTOUCHED).all()
+            assert (read_region(room.pool.region)[~named_bytes(room.pool, room, case)] == UNTOUCHED).all()
         return
     for source in run.sources:
         assert run.world.outcomes(source.session) == ["OK", "settled"]
@@ -280,7 +285,7 @@ def test_every_byte_arrives_and_no_other_changes(case: HandOff) -> None:
     for room in run.rooms:
         assert run.world.outcomes(room.session) == ["OK", "settled"]
         memory, moved_bytes = expected(case, room)
-        assert (room.pool.region.view() == memory).all()
+        assert (read_region(room.pool.region) == memory).all()
         done = run.world.finished(room.session)
         assert done.moved_bytes == moved_bytes
         assert done.first_token == FIRST_TOKEN

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvferry.clients import Client, HybridSwaSpec, new_request_id, pages
@@ -29,7 +29,10 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.manifests import Component
 from tests.daemons import running_daemon
+from tests.devices import DEVICE
 from tests.rooms.room_world import PAGE_BYTES, PAGE_TOKENS, REQUEST, RoomWorld, layers
+
+pytestmark = pytest.mark.any_device
 
 PAGES = 17
 COMPONENTS = [
@@ -449,7 +452,7 @@ def window_of_tokens(tokens: int, window: int) -> range:
     return range(pages[0], pages[-1] + 1)
 
 
-@settings(max_examples=150)
+@DEVICE.examples(150)
 @given(
     tokens=st.integers(5, 40),
     apart=st.integers(-4, 4),

@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvferry.daemon.config import Config, load_config
+from kvferry.daemon.loop import EXIT_DEVICE_LOST
 
 FOLDER = Path(__file__).parents[2] / "systemd"
 INSTALLED = "/usr/bin/kvferry"
@@ -53,22 +54,69 @@ def test_the_unit_is_hardened(unit: Path) -> None:
     assert float(found[1]) <= MAX_EXPOSURE
 
 
-@pytest.fixture
-def unit_for_hosts(unit: Path) -> Path:
-    """Return the unit with the drop-in for hand-offs between hosts."""
+DROP_INS = sorted(one.name for one in FOLDER.glob("*.conf"))
+ALL_DROP_INS = [*([name] for name in DROP_INS), DROP_INS]
+
+
+def with_drop_ins(unit: Path, names: Sequence[str]) -> Path:
+    """Put drop-ins beside the unit and return it."""
     folder = unit.with_name(f"{unit.name}.d")
     folder.mkdir()
-    (folder / "hosts.conf").write_text((FOLDER / "hosts.conf").read_text())
+    for name in names:
+        (folder / name).write_text((FOLDER / name).read_text())
     return unit
 
 
-def test_the_drop_in_for_hosts_is_understood_and_hardened(unit_for_hosts: Path) -> None:
-    done = analyze("verify", unit_for_hosts)
+@pytest.mark.parametrize("names", ALL_DROP_INS, ids="+".join)
+def test_drop_ins_are_understood_and_hardened(unit: Path, names: Sequence[str]) -> None:
+    with_drop_ins(unit, names)
+    done = analyze("verify", unit)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    report = analyze("security", "--offline=true", unit_for_hosts).stdout
+    report = analyze("security", "--offline=true", unit).stdout
     found = re.search(r"Overall exposure level for .*: ([0-9.]+)", report)
     assert found, report
     assert float(found[1]) <= MAX_EXPOSURE
+
+
+def test_systemd_would_say_so_of_a_drop_in(unit: Path) -> None:
+    with_drop_ins(unit, ["npu.conf"])
+    file = unit.with_name(f"{unit.name}.d") / "npu.conf"
+    file.write_text(file.read_text().replace("RemoveIPC=no", "RemoveIPC=perhaps"))
+    assert "perhaps" in analyze("verify", unit).stderr
+
+
+def test_the_drop_ins_that_are_meant_are_there() -> None:
+    assert DROP_INS == ["hosts.conf", "npu.conf"]
+
+
+# Each keeps torch_npu from its card: no device nodes, no fabric, foreign process ids, no code made at run time.
+AGAINST_NPUS = (
+    ("PrivateDevices", ("yes", "true")),
+    ("PrivateNetwork", ("yes", "true")),
+    ("PrivateUsers", ("yes", "true")),
+    ("MemoryDenyWriteExecute", ("yes", "true")),
+    ("ProcSubset", ("pid",)),
+)
+
+
+def test_with_the_drop_in_nothing_keeps_the_daemon_from_an_npu() -> None:
+    settings = assignments((FOLDER / "kvferry@.service").read_text() + (FOLDER / "npu.conf").read_text())
+    for key, values in AGAINST_NPUS:
+        assert settings.get(key, ["no"])[-1] not in values, key
+    allowed = {value.split()[0] for value in settings["DeviceAllow"]}
+    assert {"/dev/davinci0", "/dev/davinci15", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"} <= allowed
+    assert settings["LimitMEMLOCK"][-1] == "infinity"
+    assert settings["RemoveIPC"][-1] == "no", "an engine's reference counts in /dev/shm would go with the daemon"
+    assert settings["RuntimeDirectoryPreserve"][-1] == "restart", "the next daemon could not tell lost pools"
+    assert settings["RestartForceExitStatus"] == [str(EXIT_DEVICE_LOST)]
+
+
+def assignments(text: str) -> dict[str, list[str]]:
+    """Return all values of each key of unit files, in order."""
+    found: dict[str, list[str]] = {}
+    for key, value in re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE):
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def test_stopping_takes_longer_than_draining() -> None:

@@ -12,7 +12,9 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, HybridSwaSpec, KvferryError, MambaSpec, MhaSpec, new_request_id, pages
+from kvferry.clients.cli.inspect import status_lines
 from kvferry.clients.cli.main import main
+from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry
 
@@ -118,6 +120,60 @@ def test_every_page_space_is_shown(daemon: DaemonProcess, name: str) -> None:
     rows = [line.split()[1:] for line in done.stdout.splitlines() if name in line.split()]
     assert rows[0][:1] + rows[0][2:5] == ["main", "16", "13", "0"]
     assert rows[1] == ["swa", "8", "3", "0", "0.1"]
+
+
+def test_graph_tables_are_shown(daemon: DaemonProcess, busy: str, name: str) -> None:
+    with Client.connect(daemon.runtime_dir, name="a holder") as client:
+        before = run_kvferry("status", "--runtime-dir", daemon.runtime_dir).stdout
+        tables = client.create_tables(f"tables-{name}", busy, max_batch=3, max_context_tokens=5)
+        client.wait(client.update_tables(tables, [4, 4], rows={0: [1], 1: [2]}))
+        ring = client.open_events()
+        idle = run_kvferry("status", "--runtime-dir", daemon.runtime_dir).stdout
+        point = ring.point()
+        waiting = client.update_tables(tables, [4], after=point)
+        client.ping()
+        busy_now = run_kvferry("status", "--runtime-dir", daemon.runtime_dir).stdout
+        ring.record(point)
+        client.wait(waiting)
+        session = client.status().tables[-1].session
+    assert tables.name not in before
+    (row,) = [line for line in idle.splitlines() if tables.name in line]
+    assert row.split() == [tables.name, str(session), "host", "3", str(tables.columns), "1", "idle"]
+    (row,) = [line for line in busy_now.splitlines() if tables.name in line]
+    assert row.endswith("an update waits")
+
+
+REPORT = StatusReport(
+    daemon_version="1.2.3", pid=1, uptime_ms=1, draining=False, pools=(), sessions=(), rooms=(), counters={}
+)
+POOL = PoolStatus(
+    pool="p", tenant=7, layout_digest="0" * 32, region_bytes=1 << 30, page_bytes=1024, pages=9, free=9, busy=0
+)
+
+
+def rows_of(report: StatusReport, title: str) -> list[str]:
+    """Return a table's rows without its head, as printed, with single spaces."""
+    lines = list(status_lines(report, "0" * 32))
+    start = lines.index(title)
+    end = next((at for at in range(start, len(lines)) if not lines[at]), len(lines))
+    return [" ".join(line.split()) for line in lines[start + 2 : end]]
+
+
+def test_where_a_pool_is_and_whose_memory_it_is() -> None:
+    lent = msgspec.structs.replace(POOL, pool="q", device="npu:1", lent_by=5)
+    report = msgspec.structs.replace(REPORT, pools=(POOL, lent))
+    assert rows_of(report, "pools") == [
+        "p 7 9 9 0 1.0 1.00 00000000 host",
+        "q 7 9 9 0 1.0 1.00 00000000 npu:1, lent by session 5",
+    ]
+
+
+def test_devices_are_shown_with_their_memory_and_why_they_fail() -> None:
+    ready = DeviceStatus(device="npu:0", state="ready", total_bytes=64 << 30, free_bytes=16 << 30, pool_bytes=32 << 30)
+    failed = DeviceStatus(device="npu:9", state="unavailable: no card", total_bytes=0, free_bytes=0, pool_bytes=0)
+    report = msgspec.structs.replace(REPORT, devices=(ready, failed))
+    assert rows_of(report, "devices") == ["npu:0 64.0 16.0 32.00 ready", "npu:9 ? ? 0.00 unavailable: no card"]
+    assert "devices" not in status_lines(REPORT, "0" * 32)
 
 
 def test_a_pool_with_other_windows_is_another_pool(daemon: DaemonProcess, name: str) -> None:

@@ -59,19 +59,25 @@ def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProce
         "ATTACH_POOL": {"pool": name},
         "DELETE_POOL": {"pool": name + "-new"},
         "ALLOCATE": {"pool": name, "count": 2},
+        "CREATE_TABLES": {"tables": "t", "pool": name, "max_batch": 2, "max_context_tokens": 256},
     }
-    refused = {
-        "FREE": {"pool": name, "pages": [1]},
-        "SEND": {"request_id": REQUEST_ID, "pool": name, "lists": [{"pages": [1]}]},
-        "RECEIVE": {"request_id": REQUEST_ID, "pool": name, "lists": [{"pages": [1]}]},
-        "CANCEL": {"request_id": REQUEST_ID, "pool": name, "side": "send"},
-        "RESULT": {"request_id": REQUEST_ID, "pool": name, "side": "send"},
+    hand_off = {"request_id": REQUEST_ID, "pool": name}
+    k = {"component": "main", "role": "k"}
+    refused: dict[str, tuple[str, dict[str, object]]] = {
+        "LEND_POOL": ("INVALID_FIELD", {"pool": name + "-lent", "spec": SPEC, "device": "npu:0", "arrays": [k]}),
+        "FREE": ("NOT_OWNER", {"pool": name, "pages": [1]}),
+        "SEND": ("NOT_OWNER", {**hand_off, "lists": [{"pages": [1]}]}),
+        "RECEIVE": ("NOT_OWNER", {**hand_off, "lists": [{"pages": [1]}]}),
+        "CANCEL": ("UNKNOWN_ROOM", {**hand_off, "side": "send"}),
+        "RESULT": ("UNKNOWN_ROOM", {**hand_off, "side": "send"}),
+        "UPDATE_TABLES": ("UNKNOWN_TABLES", {"tables": "t", "batch": 1, "ids": [5]}),
+        "DELETE_TABLES": ("UNKNOWN_TABLES", {"tables": "t"}),
     }
     for kind, row in REQUEST_TYPES.items():
-        status, reply = probe(kind, messages.get(kind, refused.get(kind)))
-        if kind in refused:
-            expected = "UNKNOWN_ROOM" if kind in {"CANCEL", "RESULT"} else "NOT_OWNER"
-            assert (status, reply["error"]["code"]) == (2, expected)
+        code, message = refused.get(kind, ("", messages.get(kind)))
+        status, reply = probe(kind, message)
+        if code:
+            assert (status, reply["error"]["code"]) == (2, code)
         else:
             assert (status, reply["type"]) == (0, row.reply.__struct_config__.tag)
 

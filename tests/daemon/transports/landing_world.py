@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -15,11 +16,12 @@ import xxhash
 
 from kvferry.daemon.rooms.remote import Incarnation
 from kvferry.daemon.rooms.sides import Piece
+from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.gather import gather
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.peer_messages import Announce, Grant, PeerBody, PeerOffer
+from tests.region_bytes import read_region
 from tests.rooms.peer_world import PeerWorld
 from tests.rooms.room_world import PAGE_BYTES
 
@@ -34,7 +36,7 @@ T = TypeVar("T")
 
 
 class ManualExecutor(Executor):
-    """Does work when the test says so."""
+    """Does work when the test says so, on a thread of its own, as an executor does: it may wait for a card."""
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], None]] = deque()
@@ -56,7 +58,9 @@ class ManualExecutor(Executor):
         """Do all the work there is, and let it be reported."""
         await turns()
         while self.waiting:
-            self.waiting.popleft()()
+            worker = threading.Thread(target=self.waiting.popleft())
+            worker.start()
+            worker.join()
             await turns()
 
 
@@ -151,20 +155,20 @@ class LandingWorld:
 
 def content_at_source(pool: Pool, piece: Piece) -> bytes:
     """Return the bytes that a piece is to move."""
-    memory, (promise,) = pool.region.view(), piece.promises
+    memory, (promise,) = read_region(pool.region), piece.promises
     return b"".join(memory[int(s) : int(s) + int(n)].tobytes() for s, _, n in promise.plan.blocks().tolist())
 
 
 def content_at_home(piece: Piece) -> bytes:
     """Return the bytes that are where a piece is to go."""
-    memory, (promise,) = piece.room.pool.region.view(), piece.promises
+    memory, (promise,) = read_region(piece.room.pool.region), piece.promises
     return b"".join(memory[int(d) : int(d) + int(n)].tobytes() for _, d, n in promise.plan.blocks().tolist())
 
 
 def write(world: LandingWorld, piece: Piece, grant: Grant) -> int:
     """Write to a slot what was granted; return the checksum."""
     side = piece.promises[grant.part].plan.source
-    gather(side, world.source_pool.region.address, grant.first, grant.stop, grant.address)
+    world.source_pool.region.gather(side, grant.first, grant.stop, grant.address, copy_one_by_one)
     return checksum_at(grant.address, grant.size_bytes)
 
 

@@ -53,8 +53,9 @@ class World:
         self.changed = asyncio.Event()
         self.pages.on_change = self.changed.set
         manifest = manifest_of(SPEC)
-        self.pool = Pool(0, "kv", manifest, HostRegion.create("kv", manifest.region_bytes))
-        self.address = self.pool.region.address
+        region = HostRegion.create("kv", manifest.region_bytes)
+        self.pool = Pool(0, "kv", manifest, region)
+        self.address, self.mapping = region.address, weakref.ref(region.buffer)
 
     async def until_changed(self) -> None:
         """Let the registrar answer and wait for the news."""
@@ -85,7 +86,7 @@ async def test_memory_stays_mapped_until_the_engine_has_forgotten_it() -> None:
     world = World()
     world.pages.state(world.pool)
     await world.until_changed()
-    mapping = weakref.ref(world.pool.region.buffer)
+    mapping = world.mapping
     world.registrar.may_answer.clear()
     world.pages.drop(world.pool)
     world.pool.close()

@@ -16,7 +16,7 @@ from kvferry.daemon.rooms.sides import Piece
 from kvferry.daemon.transports import fence_watch, landing_receiver
 from kvferry.daemon.transports.direct_pages import DirectPages
 from kvferry.daemon.transports.landing_receiver import LandingReceiver
-from kvferry.pools.gather import gather
+from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
 from kvferry.protocol.ids import BootId
@@ -38,7 +38,7 @@ from tests.daemon.transports.landing_world import (
 )
 from tests.rooms.room_world import PAGE_BYTES
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
 GRANTS = 4
 """How many a piece may have at a time in these tests."""
 
@@ -483,7 +483,7 @@ def write_pages(home: Home, piece: Piece, grant: Grant) -> int:
     """Write to pages what was granted; return the checksum."""
     staging = region(grant.size_bytes)
     side = piece.promises[grant.part].plan.source
-    gather(side, home.world.source_pool.region.address, grant.first, grant.stop, staging.address)
+    home.world.source_pool.region.gather(side, grant.first, grant.stop, staging.address, copy_one_by_one)
     at = staging.address
     for address, size_bytes in grant.runs:
         ctypes.memmove(address, at, size_bytes)
@@ -491,6 +491,7 @@ def write_pages(home: Home, piece: Piece, grant: Grant) -> int:
     return checksum_at(staging.address, grant.size_bytes)
 
 
+@pytest.mark.host_only
 async def test_pages_written_directly_are_checked_in_place(homes: list[Home]) -> None:
     home = home_of(homes, slot_bytes=BYTES, direct=True)
     piece = home.start()
@@ -504,6 +505,7 @@ async def test_pages_written_directly_are_checked_in_place(homes: list[Home]) ->
     assert home.counted("landing.direct_bytes") == BYTES
 
 
+@pytest.mark.host_only
 async def test_a_stopped_piece_whose_pages_are_written_is_over_when_they_are(homes: list[Home]) -> None:
     home = home_of(homes, direct=True)
     piece = home.start()
@@ -519,6 +521,7 @@ async def test_a_stopped_piece_whose_pages_are_written_is_over_when_they_are(hom
     assert home.world.outcomes == [(piece.piece_id, "CANCELLED")]
 
 
+@pytest.mark.host_only
 @pytest.mark.parametrize("how", ["may still land", "lost"])
 async def test_pages_in_which_something_may_land_are_held_until_a_fence(homes: list[Home], how: str) -> None:
     home = home_of(homes, slot_bytes=BYTES, bounds=AT_ONCE, direct=True)

@@ -30,7 +30,7 @@ from tests.daemon.transports.landing_world import (
 )
 from tests.rooms.room_world import PAGE_BYTES
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
 HALF = SEGMENTS // 2
 SLOT = 1 << 20
 """Where the slots of the home are, as far as it says."""

@@ -21,6 +21,7 @@ from kvferry.pools.plan import Blocks, make_plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.manifests import Entry
+from tests.region_bytes import fill_region, read_region, write_region
 from tests.rooms.room_world import PAGE_BYTES, RoomWorld
 
 WAIT_S = 30.0
@@ -112,6 +113,7 @@ async def closing(site: Site, copy: GatedCopy | None = None) -> AsyncIterator[Si
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("chunk_bytes", [1, ONE_BLOCK, 5 * PAGE_BYTES, ONE_CHUNK])
 @pytest.mark.parametrize("threads", [1, 2, 4])
 async def test_all_pieces_arrive_and_are_reported_once(chunk_bytes: int, threads: int) -> None:
@@ -169,10 +171,11 @@ def heads_of(first: int, count: int, *, tokens: int = 4) -> list[Entry]:
 def by_head(pool: Pool, role: str, ids: np.typing.NDArray[np.int64]) -> np.typing.NDArray[np.uint8]:
     """Return the pages of an entry: ``(pages, tokens, heads, bytes)``."""
     (entry,) = (one for one in pool.manifest.entries if one.role == role)
-    memory = pool.region.view()[entry.base : entry.base + entry.pages * entry.page_bytes]
+    memory = read_region(pool.region)[entry.base : entry.base + entry.pages * entry.page_bytes]
     return memory.reshape(entry.pages, entry.page_tokens or 0, entry.heads or 0, -1)[ids]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("chunk_bytes", [1, 500, ONE_CHUNK])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("ours", "theirs"), [((0, 8), (2, 2)), ((4, 2), (4, 4)), ((2, 4), (0, 4)), ((6, 2), (0, 8))])
@@ -184,7 +187,7 @@ async def test_slices_and_whole_pages_of_one_piece_arrive(
         source = site.world.pool("sliced source", heads_of(*ours), pages=33)
         destination = site.world.pool("sliced destination", heads_of(*theirs), pages=33)
         for pool in (source, destination):
-            pool.region.view()[:] = rng.integers(0, 256, pool.manifest.region_bytes, np.uint8)
+            write_region(pool.region, rng.integers(0, 256, pool.manifest.region_bytes, np.uint8))
         expected = {role: by_head(destination, role, np.arange(33)) for role in ("k", "v", "index_k")}
         sent, received = (rng.permutation(np.arange(1, 33))[:20] for _ in range(2))
         for role, content in expected.items():
@@ -217,12 +220,13 @@ async def test_whole_pages_do_not_go_through_staging() -> None:
     assert sum(sizes) == plan.total_bytes, "index_k at once, k and v from staging; numpy brought them there"
 
 
+@pytest.mark.any_device
 async def test_a_page_larger_than_the_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "STAGING_BYTES", 8)
     async with closing(Site(best_copy(), threads=1, chunk_bytes=1)) as site:
         source = site.world.pool("sliced source", heads_of(0, 8), pages=3)
         destination = site.world.pool("sliced destination", heads_of(7, 1), pages=3)
-        source.region.view()[:] = 7
+        fill_region(source.region, 7)
         ids = np.arange(1, 3)
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
         site.transport.start(StartPiece(1, source, destination, (plan,)))
@@ -230,6 +234,7 @@ async def test_a_page_larger_than_the_staging_buffer(monkeypatch: pytest.MonkeyP
         assert all((by_head(destination, role, ids) == 7).all() for role in ("k", "v", "index_k"))
 
 
+@pytest.mark.any_device
 async def test_a_pool_that_is_not_mapped_here_is_an_error() -> None:
     async with closing(Site(best_copy())) as site:
         piece = site.piece(1, 1, 2)
@@ -273,6 +278,7 @@ async def test_a_piece_stopped_before_it_began_copies_nothing() -> None:
         assert not site.arrived(10, 3)
 
 
+@pytest.mark.any_device
 async def test_stopping_what_is_not_under_way_does_nothing() -> None:
     async with closing(Site(best_copy())) as site:
         site.transport.stop(7)

@@ -71,7 +71,9 @@ class Home:
         self.fetched.append((address, asked, size_bytes))
         if self.refusal is not None:
             raise self.refusal
-        fd = os.dup(self.world.source_pool.region.fd)
+        held = self.world.source_pool.region
+        assert isinstance(held, HostRegion)
+        fd = os.dup(held.fd)
         self.mapped.append(HostRegion(fd, size_bytes, writable=False))
         return self.mapped[-1]
 

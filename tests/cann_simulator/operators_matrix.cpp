@@ -1,0 +1,180 @@
+// Matrix products, norms and attention; see operators.h.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mean.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/softmax.h>
+
+#include <limits>
+
+#include "operators.h"
+
+using namespace cann_simulator;
+
+namespace cann_simulator {
+void flush_touches();
+}
+
+OPERATOR(aclnnMatmul, (CTensor self, CTensor other, Tensor out, int8_t),
+         call.run([a = call.in(self), b = call.in(other), o = call.out(out)] { o.copy_(at::matmul(a, b)); }))
+OPERATOR(aclnnMm, (CTensor self, CTensor other, Tensor out, int8_t),
+         call.run([a = call.in(self), b = call.in(other), o = call.out(out)] { o.copy_(at::mm(a, b)); }))
+OPERATOR(aclnnBatchMatMul, (CTensor self, CTensor other, Tensor out, int8_t),
+         call.run([a = call.in(self), b = call.in(other), o = call.out(out)] { o.copy_(at::bmm(a, b)); }))
+OPERATOR(aclnnAddmm, (CTensor self, CTensor first, CTensor second, CScalar beta, CScalar alpha, Tensor out, int8_t),
+         call.run([c = call.in(self), a = call.in(first), b = call.in(second), s = beta->value, f = alpha->value,
+                   o = call.out(out)] { o.copy_(at::addmm(c, a, b, s, f)); }))
+OPERATOR(aclnnBaddbmm, (CTensor self, CTensor first, CTensor second, CScalar beta, CScalar alpha, Tensor out, int8_t),
+         call.run([c = call.in(self), a = call.in(first), b = call.in(second), s = beta->value, f = alpha->value,
+                   o = call.out(out)] { o.copy_(at::baddbmm(c, a, b, s, f)); }))
+OPERATOR(aclnnRmsNorm, (CTensor self, CTensor gamma, double epsilon, Tensor out, Tensor rstd),
+         call.run([a = call.in(self), g = call.in(gamma), epsilon, o = call.out(out), r = call.out(rstd)] {
+           at::Tensor x = a.to(at::kFloat);
+           at::Tensor scale = at::rsqrt(at::mean(x * x, {-1}, true) + epsilon);
+           o.copy_((x * scale).to(a.scalar_type()) * g);
+           r.copy_(scale);
+         }))
+
+namespace {
+
+// npu_fused_infer_attention_score: what is used of its arguments.
+struct Attention {
+  Placed query, key, value, query_rope, key_rope, block_table, mask, out, lse;
+  std::vector<int64_t> query_ends;   // TND: running sums of query tokens
+  std::vector<int64_t> key_lengths;  // with a block table a sequence's length; without, a running sum
+  int64_t heads, key_heads, sparse_mode;
+  double scale;
+  bool wants_lse;
+  std::string layout;
+};
+
+at::Tensor hidden_from(const Attention &attention, int64_t queries, int64_t keys) {
+  if (attention.sparse_mode == 3)  // causal, aligned at the lower right
+    return at::ones({queries, keys}, at::kBool).triu(keys - queries + 1);
+  if (attention.sparse_mode != 0) throw std::runtime_error("sparse_mode is not simulated");
+  return {};
+}
+
+// (heads, queries, size) over (key heads, keys, size): out, and the logarithm of the sum of exponents.
+std::pair<at::Tensor, at::Tensor> attend(const Attention &attention, at::Tensor query, at::Tensor key, at::Tensor value,
+                                         const at::Tensor &mask) {
+  int64_t group = attention.heads / attention.key_heads;
+  key = key.to(at::kFloat).repeat_interleave(group, 0);
+  value = value.to(at::kFloat).repeat_interleave(group, 0);
+  at::Tensor scores = at::matmul(query.to(at::kFloat), key.transpose(1, 2)) * attention.scale;
+  at::Tensor hidden = hidden_from(attention, scores.size(1), scores.size(2));
+  if (!hidden.defined() && mask.defined()) hidden = mask.to(at::kBool);
+  if (hidden.defined()) scores.masked_fill_(hidden, -std::numeric_limits<float>::infinity());
+  return {at::matmul(at::softmax(scores, -1), value), at::logsumexp(scores, {-1})};
+}
+
+// A sequence's (keys, key heads, size), from its pages; reads just these.
+at::Tensor paged(const Attention &attention, const Placed &pages, const at::Tensor &table, int64_t length) {
+  int64_t page_size = pages.tensor.size(1);
+  at::Tensor numbers = table.slice(0, 0, (length + page_size - 1) / page_size).to(at::kLong);
+  touch_rows(pages, numbers, false);
+  at::Tensor rows = pages.tensor.index_select(0, numbers);
+  return rows.reshape({numbers.size(0) * page_size, attention.key_heads, -1}).slice(0, 0, length);
+}
+
+at::Tensor keys_of(const Attention &attention, const Placed &source, size_t sequence) {
+  int64_t end = attention.key_lengths[sequence];
+  if (attention.block_table.tensor.defined()) {
+    at::Tensor table = attention.block_table.tensor[static_cast<int64_t>(sequence)];
+    return paged(attention, source, table, end);
+  }
+  return source.tensor.slice(0, sequence ? attention.key_lengths[sequence - 1] : 0, end);
+}
+
+// With ropes (MLA) they are further elements of query and key.
+at::Tensor with_rope(at::Tensor plain, const at::Tensor &rope) {
+  return rope.defined() ? at::cat({plain.to(at::kFloat), rope.to(at::kFloat)}, -1) : plain;
+}
+
+void attend_tnd(const Attention &attention) {
+  int64_t begin = 0;
+  for (size_t i = 0; i < attention.query_ends.size(); i++) {
+    int64_t end = attention.query_ends[i];
+    if (end > begin && attention.key_lengths[i] > 0) {
+      at::Tensor rope, key_rope;
+      if (attention.query_rope.tensor.defined()) rope = attention.query_rope.tensor.slice(0, begin, end);
+      if (attention.key_rope.tensor.defined()) key_rope = keys_of(attention, attention.key_rope, i);
+      at::Tensor query = with_rope(attention.query.tensor.slice(0, begin, end), rope);
+      at::Tensor key = with_rope(keys_of(attention, attention.key, i), key_rope);
+      auto [out, lse] = attend(attention, query.transpose(0, 1), key.transpose(0, 1),
+                               keys_of(attention, attention.value, i).transpose(0, 1), {});
+      attention.out.tensor.slice(0, begin, end).copy_(out.transpose(0, 1));
+      if (attention.wants_lse)
+        attention.lse.tensor.slice(0, begin, end).copy_(lse.transpose(0, 1).unsqueeze(-1));
+    }
+    begin = end;
+  }
+}
+
+void attend_bnsd(const Attention &attention) {
+  for (int64_t i = 0; i < attention.query.tensor.size(0); i++) {
+    bool limited = i < static_cast<int64_t>(attention.key_lengths.size());
+    int64_t keys = limited ? attention.key_lengths[i] : attention.key.tensor.size(2);
+    at::Tensor mask = attention.mask.tensor;
+    if (mask.defined() && mask.dim() > 2)
+      mask = mask.reshape({-1, mask.size(-2), mask.size(-1)})[mask.size(0) > 1 ? i : 0];
+    if (mask.defined()) mask = mask.slice(1, 0, keys);
+    at::Tensor key = attention.key.tensor[i].slice(1, 0, keys), value = attention.value.tensor[i].slice(1, 0, keys);
+    attention.out.tensor[i].copy_(attend(attention, attention.query.tensor[i], key, value, mask).first);
+  }
+}
+
+void run_attention(const Attention &attention) {
+  bool is_paged = attention.block_table.tensor.defined();
+  for (const Placed *read : {&attention.query, &attention.query_rope, &attention.block_table, &attention.mask})
+    touch_all(*read, false);
+  for (const Placed *read : {&attention.key, &attention.value, &attention.key_rope})
+    if (!is_paged) touch_all(*read, false);  // of pages, just those of the table
+  touch_all(attention.out, true);
+  if (attention.wants_lse) touch_all(attention.lse, true);
+  flush_touches();
+  if (attention.layout == "TND")
+    attend_tnd(attention);
+  else if (attention.layout == "BNSD" && !is_paged)
+    attend_bnsd(attention);
+  else
+    throw std::runtime_error("layout " + attention.layout + " is not simulated");
+}
+
+std::vector<int64_t> values_of(CInts array) { return array ? array->values : std::vector<int64_t>{}; }
+
+}  // namespace
+
+#define ATTENTION_PARAMETERS                                                                                        \
+  CTensor query, CTensors key, CTensors value, CTensor, CTensor mask, CInts query_ends, CInts key_lengths, CTensor, \
+      CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor table, CTensor, CTensor, CTensor, CTensor,      \
+      CTensor, CTensor, CTensor, CTensor, CInts, CTensor query_rope, CTensor key_rope, CTensor, int64_t heads,      \
+      double scale, int64_t, int64_t, char *layout, int64_t key_heads, int64_t sparse_mode, int64_t, int64_t,       \
+      int64_t, bool wants_lse, int64_t, int64_t, Tensor out, Tensor lse
+
+OPERATOR(aclnnFusedInferAttentionScoreV3, (ATTENTION_PARAMETERS), {
+  const aclTensor *keys = &key->tensors[0], *values = &value->tensors[0];
+  Attention attention{call.rows(query),      call.rows(keys),       call.rows(values), call.rows(query_rope),
+                      call.rows(key_rope),   call.rows(table),      call.rows(mask),   call.rows(out),
+                      call.rows(lse),        values_of(query_ends), values_of(key_lengths),
+                      heads,                 key_heads ? key_heads : heads, sparse_mode, scale,
+                      wants_lse,             layout};
+  call.run([attention] { run_attention(attention); });
+})
+
+extern "C" __attribute__((visibility("default"))) aclError aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize(
+    CTensor, CTensors, CTensors, CTensor, CTensor, CInts, CInts, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor,
+    CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CInts, CTensor, CTensor,
+    CTensor, int64_t, double, int64_t, int64_t, char *, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t,
+    int64_t, Tensor, Tensor, uint64_t *workspace, aclOpExecutor **executor) {
+  *workspace = 1 << 20;
+  *executor = nullptr;
+  return ACL_SUCCESS;
+}

@@ -1,0 +1,139 @@
+"""Operators on the simulated card give what the CPU gives; a small transformer's, and a page pool's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cann_simulator.child import Child
+
+# The value of each expression, with the tensors on the card, is that on the CPU.
+ON_BOTH = """
+def both(expression, **tensors):
+    def value(device):
+        there = {{name: tensor.clone().to(device) for name, tensor in tensors.items()}}
+        found = eval(expression, {{"torch": torch, "F": torch.nn.functional, "device": device, **there}})
+        return [one.cpu() for one in (found if isinstance(found, tuple) else (found,))]
+    for here, there in zip(value("cpu"), value("npu")):
+        assert here.dtype == there.dtype and here.shape == there.shape, (here, there)
+        rtol = 1e-2 if here.dtype in (torch.float16, torch.bfloat16) else 1e-5
+        torch.testing.assert_close(there, here, rtol=rtol, atol=1e-5)
+torch.manual_seed(0)
+x, y, w = torch.randn(6, 8), torch.rand(6, 8) + 0.5, torch.randn(8, 4)
+i, j = torch.arange(1, 49).reshape(6, 8), torch.tensor([4, 0, 5])
+{}
+"""
+
+EXPRESSIONS = [
+    "x + y",
+    "x + 2",
+    "x - y",
+    "x - 1",
+    "1 - x",
+    "x * y",
+    "x * 3",
+    "x / y",
+    "x / 3",
+    "1 / y",
+    "-x",
+    "x.add_(y).mul_(2).sub_(1).div_(y)",
+    "x.add_(1).mul_(y).sub_(y).div_(2)",
+    "i // 5",
+    "i // j.sum()",
+    "i % 5",
+    "torch.div(i, 3, rounding_mode='floor')",
+    "torch.div(i, i + 1, rounding_mode='trunc')",
+    "x @ w",
+    "torch.mm(x, w)",
+    "torch.bmm(x[None], w[None])",
+    "torch.addmm(torch.ones(4, device=device), x, w)",
+    "torch.matmul(x[None, None], w)",
+    "F.linear(x, w.t())",
+    "F.linear(x, w.t(), w[0])",
+    "F.embedding(i % 6, x)",
+    "F.softmax(x, -1)",
+    "F.softmax(x.half(), -1, dtype=torch.float32)",
+    "F.log_softmax(x, -1)",
+    "F.silu(x)",
+    "F.gelu(x)",
+    "F.relu(x)",
+    "F.rms_norm(x, (8,), y[0], 1e-6)",
+    "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
+    "y ** 3",
+    "2.0 ** x",
+    "y ** x",
+    "x.exp(), y.log(), y.sqrt(), x.abs(), x.tanh(), x.sigmoid(), x.cos(), x.sin(), y.reciprocal(), x.floor()",
+    "x.sum(), x.sum(0), x.mean(), x.mean(1), x.amax(0), x.max(), x.min(), x.cumsum(0)",
+    "x.max(dim=1).values, x.max(dim=1).indices, x.argmax(-1), x.argmax()",
+    "x.topk(3).values",
+    "x == y, x != y, x < y, x <= y, x > y, x >= y, i == 3, i != 3, x < 0, x <= 0, x > 0, x >= 0",
+    "(x > 0) & (y > 1), (x > 0) | (y > 1), ~(x > 0), (x > 0).all(), (x > 0).any(), (x > 0).logical_not()",
+    "torch.where(x > 0, x, y), torch.where(x > 0, x, 0.0)",
+    "x.clamp(-1, 1), x.clamp(min=0), x.clamp(max=0), torch.maximum(x, y), torch.minimum(x, y)",
+    "x.masked_fill(x > 0, 7), x.masked_fill_(x < 0, float('-inf'))",
+    "torch.cat([x, y]), torch.cat([x, y], -1), torch.stack([x, y], 1), x.repeat(2, 3)",
+    "x.repeat_interleave(2, dim=0), x.flip(0)",
+    "x.gather(1, i % 8), torch.zeros(6, 8, device=device).scatter(1, i % 8, y)",
+    "x.triu(1), x.tril(), torch.ones(5, 5, dtype=torch.bool, device=device).triu(1)",
+    "torch.arange(7, device=device), torch.arange(1, 9, 2, device=device), torch.arange(0., 1., .25, device=device)",
+    "torch.zeros(3, device=device), torch.ones(3, device=device), torch.full((3,), 5, device=device)",
+    "torch.eye(4, device=device)",
+    "x.t().contiguous(), x[:, ::2].clone(), x[1:3, 2:].contiguous(), x.expand(2, 6, 8).contiguous()",
+    "x[:, 1], x[j], x[j, j], x[:, j], x[None].transpose(1, 2).reshape(8, 6)",
+    "x.half(), x.bfloat16(), x.to(torch.int32), i.float(), i.to(torch.int8), i.bool(), x.half().float()",
+    "torch.outer(x[0], y[0]), torch.einsum('ab,bc->ac', x, w)",
+    "F.pad(x, (1, 2))",
+    "torch.equal(x, x) * torch.ones(1, device=device), torch.isclose(x, y), torch.isfinite(x)",
+]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_same_as_on_the_cpu(expression: str, child: Child) -> None:
+    child.do(ON_BOTH.format("both(" + repr(expression) + ", x=x, y=y, w=w, i=i, j=j)"))
+
+
+DTYPES = ["uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "bool"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", ["int32", "int64"])
+def test_rows_of_a_pool(dtype: str, index: str, child: Child) -> None:
+    child.do(
+        f"""
+        torch.manual_seed(1)
+        pool, rows = (torch.randint(0, 100, (n, 3, 5)).to(torch.{dtype}) for n in (16, 4))
+        at = torch.tensor([9, 2, 15, 0]); there, at_there = pool.npu(), at.to(torch.{index}).npu()
+        assert torch.equal(there.index_select(0, at_there).cpu(), pool[at])
+        assert torch.equal(there[at_there].cpu(), pool[at])
+        there.index_copy_(0, at_there.long(), rows.npu()); pool.index_copy_(0, at, rows)
+        assert torch.equal(there.cpu(), pool)
+        there[at_there] = rows.flip(0).npu(); pool[at] = rows.flip(0)
+        there.index_put_((at_there[:2],), rows[:2].npu()); pool.index_put_((at[:2],), rows[:2])
+        assert torch.equal(there.cpu(), pool)
+        there[1:3].zero_(); there[4].fill_(1); there[5] = rows[0].npu(); there[:, 1] = there[:, 0]
+        pool[1:3].zero_(); pool[4].fill_(1); pool[5] = rows[0]; pool[:, 1] = pool[:, 0]
+        assert torch.equal(there.cpu(), pool)
+        """
+    )
+
+
+@pytest.mark.parametrize("sparse_mode", [0, 3])
+def test_paged_attention_with_several_queries(sparse_mode: int, child: Child) -> None:
+    child.do(
+        f"""
+        torch.manual_seed(2); H, KH, D, PAGE = 4, 2, 16, 8
+        k, v, q = torch.randn(6, PAGE, KH * D), torch.randn(6, PAGE, KH * D), torch.randn(5, H, D)
+        table = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32); ends, lengths = [2, 5], [10, 20]
+        mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu() if {sparse_mode} == 3 else None
+        out, _ = torch_npu.npu_fused_infer_attention_score(q.npu(), k.npu(), v.npu(), num_heads=H,
+            num_key_value_heads=KH, input_layout="TND", scale=0.25, block_table=table.npu(), block_size=PAGE,
+            atten_mask=mask, actual_seq_lengths=ends, actual_seq_lengths_kv=lengths, sparse_mode={sparse_mode})
+        begin = 0
+        for end, length, pages in zip(ends, lengths, table.long()):
+            kk, vv = (t[pages].reshape(-1, KH, D)[:length].transpose(0, 1) for t in (k, v))
+            hidden = torch.ones(end - begin, length, dtype=torch.bool).tril(length - end + begin)
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                q[begin:end].transpose(0, 1)[None], kk[None], vv[None],
+                attn_mask=hidden if {sparse_mode} == 3 else None, scale=0.25, enable_gqa=True)[0].transpose(0, 1)
+            torch.testing.assert_close(out[begin:end].cpu(), expected, rtol=1e-4, atol=1e-5); begin = end
+        """
+    )

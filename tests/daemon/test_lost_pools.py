@@ -1,0 +1,86 @@
+"""Which pools were on cards: remembered over restarts, until they are made anew, and never in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.daemon.lost_pools import MAX_REMEMBERED, LostPools
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return the daemon's file, which is not there yet."""
+    return tmp_path / "device-pools.json"
+
+
+def test_what_lived_on_a_card_is_lost_with_the_daemon(path: Path) -> None:
+    first = LostPools(path)
+    first.made(7, "decode", "npu:0")
+    first.made(8, "decode", "npu:1")
+    assert first.why(7, "decode") is None
+    second = LostPools(path)
+    assert second.why(7, "decode") == "was on npu:0 and went with the daemon's last life"
+    assert second.why(8, "decode") == "was on npu:1 and went with the daemon's last life"
+    assert second.why(9, "decode") is None
+    assert repr(second) == "<LostPools live=0 lost=2>"
+
+
+def test_it_stays_lost_over_further_restarts_until_it_is_made_anew(path: Path) -> None:
+    LostPools(path).made(7, "decode", "npu:0")
+    second = LostPools(path)
+    second.made(7, "other", "npu:0")
+    third = LostPools(path)
+    assert third.why(7, "decode")
+    third.made(7, "decode", "npu:0")
+    assert third.why(7, "decode") is None
+    third.deleted(7, "decode")
+    third.deleted(7, "other")
+    assert LostPools(path).why(7, "decode") is None
+    assert LostPools(path).why(7, "other") is None
+
+
+def test_a_deleted_pool_is_not_lost(path: Path) -> None:
+    first = LostPools(path)
+    first.made(7, "decode", "npu:0")
+    first.deleted(7, "decode")
+    first.deleted(7, "decode")
+    assert first.why(7, "decode") is None
+    assert LostPools(path).why(7, "decode") is None
+
+
+def test_a_pool_that_is_lost_while_the_daemon_lives(path: Path) -> None:
+    pools = LostPools(path)
+    pools.lose(7, "lent", "was lent by an engine that is gone")
+    assert pools.why(7, "lent") == "was lent by an engine that is gone"
+    assert LostPools(path).why(7, "lent") is None, "who lends again needs no word of it"
+    pools.made(7, "lent", "npu:0")
+    assert pools.why(7, "lent") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"{}", b'[{"tenant": "a"}]', b"[" * 10_000, b"\xff"])
+def test_a_file_that_cannot_be_read_is_as_none(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    pools = LostPools(path)
+    assert repr(pools) == "<LostPools live=0 lost=0>"
+    pools.made(7, "decode", "npu:0")
+    assert LostPools(path).why(7, "decode")
+
+
+def test_a_file_that_cannot_be_written_costs_the_better_word_only(tmp_path: Path) -> None:
+    pools = LostPools(tmp_path / "nowhere" / "device-pools.json")
+    pools.made(7, "decode", "npu:0")
+    pools.lose(7, "decode", "gone")
+    assert pools.why(7, "decode") == "gone"
+    without = LostPools(None)
+    without.made(7, "decode", "npu:0")
+    assert without.why(7, "decode") is None
+
+
+def test_the_oldest_are_forgotten() -> None:
+    pools = LostPools(None)
+    for number in range(MAX_REMEMBERED + 3):
+        pools.lose(7, f"pool-{number}", "gone")
+    assert [bool(pools.why(7, f"pool-{number}")) for number in range(5)] == [False, False, False, True, True]
+    assert repr(pools) == f"<LostPools live=0 lost={MAX_REMEMBERED}>"

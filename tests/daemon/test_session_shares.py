@@ -1,0 +1,182 @@
+"""What engines say on the session socket: shares in good order, too many, junk; and that no handle is ever shown."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvferry.clients import Client, MhaSpec, operations
+from kvferry.daemon.access import SESSION_SOCKET
+from kvferry.daemon.session_socket import MAX_MESSAGES_SHARED
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, MalformedError
+from kvferry.protocol.pool_messages import LentArrays
+from kvferry.protocol.session_messages import SessionOpen, SessionOpened, ShareFollows
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame, unpack_share
+from kvferry.protocol.shares import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents, TorchShare, VmmShare
+from kvferry.protocol.table_messages import TablesFollow
+from tests.daemons import DaemonProcess, running_daemon
+
+SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
+WAIT_S = 20.0
+SECRET = b"a-bearer-secret-of-64-bytes"
+SHARE = TorchShare(
+    handle=SECRET,
+    storage_bytes=1 << 20,
+    storage_offset_bytes=0,
+    ref_counter=SECRET,
+    ref_counter_offset=0,
+    event=SECRET,
+    event_sync=False,
+)
+DRIVER_HANDLE = 0x5EC12E7C0DE
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Return a daemon that serves."""
+    with running_daemon(tmp_path_factory.mktemp("shares")) as one:
+        yield one
+
+
+@contextmanager
+def session(daemon: DaemonProcess) -> Iterator[socket.socket]:
+    """Open a session without the client library's good manners."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+        channel.settimeout(WAIT_S)
+        channel.connect(os.fspath(daemon.runtime_dir / SESSION_SOCKET))
+        channel.sendall(pack(SessionOpen(protocol_min=1, protocol_max=1, name="rude")))
+        (frame,) = FrameSplitter().feed(channel.recv(4096))
+        assert isinstance(unpack_frame(frame), SessionOpened)
+        yield channel
+
+
+def is_ended(channel: socket.socket) -> bool:
+    """Return whether the daemon has closed a session."""
+    try:
+        return channel.recv(4096) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        pack(SessionOpen(protocol_min=1, protocol_max=1)),
+        b"\x05\x00\x00\x00junk!",
+        (1 << 31).to_bytes(4, "little"),
+        (4).to_bytes(4, "little") + msgspec.msgpack.encode([1, 2, 3]),
+    ],
+    ids=["opened twice", "no message", "a frame too large", "no share"],
+)
+def test_junk_after_opening_ends_that_session_only(daemon: DaemonProcess, junk: bytes) -> None:
+    with session(daemon) as rude, session(daemon) as other:
+        rude.sendall(junk)
+        assert is_ended(rude)
+        other.sendall(pack(ShareFollows(message_id=1, shares=(SHARE,))))
+        with Client.connect(daemon.runtime_dir) as client:
+            assert "rude" in [one.name for one in client.status().sessions]
+
+
+def test_shares_of_messages_that_never_come_have_a_bound(daemon: DaemonProcess) -> None:
+    with session(daemon) as rude:
+        for number in range(MAX_MESSAGES_SHARED):
+            rude.sendall(pack(ShareFollows(message_id=number, shares=(SHARE,))))
+        with Client.connect(daemon.runtime_dir) as client:
+            assert "rude" in [one.name for one in client.status().sessions]
+        rude.sendall(pack(ShareFollows(message_id=1 << 40, shares=(SHARE,))))
+        assert is_ended(rude)
+
+
+def test_shares_of_one_message_have_a_bound(daemon: DaemonProcess) -> None:
+    frame = pack(ShareFollows(message_id=1, shares=(VmmShare(handle=1, size_bytes=1),) * MAX_SHARES))
+    with session(daemon) as rude, pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012  it ends meanwhile
+        for _ in range(1 << 14):
+            rude.sendall(frame)
+        assert is_ended(rude)
+        rude.sendall(frame)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {
+            "type": "SHARE",
+            "message_id": 1,
+            "shares": [{"kind": "vmm", "handle": 1, "size_bytes": 1}] * (MAX_SHARES + 1),
+        },
+        {"type": "SHARE", "message_id": 1, "events": {"handles": [b"x"] * (MAX_SHARED_EVENTS + 1)}},
+        {"type": "SHARE", "message_id": 1, "shares": [{"kind": "vmm", "handle": -1, "size_bytes": 1}]},
+        {"type": "SHARE", "message_id": 1, "shares": [{"kind": "dma", "handle": 1, "size_bytes": 1}]},
+        {"type": "SHARE", "message_id": 1, "shares": [{"kind": "vmm", "handle": SECRET, "size_bytes": 1}]},
+        {"type": "SHARE", "message_id": 1, "events": {"handles": [SECRET * 100]}},
+    ],
+)
+def test_a_share_that_makes_no_sense_is_refused_without_its_handle(frame: dict[str, object]) -> None:
+    with pytest.raises(MalformedError) as refused:
+        unpack_share(msgspec.msgpack.encode(frame))
+    assert SECRET.decode() not in str(refused.value)
+
+
+@pytest.mark.parametrize("given", [0, 1, 3])
+def test_as_many_shares_as_arrays(daemon: DaemonProcess, given: int) -> None:
+    arrays = (LentArrays(component="main", role="k"), LentArrays(component="main", role="v"))
+    with Client.connect(daemon.runtime_dir) as client:
+        frames = [ShareFollows(message_id=0, shares=(SHARE,) * given)]
+        with pytest.raises(InvalidFieldError, match=f"{given} shares came over the session socket") as refused:
+            lend(client, arrays, frames)
+        assert refused.value.field == "arrays"
+
+
+def lend(client: Client, arrays: tuple[LentArrays, ...], frames: list[ShareFollows]) -> None:
+    """LEND_POOL, with these shares said before."""
+
+    def said(message_id: int) -> list[ShareFollows]:
+        return [msgspec.structs.replace(one, message_id=message_id) for one in frames]
+
+    client._round_trip(operations.lend_pool("lent", SPEC, "npu:0", arrays), said=said)  # noqa: SLF001  what no client says
+
+
+# -- handles are secrets
+
+
+def test_no_text_form_shows_a_handle() -> None:
+    events = SharedEvents(handles=(SECRET,))
+    vmm = VmmShare(handle=DRIVER_HANDLE, size_bytes=2 << 20)
+    values = [
+        SHARE,
+        vmm,
+        events,
+        ShareFollows(message_id=1, shares=(SHARE, vmm), events=events),
+        TablesFollow(message_id=1, share=SHARE, events=events),
+        TablesFollow(message_id=1, share=vmm),
+    ]
+    for value in values:
+        for text in (repr(value), str(value), f"{value!r:>10}"):
+            assert SECRET.decode() not in text
+            assert str(DRIVER_HANDLE) not in text
+
+
+def test_no_log_shows_a_handle(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, '[logging]\nlevel = "debug"\n') as daemon:
+        arrays = (LentArrays(component="main", role="k"), LentArrays(component="main", role="v"))
+        vmm = VmmShare(handle=DRIVER_HANDLE, size_bytes=2 << 20)
+        with Client.connect(daemon.runtime_dir) as client:
+            for shares in ((SHARE, SHARE), (vmm, vmm), (vmm,)):
+                with pytest.raises(KvferryError) as refused:
+                    lend(client, arrays, [ShareFollows(message_id=0, shares=shares)])
+                assert SECRET.decode() not in str(refused.value)
+                assert str(DRIVER_HANDLE) not in str(refused.value)
+        with session(daemon) as rude:
+            rude.sendall(pack(ShareFollows(message_id=1, shares=(SHARE, vmm))))
+            rude.sendall(b"\x01\x00\x00\x00\xc1")
+            assert is_ended(rude)
+    log = daemon.log.read_bytes()
+    assert b"session ended" in log
+    assert SECRET not in log
+    assert str(DRIVER_HANDLE).encode() not in log

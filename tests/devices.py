@@ -1,0 +1,105 @@
+"""The device that a run of the tests is for, ``--device``, and regions on it.
+
+Regions on a card are given back once nobody has them: by the next one that is asked for, or by ``Devices.tidy`` after
+each test. So worlds that hypothesis makes by the hundred need not close theirs.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import weakref
+from typing import Final
+
+import hypothesis
+
+from kvferry.pools.devices.accelerator import Accelerator
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart, StagingPool
+from kvferry.pools.devices.base import Region
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.vendor import Mapped
+from kvferry.protocol.ids import HOST
+
+MANY_BYTES: Final = 1 << 30
+"""With so much of the card in use, what cannot be reached any more is looked for."""
+
+
+class TestDevice:
+    """The device of this run; ``name`` is set once, before any test.
+
+    Attributes:
+        name: ``host``, ``npu:0`` or ``cuda:0``.
+    """
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.name = HOST
+        self._accelerator: Accelerator | None = None
+        self._stagings: StagingPool | None = None
+        self._unreachable: collections.deque[Mapped] = collections.deque()
+        self._used_bytes = 0
+
+    def __repr__(self) -> str:
+        """Show the device and what of it is in use."""
+        return f"<TestDevice {self.name} {self._used_bytes} bytes>"
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Return the card, open; not on the host."""
+        assert self.name != HOST, "the host has no card"
+        if self._accelerator is None:
+            self._accelerator = Accelerator(self.name)
+            self._accelerator.open()
+        return self._accelerator
+
+    @property
+    def stagings(self) -> StagingPool:
+        """Return the stagings that all regions on the card share."""
+        if self._stagings is None:
+            self._stagings = StagingPool(self.accelerator)
+        return self._stagings
+
+    def new_region(self, size_bytes: int, name: str = "test") -> Region:
+        """Return zeroed memory of the device."""
+        if self.name == HOST:
+            return HostRegion.create(name, size_bytes)
+        if self._used_bytes > MANY_BYTES:
+            gc.collect()
+        self.tidy()
+        card = self.accelerator
+        with card.calling():
+            mapped = card.allocate(size_bytes)
+        self._used_bytes += len(mapped.tensor)
+        released: list[weakref.finalize] = []  # type: ignore[type-arg]
+        region = AcceleratorRegion(
+            card, [RegionPart(0, mapped)], size_bytes, self.stagings, lambda: self._closed(mapped, released)
+        )
+        released.append(weakref.finalize(region, self._unreachable.append, mapped))
+        return region
+
+    def examples(self, count: int) -> hypothesis.settings:
+        """Return settings for a property test: so many examples on the host, a tenth of them on a card."""
+        return hypothesis.settings(max_examples=count if self.name == HOST else max(1, count // 10))
+
+    def synchronize(self) -> None:
+        """Wait for what torch was told to do on the device; nothing on the host."""
+        if self.name != HOST:
+            with self.accelerator.calling():
+                self.accelerator.torch.accelerator.synchronize()
+
+    def tidy(self) -> None:
+        """Give back the memory of regions that nobody has any more."""
+        while self._unreachable:  # filled by whatever thread drops the last reference: so it is only noted there
+            mapped = self._unreachable.popleft()
+            self._used_bytes -= len(mapped.tensor)
+            with self.accelerator.calling():
+                self.accelerator.vendor.unmap(mapped)
+
+    def _closed(self, mapped: Mapped, released: list[weakref.finalize]) -> None:  # type: ignore[type-arg]
+        released.pop().detach()
+        self._used_bytes -= len(mapped.tensor)
+
+
+DEVICE: Final = TestDevice()
+new_region = DEVICE.new_region

@@ -1,0 +1,151 @@
+"""Engines on a card that hang, lie about what they share, or leave while their work goes on: no other pays for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.clients import Client, new_request_id, operations, pages
+from kvferry.clients.tables import Tables
+from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError, PoolExistsError
+from kvferry.protocol.manifests import MhaSpec
+from kvferry.protocol.pool_messages import LentArrays
+from kvferry.protocol.session_messages import ShareFollows
+from kvferry.protocol.shares import Share, SharedEvents, TorchShare, VmmShare
+from tests.cann_simulator.simulator import Simulator
+from tests.daemons import DaemonProcess, running_daemon
+
+SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
+ARRAYS = (LentArrays(component="main", role="k"), LentArrays(component="main", role="v"))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """Run a daemon for one test that soon takes a card for stuck."""
+    with running_daemon(tmp_path, "[devices]\nstuck_after_s = 5.0\n") as one:
+        yield one
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess, device: str) -> Iterator[Client]:
+    """Return a client with a pool on the card."""
+    with Client.connect(daemon.runtime_dir, name="well behaved") as one:
+        one.create_pool("pool", SPEC, device=device, deadline_s=120)
+        yield one
+
+
+@pytest.fixture
+def other(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return the client of an engine that makes trouble."""
+    with Client.connect(daemon.runtime_dir, name="trouble") as one:
+        yield one
+
+
+def made(client: Client) -> Tables:
+    """Return tables of a client."""
+    return client.create_tables("tables", "pool", max_batch=4, max_context_tokens=64, deadline_s=60)
+
+
+def lend(client: Client, device: str, *shares: Share) -> None:
+    """Lend a pool by these shares, whatever they are."""
+    operation = operations.lend_pool("lent", SPEC, device, ARRAYS)
+    client._round_trip(operation, said=lambda message_id: [ShareFollows(message_id=message_id, shares=shares)])  # noqa: SLF001  what no client says
+
+
+def test_an_engine_that_hangs_holds_up_no_other(
+    client: Client, other: Client, device: str, simulator: Simulator
+) -> None:
+    ours, theirs, ring = made(client), made(other), other.open_events(device)
+    work = torch.zeros(16, device=device)
+    torch.accelerator.synchronize()
+    with simulator.held(os.getpid()):
+        work.add_(1)
+        other.wait(other.update_tables(theirs, [1], rows={0: [1]}, after=ring.mark()))
+        late = other.update_tables(theirs, [2], deadline_s=7)  # longer than a call to the card may take
+        for length in range(1, 33):
+            client.wait(client.update_tables(ours, [length], rows={0: [1, 2]}))
+        with pytest.raises(DeadlineError):
+            other.wait(late)
+        client.wait(client.update_tables(ours, [5]))
+    other.wait(other.update_tables(theirs, [3]))
+    assert client.status().devices[0].state == "ready"
+    theirs.order()
+    ours.order()
+    assert [int(one.seq_lens[0].cpu()) for one in (theirs, ours)] == [3, 5]
+
+
+def test_tables_that_are_given_up_stay_mapped_until_their_copies_are_done(
+    client: Client, other: Client, device: str, simulator: Simulator
+) -> None:
+    ring, work = other.open_events(device), torch.zeros(16, device=device)
+    torch.accelerator.synchronize()
+    with simulator.held(os.getpid()):
+        work.add_(1)
+        theirs = made(other)
+        other.wait(other.update_tables(theirs, [1], rows={0: [1]}, after=ring.mark()))
+        other.delete_tables(theirs)
+        client.create_pool("another", SPEC, device=device)
+    assert client.status().devices[0].state == "ready"
+    made(client)
+
+
+def test_what_is_no_share_costs_nobody_the_card(client: Client, other: Client, device: str) -> None:
+    said = other._round_trip(operations.attach_pool("pool", "", None))[0].message_id  # noqa: SLF001  what no client says
+    assert other._channel is not None  # noqa: SLF001  what no client says
+    other._channel.receive()  # noqa: SLF001  what no client says
+    [real] = other._channel.take_share(said).shares  # noqa: SLF001  what no client says
+    assert isinstance(real, VmmShare)
+    torch_share = TorchShare(
+        handle=bytes(64),
+        storage_bytes=1 << 30,
+        storage_offset_bytes=0,
+        ref_counter=b"/none",
+        ref_counter_offset=0,
+        event=bytes(64),
+        event_sync=True,
+    )
+    for share in (
+        VmmShare(handle=1 << 60, size_bytes=2 << 20),
+        VmmShare(handle=real.handle, size_bytes=1 << 61),
+        VmmShare(handle=real.handle, size_bytes=real.size_bytes + 1),
+        VmmShare(handle=real.handle, size_bytes=64 << 20),
+        torch_share,
+    ):
+        with pytest.raises(KvferryError) as refused:
+            lend(other, device, share, share)
+        assert refused.value.code in {"DEVICE_UNAVAILABLE", "INVALID_FIELD", "OUT_OF_MEMORY"}, refused.value
+    events = SharedEvents(handles=(bytes(64), os.urandom(64)))
+    with pytest.raises(InvalidFieldError):
+        other._round_trip(  # noqa: SLF001  what no client says
+            operations.open_events(device), said=lambda number: [ShareFollows(message_id=number, events=events)]
+        )
+    assert client.status().devices[0].state == "ready"
+    client.allocate("pool", 2)
+
+
+def test_a_second_ring_on_a_card_is_refused(client: Client, device: str) -> None:
+    client.open_events(device)
+    with pytest.raises(InvalidFieldError):
+        client.open_events(device)  # the daemon would look at the first one's events
+
+
+def test_a_lent_tensor_may_begin_at_any_element(client: Client, other: Client, device: str) -> None:
+    count = 2 * 5 * 16 * 8
+    k, v = (torch.zeros(count + 1, dtype=torch.float16, device=device)[1:] for _ in range(2))
+    other.lend_pool("lent", SPEC, {("main", "k"): k, ("main", "v"): v}, device=device)
+    with pytest.raises(PoolExistsError):
+        client.create_pool("lent", SPEC, device=device)
+    pool = client.attach_pool("pool")
+    ids, request_id = client.allocate("pool", 3), new_request_id()
+    pool.tensor("main", "k").copy_(torch.arange(count, device=device).view(2, 5, 16, 1, 8))
+    torch.accelerator.synchronize()
+    received = other.receive("lent", request_id, [pages(np.array([3, 1, 2]))])
+    client.send("pool", request_id, [pages(ids)])
+    other.wait_finished(received)
+    found = k.view(2, 5, 16, 1, 8)[:, [3, 1, 2]].cpu()
+    assert torch.equal(found, pool.tensor("main", "k").cpu()[:, ids])

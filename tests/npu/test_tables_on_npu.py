@@ -1,0 +1,150 @@
+"""Graph tables in a card's memory: accounted, given back, and at the same bytes for as long as they live."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.clients import Client, MhaSpec
+from kvferry.protocol.errors import OutOfMemoryError
+from tests.cann_simulator.simulator import Simulator
+from tests.daemons import DaemonProcess, running_daemon
+from tests.devices import DEVICE
+
+OPENING_S = 120.0
+REPOSITORY = Path(__file__).resolve().parents[2]
+SPEC = MhaSpec(layers=1, tokens=252, page_size=4, kv_heads=1, head_dim=2, dtype="float32")
+MIB = 1 << 20
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Return a daemon whose card is open and has a pool."""
+    DEVICE.accelerator  # noqa: B018  this process has its card
+    with running_daemon(tmp_path_factory.mktemp("tables")) as one:
+        with Client.connect(one.runtime_dir, name="first") as client:
+            client.create_pool("pool", SPEC, device=DEVICE.name, deadline_s=OPENING_S)
+        yield one
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return an engine."""
+    with Client.connect(daemon.runtime_dir, name="engine") as one:
+        yield one
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends_at
+
+
+def test_their_memory_is_given_back_with_the_session(daemon: DaemonProcess, simulator: Simulator) -> None:
+    before = simulator.memory_used(0)
+    with Client.connect(daemon.runtime_dir, name="short") as engine:
+        tables = engine.create_tables("decode", "pool", max_batch=4096, max_context_tokens=1024)
+        assert simulator.memory_used(0) >= before + 4 * MIB
+        [status] = engine.status().tables
+        assert (status.device, status.max_batch, status.columns) == (DEVICE.name, 4096, 256)
+        tables.close()
+    wait_until(lambda: simulator.memory_used(0) == before)
+
+
+def test_their_memory_is_given_back_when_they_are_deleted(client: Client, simulator: Simulator) -> None:
+    before = simulator.memory_used(0)
+    tables = client.create_tables("decode", "pool", max_batch=4096, max_context_tokens=1024)
+    client.wait(client.update_tables(tables, [3], rows={0: [1]}))
+    client.delete_tables(tables)
+    wait_until(lambda: simulator.memory_used(0) == before)
+
+
+def test_tables_that_do_not_fit_the_card_are_refused(client: Client, simulator: Simulator) -> None:
+    before = simulator.memory_used(0)
+    simulator.out_of_memory()
+    try:
+        with pytest.raises(OutOfMemoryError):
+            client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)
+    finally:
+        simulator.out_of_memory(0)
+    wait_until(lambda: simulator.memory_used(0) == before)
+    tables = client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)
+    client.wait(client.update_tables(tables, [3], rows={0: [1]}))
+    tables.order()
+    assert tables.block_tables[0, 0].item() == 1
+    client.delete_tables(tables)
+
+
+def test_a_view_made_before_all_updates_shows_the_last_one(client: Client, device: str) -> None:
+    """The bytes that a graph has captured are the ones that every update changes."""
+    tables = client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)
+    ring = client.open_events(device)
+    table, lengths = tables.block_tables, tables.seq_lens
+    for step in range(20):
+        client.wait(client.update_tables(tables, [step + 1], rows={0: range(step + 1, step + 9)}, after=ring.mark()))
+        tables.order()
+        wanted = [*range(step + 1, step + 2 + step // 4), *[0] * (15 - step // 4)]
+        assert table[0].tolist() == wanted
+        assert lengths.tolist() == [step + 1, 0, 0, 0]
+    client.delete_tables(tables)
+
+
+ENGINE = """
+import os, sys, torch, numpy as np
+from pathlib import Path
+from kvferry.clients import Client
+client = Client.connect(Path(sys.argv[1]), name="victim")
+tables = client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)
+ring = client.open_events(sys.argv[2])
+x = torch.zeros(64, device=sys.argv[2])
+torch.accelerator.synchronize()
+print("ready", os.getpid(), torch.npu.current_stream().npu_stream, flush=True)
+sys.stdin.readline()
+x.add_(1)
+update = client.update_tables(tables, [3], rows={0: [1]}, after=ring.mark())
+print(client.wait(update).sequence, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_an_engine_that_hangs_in_its_replay_holds_nobody_else_up(
+    daemon: DaemonProcess, client: Client, device: str, simulator: Simulator
+) -> None:
+    """Its update is with the card, which waits for the replay; other engines' updates go on, and its death ends it."""
+    tables = client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)
+    ring = client.open_events(device)
+    command = [sys.executable, "-c", ENGINE, os.fspath(daemon.runtime_dir), device]
+    with subprocess.Popen(command, cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
+        try:
+            assert victim.stdout is not None
+            assert victim.stdin is not None
+            ready = next(line for line in victim.stdout if line.startswith("ready")).split()
+            with simulator.held(process=int(ready[1]), stream=int(ready[2])):
+                victim.stdin.write("\n")
+                victim.stdin.flush()
+                assert victim.stdout.readline().strip() == "1"
+                for step in range(5):
+                    client.wait(
+                        client.update_tables(
+                            tables, [step + 1], rows={0: [step + 1, 9]}, after=ring.mark(), deadline_s=5
+                        )
+                    )
+                    tables.order()
+                    assert tables.block_tables[0].tolist()[: 1 + step // 4] == [step + 1, 9][: 1 + step // 4]
+                victim.kill()
+                victim.wait()
+                wait_until(lambda: len(client.status().tables) == 1)
+                client.wait(client.update_tables(tables, [2], after=ring.mark(), deadline_s=5))
+        finally:
+            victim.kill()
+    tables.order()
+    assert tables.seq_lens.tolist() == [2, 0, 0, 0]
+    client.delete_tables(tables)

@@ -1,0 +1,227 @@
+"""Ascend's own on the simulator, between processes: who may map a pool, and what remains when one of them is killed.
+
+Also what an operator is told where torch_npu or CANN is missing; that runs wherever the wheel is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.pools.devices.npu import NpuVendor
+from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError
+from kvferry.protocol.shares import TorchShare, VmmShare
+from tests.cann_simulator.child import Child, ChildError
+from tests.cann_simulator.simulator import NPU_PYTHON, Simulator
+
+MIB = 1 << 20
+SIZE = 4 * MIB
+WAIT_S = 240.0
+
+PREPARED = """
+from kvferry.pools.devices.npu import NpuVendor
+from kvferry.protocol.shares import TorchShare, VmmShare
+import msgspec
+vendor = NpuVendor(); vendor.load()
+def filled(value):
+    torch.npu.synchronize(); return set(mapped.tensor.cpu().tolist()) == {value}
+"""
+
+
+@pytest.fixture(scope="module")
+def simulator(require: Callable[[object, str], None], tmp_path_factory: pytest.TempPathFactory) -> Simulator:
+    """Return a simulated host."""
+    require(NPU_PYTHON.exists() and shutil.which("g++"), "the environment .venv-npu, and g++")
+    return Simulator(tmp_path_factory.mktemp("npu"), memory_bytes=256 * MIB)
+
+
+@pytest.fixture(scope="module")
+def allocating(simulator: Simulator) -> Iterator[Child]:
+    """Return a process on a card."""
+    with Child(simulator) as one:
+        one.do(PREPARED)
+        yield one
+
+
+@pytest.fixture
+def owner(allocating: Child) -> Child:
+    """Return the process that allocates; new memory of its own, in ``mapped``, holds 7."""
+    owner = allocating
+    owner.do(f"mapped = vendor.allocate(0, {SIZE}); mapped.tensor.fill_(7); torch.npu.synchronize()")
+    return owner
+
+
+@pytest.fixture(scope="module")
+def other(simulator: Simulator) -> Iterator[Child]:
+    """Return another process."""
+    with Child(simulator) as one:
+        one.do(PREPARED)
+        yield one
+
+
+def shared(owner: Child, process: int) -> int:
+    """Let the owner share its memory with a process; return the handle."""
+    return int(owner.do(f"result = vendor.share(mapped, {process}).handle"))
+
+
+def map_in(child: Child, handle: int) -> None:
+    child.do(f"mapped = vendor.map(VmmShare(handle={handle}, size_bytes={SIZE}), 0, {SIZE})")
+
+
+def test_a_process_that_was_named_maps_the_same_memory(owner: Child, other: Child, simulator: Simulator) -> None:
+    before = simulator.memory_used(0)
+    map_in(other, shared(owner, other.process.pid))
+    assert other.do("result = filled(7)")
+    other.do("mapped.tensor.fill_(9); torch.npu.synchronize()")
+    assert owner.do("result = filled(9)")
+    assert simulator.memory_used(0) == before, "nothing was copied"
+    other.do("vendor.unmap(mapped)")
+
+
+def test_another_process_may_not(owner: Child, other: Child) -> None:
+    handle = shared(owner, owner.process.pid)
+    with pytest.raises(ChildError, match="shared with another process") as refused:
+        map_in(other, handle)
+    assert refused.value.kind == "DeviceUnavailableError"
+
+
+def test_mapped_twice_it_is_the_same_mapping_until_both_let_go(owner: Child, other: Child) -> None:
+    handle = shared(owner, other.process.pid)
+    map_in(other, handle)
+    other.do("first = mapped")
+    map_in(other, handle)
+    other.do("result = first.tensor.data_ptr() == mapped.tensor.data_ptr(); vendor.unmap(first)")
+    assert other.do("result = filled(7)"), "the other one still has it"
+    other.do("vendor.unmap(mapped)")
+    map_in(other, handle)
+    assert other.do("result = filled(7)"), "and it can be mapped anew"
+    other.do("vendor.unmap(mapped)")
+
+
+def test_memory_goes_with_its_last_holder(owner: Child, other: Child, simulator: Simulator) -> None:
+    before = simulator.memory_used(0)
+    map_in(other, shared(owner, other.process.pid))
+    owner.do("vendor.unmap(mapped)")
+    assert other.do("result = filled(7)")
+    assert simulator.memory_used(0) == before
+    other.do("vendor.unmap(mapped)")
+    assert simulator.memory_used(0) == before - SIZE
+
+
+def test_memory_survives_its_owners_death(simulator: Simulator, other: Child) -> None:
+    before = simulator.memory_used(0)
+    with Child(simulator) as owner:
+        owner.do(PREPARED + f"mapped = vendor.allocate(0, {SIZE}); mapped.tensor.fill_(5); torch.npu.synchronize()")
+        map_in(other, shared(owner, other.process.pid))
+        owner.process.kill()
+        owner.process.wait(WAIT_S)
+    assert other.do("result = filled(5)")
+    assert simulator.memory_used(0) == before + SIZE
+    other.do("vendor.unmap(mapped)")
+    assert simulator.memory_used(0) == before
+
+
+def test_a_killed_process_keeps_nothing(owner: Child, simulator: Simulator) -> None:
+    before = simulator.memory_used(0)
+    with Child(simulator) as victim:
+        victim.do(PREPARED)
+        map_in(victim, shared(owner, victim.process.pid))
+        victim.do("more = torch.zeros(8 << 20, dtype=torch.uint8, device='npu'); torch.npu.synchronize()")
+        assert simulator.memory_used(0) > before
+        victim.process.kill()
+        victim.process.wait(WAIT_S)
+    assert simulator.memory_used(0) == before
+    assert owner.do("result = filled(7)")
+
+
+def test_a_lent_tensor_is_the_engines_own_memory(owner: Child, other: Child) -> None:
+    fields = owner.do(
+        "mine = torch.zeros(1000, dtype=torch.int32, device='npu'); mine[3:5] = 0x01010101; torch.npu.synchronize()\n"
+        "result = msgspec.json.encode(vendor.lend(mine[3:5])).decode()"
+    )
+    other.do(f"share = msgspec.json.decode({fields!r}, type=TorchShare); mapped = vendor.map(share, 0, 8)")
+    assert other.do("result = filled(1)")
+    other.do("mapped.tensor.fill_(2); torch.npu.synchronize()")
+    assert owner.do("torch.npu.synchronize(); result = mine[2:6].cpu().tolist()") == [0, 0x02020202, 0x02020202, 0]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        ("torch.zeros(4, 4, device='npu').t()[1:]", "contiguous"),
+    ],
+)
+def test_what_cannot_be_lent(owner: Child, tensor: str, why: str) -> None:
+    with pytest.raises(ChildError, match=why) as refused:
+        owner.do(f"vendor.lend({tensor})")
+    assert refused.value.kind == "InvalidFieldError"
+
+
+def test_too_large_a_pool_is_out_of_memory_and_the_card_goes_on(owner: Child, simulator: Simulator) -> None:
+    before = simulator.memory_used(0)
+    with pytest.raises(ChildError, match="has not enough free memory") as refused:
+        owner.do(f"vendor.allocate(0, {512 * MIB})")
+    assert refused.value.kind == "OutOfMemoryError"
+    assert simulator.memory_used(0) == before
+    assert owner.do("result = filled(7)")
+
+
+# -- shares that cannot be right: no card is asked
+
+
+def test_a_share_of_less_than_is_needed() -> None:
+    with pytest.raises(InvalidFieldError, match="1 bytes are shared, 2 are needed"):
+        NpuVendor().map(VmmShare(handle=1, size_bytes=1), 0, 2)
+    lent = TorchShare(
+        handle=b"", storage_bytes=8, storage_offset_bytes=0, ref_counter=b"", ref_counter_offset=0, event=b"",
+        event_sync=False, offset_bytes=4,
+    )  # fmt: skip
+    with pytest.raises(InvalidFieldError, match="5 bytes from byte 4 of a storage of 8"):
+        NpuVendor().map(lent, 0, 5)
+
+
+# -- where something is missing
+
+LOAD = """
+from kvferry.pools.devices.npu import NpuVendor
+from kvferry.protocol.errors import DeviceUnavailableError
+try:
+    NpuVendor().load()
+except DeviceUnavailableError as error:
+    print(error)
+"""
+
+
+def explained(python: Path, **environment: str) -> str:
+    """Return what loading says in a process without CANN."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LD_", "ASCEND"))}
+    clean["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    done = subprocess.run(
+        [python, "-c", LOAD],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+    return done.stdout.splitlines()[-1]  # the wheel warns on standard output where CANN's variables are not set
+
+
+def test_a_missing_wheel_is_explained(require: Callable[[object, str], None]) -> None:
+    host_python = NPU_PYTHON.parents[2] / ".venv" / "bin" / "python"
+    require(host_python.exists(), "the environment .venv")
+    said = explained(host_python)
+    assert said.startswith(f"{DeviceUnavailableError.code} [device]: this Python has no torch_npu: install torch-npu")
+    assert "kvferry doctor" in said
+
+
+def test_a_missing_cann_is_explained(require: Callable[[object, str], None]) -> None:
+    require(NPU_PYTHON.exists(), "the environment .venv-npu")
+    said = explained(NPU_PYTHON)
+    assert said.startswith(f"{DeviceUnavailableError.code} [device]: torch_npu is installed, but CANN's lib")
+    assert "is not found: source the toolkit's set_env.sh" in said

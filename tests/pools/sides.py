@@ -1,0 +1,63 @@
+"""Sides of plans for tests: entries of any small size, whole or a slice of them, on pages in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from hypothesis import strategies as st
+
+from kvferry.pools.gather import MANY_RUNS, total_segments
+from kvferry.pools.heads import Heads
+from kvferry.pools.plan import PlanSide, make_side
+from kvferry.pools.runs import PageIds
+from kvferry.protocol.manifests import Entry
+
+ENTRY_BYTES: Final = 2000
+"""From one entry to the next: more than any of them has."""
+
+SIZES: Final = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5)
+
+
+def side_of(sizes: Sequence[tuple[int, int, int]], pages: int, *, cut: bool, ids: PageIds | None = None) -> PlanSide:
+    """Return a side of entries of (tokens, heads, bytes of a head); of each the last head alone, where it is cut.
+
+    The ids are all pages but page 0, descending, unless others are given.
+    """
+    entries = [
+        Entry(
+            component="main",
+            role="k",
+            layer=layer,
+            base=ENTRY_BYTES * layer,
+            pages=pages + 1,
+            page_bytes=tokens * heads * size,
+            page_tokens=tokens,
+            heads=heads,
+        )
+        for layer, (tokens, heads, size) in enumerate(sizes)
+    ]
+    heads = [Heads(count - 1, 1) if cut else None for _, count, _ in sizes]
+    return make_side(entries, heads, np.arange(pages, 0, -1) if ids is None else ids)
+
+
+@st.composite
+def sides(draw: st.DrawFn) -> PlanSide:
+    """Draw a side on some pages in any order: in few runs, or in many."""
+    pages = draw(st.integers(1, 2 * MANY_RUNS))
+    ids = draw(st.permutations(range(1, pages + 1)) | st.just(list(range(1, pages + 1))))
+    taken = ids[: draw(st.integers(1, pages))]
+    return side_of(draw(SIZES), pages, cut=draw(st.booleans()), ids=np.array(taken, np.int64))
+
+
+@st.composite
+def stretches(draw: st.DrawFn, side: PlanSide) -> tuple[int, int]:
+    """Draw segments ``[first, stop)`` of a side, at least one."""
+    first = draw(st.integers(0, total_segments(side) - 1))
+    return first, draw(st.integers(first + 1, total_segments(side)))
+
+
+def bytes_of(side: PlanSide, first: int, stop: int) -> int:
+    """Return how many bytes segments ``[first, stop)`` have."""
+    return int(np.repeat(side.segment_bytes, len(side.ids))[first:stop].sum())

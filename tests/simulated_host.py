@@ -1,0 +1,67 @@
+"""The simulated cards of a run with ``--device npu:N``: this process is on them, and so is every one that it starts.
+
+The loader reads LD_LIBRARY_PATH when a process begins, so whoever starts the tests has to set it; ``make test`` does.
+On a machine with CANN nothing is simulated: the tests are on its cards.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final, Self
+
+import pytest
+
+from tests.cann_simulator.build import CACHE
+from tests.cann_simulator.simulator import Race, Simulator
+
+CANN_VARIABLES: Final = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
+HOW_TO_START: Final = """\
+this process is neither on a machine with CANN nor on the CANN simulator; make test starts it right, or
+
+  export LD_LIBRARY_PATH=$(.venv/bin/python -m tests.cann_simulator.build)
+  .venv-npu/bin/python -m pytest --device npu:0"""
+
+
+class SimulatedHost:
+    """Two cards of 4 GiB, for this process and its children.
+
+    Attributes:
+        simulator: what they can be made to do.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen = 0
+        self.simulator = Simulator(folder)
+        os.environ.update(self.simulator.environment())
+
+    def __repr__(self) -> str:
+        """Show the simulator."""
+        return f"<SimulatedHost {self.simulator!r}>"
+
+    @classmethod
+    def start(cls) -> Self | None:
+        """Return the simulated host of this process; None where CANN is installed.
+
+        Raises:
+            UsageError: this process was started on neither.
+        """
+        on_path = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+        if not any(CACHE in Path(one).absolute().parents for one in on_path if one):
+            if any(name in os.environ for name in CANN_VARIABLES):
+                return None
+            raise pytest.UsageError(HOW_TO_START)
+        return cls(Path(tempfile.mkdtemp(prefix="kvferry-cann-")))
+
+    def new_races(self) -> list[Race]:
+        """Return the races that were found since the last call."""
+        races = self.simulator.races()
+        seen, self._seen = self._seen, len(races)
+        return races[seen:]
+
+    def close(self) -> None:
+        """Forget all that processes have left."""
+        shutil.rmtree(self._folder, ignore_errors=True)

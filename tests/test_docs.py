@@ -1,0 +1,115 @@
+"""The code in docs/engines.md about cards and graph tables does what the text around it says, on the run's device.
+
+What only a card can do is run by ``tests/npu/test_docs_on_npu.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.clients import AttachedPool, Cells, Client, MhaSpec, new_request_id, pages
+from kvferry.protocol import errors
+from tests.daemons import running_daemon
+
+pytestmark = pytest.mark.any_device
+
+TEXT: Final = (Path(__file__).parents[1] / "docs/engines.md").read_text()
+SPEC: Final = MhaSpec(layers=2, tokens=8 * 128, page_size=128, kv_heads=2, head_dim=4, dtype="float16")
+
+
+def blocks(title: str) -> list[str]:
+    """Return the Python code of one section."""
+    section = re.split(r"^## ", TEXT, flags=re.MULTILINE)
+    [found] = [one for one in section if one.startswith(f"{title}\n")]
+    return re.findall(r"^```python\n(.*?)^```", found, re.MULTILINE | re.DOTALL)
+
+
+ON_A_CARD, LENDING = blocks("Pools on a card")
+TABLES, NEXT_STEP = blocks("Graph tables")
+
+
+class Reader:
+    """One engine that does what the text says; ``names`` are those that its code has."""
+
+    def __init__(self, client: Client, device: str) -> None:
+        self._device = device
+        self.names: dict[str, Any] = {
+            "client": client,
+            "spec": SPEC,
+            "request_id": new_request_id(),
+            "pages": pages,
+            "Cells": Cells,
+            "torch": torch,
+        }
+
+    def run(self, code: str) -> None:
+        """Run a block of the text, on this device instead of npu:0."""
+        exec(compile(code.replace("npu:0", self._device), "engines.md", "exec"), self.names)  # noqa: S102  our own text
+
+
+@pytest.fixture
+def reader(tmp_path: Path, device: str) -> Iterator[Reader]:
+    with running_daemon(tmp_path) as daemon, Client.connect(daemon.runtime_dir, name="reader") as client:
+        yield Reader(client, device)
+
+
+class Other(NamedTuple):
+    """A pool "other" beside the reader's, which waits for what the text sends."""
+
+    client: Client
+    pool: AttachedPool
+
+    def arrived(self) -> torch.Tensor:
+        """Return its k on the host."""
+        return self.pool.tensor("main", "k").cpu()
+
+
+@pytest.fixture
+def other(reader: Reader, device: str) -> Other:
+    client: Client = reader.names["client"]
+    return Other(client, client.create_pool("other", SPEC, device=device))
+
+
+def test_pools_on_a_card(reader: Reader, other: Other, device: str) -> None:
+    client = other.client
+    taken = client.allocate("other", 4)
+    received = client.receive("other", reader.names["request_id"], [pages(taken)])
+    reader.run(ON_A_CARD)
+    client.wait_finished(received)
+    assert (other.arrived()[:, taken] == 1).all()
+    assert not other.arrived()[:, 0].any()
+    client.wait_settled(reader.names["sent"])
+    [pool] = [one for one in client.status().pools if one.pool == "decode"]
+    assert (pool.free, pool.device) == (pool.pages, device)
+
+
+def test_graph_tables(reader: Reader) -> None:
+    reader.run(ON_A_CARD.split("step = ")[0])
+    reader.run(TABLES)
+    tables, ids = reader.names["tables"], reader.names["ids"]
+    assert reader.names["block_tables"].shape == (8, 257)
+    assert "`W = ceil(max(max_context_tokens + draft_tokens, request_row_tokens) / page_size)`" in TEXT
+    expected = np.zeros((8, 257), np.int32)
+    expected[0, :2], expected[1, 0] = ids[:2], ids[2]
+    assert np.array_equal(reader.names["block_tables"].cpu().numpy(), expected)
+    assert reader.names["seq_lens"].tolist() == [200, 100, 0, 0, 0, 0, 0, 0]
+    assert reader.names["inputs"] == [{"actual_seq_lengths_kv": [200, 100, 0, 0]}]
+    reader.run(NEXT_STEP)
+    expected[1, 1] = ids[3]
+    assert np.array_equal(tables.block_tables.cpu().numpy(), expected)
+    assert tables.host_lengths().lengths == [201, 129]
+
+
+def test_every_code_that_the_text_names_exists() -> None:
+    table = TEXT.split("## What to do about an error")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([A-Z_]{4,})`", table))
+    assert named
+    known = {one.code for one in vars(errors).values() if isinstance(one, type) and hasattr(one, "code")}
+    assert named <= known, named - known
