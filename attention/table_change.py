@@ -35,6 +35,11 @@ class TableChange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         parts = [self.block_tables * ITEM_BYTES + layout.block_tables]
         if layout.block_tables_swa is not None:
             parts.append(self.block_tables_swa * ITEM_BYTES + layout.block_tables_swa)
-        parts.append(np.arange(self.length_rows) * ITEM_BYTES + layout.seq_lens)
-        elements = spans_of(np.concatenate(parts) // ITEM_BYTES)
-        return Spans(elements.starts * ITEM_BYTES, elements.ends * ITEM_BYTES)
+        tables = spans_of(np.concatenate(parts) // ITEM_BYTES)
+        starts, ends = tables.starts * ITEM_BYTES, tables.ends * ITEM_BYTES
+        lengths_end = layout.seq_lens + self.length_rows * ITEM_BYTES
+        if len(ends) and ends[-1] == layout.seq_lens:
+            return Spans(starts, np.append(ends[:-1], lengths_end))
+        if not self.length_rows:
+            return Spans(starts, ends)
+        return Spans(np.append(starts, layout.seq_lens), np.append(ends, lengths_end))

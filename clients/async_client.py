@@ -112,7 +112,9 @@ class AsyncClient(AsyncTables):
         _, lent = await self._round_trip(operation, deadline_s=deadline_s, said=said)
         return lent.manifest
 
-    async def open_events(self, device: str = HOST, *, events: int = RING_EVENTS) -> EventRing:
+    async def open_events(
+        self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> EventRing:
         """See ``Client.open_events``."""
         made: list[RingEvent] = []
 
@@ -123,7 +125,7 @@ class AsyncClient(AsyncTables):
             made.extend(found)
             return (frame,)
 
-        outgoing, opened = await self._round_trip(operations.open_events(device), said=said)
+        outgoing, opened = await self._round_trip(operations.open_events(device), deadline_s=deadline_s, said=said)
         if self._channel is None:
             raise ValueError("an event ring needs a session")
         self._channel.receive()

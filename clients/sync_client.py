@@ -163,12 +163,15 @@ class Client(SyncTables):
         _, lent = self._round_trip(operation, deadline_s=deadline_s, said=said)
         return lent.manifest
 
-    def open_events(self, device: str = HOST, *, events: int = RING_EVENTS) -> EventRing:
+    def open_events(
+        self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> EventRing:
         """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready.
 
         Args:
             device: of the pools it speaks of. On a card it has ``events`` interprocess events, recorded on its streams.
             events: how many, on a card; one is used again once its work is done.
+            deadline_s: for the daemon's reply; the first use of a card takes it some seconds more.
         """
         made: list[RingEvent] = []
 
@@ -179,7 +182,7 @@ class Client(SyncTables):
             made.extend(found)
             return (frame,)
 
-        outgoing, opened = self._round_trip(operations.open_events(device), said=said)
+        outgoing, opened = self._round_trip(operations.open_events(device), deadline_s=deadline_s, said=said)
         if self._channel is None:
             raise ValueError("an event ring needs a session")
         self._channel.receive()

@@ -67,7 +67,7 @@ class DeviceTables:
         self._layout = table_layout(tables.shape)
         with accelerator.calling():
             backend = accelerator.torch
-            self._pinned = backend.zeros(self._layout.size_bytes, dtype=backend.uint8, pin_memory=True)
+            self._pinned = accelerator.pinned(self._layout.size_bytes, backend.uint8)
             self._event, self._handle = accelerator.vendor.shared_event()
             self._stream = accelerator.lend_stream(self)
         self._after: Any | None = None

@@ -235,6 +235,18 @@ class Accelerator:
             raise
         return mapped
 
+    def pinned(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``(elements,)`` zeros in host memory that the card copies to and from itself; within ``calling``.
+
+        Raises:
+            OutOfMemoryError: no more may be locked.
+        """
+        try:
+            made: torch.Tensor = self.torch.zeros(elements, dtype=dtype, pin_memory=True)
+        except RuntimeError as cause:  # no word on the card: the next call to it will tell
+            raise OutOfMemoryError(f"{elements} pinned elements: {_first_line(cause)}") from cause
+        return made
+
     def register_host(self, region: HostRegion) -> None:
         """Let the card copy to and from a host region itself; within ``calling``, until ``unregister_host``.
 

@@ -47,7 +47,7 @@ class _Staging:
         self._device = backend.device(accelerator.kind, accelerator.index)
         self.size_bytes = size_bytes
         self.on_card = backend.empty(size_bytes, dtype=backend.uint8, device=self._device)
-        self.pinned = backend.empty(size_bytes, dtype=backend.uint8, pin_memory=True)
+        self.pinned = accelerator.pinned(size_bytes, backend.uint8)
         self.done = backend.Event(device=self._device)
         self._numbers_pinned = backend.empty(0, dtype=backend.int64)
         self._numbers_on_card = backend.empty(0, dtype=backend.int64, device=self._device)
@@ -60,7 +60,7 @@ class _Staging:
         room = sum({id(one.numbers): len(one.numbers) for one in parts}.values())
         if room > len(self._numbers_pinned):
             size = 1 << (room - 1).bit_length()
-            self._numbers_pinned = self._torch.empty(size, dtype=self._torch.int64, pin_memory=True)
+            self._numbers_pinned = self._accelerator.pinned(size, self._torch.int64)
             self._numbers_on_card = self._torch.empty(size, dtype=self._torch.int64, device=self._device)
 
     def numbers(self, numbers: np.typing.NDArray[np.int64]) -> torch.Tensor:
@@ -188,7 +188,6 @@ class AcceleratorRegion:
                 self.accelerator.copy(staging.on_card[:size], staging.pinned[:size] if there is None else there, stream)
                 self._from_staging(parts, staging)
                 staging.done.record(stream)
-                self.accelerator.wait(staging.done)
 
     def copy_from(self, source: AcceleratorRegion, plan: Plan, first: int, stop: int) -> None:
         """Copy segments ``[first, stop)`` of a plan from another region of the same card, without the host.
