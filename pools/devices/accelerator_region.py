@@ -188,6 +188,7 @@ class AcceleratorRegion:
                 self.accelerator.copy(staging.on_card[:size], staging.pinned[:size] if there is None else there, stream)
                 self._from_staging(parts, staging)
                 staging.done.record(stream)
+                self.accelerator.wait(staging.done)
 
     def copy_from(self, source: AcceleratorRegion, plan: Plan, first: int, stop: int) -> None:
         """Copy segments ``[first, stop)`` of a plan from another region of the same card, without the host.

@@ -302,6 +302,7 @@ def test_another_user_has_pools_of_its_own(
     assert done.stdout.strip() == UnknownPoolError.__name__, done.stderr
 
 
+@pytest.mark.host_only
 def test_memory_of_pools_is_left_out_of_core_files(daemon: DaemonProcess, client: Client) -> None:
     assert client.status().pools
     smaps = Path(f"/proc/{psutil.Process(daemon.process.pid).pid}/smaps").read_text().split("memfd:kvferry")

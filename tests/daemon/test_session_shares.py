@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec, operations
-from kvferry.daemon.access import SESSION_SOCKET
 from kvferry.daemon.session_socket import MAX_MESSAGES_SHARED
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, MalformedError
+from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.pool_messages import LentArrays
 from kvferry.protocol.session_messages import SessionOpen, SessionOpened, ShareFollows
 from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame, unpack_share

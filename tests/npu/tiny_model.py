@@ -69,7 +69,8 @@ def model(seed: int) -> Model:
     random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=random) * 1.5 * rows**-0.5
+        scaled: torch.Tensor = torch.randn(rows, columns, generator=random) * (1.5 * rows**-0.5)
+        return scaled
 
     layers = [
         Layer(

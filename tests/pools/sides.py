@@ -20,8 +20,10 @@ ENTRY_BYTES: Final = 2000
 SIZES: Final = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5)
 
 
-def side_of(sizes: Sequence[tuple[int, int, int]], pages: int, *, cut: bool, ids: PageIds | None = None) -> PlanSide:
-    """Return a side of entries of (tokens, heads, bytes of a head); of each the last head alone, where it is cut.
+def side_of(
+    sizes: Sequence[tuple[int, int, int]], pages: int, *, cut: bool, held: int = 1, ids: PageIds | None = None
+) -> PlanSide:
+    """Return a side of entries of (tokens, heads, bytes of a head); of each the last ``held`` heads, where it is cut.
 
     The ids are all pages but page 0, descending, unless others are given.
     """
@@ -38,7 +40,7 @@ def side_of(sizes: Sequence[tuple[int, int, int]], pages: int, *, cut: bool, ids
         )
         for layer, (tokens, heads, size) in enumerate(sizes)
     ]
-    heads = [Heads(count - 1, 1) if cut else None for _, count, _ in sizes]
+    heads = [Heads(max(0, count - held), min(held, count)) if cut else None for _, count, _ in sizes]
     return make_side(entries, heads, np.arange(pages, 0, -1) if ids is None else ids)
 
 
@@ -48,7 +50,8 @@ def sides(draw: st.DrawFn) -> PlanSide:
     pages = draw(st.integers(1, 2 * MANY_RUNS))
     ids = draw(st.permutations(range(1, pages + 1)) | st.just(list(range(1, pages + 1))))
     taken = ids[: draw(st.integers(1, pages))]
-    return side_of(draw(SIZES), pages, cut=draw(st.booleans()), ids=np.array(taken, np.int64))
+    cut, held = draw(st.booleans()), draw(st.integers(1, 3))
+    return side_of(draw(SIZES), pages, cut=cut, held=held, ids=np.array(taken, np.int64))
 
 
 @st.composite

@@ -14,6 +14,7 @@ from tests.pools.sides import ENTRY_BYTES, bytes_of, side_of, sides, stretches
 
 @given(sides(), st.data())
 @example(side_of([(2, 3, 4)], 9, cut=True), None)
+@example(side_of([(2, 3, 4), (1, 4, 5)], 9, cut=True, held=2), None)
 @example(side_of([(2, 3, 4), (1, 1, 7)], 9, cut=False), None)
 def test_cells_by_number_are_the_bytes_that_the_host_gathers(side: PlanSide, data: st.DataObject | None) -> None:
     first, stop = data.draw(stretches(side)) if data else (0, total_segments(side))
@@ -58,3 +59,5 @@ def test_a_slice_is_cut_into_the_widest_cells() -> None:
     (cells,) = cells_of(side_of([(2, 3, 4)], 1, cut=True), 0, 1)
     assert (cells.offset_bytes, cells.cell_bytes) == (8, 4)
     assert cells.numbers.tolist() == [6, 9], "page 1 begins with row 2 of three heads"
+    (cells,) = cells_of(side_of([(1, 3, 4)], 1, cut=True, held=2), 0, 1)
+    assert (cells.cell_bytes, cells.numbers.tolist()) == (4, [3, 4]), "two of three heads are no whole part of a row"

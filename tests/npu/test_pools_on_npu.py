@@ -1,0 +1,407 @@
+"""Pools on a card with a real daemon: hand-offs between devices, layer steps, pools that engines lend, what is lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvferry.clients import AttachedPool, Client, MhaSpec, MlaSpec, new_request_id, operations, pages
+from kvferry.protocol.errors import (
+    DeviceUnavailableError,
+    InvalidFieldError,
+    OutOfMemoryError,
+    PeerLostError,
+    PoolFullError,
+    PoolInUseError,
+    PoolLostError,
+    UnknownPoolError,
+)
+from kvferry.protocol.manifests import PoolSpec
+from tests.cann_simulator.child import Child
+from tests.cann_simulator.simulator import Simulator
+from tests.daemons import DaemonProcess, running_daemon, start_and_wait_until_ready
+from tests.devices import DEVICE
+
+MIB = 1 << 20
+WAIT_S = 30.0
+SPEC = MhaSpec(layers=3, tokens=64 * 16, page_size=16, kv_heads=4, head_dim=8, v_head_dim=6, dtype="bfloat16")
+FIA = MhaSpec(
+    layers=3, tokens=64 * 16, page_size=16, kv_heads=4, head_dim=8, v_head_dim=6, dtype="bfloat16", view="fia"
+)
+MLA = MlaSpec(
+    layers=3, tokens=64 * 16, page_size=16, kv_lora_rank=32, qk_rope_head_dim=8, index_head_dim=16, dtype="bfloat16"
+)
+LENT = "mine"
+
+LENDER = """
+from kvferry.clients import Client, MhaSpec, new_request_id, pages
+import msgspec, numpy as np
+spec = msgspec.json.decode({spec!r}, type=MhaSpec)
+client = Client.connect({directory!r}, name="lender")
+k = torch.full((3, 65, 16, 4, 8), 3.0, dtype=torch.bfloat16, device={device!r})
+v = [torch.full((65, 16, 4, 6), 4.0 + layer, dtype=torch.bfloat16, device={device!r}) for layer in range(3)]
+torch.npu.synchronize()
+def lend():
+    arrays = {{("main", "k"): k, **{{("main", "v", layer): one for layer, one in enumerate(v)}}}}
+    client.lend_pool({name!r}, spec, arrays, device={device!r})
+lend()
+"""
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Return a daemon that serves."""
+    with running_daemon(tmp_path_factory.mktemp("npu")) as one:
+        yield one
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return an engine."""
+    with Client.connect(daemon.runtime_dir, name="prefill") as one:
+        yield one
+
+
+@pytest.fixture
+def other(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return another engine."""
+    with Client.connect(daemon.runtime_dir, name="decode") as one:
+        yield one
+
+
+@pytest.fixture
+def name() -> str:
+    """Return a pool's name that no other test has."""
+    return f"pool-{next(_numbers)}"
+
+
+@contextmanager
+def lender(simulator: Simulator, daemon: DaemonProcess, device: str, name: str) -> Iterator[Child]:
+    """Run an engine that lends a pool of its own: ``k`` of all layers, and ``v`` layer by layer."""
+    with Child(simulator) as engine:
+        spec = msgspec.json.encode(SPEC).decode()
+        engine.do(LENDER.format(spec=spec, directory=str(daemon.runtime_dir), device=device, name=name))
+        yield engine
+
+
+def fill(pool: AttachedPool) -> None:
+    """Fill a pool with random numbers, and wait until they are there."""
+    for component, role in dict.fromkeys((one.component, one.role) for one in pool.manifest.entries):
+        whole = pool.tensor(component, role)
+        whole.copy_(torch.randn(whole.shape).to(whole.dtype))
+    DEVICE.synchronize()
+
+
+def paged(pool: AttachedPool, role: str) -> torch.Tensor:
+    """Return all layers of a role by pages, as a copy on the host: ``(layers, pages, elements of a page)``."""
+    whole = pool.tensor("main", role).cpu()
+    return whole.reshape(whole.shape[0], pool.manifest.pages, -1)
+
+
+def values(tensor: torch.Tensor) -> set[float]:
+    """Return which values a tensor holds."""
+    return set(tensor.float().flatten().tolist())
+
+
+def hand_off(source: Client, sent: AttachedPool, destination: Client, received: AttachedPool, count: int = 20) -> None:
+    """Hand random pages off and compare every entry."""
+    ours = source.allocate(sent.name, count)
+    theirs = destination.allocate(received.name, count)[::-1].copy()
+    request = new_request_id()
+    room = destination.receive(received.name, request, [pages(theirs)])
+    offer = source.send(sent.name, request, [pages(ours)])
+    assert destination.wait_finished(room, WAIT_S).pages == count
+    for role in dict.fromkeys(one.role for one in sent.manifest.entries):
+        assert torch.equal(paged(received, role)[:, theirs], paged(sent, role)[:, ours]), role
+    destination.wait_settled(room, WAIT_S)
+    source.wait_settled(offer, WAIT_S)
+
+
+# -- hand-offs
+
+
+@pytest.mark.parametrize("spec", [SPEC, FIA, MLA], ids=["paged", "fia", "mla"])
+@pytest.mark.parametrize(("ours", "theirs"), [("npu", "npu"), ("npu", "host"), ("host", "npu")])
+def test_pages_arrive_on_any_device(
+    client: Client, other: Client, device: str, name: str, spec: PoolSpec, ours: str, theirs: str
+) -> None:
+    names = {"npu": device, "host": "host"}
+    source = client.create_pool(f"{name}-send", spec, device=names[ours])
+    destination = other.create_pool(f"{name}-receive", spec, device=names[theirs])
+    assert (source.device, destination.device) == (names[ours], names[theirs])
+    fill(source)
+    hand_off(client, source, other, destination)
+    hand_off(client, source, other, destination, count=7)
+
+
+def test_layers_go_as_their_events_are_done_and_not_before(
+    client: Client, other: Client, simulator: Simulator, device: str, name: str
+) -> None:
+    source = client.create_pool(f"{name}-send", SPEC, device=device)
+    destination = other.create_pool(f"{name}-receive", SPEC, device=device)
+    with client.open_events(device) as ring:
+        ours, theirs = client.allocate(source.name, 9), other.allocate(destination.name, 9)
+        steps = [ring.step(layer, 1) for layer in range(3)]
+        request = new_request_id()
+        room = other.receive(destination.name, request, [pages(theirs)])
+        offer = client.send(source.name, request, [pages(ours)], steps=steps)
+        with simulator.held(process=os.getpid()):
+            for layer, step in enumerate(steps):
+                for role in ("k", "v"):
+                    source.tensor("main", role)[layer].fill_(layer + 1)
+                ring.record(step)
+            other.ping()
+            assert not room.is_finished, "no layer has been computed"
+            assert other.poll(0.05) in ([], [room])
+            assert not room.is_finished
+        assert other.wait_finished(room, WAIT_S).pages == 9
+        for role in ("k", "v"):
+            got = paged(destination, role)[:, theirs]
+            assert [values(got[layer]) for layer in range(3)] == [{1.0}, {2.0}, {3.0}]
+        other.wait_settled(room, WAIT_S)
+        client.wait_settled(offer, WAIT_S)
+
+
+def test_a_room_is_made_only_once_its_pages_are_read_no_more(
+    client: Client, other: Client, simulator: Simulator, device: str, name: str
+) -> None:
+    source = client.create_pool(f"{name}-send", SPEC, device=device)
+    destination = other.create_pool(f"{name}-receive", SPEC, device=device)
+    fill(source)
+    ours, theirs = client.allocate(source.name, 5), other.allocate(destination.name, 5)
+    k = destination.tensor("main", "k")
+    with other.open_events(device) as ring:
+        request = new_request_id()
+        offer = client.send(source.name, request, [pages(ours)])
+        with simulator.held(process=os.getpid()):
+            reads = k.sum()
+            room = other.receive(destination.name, request, [pages(theirs)], after=ring.mark())
+            assert other.poll(0.1) == [], "neither refused nor accepted"
+        assert other.wait_finished(room, WAIT_S).pages == 5
+        assert float(reads.cpu()) == 0, "it has read what was there before"
+        other.wait_settled(room, WAIT_S)
+        client.wait_settled(offer, WAIT_S)
+
+
+def test_pages_that_are_read_still_go_to_nobody_else(
+    client: Client, other: Client, simulator: Simulator, device: str, name: str
+) -> None:
+    pool = client.create_pool(name, SPEC, device=device)
+    ids = client.allocate(name, 64)
+    with client.open_events(device) as ring:
+        with simulator.held(process=os.getpid()):
+            pool.tensor("main", "k").fill_(1)
+            freeing = client.begin(operations.free(name, ids, "main", ring.mark()))
+            client.ping()
+            with pytest.raises(PoolFullError, match="0 of 64 free"):
+                other.allocate(name, 1)
+        assert client.wait(freeing).freed == 64
+    assert len(other.allocate(name, 64)) == 64
+
+
+# -- pools that engines lend
+
+
+def test_a_lent_pool_takes_part_in_hand_offs(
+    client: Client, daemon: DaemonProcess, simulator: Simulator, device: str, name: str
+) -> None:
+    received = client.create_pool(f"{name}-receive", SPEC, device=device)
+    with lender(simulator, daemon, device, f"{name}-lent") as engine:
+        (shown,) = [one for one in client.status().pools if one.pool == f"{name}-lent"]
+        assert (shown.device, shown.free, shown.lent_by is not None) == (device, 0, True)
+        request = new_request_id()
+        theirs = client.allocate(received.name, 4)
+        room = client.receive(received.name, request, [pages(theirs)])
+        engine.do(
+            f"offer = client.send('{name}-lent', '{request}', [pages(np.array([9, 2, 30, 64]))])\n"
+            "client.wait_settled(offer)"
+        )
+        assert client.wait_finished(room, WAIT_S).pages == 4
+        assert values(paged(received, "k")[:, theirs]) == {3.0}
+        assert [values(paged(received, "v")[layer, theirs]) for layer in range(3)] == [
+            {4.0},
+            {5.0},
+            {6.0},
+        ]
+        client.wait_settled(room, WAIT_S)
+        received.tensor("main", "k").fill_(8)
+        DEVICE.synchronize()
+        request = new_request_id()
+        engine.do(f"room = client.receive('{name}-lent', '{request}', [pages(np.arange(5, 9))])")
+        offer = client.send(received.name, request, [pages(theirs)])
+        assert engine.do("client.wait_finished(room); result = k[:, 5:9].cpu().float().unique().tolist()") == [8.0]
+        assert engine.do("result = k[:, :5].cpu().float().unique().tolist()") == [3.0]
+        client.wait_settled(offer, WAIT_S)
+        with pytest.raises(InvalidFieldError, match="lends it"):
+            client.attach_pool(f"{name}-lent")
+        with pytest.raises(PoolInUseError, match="lent by session"):
+            client.delete_pool(f"{name}-lent")
+        engine.do(f"client.delete_pool('{name}-lent'); client.close()")
+
+
+def test_an_engine_killed_with_its_pool_lent_fails_its_rooms_only(
+    client: Client, daemon: DaemonProcess, simulator: Simulator, device: str, name: str
+) -> None:
+    received = client.create_pool(f"{name}-receive", SPEC, device=device)
+    theirs, request = client.allocate(received.name, 4), new_request_id()
+    with lender(simulator, daemon, device, f"{name}-lent") as engine:
+        room = client.receive(received.name, request, [pages(theirs)])
+        engine.do(
+            f"offer = client.send('{name}-lent', '{request}', [pages(np.arange(1, 3))], last=False)\n"
+            "while offer.accepted is None: client.poll(1.0)"
+        )
+        engine.process.kill()
+        engine.process.wait(WAIT_S)
+        with pytest.raises(PeerLostError):
+            client.wait_finished(room, WAIT_S)
+        client.wait_settled(room, WAIT_S)
+        with pytest.raises(PoolLostError, match="was lent by an engine that is gone"):
+            client.attach_pool(f"{name}-lent")
+    source = client.create_pool(f"{name}-send", SPEC, device=device)
+    fill(source)
+    hand_off(client, source, client, received)
+    with lender(simulator, daemon, device, f"{name}-lent"):
+        assert f"{name}-lent" in [one.pool for one in client.status().pools], "lent again, it is lost no longer"
+
+
+# -- what a daemon's end leaves
+
+
+def restarted(daemon: DaemonProcess, tmp_path: Path) -> DaemonProcess:
+    """Start another daemon in the place of one that was killed."""
+    command = ["daemon", "--config", str(tmp_path / "daemon.toml"), "--runtime-dir", str(daemon.runtime_dir)]
+    log = tmp_path / "again.log"
+    process = start_and_wait_until_ready(command, daemon.runtime_dir.parent / "again", log, {})
+    return DaemonProcess(daemon.runtime_dir, process, log)
+
+
+def test_a_killed_daemons_pools_are_lost_and_lent_ones_are_not(
+    tmp_path: Path, simulator: Simulator, device: str
+) -> None:
+    with (
+        running_daemon(tmp_path) as daemon,
+        Client.connect(daemon.runtime_dir) as client,
+        lender(simulator, daemon, device, LENT) as engine,
+    ):
+        used = simulator.memory_used(0)
+        pool = client.create_pool("decode", SPEC, device=device)
+        pool.tensor("main", "k").fill_(2)
+        DEVICE.synchronize()
+        daemon.kill()
+        assert bool((pool.tensor("main", "k") == 2).all().cpu()), "whoever has it mapped keeps it"
+        pool.close()
+        again = restarted(daemon, tmp_path)
+        try:
+            check_after_restart(again, engine, device)
+            assert simulator.memory_used(0) <= used + 64 * MIB, "what the killed daemon had has come back"
+            engine.do("client.close()")
+        finally:
+            assert again.end() == 0, again.log.read_text()
+
+
+def check_after_restart(daemon: DaemonProcess, engine: Child, device: str) -> None:
+    """Check that the next daemon knows what was lost, and that a lent pool is whole."""
+    with Client.connect(daemon.runtime_dir) as client:
+        for _ in range(2):
+            with pytest.raises(PoolLostError, match=f"was on {device} and went with the daemon's last life"):
+                client.attach_pool("decode")
+        made = client.create_pool("decode", SPEC, device=device)
+        assert not made.tensor("main", "k").any().cpu()
+        with pytest.raises(UnknownPoolError):
+            client.attach_pool(LENT)
+        engine.do(f"client.close(); client = Client.connect({str(daemon.runtime_dir)!r}, name='lender'); lend()")
+        assert set(engine.do("result = k.cpu().float().unique().tolist()")) == {3.0}, "its bytes are as they were"
+        theirs, request = client.allocate("decode", 2), new_request_id()
+        room = client.receive("decode", request, [pages(theirs)])
+        engine.do(f"offer = client.send('{LENT}', '{request}', [pages(np.array([7, 8]))])\nclient.wait_settled(offer)")
+        assert client.wait_finished(room, WAIT_S).pages == 2
+        assert values(paged(made, "k")[:, theirs]) == {3.0}
+        client.wait_settled(room, WAIT_S)
+        made.close()
+
+
+# -- what a card does not have
+
+
+def test_a_card_that_is_not_there(client: Client, name: str) -> None:
+    with pytest.raises(DeviceUnavailableError, match="npu:9 is none of them"):
+        client.create_pool(name, SPEC, device="npu:9")
+    assert client.ping() > 0
+
+
+def test_more_than_the_card_has_is_refused_and_nothing_is_kept(
+    client: Client, simulator: Simulator, device: str, name: str
+) -> None:
+    client.create_pool(f"{name}-small", SPEC, device=device)
+    before = simulator.memory_used(0)
+    simulator.out_of_memory(1)
+    try:
+        with pytest.raises(OutOfMemoryError, match=r"\d+ bytes are needed|\d+ are needed") as refused:
+            client.create_pool(name, SPEC, device=device)
+    finally:
+        simulator.out_of_memory(0)
+    assert refused.value.field == "spec"
+    assert simulator.memory_used(0) == before
+    assert client.create_pool(name, SPEC, device=device).device == device
+
+
+def test_pools_take_their_share_of_the_card_and_no_more(tmp_path: Path, device: str) -> None:
+    with (
+        running_daemon(tmp_path, "[devices]\nmax_fraction = 0.002\n") as daemon,  # some 8 MiB of 4 GiB
+        Client.connect(daemon.runtime_dir) as client,
+    ):
+        small = MhaSpec(layers=1, tokens=512, page_size=16, kv_heads=4, head_dim=64, dtype="float16")
+        for number in range(4):
+            client.create_pool(f"pool-{number}", small, device=device).close()
+        with pytest.raises(OutOfMemoryError, match="max_fraction"):
+            client.create_pool("one-too-many", small, device=device)
+        client.delete_pool("pool-0")
+        while next(one.pool_bytes for one in client.status().devices) > 6 * MIB:
+            pass  # memory goes back on a thread; each look is a round trip
+        client.create_pool("one-too-many", small, device=device).close()
+        (shown,) = client.status().devices
+        assert (shown.device, shown.state, shown.pool_bytes) == (device, "ready", 8 * MIB)
+
+
+def test_what_a_pool_has_goes_back_with_it(client: Client, simulator: Simulator, device: str, name: str) -> None:
+    before = simulator.memory_used(0)
+    pool = client.create_pool(name, SPEC, device=device)
+    assert simulator.memory_used(0) > before
+    pool.close()
+    client.delete_pool(name)
+    client.create_pool(f"{name}-next", SPEC, device=device).close()  # made by the same thread, afterwards
+    client.delete_pool(f"{name}-next")
+    client.create_pool(f"{name}-last", SPEC, device=device).close()
+    assert simulator.memory_used(0) <= before + 2 * MIB * -(-pool.manifest.region_bytes // (2 * MIB))
+
+
+def test_bytes_beside_the_pages_stay_as_they_are(client: Client, other: Client, device: str, name: str) -> None:
+    source = client.create_pool(f"{name}-send", SPEC, device=device)
+    destination = other.create_pool(f"{name}-receive", SPEC, device=device)
+    fill(source)
+    fill(destination)
+    before = {role: paged(destination, role) for role in ("k", "v")}
+    ours, theirs = (
+        client.allocate(source.name, 11),
+        np.random.default_rng(0).permutation(other.allocate(destination.name, 40))[:11],
+    )
+    request = new_request_id()
+    room = other.receive(destination.name, request, [pages(theirs)])
+    offer = client.send(source.name, request, [pages(ours)])
+    other.wait_finished(room, WAIT_S)
+    rest = np.setdiff1d(np.arange(destination.manifest.pages), theirs)
+    for role in ("k", "v"):
+        assert torch.equal(paged(destination, role)[:, theirs], paged(source, role)[:, ours])
+        assert torch.equal(paged(destination, role)[:, rest], before[role][:, rest])
+    other.wait_settled(room, WAIT_S)
+    client.wait_settled(offer, WAIT_S)
