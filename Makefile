@@ -27,7 +27,7 @@ demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two e
 	@$(BIN)/kvferry demo $(ARGS)
 
 # ARGS may select tests of one of both runs only.
-none_selected = { status=$$?; [ $$status = 5 ] && [ -n "$(ARGS)" ] || exit $$status; }
+none_selected = { status=$$?; [ $$status = 5 ] && $(if $(ARGS),true,false) || exit $$status; }
 
 test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
 	@echo "==> tests on the host"

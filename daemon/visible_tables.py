@@ -16,6 +16,7 @@ from kvferry.attention.table_layout import table_layout, views
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.vendor import on_stream
 from kvferry.protocol.shares import SharedEvents
 
 FEW_COPIES: Final = 4
@@ -98,7 +99,7 @@ class DeviceTables:
         on_card = self.region.tensor
         with accelerator.calling():
             tables.write(change, self._views)
-            with stream:
+            with on_stream(accelerator.torch, stream):
                 if after is not None:
                     stream.wait_event(after)
                 for start, end in zip(starts.tolist(), ends.tolist(), strict=True):

@@ -173,6 +173,7 @@ def test_kill_9_of_the_daemon_ends_every_wait(daemon: DaemonProcess, client: Cli
     killer.join()
 
 
+@pytest.mark.host_only
 def test_sockets_left_behind_do_not_matter(tmp_path: Path, daemon: DaemonProcess) -> None:
     daemon.kill()
     assert (daemon.runtime_dir / "control.sock").exists()
@@ -186,6 +187,7 @@ def test_sockets_left_behind_do_not_matter(tmp_path: Path, daemon: DaemonProcess
     assert process.wait(30) == 0
 
 
+@pytest.mark.host_only
 def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
     second = kvferry("daemon", "--runtime-dir", str(daemon.runtime_dir))
     assert second.returncode == 1
@@ -203,6 +205,7 @@ def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
         (None, "No such file"),
     ],
 )
+@pytest.mark.host_only
 def test_a_wrong_configuration_is_one_line(tmp_path: Path, config: str | None, named: str) -> None:
     file = tmp_path / "broken.toml"
     if config is not None:
@@ -213,12 +216,14 @@ def test_a_wrong_configuration_is_one_line(tmp_path: Path, config: str | None, n
     assert named in line
 
 
+@pytest.mark.host_only
 def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     done = kvferry("daemon", "--runtime-dir", str(tmp_path / ("x" * 120)))
     assert done.returncode == 1
     assert "runtime_dir" in done.stderr
 
 
+@pytest.mark.host_only
 def test_a_shared_directory_is_left_alone(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -230,6 +235,7 @@ def test_a_shared_directory_is_left_alone(tmp_path: Path) -> None:
     assert shared.stat().st_mode & 0o777 == 0o755
 
 
+@pytest.mark.host_only
 def test_modes_of_directory_and_sockets(daemon: DaemonProcess) -> None:
     assert daemon.runtime_dir.stat().st_mode & 0o777 == 0o750
     for name in ("control.sock", "session.sock"):
@@ -259,6 +265,7 @@ def test_page_ids_of_another_session(daemon: DaemonProcess, client: Client) -> N
         ([1, 1], "DUPLICATE_PAGE"),
     ],
 )
+@pytest.mark.host_only
 def test_page_lists_that_make_no_sense(client: Client, ids: list[int], code: str) -> None:
     client.allocate("receive", ALL)
     room = client.receive("receive", new_request_id(), [pages(np.array(ids, np.int64))])
@@ -284,6 +291,7 @@ def test_sides_that_do_not_fit_copy_nothing(client: Client) -> None:
     assert np.array_equal(read_region(pool.region), before)
 
 
+@pytest.mark.host_only
 def test_another_user_has_pools_of_its_own(
     daemon: DaemonProcess, client: Client, require: Callable[[object, str], None]
 ) -> None:
