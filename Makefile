@@ -26,15 +26,17 @@ help:  ## show this list
 demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
 	@$(BIN)/kvferry demo $(ARGS)
 
-# ARGS may select tests of one of both runs only.
-none_selected = { status=$$?; [ $$status = 5 ] && $(if $(ARGS),true,false) || exit $$status; }
-
+# Both runs at the same time: each has one core's work at most. ARGS may select tests of one of them only (status 5).
 test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
-	@echo "==> tests on the host"
-	@$(BIN)/python -m pytest $(ARGS) || $(none_selected)
-	@echo "==> tests on a simulated NPU"
+	@echo "==> tests on the host, and meanwhile on a simulated NPU (into $(VENV_NPU)/test.log)"
 	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" \
-	    $(NPU)/python -m pytest --device npu:0 $(ARGS) || $(none_selected)
+	    $(NPU)/python -m pytest --device npu:0 $(ARGS) >$(VENV_NPU)/test.log 2>&1 & npu=$$!; \
+	trap 'kill $$npu 2>/dev/null' EXIT; \
+	$(BIN)/python -m pytest $(ARGS); host=$$?; \
+	echo "==> tests on a simulated NPU"; \
+	tail -n +1 -f --pid=$$npu $(VENV_NPU)/test.log; wait $$npu; card=$$?; trap - EXIT; \
+	for status in $$host $$card; do \
+	    [ $$status = 0 ] || { [ $$status = 5 ] && $(if $(ARGS),true,false); } || exit $$status; done
 
 check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and layers
 	$(BIN)/ruff check
