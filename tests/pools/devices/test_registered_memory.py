@@ -1,0 +1,52 @@
+"""Host memory that is registered with a card: copies to and from it return at once, whatever the driver's version.
+
+torch_npu asks drivers before 25.5.0 nothing about memory that it did not allocate: its own copy would wait then.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cann_simulator.child import Child
+from tests.cann_simulator.simulator import NPU_PYTHON, Simulator
+
+PREPARED = """
+from kvferry.pools.devices.accelerator import Accelerator
+from kvferry.pools.devices.host import HostRegion
+card = Accelerator("npu:0"); card.open()
+host = HostRegion.create("registered", 1 << 20)
+with card.calling():
+    mapped = card.allocate(1 << 20)
+    mapped.tensor.fill_(7); torch.npu.synchronize()
+    card.register_host(host)
+there = card.registered(host.address + 4096, 8192)
+stream = card.streams.device_to_host
+"""
+COPIED = """
+with card.calling():
+    card.copy(there, mapped.tensor[:8192], stream)
+    done = stream.record_event(); stream.npu_stream
+    result = (done.query(), int(host.view()[4096]))
+"""
+
+
+@pytest.mark.parametrize(("driver", "known_to_torch"), [("25.5.0", True), ("24.1.0", False)])
+def test_a_copy_returns_at_once(
+    require: Callable[[object, str], None], tmp_path: Path, driver: str, *, known_to_torch: bool
+) -> None:
+    require(NPU_PYTHON.exists() and shutil.which("g++"), "the environment .venv-npu, and g++")
+    simulator = Simulator(tmp_path, memory_bytes=256 << 20, driver=driver)
+    with Child(simulator) as child:
+        child.do(PREPARED)
+        assert child.do("result = there.is_pinned()") is known_to_torch
+        with simulator.held():
+            assert child.do(COPIED) == [False, 0], "the copy waited, or was done while all work is held"
+        assert child.do("card.wait(done); result = host.view()[4096:12288].min().item()") == 7
+        assert child.do("result = host.view()[:4096].max().item()") == 0
+        assert child.do("result = card.registered(host.address + (1 << 20) - 1, 2) is None")
+        assert child.do("card.unregister_host(host); result = card.registered(host.address, 1) is None")
+    assert not simulator.races()
