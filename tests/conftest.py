@@ -1,6 +1,6 @@
 """What every test may use: the device of the run, the event loops, requirements that CI must meet, hypothesis profiles.
 
-``--device npu:0`` runs the tests marked ``any_device`` and those of ``tests/npu`` on a card: a simulated one, unless
+``--device npu:0`` runs the tests marked ``any_device`` and those that are for cards alone: on a simulated one, unless
 CANN is installed. The host's run leaves out ``tests/npu``.
 """
 
@@ -33,7 +33,7 @@ for profile in ("dev", "ci"):  # on a card every example costs more
 PROFILE: Final = "ci" if IN_CI else "dev"
 hypothesis.settings.load_profile(PROFILE)
 
-NPU_TESTS: Final = Path(__file__).with_name("npu")
+CARD_FOLDERS: Final = tuple(Path(__file__).with_name(name) for name in ("npu", "cann_simulator"))
 simulated_host = pytest.StashKey[SimulatedHost | None]()
 
 
@@ -60,7 +60,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests that are for the device."""
     on_host = DEVICE.name == HOST
-    left_out = [item for item in items if (NPU_TESTS in item.path.parents if on_host else not _is_for_cards(item))]
+    left_out = [item for item in items if (_is_for_cards_only(item) if on_host else not _is_for_cards(item))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
@@ -69,7 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_for_cards(item: pytest.Item) -> bool:
     if item.get_closest_marker("host_only") is not None:
         return False
-    return NPU_TESTS in item.path.parents or item.get_closest_marker("any_device") is not None
+    return _is_for_cards_only(item) or item.get_closest_marker("any_device") is not None
+
+
+def _is_for_cards_only(item: pytest.Item) -> bool:
+    in_folder = any(folder in item.path.parents for folder in CARD_FOLDERS)
+    return in_folder or item.get_closest_marker("card_only") is not None
 
 
 @pytest.fixture(scope="session")

@@ -145,6 +145,7 @@ def test_receive_again_after_peer_lost(daemon: DaemonProcess, client: Client) ->
     client.wait_settled(sent)
 
 
+@pytest.mark.host_only
 def test_a_full_pool_says_how_much_is_free(client: Client) -> None:
     client.allocate("send", ALL - 5)
     with pytest.raises(PoolFullError, match=rf"6 pages asked for, 5 of {ALL} free") as refused:
@@ -152,6 +153,7 @@ def test_a_full_pool_says_how_much_is_free(client: Client) -> None:
     assert refused.value.retryable
 
 
+@pytest.mark.host_only
 def test_sigterm_fails_what_waits_and_ends_with_0(daemon: DaemonProcess, client: Client) -> None:
     room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
     while room.accepted is None:
@@ -243,6 +245,7 @@ def test_modes_of_directory_and_sockets(daemon: DaemonProcess) -> None:
     assert (daemon.runtime_dir / "peer.sock").stat().st_mode & 0o777 == 0o600, "an engine is no daemon"
 
 
+@pytest.mark.host_only
 def test_page_ids_of_another_session(daemon: DaemonProcess, client: Client) -> None:
     with Client.connect(daemon.runtime_dir, name="other") as other:
         theirs = other.allocate("send", 2)

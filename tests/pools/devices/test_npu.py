@@ -23,6 +23,8 @@ MIB = 1 << 20
 SIZE = 4 * MIB
 WAIT_S = 240.0
 
+pytestmark = pytest.mark.card_only  # it starts processes of its own on the simulator
+
 PREPARED = """
 from kvferry.pools.devices.npu import NpuVendor
 from kvferry.protocol.shares import TorchShare, VmmShare

@@ -14,6 +14,8 @@ import pytest
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import NPU_PYTHON, Simulator
 
+pytestmark = pytest.mark.card_only  # it starts processes of its own on the simulator
+
 PREPARED = """
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.host import HostRegion
