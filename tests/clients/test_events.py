@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, HandOff, MhaSpec, Pages, new_request_id, pages
+from kvferry.clients import Client, HandOff, MhaSpec, Pages, new_request_id, operations, pages
 from kvferry.clients.events import COUNTER_BYTES, EventRing
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import InvalidFieldError, PeerLostError
+from kvferry.protocol.event_points import EventPoint
+from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import EVENT_RING_SLOTS
 from kvferry.protocol.room_messages import LayerStep
 from tests.daemons import DaemonProcess
@@ -193,6 +195,42 @@ def test_steps_recorded_before_the_send_are_ready_at_once(sides: Sides, spec: Mh
         sides.send(request_id, (step,))
         room = sides.receive(request_id)
         assert sides.decode.wait_finished(room).error is None
+
+
+def test_a_room_is_made_only_once_its_pages_are_in_use_no_more(sides: Sides, spec: MhaSpec) -> None:
+    request_id = new_request_id()
+    with sides.decode.open_events() as ring:
+        point = ring.point()
+        lists = sides.lists(sides.decode, sides.names[1])
+        room = sides.decode.receive(sides.names[1], request_id, lists, after=point)
+        with sides.prefill.open_events() as filled:
+            step = filled.step(spec.first_layer, spec.layers)
+            filled.record(step)
+            sides.send(request_id, (step,))
+        assert sides.states(request_id) == ["open"], "the sender alone: it waits for a room"
+        ring.record(point)
+        assert sides.decode.wait_finished(room).error is None
+
+
+def test_pages_are_free_only_once_they_are_in_use_no_more(sides: Sides) -> None:
+    name = sides.names[1]
+    with sides.decode.open_events() as ring:
+        point = ring.point()
+        ids = sides.decode.allocate(name, COUNT)
+        free = {one.pool: one.free for one in sides.decode.status().pools}[name]
+        pending = sides.decode.begin(operations.free(name, ids, MAIN, point))
+        assert {one.pool: one.free for one in sides.decode.status().pools}[name] == free
+        assert not sides.decode.is_ready(pending)
+        ring.record(point)
+        assert sides.decode.wait(pending).freed == COUNT
+
+
+def test_a_point_that_nobody_can_reach_is_refused(sides: Sides) -> None:
+    ids = sides.decode.allocate(sides.names[1], COUNT)
+    last = EventPoint(event=EVENT_RING_SLOTS - 1, value=1)
+    with pytest.raises(InvalidFieldError, match="OPEN_EVENTS first"):
+        sides.decode.free(sides.names[1], ids, after=last)
+    assert sides.decode.free(sides.names[1], ids).freed == COUNT
 
 
 def test_steps_without_a_ring_are_refused(sides: Sides) -> None:
