@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvferry.protocol.codec import in_words
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import HOST, DeviceName, PeerAddress
 from kvferry.protocol.limits import Limits
@@ -140,7 +141,7 @@ def load_config(path: Path) -> Config:
     except OSError as cause:
         raise ConfigError(f"{path}: {cause.strerror}") from cause
     except msgspec.ValidationError as cause:
-        what, _, where = str(cause).partition(" - at `$")
+        what, _, where = in_words(cause).partition(" - at `$")
         key = where.rstrip("`").lstrip(".")
         if "unknown field" in what:
             key = ".".join(part for part in (key, what.split("`")[1]) if part)

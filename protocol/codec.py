@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvferry.protocol.base import Body
 from kvferry.protocol.envelope import BodyHead, Event, FromDaemon, Reply, Request, RequestHead
 from kvferry.protocol.errors import CallerError, InvalidFieldError, KvferryError, MalformedError, UnknownTypeError
+from kvferry.protocol.ids import PATTERNS
 from kvferry.protocol.limits import INT64_BYTES
 from kvferry.protocol.requests import REQUEST_TYPES
 
@@ -147,9 +148,17 @@ def _explain_body(body: msgspec.Raw, cause: BaseException) -> CallerError:
     return MalformedError(f"the body of {kind} cannot be read: {cause}")
 
 
+def in_words(cause: msgspec.ValidationError) -> str:
+    """Return msgspec's complaint, with what a pattern asks for in place of the pattern."""
+    text = str(cause)
+    for pattern, words in PATTERNS.items():
+        text = text.replace(f"`str` matching regex {pattern!r}", words)
+    return text
+
+
 def invalid_field(cause: msgspec.ValidationError) -> InvalidFieldError:
     """Return msgspec's complaint as an error that names the field: ``Expected `int` - at `$[5].count```."""
-    what, _, where = str(cause).partition(" - at `$")
+    what, _, where = in_words(cause).partition(" - at `$")
     path = where.rstrip("`")
     field = _ENVELOPE_FIELDS.get(path, path.removeprefix("[5]").lstrip("."))
     if not field and "`" in what:

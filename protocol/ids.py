@@ -28,6 +28,15 @@ DeviceName = Annotated[str, Meta(pattern="^(host|(npu|cuda):[0-9]{1,3})\\Z", max
 
 ProcessId = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
+PATTERNS = {
+    "^(host|(npu|cuda):[0-9]{1,3})\\Z": "host, npu:N or cuda:N",
+    "^(tcp://[^ ]+:[0-9]+|ipc:///[^ ]+)\\Z": "tcp://ADDRESS:PORT or ipc:///PATH",
+    "^[A-Za-z0-9][A-Za-z0-9._-]*\\Z": "a name of letters, digits, '.', '_' and '-'",
+    "^[a-z][a-z0-9_]*\\Z": "a name of small letters, digits and '_'",
+    "^[0-9a-f]{32}$": "32 hexadecimal digits in lower case",
+}
+"""What each pattern above asks for, in words for those who got it wrong."""
+
 NO_BOOT = BootId("")
 
 MAIN = "main"

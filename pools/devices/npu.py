@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -87,6 +88,8 @@ class NpuVendor:
         """See ``Vendor.load``."""
         if self._torch is not None:
             return
+        if importlib.util.find_spec("torch_npu") is None:  # at once: torch alone takes seconds
+            raise DeviceUnavailableError(_explained(ModuleNotFoundError(name="torch_npu")), field="device")
         try:
             torch = importlib.import_module("torch")
             self._native = importlib.import_module("torch_npu")._C  # noqa: SLF001  nothing else makes such tensors

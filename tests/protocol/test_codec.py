@@ -12,12 +12,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvferry.protocol import ids
 from kvferry.protocol.codec import (
     IncomingRequest,
     UnreadableRequest,
     decode_from_daemon,
     decode_request,
     encode,
+    in_words,
     invalid_field,
 )
 from kvferry.protocol.envelope import Event, Reply, Request
@@ -272,3 +274,11 @@ def test_samples_say_all_that_can_be_said() -> None:
 def _defaults(kind: type[msgspec.Struct]) -> dict[str, object]:
     fields = msgspec.structs.fields(kind)
     return {one.name: one.default for one in fields if one.default is not msgspec.NODEFAULT}
+
+
+@pytest.mark.parametrize("kind", ["DeviceName", "PeerAddress", "PoolName", "ComponentName", "Hex128"])
+def test_what_a_pattern_asks_for_is_said_in_words(kind: str) -> None:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.convert("?" * 8, getattr(ids, kind))
+    assert "regex" not in in_words(caught.value)
+    assert in_words(caught.value) != str(caught.value)

@@ -79,12 +79,16 @@ def check_devices(running: Running) -> tuple[Finding, ...]:
     """Say how the devices are that the daemon's pools are on."""
     findings = []
     for device in running.report.devices if running.report else ():
-        said = f"{device.state}, {device.free_bytes >> 20} of {device.total_bytes >> 20} MiB free"
+        name = f"device {device.device}"
         if device.state == "ready":
-            findings.append(Finding(f"device {device.device}", "ok", said))
+            said = f"ready, {device.free_bytes >> 20} of {device.total_bytes >> 20} MiB free"
+            findings.append(Finding(name, "ok", said))
+        elif device.state.startswith("unavailable"):  # somebody asked for a pool on it; that alone takes no card
+            fix = "--npu tells what is missing, if this host is to have one"
+            findings.append(Finding(name, "warning", device.state, fix))
         else:
-            fix = "the checks above say what is missing; then restart the daemon"
-            findings.append(Finding(f"device {device.device}", "missing", said, fix))
+            fix = "look at the card (npu-smi); the daemon ends by itself and is to be started anew"
+            findings.append(Finding(name, "missing", device.state, fix))
     return tuple(findings)
 
 
