@@ -19,7 +19,6 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.npu import NpuVendor
 from kvferry.pools.devices.vendor import Mapped, Vendor, on_stream
 from kvferry.protocol.errors import DeviceLostError, DeviceUnavailableError, OutOfMemoryError
-from kvferry.protocol.ids import HOST
 
 if TYPE_CHECKING:
     import torch
@@ -49,11 +48,6 @@ class Streams(NamedTuple):
     device_to_host: torch.Stream
     host_to_device: torch.Stream
     device_to_device: torch.Stream
-
-
-def is_host(device: str) -> bool:
-    """Return whether a device's name is the host's."""
-    return device == HOST
 
 
 class Accelerator:
@@ -207,11 +201,6 @@ class Accelerator:
         oldest = min(self._calls.copy().values(), default=now_s)
         if now_s - oldest > self._stuck_after_s:
             self.lose(DeviceLostError(f"{self.name}: a call has not come back for {now_s - oldest:.0f} s"))
-
-    @property
-    def has_calls(self) -> bool:
-        """Return whether a thread is inside a call to the card."""
-        return bool(self._calls)
 
     def memory(self) -> DeviceMemory:
         """Return the card's memory; within ``calling``."""

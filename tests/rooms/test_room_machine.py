@@ -31,7 +31,6 @@ PAGES: Final = 14
 REQUESTS: Final = ("a" * 32, "b" * 32, "c" * 32)
 SOURCES: Final = {"whole": layers(2), "stage0": layers(1), "stage1": layers(1, first=1)}
 DESTINATIONS: Final = ("decode0", "decode1")
-TENANT: Final = 7
 STRANGER: Final = 8
 MAX_SESSIONS: Final = 4
 DEADLINES: Final = st.sampled_from([5.0, 20.0])
