@@ -1,0 +1,180 @@
+"""Which bytes of the host tier's one memory are free: extents, from which blocks of any size are cut.
+
+A block lies in one piece; the blocks of one call lie together as far as the holes allow. Holes are kept as two sorted
+arrays and worked on whole, so a call costs the same for one block as for a thousand. Knows nothing of what the bytes
+are, and touches none of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+GRAIN_BYTES = 4096
+"""Every block begins at a multiple of this, and takes a multiple of it."""
+
+Offsets: TypeAlias = npt.NDArray[np.int64]
+"""(n,) where blocks begin, in bytes from the arena's start."""
+
+
+class NotEnoughError(Exception):
+    """The arena has no holes for what was asked; nothing was taken. What to answer is the caller's to decide."""
+
+    def __init__(self, wanted_bytes: int, free_bytes: int, largest_hole_bytes: int) -> None:
+        super().__init__(f"{wanted_bytes} bytes asked for, {free_bytes} free, {largest_hole_bytes} in one piece")
+        self.wanted_bytes = wanted_bytes
+        self.free_bytes = free_bytes
+        self.largest_hole_bytes = largest_hole_bytes
+
+
+class Freed(NamedTuple):
+    """Blocks of one size whose bytes are nobody's any more: ``arena.free(*freed)``."""
+
+    offsets: Offsets
+    """(n,)"""
+    size_bytes: int
+    """Of one block."""
+
+
+def whole_grains(size_bytes: int) -> int:
+    """Return how many bytes of the arena a block of ``size_bytes`` (at least 1) takes."""
+    return -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+
+
+class Arena:
+    """Hands out extents, best fit first, and joins what comes back with its neighbours."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """Start with all bytes free; what is beyond the last whole grain is never used."""
+        self._size = size_bytes // GRAIN_BYTES * GRAIN_BYTES
+        self._starts: Offsets = np.zeros(1 if self._size else 0, np.int64)
+        self._sizes: Offsets = np.full(len(self._starts), self._size, np.int64)
+        self._free = self._size
+
+    def __repr__(self) -> str:
+        """Show the live counts."""
+        return f"<Arena bytes={self._size} free={self._free} holes={len(self._starts)}>"
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes that can be handed out."""
+        return self._size
+
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes handed out, in whole grains."""
+        return self._size - self._free
+
+    @property
+    def free_bytes(self) -> int:
+        """Return the bytes in all holes."""
+        return self._free
+
+    @property
+    def largest_hole(self) -> int:
+        """Return the bytes of the largest hole, 0 without one."""
+        return int(self._sizes.max(initial=0))
+
+    @property
+    def hole_count(self) -> int:
+        """Return how many pieces the free bytes lie in."""
+        return len(self._starts)
+
+    def fitting(self, size_bytes: int) -> int:
+        """Return how many blocks of ``size_bytes`` (at least 1) could be allocated now."""
+        return int((self._sizes // whole_grains(size_bytes)).sum())
+
+    def allocate(self, count: int, size_bytes: int) -> Offsets:
+        """Take ``count`` blocks of ``size_bytes`` (at least 1) each.
+
+        They come from the smallest hole that holds all; else from the largest ones, so that there are few pieces, and
+        the rest from the smallest that holds it.
+
+        Returns:
+            (count,) where each begins, ascending; adjacent ones are ``whole_grains(size_bytes)`` apart.
+
+        Raises:
+            NotEnoughError: nothing was taken.
+        """
+        step = whole_grains(size_bytes)
+        room = self._sizes // step
+        if int(room.sum()) < count:
+            raise NotEnoughError(count * step, self._free, self.largest_hole)
+        if not count:
+            return np.empty(0, np.int64)
+        holes, counts = self._choose(room, count)
+        before = np.cumsum(counts) - counts
+        offsets = np.repeat(self._starts[holes] - step * before, counts) + step * np.arange(count, dtype=np.int64)
+        self._cut(holes, step * counts)
+        return offsets
+
+    def allocate_run(self, size_bytes: int) -> int:
+        """Take ``size_bytes`` (at least 1) in one piece from the smallest hole that has them; return where it begins.
+
+        Raises:
+            NotEnoughError: no hole is that large.
+        """
+        return int(self.allocate(1, size_bytes)[0])
+
+    def free(self, offsets: Offsets, size_bytes: int) -> None:
+        """Give blocks of ``size_bytes`` each back, as they were allocated; in any order.
+
+        Raises:
+            AssertionError: a block is not the caller's to free: it is free already, named twice, or outside the arena.
+        """
+        step = whole_grains(size_bytes)
+        starts = np.sort(offsets)
+        if not len(starts):
+            return
+        assert int(starts[0]) >= 0, "a block before the arena"
+        assert int(starts[-1]) + step <= self._size, "a block past the arena"
+        at = np.searchsorted(self._starts, starts)
+        holes = np.insert(self._starts, at, starts)
+        sizes = np.insert(self._sizes, at, step)
+        ends = holes + sizes
+        assert bool((ends[:-1] <= holes[1:]).all()), "a block is freed that was free"
+        first = np.flatnonzero(np.concatenate(([True], ends[:-1] != holes[1:])))
+        self._starts, self._sizes = holes[first], np.add.reduceat(sizes, first)
+        self._free += step * len(starts)
+
+    def check_integrity(self) -> None:
+        """Check that holes are sorted, apart from each other, inside the arena, and counted rightly.
+
+        Raises:
+            AssertionError: what is wrong.
+        """
+        ends = self._starts + self._sizes
+        assert bool((self._sizes > 0).all()), "an empty hole"
+        assert bool((ends[:-1] < self._starts[1:]).all()), "holes that overlap, touch or are out of order"
+        assert not len(ends) or (int(self._starts[0]) >= 0 and int(ends[-1]) <= self._size), "a hole outside the arena"
+        assert not (self._starts % GRAIN_BYTES).any(), "a hole that begins inside a grain"
+        assert int(self._sizes.sum()) == self._free, "free bytes"
+
+    def _choose(self, room: Offsets, count: int) -> tuple[npt.NDArray[np.intp], Offsets]:
+        """Return the holes to cut, ascending, and how many blocks to cut from each.
+
+        Args:
+            room: (holes,) how many blocks each holds, ``count`` or more in all.
+            count: at least 1.
+        """
+        order = np.argsort(-room, kind="stable")
+        filled = np.cumsum(room[order])
+        whole = int(np.searchsorted(filled, count))  # so many of the largest are used up; none where one holds all
+        rest = count - (int(filled[whole - 1]) if whole else 0)
+        others = order[whole:]
+        fits = others[room[others] >= rest]
+        holes = np.append(order[:whole], fits[np.argmin(self._sizes[fits])])
+        counts = np.append(room[order[:whole]], rest)
+        ascending = np.argsort(holes)
+        return holes[ascending], counts[ascending]
+
+    def _cut(self, holes: npt.NDArray[np.intp], taken_bytes: Offsets) -> None:
+        """Take bytes from the front of holes."""
+        self._starts[holes] += taken_bytes
+        self._sizes[holes] -= taken_bytes
+        self._free -= int(taken_bytes.sum())
+        left = self._sizes > 0
+        if not left.all():
+            self._starts, self._sizes = self._starts[left], self._sizes[left]

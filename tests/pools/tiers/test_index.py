@@ -1,0 +1,536 @@
+"""The index against plain dictionaries, and readers of the journal against the index."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.pools.tiers.accounts import TenantUsage
+from kvferry.pools.tiers.arena import Freed
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
+from kvferry.pools.tiers.index import OPERATOR, BlockIndex
+from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind, Tier
+from kvferry.pools.tiers.namespaces import Namespace
+
+SPACES = [Namespace(1, "d", "main", 1), Namespace(1, "d", "swa", 2), Namespace(2, "d", "main", 1)]
+HASHES = [bytes([number]) * 16 for number in range(6)]
+QUOTAS = {1: 3000, 2: 1000}
+SIZE = 128
+NAMES = HASHES[:4]
+CHAINS = st.integers(1, 4).map(lambda count: NAMES[:count]) | st.lists(st.sampled_from(NAMES), max_size=4)
+HOLDERS = st.sampled_from([OPERATOR, 1, 2])
+Place = tuple[Namespace, bytes, Tier]
+
+
+@dataclass(eq=False)
+class Known:
+    """What the model knows of a block."""
+
+    space: Namespace
+    hash: bytes
+    parent: bytes | None
+    block: CachedBlock
+    tiers: set[Tier] = field(default_factory=set)
+    pins: Counter[int] = field(default_factory=Counter)
+    number: int = 0  # of its bytes in the host tier, 0 without any
+
+    def pinned(self) -> bool:
+        """Return whether anybody pins it."""
+        return self.pins.total() > 0
+
+
+class Reader:
+    """A router: it knows where blocks are from what the journal says, and from the list where it came late."""
+
+    def __init__(self, cursor: int) -> None:
+        self.cursor = cursor
+        self.from_the_first = cursor == 1
+        self.places: set[Place] = set()
+
+    def meet(self, blocks: Iterable[CachedBlock]) -> None:
+        """Note what a part of the list says."""
+        for block in blocks:
+            flags = {Tier.HOST: block.in_host, Tier.DISK: block.on_disk, Tier.REMOTE: block.in_remote}
+            self.places |= {(block.namespace, block.hash, tier) for tier, there in flags.items() if there}
+
+    def read(self, journal: CacheJournal) -> None:
+        """Apply all changes since the cursor."""
+        while (found := journal.since(self.cursor, 3)).changes:
+            self.cursor = found.next_cursor
+            for change in found.changes:
+                self.apply(change)
+        assert not found.lost
+
+    def apply(self, change: Change) -> None:
+        """Apply one change."""
+        places = {(change.namespace, name, change.tier) for name in change.hashes}
+        if self.from_the_first:  # nothing is said twice
+            assert len(places) == len(change.hashes)
+            assert (places & self.places) == (set() if change.kind is ChangeKind.STORED else places)
+        self.places = self.places | places if change.kind is ChangeKind.STORED else self.places - places
+
+
+class IndexAgainstDictionaries(RuleBasedStateMachine):
+    """Does the same to an index and to dictionaries; its bytes in the host tier are numbered, and freed once each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.journal = CacheJournal(10_000)
+        self.index = BlockIndex(self.journal, quota_bytes=999, quotas=QUOTAS, policy="lru")
+        self.ready: dict[tuple[Namespace, bytes], Known] = {}
+        self.writing: dict[tuple[Namespace, bytes], Known] = {}
+        self.gone: list[Known] = []
+        self.order: list[Known] = []  # of blocks in the host tier, the one used longest ago first
+        self.charged: Counter[int] = Counter()
+        self.numbers = 0
+        self.used: set[int] = set()  # numbers of bytes that are somebody's
+        self.reader = Reader(1)
+        self.late: Reader | None = None
+        self.position = 0
+
+    # --- the model ---
+
+    def known(self) -> list[Known]:
+        """Return all blocks that were ever begun and are not forgotten by the model."""
+        return [*self.ready.values(), *self.writing.values(), *self.gone]
+
+    def new_bytes(self, known: Known) -> np.typing.NDArray[np.int64]:
+        """Give a block bytes with a number of their own."""
+        self.numbers += 1
+        known.number = self.numbers
+        self.used.add(known.number)
+        return np.full(known.space.block_pages, known.number, np.int64)
+
+    def freed(self, freed: Iterable[Freed], expected: Iterable[Known]) -> None:
+        """Check that what the index gave back is the bytes of those blocks, and free it."""
+        expected = list(expected)
+        given = [(one.offsets.tolist(), one.size_bytes) for one in freed]
+        pages = [known.space.block_pages for known in expected]
+        assert sorted(given) == sorted(
+            ([known.number] * n, SIZE // n) for known, n in zip(expected, pages, strict=True)
+        )
+        for known in expected:
+            self.used.remove(known.number)
+            known.number = 0
+
+    def forget(self, known: Known) -> None:
+        """Let a block be visible no more."""
+        del self.ready[known.space, known.hash]
+        idle = [one for one in self.gone if not one.number and not one.pinned()]
+        self.gone = [one for one in self.gone if one not in idle[1:]]  # what is gone for good need not be many
+        known.tiers.clear()
+        self.gone.append(known)
+
+    def evictable(self) -> list[Known]:
+        """Return blocks that may leave the host tier, in order."""
+        return [known for known in self.order if not known.pinned()]
+
+    def used_bytes(self, tenant: int) -> int:
+        """Return what counts against a tenant's quota."""
+        there = sum(SIZE for known in self.known() if known.space.tenant == tenant and known.number)
+        return there + SIZE * sum(space.tenant == tenant for space, _ in self.writing) + self.charged[tenant]
+
+    # --- stores ---
+
+    @rule(space=st.sampled_from(SPACES), hashes=CHAINS, parent=st.none() | st.sampled_from(NAMES))
+    def begin(self, space: Namespace, hashes: list[bytes], parent: bytes | None) -> None:
+        """Begin a store: what is there or begun already is not the caller's."""
+        begun = self.index.begin(space, hashes, parent, SIZE)
+        assert len(begun) == len(hashes)
+        for name, (block, fresh), before in zip(hashes, begun, [parent, *hashes], strict=False):
+            old = self.ready.get((space, name)) or self.writing.get((space, name))
+            assert fresh == (old is None)
+            if old is not None:
+                assert block is old.block
+                assert block.state is (BlockState.READY if (space, name) in self.ready else BlockState.WRITING)
+                continue
+            assert (block.namespace, block.hash, block.parent) == (space, name, before)
+            self.writing[space, name] = Known(space, name, before, block)
+
+    @precondition(lambda self: self.writing)
+    @rule()
+    def commit_all(self) -> None:
+        """Make everything visible."""
+        self.end_writing(list(self.writing.values()), None)
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        """Make some blocks visible; those of later positions go first."""
+        done = data.draw(st.lists(st.sampled_from(list(self.writing.values())), unique=True))
+        digests: list[tuple[int, ...]] = [(known.hash[0],) for known in done]
+        self.end_writing(done, data.draw(st.sampled_from([None, digests])))
+
+    def end_writing(self, done: list[Known], digests: list[tuple[int, ...]] | None) -> None:
+        """Commit blocks."""
+        self.index.commit([known.block for known in done], [self.new_bytes(known) for known in done], digests)
+        for known in done:
+            self.ready[known.space, known.hash] = self.writing.pop((known.space, known.hash))
+            known.tiers.add(Tier.HOST)
+            assert known.block.digests == ((known.hash[0],) if digests else ())
+        self.order += reversed(done)
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        """Give a store up; what another tier has is visible all the same."""
+        known = data.draw(st.sampled_from(list(self.writing.values())))
+        self.index.abandon([known.block])
+        del self.writing[known.space, known.hash]
+        if known.tiers:
+            self.ready[known.space, known.hash] = known
+        else:
+            self.gone.append(known)
+
+    # --- tiers ---
+
+    @rule(space=st.sampled_from(SPACES), name=st.sampled_from(NAMES), tier=st.sampled_from([Tier.DISK, Tier.REMOTE]))
+    def adopt(self, space: Namespace, name: bytes, tier: Tier) -> None:
+        """Find a block in a lower tier."""
+        block = self.index.adopt(space, name, None, SIZE, tier=tier, digests=(7,))
+        old = self.ready.get((space, name)) or self.writing.get((space, name))
+        if old is None:
+            assert block.digests == (7,)
+            old = self.ready[space, name] = Known(space, name, None, block)
+        assert block is old.block
+        old.tiers.add(tier)
+
+    @precondition(lambda self: self.known())
+    @rule(data=st.data(), tier=st.sampled_from([Tier.DISK, Tier.REMOTE]), present=st.booleans())
+    def set_tier(self, data: st.DataObject, tier: Tier, *, present: bool) -> None:
+        """Write a block to a lower tier, or lose it there."""
+        known = data.draw(st.sampled_from(self.known()))
+        call = self.index.set_on_disk if tier is Tier.DISK else self.index.set_in_remote
+        live = known not in self.gone
+        assert call(known.block, present=present) is live
+        if not live:
+            return
+        (known.tiers.add if present else known.tiers.discard)(tier)
+        if not known.tiers and (known.space, known.hash) in self.ready:
+            self.forget(known)
+
+    @precondition(lambda self: self.ready or self.gone)
+    @rule(data=st.data())
+    def enter_host(self, data: st.DataObject) -> None:
+        """Bring a block up, which may be gone or there already."""
+        known = data.draw(st.sampled_from([*self.ready.values(), *self.gone]))
+        wanted = known in self.ready.values() and Tier.HOST not in known.tiers
+        offsets = self.new_bytes(known) if wanted else np.zeros(1, np.int64)
+        assert self.index.enter_host(known.block, offsets) is wanted
+        if wanted:
+            known.tiers.add(Tier.HOST)
+            self.order.append(known)
+
+    @rule(tenant=st.sampled_from([1, 2]), data=st.data())
+    def evict_of_one(self, tenant: int, data: st.DataObject) -> None:
+        """Evict and skip as a tenant's policy says."""
+        expected = [known for known in self.evictable() if known.space.tenant == tenant]
+        for victim in self.index.host_victims(tenant):
+            known = expected.pop(0)
+            assert victim is known.block
+            if data.draw(st.booleans()):
+                self.drop(known)
+        assert not expected
+
+    @rule(data=st.data())
+    def evict_of_any(self, data: st.DataObject) -> None:
+        """Evict and skip: always one of the tenant that uses most of its quota and has any left."""
+        left = self.evictable()
+        for victim in self.index.host_victims():
+            shares = {known.space.tenant: self.used_bytes(known.space.tenant) for known in left}
+            assert shares[victim.namespace.tenant] / QUOTAS[victim.namespace.tenant] == max(
+                used / QUOTAS[tenant] for tenant, used in shares.items()
+            )
+            known = next(known for known in left if known.space.tenant == victim.namespace.tenant)
+            assert victim is known.block
+            left.remove(known)
+            if data.draw(st.booleans()):
+                self.drop(known)
+        assert not left
+
+    def drop(self, known: Known) -> None:
+        """Take a victim out of the host tier."""
+        self.freed([self.index.drop_host(known.block)], [known])
+        self.order.remove(known)
+        known.tiers.remove(Tier.HOST)
+        if not known.tiers:
+            self.forget(known)
+
+    @precondition(lambda self: self.known())
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        """Remove a block from everywhere; bytes that are pinned wait."""
+        known = data.draw(st.sampled_from(self.known()))
+        freed = self.index.remove(known.block)
+        if known not in self.ready.values():
+            assert freed == []
+            return
+        self.freed(freed, [known] if known.number and not known.pinned() else [])
+        if known in self.order:
+            self.order.remove(known)
+        self.forget(known)
+
+    # --- use ---
+
+    @rule(space=st.sampled_from(SPACES), hashes=CHAINS, holder=st.none() | HOLDERS)
+    def look_up(self, space: Namespace, hashes: list[bytes], holder: int | None) -> None:
+        """Find the longest prefix, use it, and perhaps pin it."""
+        expected: list[Known] = []
+        for name in hashes:
+            if (space, name) not in self.ready:
+                break
+            expected.append(self.ready[space, name])
+        found = self.index.longest_prefix(space, iter(hashes))
+        assert found == [known.block for known in expected]
+        self.index.touch(found)
+        for known in reversed(expected):
+            if known in self.order:
+                self.order.remove(known)
+                self.order.append(known)
+        if holder is not None:
+            self.index.pin(found, holder)
+            for known in expected:
+                known.pins[holder] += 1
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), holder=HOLDERS)
+    def pin_what_is_being_written(self, data: st.DataObject, holder: int) -> None:
+        """Pin a block before anybody sees it."""
+        known = data.draw(st.sampled_from(list(self.writing.values())))
+        self.index.pin([known.block], holder)
+        known.pins[holder] += 1
+
+    @precondition(lambda self: any(known.pinned() for known in self.known()))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        """Undo a pin; the last one of a removed block gives its bytes back."""
+        known = data.draw(st.sampled_from([known for known in self.known() if known.pinned()]))
+        holder = data.draw(st.sampled_from(sorted(+known.pins)))
+        freed = self.index.unpin([known.block], holder)
+        known.pins[holder] -= 1
+        self.freed(freed, [known] if known in self.gone and known.number and not known.pinned() else [])
+
+    @rule(holder=HOLDERS)
+    def unpin_holder(self, holder: int) -> None:
+        """Let a holder die."""
+        freed = self.index.unpin_holder(holder)
+        for known in self.known():
+            known.pins[holder] = 0
+        self.freed(freed, [known for known in self.gone if known.number and not known.pinned()])
+
+    @rule(tenant=st.sampled_from([1, 2]), size=st.integers(0, 900))
+    def charge(self, tenant: int, size: int) -> None:
+        """Take bytes for a snapshot."""
+        self.index.accounts.charge(tenant, size)
+        self.charged[tenant] += size
+
+    @rule(tenant=st.sampled_from([1, 2]))
+    def discharge(self, tenant: int) -> None:
+        """Give half of them back."""
+        size = (self.charged[tenant] + 1) // 2
+        self.index.accounts.discharge(tenant, size)
+        self.charged[tenant] -= size
+
+    # --- those who come late ---
+
+    @rule()
+    def come_late(self) -> None:
+        """Begin to read the list."""
+        self.late, self.position = Reader(self.journal.position()), 0
+        self.late.from_the_first = False
+
+    @precondition(lambda self: self.late is not None)
+    @rule(limit=st.integers(1, 4))
+    def read_the_list(self, limit: int) -> None:
+        """Read one more part of it, and after the last one what happened meanwhile."""
+        assert self.late is not None
+        part = self.index.page(self.position, limit)
+        self.late.meet(part.blocks)
+        if part.next_position is not None:
+            self.position = part.next_position
+            return
+        self.late.read(self.journal)
+        assert self.late.places == self.places()
+        self.late = None
+
+    def places(self) -> set[Place]:
+        """Return where what is."""
+        return {(*key, tier) for key, known in self.ready.items() for tier in known.tiers}
+
+    @invariant()
+    def agrees_with_the_dictionaries(self) -> None:
+        """Check everything that can be asked for, the index's own integrity, and one who reads along."""
+        self.index.check_integrity()
+        assert len(self.index) == len(self.ready)
+        for space in SPACES:
+            for name in NAMES:
+                known = self.ready.get((space, name))
+                assert self.index.get(space, name) is (known.block if known else None)
+        for tenant, quota in QUOTAS.items():
+            usage = self.index.accounts.usage(tenant)
+            assert (usage.used_bytes, usage.quota_bytes) == (self.used_bytes(tenant), quota)
+            assert usage.evictable_bytes == SIZE * sum(known.space.tenant == tenant for known in self.evictable())
+            excess = self.index.accounts.excess_bytes(tenant, 100)
+            assert excess == max(0, self.used_bytes(tenant) + 100 - quota)
+        pinned = Counter(
+            {h: SIZE * sum(k.number > 0 and k.pins[h] > 0 for k in self.known()) for h in (OPERATOR, 1, 2)}
+        )
+        assert self.index.pinned_by() == +pinned
+        assert self.used == {known.number for known in self.known() if known.number}
+        for known in self.gone:
+            assert known.block.state is (BlockState.DOOMED if known.number else BlockState.GONE)
+        self.reader.read(self.journal)
+        assert self.reader.places == self.places()
+
+
+TestIndex = IndexAgainstDictionaries.TestCase
+TestIndex.settings = settings(max_examples=100, stateful_step_count=60)
+
+
+def new_index(*, quota_bytes: int = 1 << 40, policy: str = "sieve") -> tuple[BlockIndex, CacheJournal]:
+    journal = CacheJournal(1000)
+    return BlockIndex(journal, quota_bytes=quota_bytes, policy=policy), journal
+
+
+def store(index: BlockIndex, hashes: list[bytes], space: Namespace = SPACES[0]) -> list[CachedBlock]:
+    blocks = [begun.block for begun in index.begin(space, hashes, None, SIZE)]
+    index.commit(blocks, np.arange(len(blocks), dtype=np.int64)[:, None].repeat(space.block_pages, 1))
+    return blocks
+
+
+def test_a_store_is_one_change_and_so_is_what_is_evicted_in_a_row() -> None:
+    index, journal = new_index()
+    store(index, HASHES)
+    for victim in index.host_victims():
+        index.drop_host(victim)
+    stored, evicted = journal.since(1, 9).changes
+    assert stored == Change(ChangeKind.STORED, Tier.HOST, SPACES[0], tuple(HASHES), None)
+    assert evicted == Change(ChangeKind.EVICTED, Tier.HOST, SPACES[0], tuple(reversed(HASHES)), None)
+    assert len(index) == 0
+
+
+@pytest.mark.parametrize("policy", ["sieve", "lru"])
+def test_the_end_of_a_prefix_goes_before_its_beginning(policy: str) -> None:
+    index, _ = new_index(policy=policy)
+    blocks = store(index, HASHES)
+    index.touch(blocks[:2])
+    assert list(index.host_victims()) == [blocks[at] for at in (5, 4, 3, 2, 1, 0)]
+
+
+def test_a_hash_named_twice_is_written_once() -> None:
+    index, _ = new_index()
+    begun = index.begin(SPACES[0], [HASHES[0], HASHES[0]], None, SIZE)
+    assert [one.fresh for one in begun] == [True, False]
+    assert begun[0].block is begun[1].block
+
+
+def test_a_removed_block_may_be_stored_again_while_its_bytes_are_read() -> None:
+    index, _ = new_index()
+    (old,) = store(index, HASHES[:1])
+    index.pin([old], 1)
+    index.pin([old], 2)
+    assert index.remove(old) == []
+    states = [old.state]
+    assert index.unpin_holder(2) == []
+    (new,) = store(index, HASHES[:1])
+    assert new is not old
+    assert index.accounts.usage(1).cached_bytes == 2 * SIZE
+    (freed,) = index.unpin([old], 1)
+    assert (freed.offsets.tolist(), freed.size_bytes) == ([0], SIZE)
+    states.append(old.state)
+    assert states == [BlockState.DOOMED, BlockState.GONE]
+    assert index.accounts.usage(1).cached_bytes == SIZE
+    assert index.get(SPACES[0], HASHES[0]) is new
+    index.check_integrity()
+
+
+def test_wrong_calls_are_refused() -> None:
+    index, _ = new_index()
+    (block,) = store(index, HASHES[:1])
+    with pytest.raises(AssertionError, match="commit"):
+        index.commit([block], [np.zeros(1, np.int64)])
+    with pytest.raises(AssertionError, match="abandoning"):
+        index.abandon([block])
+    with pytest.raises(AssertionError, match="host memory"):
+        index.adopt(SPACES[0], HASHES[1], None, SIZE, tier=Tier.HOST)
+    with pytest.raises(AssertionError, match="discharged"):
+        index.accounts.discharge(1, 1)
+    index.pin([block], OPERATOR)
+    with pytest.raises(AssertionError, match="dropping"):
+        index.drop_host(block)
+    with pytest.raises(KeyError):
+        index.unpin([block], 1)
+    index.check_integrity()
+
+
+def test_who_has_most_of_its_quota_in_use_gives_first() -> None:
+    index = BlockIndex(CacheJournal(10), quota_bytes=0, quotas=QUOTAS)
+    store(index, HASHES[:5], SPACES[0])
+    store(index, HASHES[:4], SPACES[2])
+    tenants = []
+    for victim in index.host_victims():
+        tenants.append(victim.namespace.tenant)
+        index.drop_host(victim)
+    assert tenants[:5] == [2, 2, 2, 1, 1]
+    store(index, HASHES[:4], SPACES[2])
+    store(index, HASHES[:1], Namespace(3, "d", "main", 1))
+    assert next(index.host_victims()).namespace.tenant == 3
+
+
+def test_a_tenant_nobody_heard_of_has_nothing_and_its_quota() -> None:
+    index, _ = new_index(quota_bytes=50)
+    assert index.accounts.usage(9) == TenantUsage(0, 0, 0, 0, 50)
+    assert index.accounts.excess_bytes(9, 60) == 10
+    assert list(index.host_victims(9)) == []
+    assert index.longest_prefix(SPACES[0], HASHES) == []
+
+
+def test_pinned_blocks_keep_their_marks_where_nothing_can_go() -> None:
+    index, _ = new_index()
+    blocks = store(index, HASHES[:3])
+    index.touch(blocks[2:])
+    index.pin(blocks, 1)
+    assert list(index.host_victims()) == []
+    index.unpin_holder(1)
+    assert next(index.host_victims()) is blocks[1]
+
+
+@pytest.mark.parametrize("tenant", [None, 1])
+def test_pinned_blocks_are_no_victims(tenant: int | None) -> None:
+    index, _ = new_index()
+    blocks = store(index, HASHES[:4])
+    index.pin(blocks[2:], OPERATOR)
+    index.pin(blocks[2:3], 5)
+    assert index.pinned_by() == {OPERATOR: 2 * SIZE, 5: SIZE}
+    assert list(index.host_victims(tenant)) == [blocks[1], blocks[0]]
+    index.unpin_holder(OPERATOR)
+    assert set(index.host_victims(tenant)) == {blocks[0], blocks[1], blocks[3]}
+
+
+def test_the_list_forgets_what_left_and_goes_on_where_it_was() -> None:
+    index, _ = new_index()
+    hashes = [number.to_bytes(16, "little") for number in range(400)]
+    blocks = store(index, hashes)
+    first = index.page(0, 100)
+    assert first.blocks == blocks[:100]
+    assert first.next_position is not None
+    for block in blocks[:350]:
+        index.drop_host(block)
+    rest = index.page(first.next_position, 100)
+    assert rest.blocks == blocks[350:]
+    assert rest.next_position is None
+
+
+def test_what_is_shown_says_nothing_of_tokens() -> None:
+    index, _ = new_index()
+    (block,) = store(index, [bytes(range(16))])
+    index.set_on_disk(block, present=True)
+    assert repr(block) == "<CachedBlock 00010203 READY host+disk pins={}>"
+    assert repr(index).startswith("<BlockIndex blocks=1 writing=0 <HostAccounts tenants=1 used_bytes=128")

@@ -1,0 +1,125 @@
+"""The journal: what grows together, what a cursor gets, and what it hears when changes are lost."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.pools.tiers.journal import MAX_HASHES, CacheJournal, Change, ChangeKind, Changes, Tier
+from kvferry.pools.tiers.namespaces import Namespace
+
+SPACE = Namespace(1, "d", "main", 1)
+OTHER = Namespace(2, "d", "main", 1)
+NAMES = st.sampled_from([b"a", b"b", b"c"])
+NOTES = st.tuples(st.booleans(), st.sampled_from(list(Tier)), st.sampled_from([SPACE, OTHER]), NAMES, st.none() | NAMES)
+
+
+def stored(*hashes: bytes, parent: bytes | None = None, tier: Tier = Tier.HOST) -> Change:
+    return Change(ChangeKind.STORED, tier, SPACE, hashes, parent)
+
+
+def test_a_chain_is_one_change() -> None:
+    journal = CacheJournal(8)
+    journal.stored(Tier.HOST, SPACE, b"b", b"a")
+    journal.stored(Tier.HOST, SPACE, b"c", b"b")
+    assert journal.since(1, 9) == Changes((stored(b"b", b"c", parent=b"a"),), 2, lost=False)
+
+
+def test_what_is_no_chain_is_a_change_each() -> None:
+    journal = CacheJournal(8)
+    journal.stored(Tier.HOST, SPACE, b"b", b"a")
+    journal.stored(Tier.HOST, SPACE, b"d", b"c")
+    journal.stored(Tier.DISK, SPACE, b"e", b"d")
+    expected = (stored(b"b", parent=b"a"), stored(b"d", parent=b"c"), stored(b"e", parent=b"d", tier=Tier.DISK))
+    assert journal.since(1, 9).changes == expected
+
+
+def test_evicted_blocks_of_one_namespace_and_tier_go_together() -> None:
+    journal = CacheJournal(8)
+    for name in (b"x", b"y"):
+        journal.evicted(Tier.HOST, SPACE, name)
+    journal.evicted(Tier.HOST, OTHER, b"x")
+    evicted = [(change.namespace, change.hashes) for change in journal.since(1, 9).changes]
+    assert evicted == [(SPACE, (b"x", b"y")), (OTHER, (b"x",))]
+
+
+def test_a_change_that_was_seen_grows_no_more() -> None:
+    journal = CacheJournal(8)
+    journal.evicted(Tier.HOST, SPACE, b"x")
+    assert journal.since(1, 9).next_cursor == 2
+    journal.evicted(Tier.HOST, SPACE, b"y")
+    assert journal.position() == 3
+    journal.evicted(Tier.HOST, SPACE, b"z")
+    assert [change.hashes for change in journal.since(1, 9).changes] == [(b"x",), (b"y",), (b"z",)]
+
+
+def test_a_change_has_a_bound() -> None:
+    journal = CacheJournal(8)
+    for number in range(MAX_HASHES + 1):
+        journal.evicted(Tier.HOST, SPACE, number.to_bytes(16, "little"))
+    assert [len(change.hashes) for change in journal.since(1, 9).changes] == [MAX_HASHES, 1]
+
+
+def test_a_reader_pages_and_one_that_is_too_late_hears_of_it() -> None:
+    journal = CacheJournal(3)
+    for name in (b"1", b"2", b"3", b"4", b"5"):
+        journal.stored(Tier.HOST, SPACE, name, None)
+    assert journal.since(2, 9) == Changes((), 6, lost=True)
+    assert journal.since(3, 2) == Changes((stored(b"3"), stored(b"4")), 5, lost=False)
+    assert journal.since(5, 2) == Changes((stored(b"5"),), 6, lost=False)
+    assert journal.since(6, 2) == Changes((), 6, lost=False)
+    assert journal.since(7, 2) == Changes((), 6, lost=True)
+    assert journal.since(0, 2) == Changes((), 6, lost=True)
+
+
+def test_an_empty_journal_loses_nothing() -> None:
+    journal = CacheJournal(1)
+    assert journal.position() == 1
+    assert journal.since(1, 1) == Changes((), 1, lost=False)
+    journal.evicted(Tier.HOST, SPACE, b"x")
+    assert repr(journal) == "<CacheJournal changes=0 next=2>"
+
+
+@given(notes=st.lists(NOTES, max_size=60), capacity=st.integers(1, 9), limit=st.integers(1, 4), data=st.data())
+def test_a_reader_gets_what_was_noted_in_order_or_hears_that_it_did_not(
+    notes: list[tuple[bool, Tier, Namespace, bytes, bytes | None]], capacity: int, limit: int, data: st.DataObject
+) -> None:
+    journal = CacheJournal(capacity)
+    cursor, read, missed = 1, list[tuple[object, ...]](), 0
+    for number, (is_stored, tier, namespace, name, parent) in enumerate(notes, 1):
+        if is_stored:
+            journal.stored(tier, namespace, name, parent)
+        else:
+            journal.evicted(tier, namespace, name)
+        while data.draw(st.booleans()):
+            found = journal.since(cursor, limit)
+            assert len(found.changes) <= limit
+            if found.lost:
+                missed, read = number, []
+            else:
+                assert found.next_cursor == cursor + len(found.changes)
+            cursor = found.next_cursor
+            read += [one for change in found.changes for one in flat(change)]
+    while (found := journal.since(cursor, limit)).changes:
+        cursor = found.next_cursor
+        read += [one for change in found.changes for one in flat(change)]
+    if not found.lost:
+        assert read == [
+            (
+                ChangeKind.STORED if is_stored else ChangeKind.EVICTED,
+                tier,
+                namespace,
+                name,
+                parent if is_stored else None,
+            )
+            for is_stored, tier, namespace, name, parent in notes[missed:]
+        ]
+
+
+def flat(change: Change) -> list[tuple[object, ...]]:
+    """Return one note a hash."""
+    parents = [change.parent, *change.hashes[:-1]] if change.kind is ChangeKind.STORED else [None] * len(change.hashes)
+    return [
+        (change.kind, change.tier, change.namespace, name, parent)
+        for name, parent in zip(change.hashes, parents, strict=True)
+    ]

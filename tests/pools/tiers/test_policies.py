@@ -1,0 +1,289 @@
+"""SIEVE against the paper's words on a plain list, LRU against cachetools, both with victims that are skipped."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import pytest
+from cachetools import LRUCache
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.pools.tiers.policies import POLICY_NAMES, EvictionPolicy, Key, Lru, Sieve, make_policy
+
+KEYS = st.integers(0, 11)
+ACCESSES = st.lists(KEYS, max_size=120)
+BOTH = pytest.mark.parametrize("name", POLICY_NAMES)
+
+
+class Model(Protocol):
+    """A policy in the plainest way: which key goes, where some may not go."""
+
+    def add(self, key: int) -> None:
+        """Take a new key in."""
+
+    def hit(self, key: int) -> None:
+        """Note a use."""
+
+    def remove(self, key: int) -> None:
+        """Forget a key."""
+
+    def evict(self, pinned: frozenset[int]) -> int | None:
+        """Forget the next key that may go, and return it."""
+
+
+class ListSieve:
+    """SIEVE on a list, oldest first; the hand is a position, which goes back to 0 behind the newest."""
+
+    def __init__(self) -> None:
+        self.queue: list[int] = []
+        self.visited: set[int] = set()
+        self.hand = 0
+
+    def add(self, key: int) -> None:
+        """Put a key at the new end; a hand behind the newest starts over all the same."""
+        if self.hand == len(self.queue):
+            self.hand = 0
+        self.queue.append(key)
+
+    def hit(self, key: int) -> None:
+        """Set the bit."""
+        self.visited.add(key)
+
+    def remove(self, key: int) -> None:
+        """Take a key out of the list; the hand stays on what it pointed at, or comes to what follows."""
+        at = self.queue.index(key)
+        self.queue.pop(at)
+        self.visited.discard(key)
+        if at < self.hand:
+            self.hand -= 1
+
+    def evict(self, pinned: frozenset[int]) -> int | None:
+        """Sweep twice at most; a pinned key is passed by."""
+        for _ in range(2 * len(self.queue)):
+            self.hand = self.hand if self.hand < len(self.queue) else 0
+            key = self.queue[self.hand]
+            if key not in self.visited and key not in pinned:
+                self.remove(key)
+                return key
+            self.visited.discard(key)
+            self.hand += 1
+        return None
+
+
+class ListLru:
+    """LRU on a list, the one used longest ago first."""
+
+    def __init__(self) -> None:
+        self.queue: list[int] = []
+
+    def add(self, key: int) -> None:
+        """Put a key at the new end."""
+        self.queue.append(key)
+
+    def hit(self, key: int) -> None:
+        """Move a key to the new end."""
+        self.queue.remove(key)
+        self.queue.append(key)
+
+    def remove(self, key: int) -> None:
+        """Take a key out."""
+        self.queue.remove(key)
+
+    def evict(self, pinned: frozenset[int]) -> int | None:
+        """Take the first one out that is not pinned."""
+        key = next((key for key in self.queue if key not in pinned), None)
+        if key is not None:
+            self.queue.remove(key)
+        return key
+
+
+def evict(policy: EvictionPolicy[int], pinned: frozenset[int] = frozenset()) -> int | None:
+    """Evict the first victim that is not pinned."""
+    for key in policy.victims():
+        if key not in pinned:
+            policy.remove(key)
+            return key
+    return None
+
+
+def sides(name: str) -> tuple[EvictionPolicy[int], Model]:
+    return make_policy(name), ListSieve() if name == "sieve" else ListLru()
+
+
+def take_all(policy: EvictionPolicy[Key]) -> list[Key]:
+    """Evict all keys in one go."""
+    gone = []
+    for key in policy.victims():
+        policy.remove(key)
+        gone.append(key)
+    assert len(policy) == 0
+    return gone
+
+
+@given(accesses=ACCESSES, capacity=st.integers(1, 6))
+@settings(max_examples=200)
+def test_lru_keeps_what_cachetools_keeps(accesses: list[int], capacity: int) -> None:
+    policy: Lru[int] = Lru()
+    cache: LRUCache[int, None] = LRUCache(capacity)
+    for key in accesses:
+        if key in cache:
+            _ = cache[key]
+            policy.hit(key)
+            continue
+        if len(policy) == capacity:
+            victim = evict(policy)
+            assert victim is not None
+            assert victim not in policy.victims()
+        policy.add(key)
+        cache[key] = None
+        assert set(policy.victims()) == set(cache)
+    assert take_all(policy) == [cache.popitem()[0] for _ in range(len(cache))]
+
+
+@BOTH
+@given(accesses=ACCESSES, capacity=st.integers(1, 8), data=st.data())
+@settings(max_examples=200)
+def test_a_cache_under_each_policy_evicts_what_the_plain_model_evicts(
+    name: str, accesses: list[int], capacity: int, data: st.DataObject
+) -> None:
+    policy, model = sides(name)
+    there: set[int] = set()
+    for key in accesses:
+        if key in there:
+            policy.hit(key)
+            model.hit(key)
+            continue
+        if len(there) == capacity:
+            pinned = data.draw(st.frozensets(st.sampled_from(sorted(there)), max_size=2))
+            victim = evict(policy, pinned)
+            assert victim == model.evict(pinned)
+            if victim is None:
+                continue
+            there.remove(victim)
+        lets_one_go = data.draw(st.booleans())
+        if there and lets_one_go:
+            other = data.draw(st.sampled_from(sorted(there)))
+            policy.remove(other)
+            model.remove(other)
+            there.remove(other)
+        policy.add(key)
+        model.add(key)
+        there.add(key)
+        assert len(policy) == len(there)
+    assert take_all(policy) == [model.evict(frozenset()) for _ in there]
+
+
+@BOTH
+@given(count=st.integers(0, 12), hits=st.lists(KEYS), data=st.data())
+def test_every_key_is_a_victim_once_a_call_and_skipped_ones_stay(
+    name: str, count: int, hits: list[int], data: st.DataObject
+) -> None:
+    policy: EvictionPolicy[int] = make_policy(name)
+    for key in range(count):
+        policy.add(key)
+    for key in hits:
+        if key < count:
+            policy.hit(key)
+    kept = data.draw(st.frozensets(KEYS))
+    offered = []
+    for key in policy.victims():
+        offered.append(key)
+        if key not in kept:
+            policy.remove(key)
+    assert sorted(offered) == list(range(count))
+    assert sorted(policy.victims()) == sorted(kept & set(range(count)))
+    assert len(policy) == len(kept & set(range(count)))
+
+
+@BOTH
+@given(steps=st.lists(st.tuples(st.sampled_from(["add", "hit", "remove", "next"]), KEYS), max_size=80))
+@settings(max_examples=200)
+def test_whatever_happens_meanwhile_no_key_comes_twice_and_the_end_comes(
+    name: str, steps: list[tuple[str, int]]
+) -> None:
+    policy: EvictionPolicy[int] = make_policy(name)
+    there: set[int] = set()
+    victims, offered = policy.victims(), set[int]()
+    for step, key in steps:
+        if step == "add" and key not in there:
+            policy.add(key)
+            there.add(key)
+            offered.discard(key)  # another one of that name
+        elif step == "hit" and key in there:
+            policy.hit(key)
+        elif step == "remove" and key in there:
+            policy.remove(key)
+            there.remove(key)
+        elif step == "next":
+            victim = next(victims, None)
+            if victim is None:
+                victims, offered = policy.victims(), set()
+                continue
+            assert victim in there
+            assert victim not in offered
+            offered.add(victim)
+    assert len(list(victims)) <= len(there)
+    assert sorted(policy.victims()) == sorted(there)
+
+
+@BOTH
+def test_a_victim_that_was_asked_for_and_not_passed_comes_first_again(name: str) -> None:
+    policy: EvictionPolicy[int] = make_policy(name)
+    for key in (1, 2, 3):
+        policy.add(key)
+    assert next(policy.victims()) == 1
+    assert list(policy.victims()) == [1, 2, 3]
+
+
+@BOTH
+def test_the_place_of_a_skipped_key_is_no_way_back_to_keys_that_left(name: str) -> None:
+    policy: EvictionPolicy[int] = make_policy(name)
+    for key in (1, 2, 3):
+        policy.add(key)
+    victims = policy.victims()
+    assert [next(victims), next(victims)] == [1, 2]
+    for key in (1, 2, 3):
+        policy.remove(key)
+    policy.add(4)
+    assert 3 not in victims
+
+
+def test_sieve_passes_what_was_hit_and_keeps_its_place() -> None:
+    policy: Sieve[str] = Sieve()
+    for key in "abcd":
+        policy.add(key)
+    policy.hit("a")
+    policy.hit("b")
+    first = next(policy.victims())
+    policy.remove(first)
+    policy.add("e")
+    assert [first, *take_all(policy)] == ["c", "d", "e", "a", "b"]
+
+
+def test_a_scan_does_not_push_out_what_sieve_saw_hit() -> None:
+    policy: Sieve[int] = Sieve()
+    for key in range(4):
+        policy.add(key)
+    for scanned in range(100, 140):
+        for key in (0, 1):
+            policy.hit(key)
+        policy.remove(next(policy.victims()))
+        policy.add(scanned)
+    assert {0, 1} <= set(policy.victims())
+
+
+@BOTH
+def test_wrong_keys_are_refused(name: str) -> None:
+    policy: EvictionPolicy[int] = make_policy(name)
+    policy.add(1)
+    with pytest.raises(AssertionError, match="twice"):
+        policy.add(1)
+    with pytest.raises(KeyError):
+        policy.hit(2)
+    with pytest.raises(KeyError):
+        policy.remove(2)
+    with pytest.raises(KeyError):
+        make_policy("fifo")
+    assert list(policy.victims()) == [1]
+    assert "keys=1" in repr(policy)
