@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kvferry.protocol.base import Body
+from kvferry.protocol.cache_messages import Load, Store
+from kvferry.protocol.client_works import TierWork
 from kvferry.protocol.codec import Frames, IncomingReply, PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Event, Request
 from kvferry.protocol.errors import KvferryError, OverloadedError, raised
@@ -18,6 +20,7 @@ from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.requests import Busy, ErrorReply, RequestBody
 from kvferry.protocol.room_messages import Accepted, Receive, Send
+from kvferry.protocol.tier_messages import Offload, Offloading, Restore, TierDone, WorkKind, WorkStarted
 
 
 class HandOffKey(NamedTuple):
@@ -114,6 +117,15 @@ class HandOffChanged(NamedTuple):
     hand_off: HandOff
 
 
+class WorkChanged(NamedTuple):
+    """A work of the tiers was accepted, refused, or is done."""
+
+    work: TierWork
+
+
+_KINDS: dict[type[Body], WorkKind] = {Offload: "offload", Restore: "restore", Store: "store", Load: "load"}
+
+
 class ClientCore:
     """One conversation with one incarnation of a daemon."""
 
@@ -121,7 +133,8 @@ class ClientCore:
         self.boot_id = boot_id
         self._secret = secret
         self._ids = itertools.count(1)
-        self._pending: dict[int, HandOff | None] = {}
+        self._pending: dict[int, HandOff | TierWork | None] = {}
+        self._works: dict[int, TierWork] = {}
         self._hand_offs: dict[HandOffKey, HandOff] = {}
         self._seen_cursor = 0
 
@@ -162,11 +175,20 @@ class ClientCore:
         self._pending[outgoing.message_id] = hand_off
         return hand_off, outgoing
 
+    def work(
+        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], *, deadline_ms: int = 0
+    ) -> tuple[TierWork, Outgoing]:
+        """Return a new work of the tiers, and the frames of its request."""
+        work = TierWork(_KINDS[type(body)], body.snapshot if isinstance(body, Restore) else "")
+        outgoing = self.request(body, ids, deadline_ms=deadline_ms)
+        self._pending[outgoing.message_id] = work
+        return work, outgoing
+
     def forget(self, message_id: int) -> None:
         """Give up waiting for a reply; one that still comes is ignored."""
         self._pending.pop(message_id, None)
 
-    def feed(self, frames: Sequence[bytes]) -> ReplyArrived | HandOffChanged | None:
+    def feed(self, frames: Sequence[bytes]) -> ReplyArrived | HandOffChanged | WorkChanged | None:
         """Take a message from the daemon; return what it means, or None where it means nothing to us any more.
 
         Raises:
@@ -176,13 +198,28 @@ class ClientCore:
         if self.boot_id == NO_BOOT:
             self.boot_id = BootId(incoming.message.boot_id)
         if isinstance(incoming.message, Event):
-            return self._event(incoming.message)
+            return self._event(incoming.message, incoming.ids)
         if incoming.message.message_id not in self._pending:
             return None
-        hand_off = self._pending.pop(incoming.message.message_id)
+        waiting = self._pending.pop(incoming.message.message_id)
         reply = _read_reply(incoming)
-        if hand_off is None:
+        if waiting is None:
             return reply
+        if isinstance(waiting, TierWork):
+            return self._work_answered(waiting, reply)
+        return self._hand_off_answered(waiting, reply)
+
+    def _work_answered(self, work: TierWork, reply: ReplyArrived) -> WorkChanged:
+        if reply.error is not None:
+            work.refused = reply.error
+        elif isinstance(reply.body, Offloading | WorkStarted):
+            work.number = reply.body.work
+            self._works[work.number] = work
+            if isinstance(reply.body, Offloading):
+                work.snapshot = reply.body.snapshot
+        return WorkChanged(work)
+
+    def _hand_off_answered(self, hand_off: HandOff, reply: ReplyArrived) -> HandOffChanged:
         if reply.error is not None:
             hand_off.refused = hand_off.refused or reply.error
             if hand_off.is_settled and self._hand_offs.get(hand_off.key) is hand_off:
@@ -192,11 +229,17 @@ class ClientCore:
             self._hand_offs[hand_off.key] = hand_off
         return HandOffChanged(hand_off)
 
-    def _event(self, event: Event) -> HandOffChanged | None:
+    def _event(self, event: Event, ids: tuple[PageIds, ...]) -> HandOffChanged | WorkChanged | None:
         if event.cursor <= self._seen_cursor or event.boot_id != self.boot_id:
             return None
         self._seen_cursor = event.cursor
         body = event.body
+        if isinstance(body, TierDone):
+            work = self._works.pop(body.work, None)
+            if work is None:
+                return None
+            work.end(body, ids)
+            return WorkChanged(work)
         hand_off = self._hand_offs.get(HandOffKey(body.side, body.request_id, body.pool))
         if hand_off is None:
             return None

@@ -42,6 +42,10 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- UnknownTablesError        UNKNOWN_TABLES       no graph tables of that name in this session
     |   +-- TablesExistError          TABLES_EXIST         the session has graph tables of that name
     |   +-- ConfigError               CONFIG               the daemon's configuration is wrong
+    |   +-- UnknownSnapshotError      UNKNOWN_SNAPSHOT     no snapshot of that name for this tenant
+    |   +-- UnknownLeaseError         UNKNOWN_LEASE        no lease of that number in this session
+    |   +-- UnknownWorkError          UNKNOWN_WORK         no work of that number in this session
+    |   +-- TierOffError              TIER_OFF             the daemon has no such tier
     +-- PeerError               the other side of a hand-off
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
     |   +-- PeerCancelledError        PEER_CANCELLED       it cancelled
@@ -58,6 +62,8 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
         +-- DeviceLostError           DEVICE_LOST          a device failed
         +-- PoolLostError             POOL_LOST            the pool's memory is gone
         +-- TransferFailedError       TRANSFER_FAILED      a copy failed
+        +-- CacheMissError            CACHE_MISS           cached blocks were gone when they were to be loaded
+        +-- SnapshotDamagedError      SNAPSHOT_DAMAGED     a block's bytes are not those that were offloaded
         +-- DaemonLostError           DAEMON_LOST          no daemon answers, or its connection closed
         +-- InternalError             INTERNAL             a bug in the daemon
 """
@@ -95,10 +101,19 @@ from kvferry.protocol.hand_off_errors import (
     WindowMismatchError,
 )
 from kvferry.protocol.table_errors import TableHoleError, TableOverflowError
+from kvferry.protocol.tier_errors import (
+    CacheMissError,
+    SnapshotDamagedError,
+    TierOffError,
+    UnknownLeaseError,
+    UnknownSnapshotError,
+    UnknownWorkError,
+)
 
 __all__ = [
     "AccessDeniedError",
     "BusyError",
+    "CacheMissError",
     "CallerError",
     "CancelledError",
     "ConfigError",
@@ -139,20 +154,25 @@ __all__ = [
     "RoomExistsError",
     "ShuttingDownError",
     "SlotTooSmallError",
+    "SnapshotDamagedError",
     "StaleBootError",
     "TableHoleError",
     "TableOverflowError",
     "TablesBusyError",
     "TablesExistError",
+    "TierOffError",
     "TooLargeError",
     "TransferFailedError",
     "UncoveredEntryError",
     "UnexpectedSourceError",
     "UnknownComponentError",
+    "UnknownLeaseError",
     "UnknownPoolError",
     "UnknownRoomError",
+    "UnknownSnapshotError",
     "UnknownTablesError",
     "UnknownTypeError",
+    "UnknownWorkError",
     "VersionMismatchError",
     "WindowMismatchError",
     "raised",

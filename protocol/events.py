@@ -14,6 +14,7 @@ class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
     For a receiver, success means that every page of its lists holds its bytes. ``first_token`` and ``payload`` are the
     sender's, and go to receivers only. ``waited_us`` runs from this side's first message to the first copy,
     ``moved_us`` from there to the last one.
+    ``snapshot``: where the bytes are, of a receiver that asked for them in the host tier.
     ``trimmed_pages``: pages of windows and states that were left out because one side's list was shorter and a side did
     not say where its list starts.
     """
@@ -32,6 +33,7 @@ class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
     waited_us: int = 0
     moved_us: int = 0
     trimmed_pages: int = 0
+    snapshot: str = ""
 
 
 class Settled(Body, frozen=True, kw_only=True, tag="SETTLED"):

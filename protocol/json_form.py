@@ -43,13 +43,18 @@ def request_from_json(kind: str, text: bytes | str) -> BodyWithIds:
     except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
         raise InvalidFieldError(f"the message is no JSON object: {cause}") from cause
     _check_known(fields, row.request, "")
-    ids = (_take(fields, IDS, IDS),) if row.request.one_frame else tuple(_take_ids(fields))
+    ids: tuple[PageIds, ...] = ()
+    if row.request.one_frame:
+        ids = (_take(fields, IDS, IDS),)
+    elif fields.get("land") != "host":  # whose lists hold counts, in JSON too
+        ids = tuple(_take_ids(fields))
     try:
         body = msgspec.convert({"type": kind, **fields}, RequestBody)
     except msgspec.ValidationError as cause:
         raise invalid_field(cause) from cause
-    if tuple(len(one) for one in ids) != body.page_counts():
-        raise InvalidFieldError(f"{len(ids[0])} ids; the counts say {body.page_counts()[0]}", field=IDS)
+    given, announced = tuple(len(one) for one in ids), body.page_counts()
+    if given != announced:
+        raise InvalidFieldError(f"{len(ids[0])} ids; the counts say {announced[0]}", field=IDS)
     return BodyWithIds(body, ids)
 
 

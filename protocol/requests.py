@@ -8,6 +8,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvferry.protocol.base import Body
+from kvferry.protocol.cache_messages import (
+    CacheChanges,
+    CacheEvents,
+    CacheEvict,
+    CacheEvicted,
+    CacheList,
+    CacheListed,
+    CachePin,
+    CachePinned,
+    Found,
+    Load,
+    Lookup,
+    Store,
+    Unpin,
+    Unpinned,
+)
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.pool_messages import (
@@ -33,6 +49,19 @@ from kvferry.protocol.table_messages import (
     TablesDeleted,
     TablesUpdated,
     UpdateTables,
+)
+from kvferry.protocol.tier_messages import (
+    CancelWork,
+    DropSnapshot,
+    Offload,
+    Offloading,
+    Restore,
+    SnapshotDropped,
+    SnapshotReport,
+    Snapshots,
+    TierDone,
+    WorkCancelled,
+    WorkStarted,
 )
 
 
@@ -71,6 +100,19 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "CREATE_TABLES": RequestType(CreateTables, TablesCreated, needs_session=True),
     "UPDATE_TABLES": RequestType(UpdateTables, TablesUpdated, needs_session=True),
     "DELETE_TABLES": RequestType(DeleteTables, TablesDeleted, needs_session=True),
+    "OFFLOAD": RequestType(Offload, Offloading, needs_session=True),
+    "RESTORE": RequestType(Restore, WorkStarted, needs_session=True),
+    "DROP_SNAPSHOT": RequestType(DropSnapshot, SnapshotDropped, needs_session=True),
+    "SNAPSHOTS": RequestType(Snapshots, SnapshotReport, needs_session=True),
+    "CANCEL_WORK": RequestType(CancelWork, WorkCancelled, needs_session=True),
+    "LOOKUP": RequestType(Lookup, Found, needs_session=True),
+    "LOAD": RequestType(Load, WorkStarted, needs_session=True),
+    "STORE": RequestType(Store, WorkStarted, needs_session=True),
+    "UNPIN": RequestType(Unpin, Unpinned, needs_session=True),
+    "CACHE_LIST": RequestType(CacheList, CacheListed, needs_session=True),
+    "CACHE_PIN": RequestType(CachePin, CachePinned, needs_session=True),
+    "CACHE_EVICT": RequestType(CacheEvict, CacheEvicted, needs_session=True),
+    "CACHE_EVENTS": RequestType(CacheEvents, CacheChanges, needs_session=True),
     "SEND": RequestType(Send, Accepted, needs_session=True),
     "RECEIVE": RequestType(Receive, Accepted, needs_session=True),
     "CANCEL": RequestType(Cancel, Cancelled, needs_session=True),
@@ -91,6 +133,19 @@ RequestBody = (
     | CreateTables
     | UpdateTables
     | DeleteTables
+    | Offload
+    | Restore
+    | DropSnapshot
+    | Snapshots
+    | CancelWork
+    | Lookup
+    | Load
+    | Store
+    | Unpin
+    | CacheList
+    | CachePin
+    | CacheEvict
+    | CacheEvents
     | Send
     | Receive
     | Cancel
@@ -110,10 +165,21 @@ ReplyBody = (
     | TablesCreated
     | TablesUpdated
     | TablesDeleted
+    | Offloading
+    | WorkStarted
+    | SnapshotDropped
+    | SnapshotReport
+    | WorkCancelled
+    | Found
+    | Unpinned
+    | CacheListed
+    | CachePinned
+    | CacheEvicted
+    | CacheChanges
     | Accepted
     | Cancelled
     | RoomResult
     | ErrorReply
     | Busy
 )
-EventBody = Finished | Settled
+EventBody = Finished | Settled | TierDone

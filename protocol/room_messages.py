@@ -15,6 +15,7 @@ from kvferry.protocol.limits import EVENT_RING_SLOTS, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Index, LayerCount
 
 Side = Literal["send", "receive"]
+Landing = Literal["pages", "host"]
 MAX_STEPS = 256
 MAX_POOLS = 1024
 Few = Annotated[int, Meta(ge=1, le=MAX_POOLS)]
@@ -55,10 +56,13 @@ class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
     """Where the sending pools are; none: with this daemon only. Its own address may be among them."""
     after: EventPoint | None = None
     """Wait for this before the pages are written: work that still reads them is under way on a device."""
+    land: Landing = "pages"
+    """``host``: the lists say how many pages, and no ids follow: the bytes become a snapshot in the host tier, which
+    FINISHED names, to be restored once there are pages."""
 
     def page_counts(self) -> tuple[int, ...]:
-        """Return each list's length."""
-        return tuple(one.pages for one in self.lists)
+        """Return each list's length; none where it lands in the host tier."""
+        return tuple(one.pages for one in self.lists) if self.land == "pages" else ()
 
 
 class Send(Body, frozen=True, kw_only=True, tag="SEND"):

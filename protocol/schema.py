@@ -12,9 +12,10 @@ from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply
 from kvferry.protocol.session_messages import RegionFollows, SessionOpen, SessionOpened, SessionRefused
+from kvferry.protocol.tier_messages import TierDone
 from kvferry.protocol.versions import PROTOCOL_MAX
 
-EVENTS: tuple[type[Body], ...] = (Finished, Settled)
+EVENTS: tuple[type[Body], ...] = (Finished, Settled, TierDone)
 REFUSALS: tuple[type[Body], ...] = (ErrorReply, Busy)
 SESSION_FRAMES = (SessionOpen, SessionOpened, SessionRefused, RegionFollows)
 

@@ -154,6 +154,33 @@ class TablesStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
 
 
+class TierStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tier in STATUS. ``state``: ``ready``, ``full``, or why it is not in use.
+
+    ``pinned_bytes`` of the host tier are snapshots, and blocks that a lease, a work or an operator pins.
+    """
+
+    tier: str
+    state: str
+    total_bytes: int
+    used_bytes: int
+    pinned_bytes: int = 0
+    blocks: int = 0
+    snapshots: int = 0
+
+
+class WorkStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One live work in STATUS. ``waits_for`` says what it waits for; nothing: it is copying."""
+
+    session: int
+    work: int
+    kind: str
+    pool: str
+    pages: int
+    age_ms: int
+    waits_for: str = ""
+
+
 class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     """STATUS's reply. ``counters`` only grow, by stable names."""
 
@@ -171,6 +198,8 @@ class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     landing: LandingStatus | None = None
     devices: tuple[DeviceStatus, ...] = ()
     tables: tuple[TablesStatus, ...] = ()
+    tiers: tuple[TierStatus, ...] = ()
+    works: tuple[WorkStatus, ...] = ()
 
 
 class OpenEvents(Body, frozen=True, kw_only=True, tag="OPEN_EVENTS"):

@@ -27,6 +27,9 @@ FEATURES = (
     "pools.lent",
     "rooms.after",
     "tables",
+    "tiers",
+    "tiers.cache",
+    "rooms.land",
 )
 """What this version of kvferry can do, by stable names; clients ignore names they do not know."""
 

@@ -79,6 +79,7 @@ from kvferry.protocol.table_messages import (
     TablesUpdated,
     UpdateTables,
 )
+from tests.protocol import tier_samples
 
 GOLDEN: Final = Path(__file__).with_name("golden_v1.json")
 BOOT: Final = "00112233445566778899aabbccddeeff"
@@ -375,6 +376,9 @@ MESSAGES: Final[dict[str, Message]] = {
     "BUSY": _reply(Busy(retry_after_ms=50, detail="256 requests of the session are in flight")),
     "FINISHED": (Event(3, BOOT, FINISHED), ()),
     "SETTLED": (Event(4, BOOT, SETTLED), ()),
+    **{name: _request(body, *IDS[: len(body.page_counts())]) for name, body in tier_samples.REQUESTS.items()},
+    **{name: _reply(body) for name, body in tier_samples.REPLIES.items()},
+    "TIER_DONE": (Event(5, BOOT, tier_samples.TIER_DONE), IDS),
 }
 
 SESSION_FRAMES: Final[

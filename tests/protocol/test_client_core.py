@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
 from kvferry.protocol.base import Body, PageList
-from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, ReplyArrived
+from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, ReplyArrived, WorkChanged
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.error_info import ErrorInfo
@@ -44,7 +44,10 @@ def request_in(outgoing: Outgoing) -> Request:
     return incoming.request
 
 
-def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any) -> ReplyArrived | HandOffChanged | None:  # noqa: ANN401
+News: TypeAlias = ReplyArrived | HandOffChanged | WorkChanged | None
+
+
+def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any) -> News:  # noqa: ANN401
     """Let the daemon answer."""
     return core.feed([bytes(frame) for frame in encode(Reply(outgoing.message_id, BOOT, body), ids)])
 

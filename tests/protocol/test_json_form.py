@@ -15,7 +15,7 @@ from kvferry.protocol.errors import InvalidFieldError, KvferryError, UnknownType
 from kvferry.protocol.json_form import body_to_json, request_from_json
 from kvferry.protocol.pool_messages import Allocated, Free
 from kvferry.protocol.requests import REQUEST_TYPES
-from kvferry.protocol.room_messages import Send
+from kvferry.protocol.room_messages import Receive, Send
 from tests.protocol.bodies import REQUESTS, ids_for, structs_of
 from tests.protocol.samples import MESSAGES
 
@@ -101,6 +101,12 @@ def test_what_is_wrong_is_named(kind: str, text: str, field: str) -> None:
     with pytest.raises(InvalidFieldError) as refused:
         request_from_json(kind, text)
     assert refused.value.field == field
+
+
+def test_a_receive_that_lands_in_the_host_tier_says_how_many_pages() -> None:
+    body, ids = request_from_json("RECEIVE", f'{{{SEND}, "land": "host", "lists": [{{"pages": 3, "tokens": 300}}]}}')
+    assert isinstance(body, Receive)
+    assert (body.lists[0].pages, body.page_counts(), ids) == (3, (), ())
 
 
 def test_an_unknown_type_lists_the_known_ones() -> None:
