@@ -17,11 +17,14 @@ from __future__ import annotations
 
 from kvferry.clients.async_client import AsyncClient
 from kvferry.clients.events import EventRing
-from kvferry.clients.operations import Cells, Pages, no_pages, pages
+from kvferry.clients.hashing import block_hashes
+from kvferry.clients.operations import Cells, Pages, no_pages, pages, pages_wanted
 from kvferry.clients.pool import AttachedPool
+from kvferry.clients.slots import pages_from_slots, slots_from_pages
 from kvferry.clients.sync_client import Client
 from kvferry.clients.tables import Tables
 from kvferry.protocol.client_core import HandOff
+from kvferry.protocol.client_works import TierWork
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
@@ -41,7 +44,12 @@ __all__ = [
     "MlaSpec",
     "Pages",
     "Tables",
+    "TierWork",
+    "block_hashes",
     "new_request_id",
     "no_pages",
     "pages",
+    "pages_from_slots",
+    "pages_wanted",
+    "slots_from_pages",
 ]

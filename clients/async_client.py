@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients import operations
-from kvferry.clients.async_tables import AsyncTables
+from kvferry.clients.async_tiers import AsyncTiers
 from kvferry.clients.connection import (
     find_runtime_dir,
     milliseconds,
@@ -31,14 +31,14 @@ from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.room_messages import Cancelled, LayerStep, RoomResult, Side
+from kvferry.protocol.room_messages import Cancelled, Landing, LayerStep, RoomResult, Side
 from kvferry.protocol.session_messages import ShareFollows, StatusReport, Welcome
 
 if TYPE_CHECKING:
     import torch
 
 
-class AsyncClient(AsyncTables):
+class AsyncClient(AsyncTiers):
     """One session with the daemon of this node; see ``Client`` for what each call means and raises."""
 
     welcome: Welcome | None = None
@@ -181,11 +181,13 @@ class AsyncClient(AsyncTables):
         sources: int = 1,
         source_daemons: Sequence[str] = (),
         after: EventPoint | None = None,
+        land: Landing = "pages",
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """See ``Client.receive``; await ``finished`` or ``settled``."""
-        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after)
-        hand_off, outgoing = self._core.hand_off(body, [one.ids for one in lists], deadline_ms=milliseconds(deadline_s))
+        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after, land)
+        ids = [one.ids for one in lists] if land == "pages" else []
+        hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=milliseconds(deadline_s))
         self._put(outgoing)
         return hand_off
 

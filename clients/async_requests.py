@@ -18,7 +18,7 @@ from kvferry.clients.devices import EngineDevices
 from kvferry.clients.operations import Operation
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S
-from kvferry.protocol.client_core import ClientCore, HandOffChanged, Outgoing, ReplyArrived
+from kvferry.protocol.client_core import ClientCore, HandOffChanged, Outgoing, ReplyArrived, WorkChanged
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, KvferryError
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.session_messages import ShareFollows
@@ -163,7 +163,7 @@ class AsyncRequests:
             future = self._replies.get(news.message_id)
             if future is not None and not future.done():
                 future.set_result(news)
-        elif isinstance(news, HandOffChanged):
+        elif isinstance(news, HandOffChanged | WorkChanged):
             self._changed.set()
 
     def _session_readable(self) -> None:

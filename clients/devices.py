@@ -11,9 +11,10 @@ from kvferry.clients.events import RingEvent
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart, StagingPool
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.npu import NpuVendor
+from kvferry.pools.devices.staging import StagingPool
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.pool_messages import LentArrays, PoolAttached

@@ -31,7 +31,17 @@ from kvferry.protocol.pool_messages import (
     PoolLent,
 )
 from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.room_messages import Cancel, Cancelled, LayerStep, Receive, Result, RoomResult, Send, Side
+from kvferry.protocol.room_messages import (
+    Cancel,
+    Cancelled,
+    Landing,
+    LayerStep,
+    Receive,
+    Result,
+    RoomResult,
+    Send,
+    Side,
+)
 from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
 from kvferry.protocol.table_messages import (
     CreateTables,
@@ -89,6 +99,14 @@ def pages(
     return Pages(PageList(component=component, first_page=first_page, pages=len(array), tokens=tokens), array)
 
 
+def pages_wanted(
+    count: int, *, first_page: int | None = None, tokens: int | None = None, component: str = MAIN
+) -> Pages:
+    """Describe pages that are not there yet, for ``receive(land="host")``; see ``pages``."""
+    head = PageList(component=component, first_page=first_page, pages=count, tokens=tokens)
+    return Pages(head, np.empty(0, np.int64))
+
+
 def no_pages(component: str) -> Pages:
     """Say that this side wants nothing of a window or state component."""
     return Pages(PageList(component=component, pages=0, none=True), np.empty(0, np.int64))
@@ -96,43 +114,45 @@ def no_pages(component: str) -> Pages:
 
 def hello(client: str) -> Operation[Welcome]:
     """Agree on the protocol version."""
-    return Operation(Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=client), (), _body(Welcome))
+    return Operation(
+        Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=client), (), reply_body(Welcome)
+    )
 
 
 def ping() -> Operation[Pong]:
     """Ask whether the control loop answers."""
-    return Operation(Ping(), (), _body(Pong))
+    return Operation(Ping(), (), reply_body(Pong))
 
 
 def status() -> Operation[StatusReport]:
     """Ask what the daemon holds and does."""
-    return Operation(Status(), (), _body(StatusReport))
+    return Operation(Status(), (), reply_body(StatusReport))
 
 
 def open_events(device: str) -> Operation[EventsOpened]:
     """Ask for the session's event ring."""
-    return Operation(OpenEvents(device=device), (), _body(EventsOpened))
+    return Operation(OpenEvents(device=device), (), reply_body(EventsOpened))
 
 
 def create_pool(pool: str, spec: PoolSpec, device: str) -> Operation[PoolCreated]:
     """Create a pool, or find it as it was created before."""
-    return Operation(CreatePool(pool=pool, spec=spec, device=device), (), _body(PoolCreated))
+    return Operation(CreatePool(pool=pool, spec=spec, device=device), (), reply_body(PoolCreated))
 
 
 def attach_pool(pool: str, layout_digest: str, device_pid: int | None) -> Operation[PoolAttached]:
     """Ask for a pool's region."""
     body = AttachPool(pool=pool, layout_digest=layout_digest, device_pid=device_pid)
-    return Operation(body, (), _body(PoolAttached))
+    return Operation(body, (), reply_body(PoolAttached))
 
 
 def lend_pool(pool: str, spec: PoolSpec, device: str, arrays: tuple[LentArrays, ...]) -> Operation[PoolLent]:
     """Lend a pool that this process owns."""
-    return Operation(LendPool(pool=pool, spec=spec, device=device, arrays=arrays), (), _body(PoolLent))
+    return Operation(LendPool(pool=pool, spec=spec, device=device, arrays=arrays), (), reply_body(PoolLent))
 
 
 def delete_pool(pool: str) -> Operation[PoolDeleted]:
     """Delete a pool."""
-    return Operation(DeletePool(pool=pool), (), _body(PoolDeleted))
+    return Operation(DeletePool(pool=pool), (), reply_body(PoolDeleted))
 
 
 def allocate(pool: str, count: int, space: str) -> Operation[PageIds]:
@@ -143,12 +163,12 @@ def allocate(pool: str, count: int, space: str) -> Operation[PageIds]:
 def free(pool: str, ids: npt.ArrayLike, space: str, after: EventPoint | None) -> Operation[Freed]:
     """Give pages back."""
     array = pages(ids).ids
-    return Operation(Free(pool=pool, pages=len(array), space=space, after=after), (array,), _body(Freed))
+    return Operation(Free(pool=pool, pages=len(array), space=space, after=after), (array,), reply_body(Freed))
 
 
 def create_tables(body: CreateTables) -> Operation[TablesCreated]:
     """Ask for graph tables."""
-    return Operation(body, (), _body(TablesCreated))
+    return Operation(body, (), reply_body(TablesCreated))
 
 
 def update_tables(
@@ -182,22 +202,22 @@ def update_tables(
         raise ValueError(f"{len(given[1])} rows, {len(given[2])} columns, {len(given[3])} pages of cells")
     if len(given[-2]) != len(given[-1]):
         raise ValueError(f"{len(given[-2])} full pages are bound to {len(given[-1])} window pages")
-    return Operation(body, (np.concatenate(given),), _body(TablesUpdated))
+    return Operation(body, (np.concatenate(given),), reply_body(TablesUpdated))
 
 
 def delete_tables(tables: str) -> Operation[TablesDeleted]:
     """Give graph tables up."""
-    return Operation(DeleteTables(tables=tables), (), _body(TablesDeleted))
+    return Operation(DeleteTables(tables=tables), (), reply_body(TablesDeleted))
 
 
 def cancel(pool: str, request_id: str, side: Side) -> Operation[Cancelled]:
     """Give up a side of a hand-off."""
-    return Operation(Cancel(request_id=request_id, pool=pool, side=side), (), _body(Cancelled))
+    return Operation(Cancel(request_id=request_id, pool=pool, side=side), (), reply_body(Cancelled))
 
 
 def result(pool: str, request_id: str, side: Side) -> Operation[RoomResult]:
     """Ask for a side's state."""
-    return Operation(Result(request_id=request_id, pool=pool, side=side), (), _body(RoomResult))
+    return Operation(Result(request_id=request_id, pool=pool, side=side), (), reply_body(RoomResult))
 
 
 def send_body(
@@ -231,6 +251,7 @@ def receive_body(
     sources: int,
     source_daemons: Sequence[str],
     after: EventPoint | None,
+    land: Landing,
 ) -> Receive:
     """Return a RECEIVE's body."""
     return Receive(
@@ -240,6 +261,7 @@ def receive_body(
         sources=sources,
         source_daemons=tuple(source_daemons),
         after=after,
+        land=land,
     )
 
 
@@ -250,7 +272,9 @@ def _int64(numbers: npt.ArrayLike) -> PageIds:
     return array.astype(np.int64, copy=False)
 
 
-def _body(kind: type[BodyT]) -> Callable[[ReplyArrived], BodyT]:
+def reply_body(kind: type[BodyT]) -> Callable[[ReplyArrived], BodyT]:
+    """Return the reading of a reply that must be of this kind."""
+
     def read(reply: ReplyArrived) -> BodyT:
         if not isinstance(reply.body, kind):
             raise MalformedError(f"the daemon answered with {type(reply.body).__name__}, not {kind.__name__}")
@@ -260,5 +284,5 @@ def _body(kind: type[BodyT]) -> Callable[[ReplyArrived], BodyT]:
 
 
 def _ids_of_allocated(reply: ReplyArrived) -> PageIds:
-    _body(Allocated)(reply)
+    reply_body(Allocated)(reply)
     return reply.ids[0].copy()  # the received bytes are read-only

@@ -24,9 +24,10 @@ from kvferry.clients.operations import Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S
-from kvferry.clients.sync_tables import SyncTables
+from kvferry.clients.sync_tiers import SyncTiers
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.client_core import HandOff
+from kvferry.protocol.client_works import TierWork
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.event_points import EventPoint
@@ -34,14 +35,14 @@ from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.room_messages import Cancelled, LayerStep, RoomResult, Side
+from kvferry.protocol.room_messages import Cancelled, Landing, LayerStep, RoomResult, Side
 from kvferry.protocol.session_messages import ShareFollows, StatusReport, Welcome
 
 if TYPE_CHECKING:
     import torch
 
 
-class Client(SyncTables):
+class Client(SyncTiers):
     """One session with the daemon of this node. Leaving it gives back everything that the session owns."""
 
     welcome: Welcome | None = None
@@ -269,6 +270,7 @@ class Client(SyncTables):
         sources: int = 1,
         source_daemons: Sequence[str] = (),
         after: EventPoint | None = None,
+        land: Landing = "pages",
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """Make a room for the request in pages of this session. Returns at once, like ``send``.
@@ -283,10 +285,13 @@ class Client(SyncTables):
             source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
                 none for this client's own daemon only.
             after: work that still uses the pages, see ``EventRing.mark``; nothing is written before it is done.
+            land: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
+                ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
             deadline_s: for the whole hand-off.
         """
-        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after)
-        hand_off, outgoing = self._core.hand_off(body, [one.ids for one in lists], deadline_ms=milliseconds(deadline_s))
+        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after, land)
+        ids = [one.ids for one in lists] if land == "pages" else []
+        hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=milliseconds(deadline_s))
         self._put(outgoing)
         return hand_off
 
@@ -307,14 +312,14 @@ class Client(SyncTables):
         """
         return self.call(operations.result(pool, request_id, side))
 
-    def poll(self, timeout_s: float = 0.0) -> list[HandOff]:
+    def poll(self, timeout_s: float = 0.0) -> list[HandOff | TierWork]:
         """Take what has arrived; wait for the first change up to ``timeout_s``, not at all by default.
 
         Returns:
-            The hand-offs that changed since the last call, each once.
+            The hand-offs and works that changed since the last call, each once.
 
         Raises:
-            DaemonLostError: the daemon has gone; every hand-off of this session has failed.
+            DaemonLostError: the daemon has gone; every hand-off and work of this session has failed.
         """
         ends_at = time.monotonic() + timeout_s
         while self._take(0.0 if self._changed else max(0.0, ends_at - time.monotonic())):

@@ -18,7 +18,8 @@ from kvferry.clients.connection import LAST_WORDS_MS, REPLY_MARGIN_S, millisecon
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.operations import Operation
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, ReplyArrived
+from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, ReplyArrived, WorkChanged
+from kvferry.protocol.client_works import TierWork
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.session_messages import ShareFollows
@@ -57,7 +58,7 @@ class SyncRequests:
         if channel is not None:
             self._poller.register(channel.socket.fileno(), zmq.POLLIN)
         self._replies: dict[int, ReplyArrived] = {}
-        self._changed: list[HandOff] = []
+        self._changed: list[HandOff | TierWork] = []
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -180,4 +181,6 @@ class SyncRequests:
             self._replies[news.message_id] = news
         elif isinstance(news, HandOffChanged):
             self._changed.append(news.hand_off)
+        elif isinstance(news, WorkChanged):
+            self._changed.append(news.work)
         return True

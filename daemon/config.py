@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvferry.daemon.sections import Section
+from kvferry.daemon.tiers.config import TiersConfig
 from kvferry.protocol.codec import in_words
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import HOST, DeviceName, PeerAddress
@@ -17,25 +19,21 @@ from kvferry.protocol.limits import Limits
 Positive = Annotated[int, Meta(ge=1)]
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file; unknown keys are mistakes."""
-
-
-class LoggingConfig(_Section, frozen=True, kw_only=True):
+class LoggingConfig(Section, frozen=True, kw_only=True):
     """``auto`` writes console lines to a terminal and JSON lines elsewhere."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "console", "json"] = "auto"
 
 
-class PoolsConfig(_Section, frozen=True, kw_only=True):
+class PoolsConfig(Section, frozen=True, kw_only=True):
     """``max_bytes`` bounds all regions together; by default 80 % of the host's memory."""
 
     max_bytes: Positive | None = None
     populate: bool = True
 
 
-class DevicesConfig(_Section, frozen=True, kw_only=True):
+class DevicesConfig(Section, frozen=True, kw_only=True):
     """Cards: those in ``open`` are opened before the daemon says that it is ready, any other for its first pool.
 
     To open the first one takes seconds, in which everybody waits. Pools of the daemon take at most ``max_fraction`` of
@@ -50,7 +48,7 @@ class DevicesConfig(_Section, frozen=True, kw_only=True):
     stuck_after_s: Annotated[float, Meta(ge=1, le=3600)] = 60.0
 
 
-class TransfersConfig(_Section, frozen=True, kw_only=True):
+class TransfersConfig(Section, frozen=True, kw_only=True):
     """``threads`` copy, by default one a core and at most 4; ``chunk_bytes`` between two looks at the queue.
 
     A SEND that gives its layers step by step but moves less than ``whole_below_bytes`` goes as a whole, at its last
@@ -62,7 +60,7 @@ class TransfersConfig(_Section, frozen=True, kw_only=True):
     whole_below_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
 
 
-class PeersConfig(_Section, frozen=True, kw_only=True):
+class PeersConfig(Section, frozen=True, kw_only=True):
     """Other daemons: those of this host find us by our runtime directory, those of other hosts at ``listen``.
 
     ``listen`` is ``tcp://ADDRESS:PORT`` with an address of this host that they can reach; nobody is asked who he is
@@ -74,7 +72,7 @@ class PeersConfig(_Section, frozen=True, kw_only=True):
     timeout_ms: Annotated[int, Meta(ge=50, le=600_000)] = 3000
 
 
-class LandingConfig(_Section, frozen=True, kw_only=True):
+class LandingConfig(Section, frozen=True, kw_only=True):
     """Transfers between hosts, over Mooncake with ``transport = "mooncake"``.
 
     Peers write into ``slots`` slots of ``slot_bytes`` each; as many staging buffers are gathered into on the way out as
@@ -98,13 +96,13 @@ class LandingConfig(_Section, frozen=True, kw_only=True):
     drain_timeout_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
 
 
-class ServiceConfig(_Section, frozen=True, kw_only=True):
+class ServiceConfig(Section, frozen=True, kw_only=True):
     """``drain_timeout_s`` is how long SIGTERM lets running hand-offs finish."""
 
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
 
 
-class Config(_Section, frozen=True, kw_only=True):
+class Config(Section, frozen=True, kw_only=True):
     """The whole file."""
 
     runtime_dir: str | None = None
@@ -114,6 +112,7 @@ class Config(_Section, frozen=True, kw_only=True):
     transfers: TransfersConfig = TransfersConfig()
     peers: PeersConfig = PeersConfig()
     landing: LandingConfig = LandingConfig()
+    tiers: TiersConfig = TiersConfig()
     service: ServiceConfig = ServiceConfig()
     limits: Limits = Limits()
 

@@ -14,7 +14,8 @@ import structlog
 
 from kvferry.daemon.config import DevicesConfig
 from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, Accelerator, DeviceMemory
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart, StagingPool
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
+from kvferry.pools.devices.staging import StagingPool
 from kvferry.protocol.errors import DeviceLostError, KvferryError, OutOfMemoryError
 from kvferry.protocol.session_messages import DeviceStatus
 from kvferry.protocol.shares import Share

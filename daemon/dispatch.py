@@ -28,6 +28,7 @@ from kvferry.protocol.events import Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply, ReplyBody
+from kvferry.protocol.tier_messages import TierDone
 
 RETRY_AFTER_MS = 50
 BodyT = TypeVar("BodyT", bound=Body)
@@ -77,6 +78,7 @@ class Dispatcher:
         self._send: SendFrames = lambda _identity, _frames: False
         self._deadlines: dict[tuple[int, int], asyncio.TimerHandle] = {}
         self.on_acknowledged: Callable[[Session, Settled], None] = lambda _session, _event: None
+        self.on_work_acknowledged: Callable[[Session, TierDone], None] = lambda _session, _event: None
 
     def connect(self, send: SendFrames) -> None:
         """Send replies and events by this function, which returns False where the peer is gone."""
@@ -129,7 +131,7 @@ class Dispatcher:
         """Send the session's unsent events, as many as its queue takes; the rest goes with its next request."""
         while session.unsent and session.identity is not None:
             event = session.unsent[0]
-            if not self._send(session.identity, encode(Event(event.cursor, self._boot_id, event.body))):
+            if not self._send(session.identity, encode(Event(event.cursor, self._boot_id, event.body), event.ids)):
                 return
             session.unsent.popleft()
 
@@ -177,6 +179,8 @@ class Dispatcher:
         for event in session.acknowledge(request.acknowledged):
             if isinstance(event.body, Settled):
                 self.on_acknowledged(session, event.body)
+            elif isinstance(event.body, TierDone):
+                self.on_work_acknowledged(session, event.body)
         self.push_events(session)
 
     def _handle(self, handler: Handler, session: Session, request: Request, ids: tuple[PageIds, ...]) -> None:

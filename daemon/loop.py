@@ -31,6 +31,7 @@ from kvferry.daemon.service_manager import ServiceManager
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.daemon.sessions import Session, SessionRegistry
 from kvferry.daemon.table_service import TableService
+from kvferry.daemon.tiers.tiers import Tiers
 from kvferry.daemon.transports.landing import Landing
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.daemon.transports.pull import PullTransport, fetch_region
@@ -123,7 +124,10 @@ class Daemon:
             self._dispatcher, self._session_socket, self._devices, self._fetcher, self._rooms.events_reached
         )
         self._pools.hold = self._rings.hold
-        self._rooms.connect(self._transport, self._remote, self._peers, self._rings)
+        self._tiers = Tiers(config, self._dispatcher, self._sessions, self._pools, self._fetcher, self.counters)
+        self._rooms.connect(
+            self._transport, self._remote, self._peers, self._rings, self._tiers.landings, self._tiers.scheduler
+        )
         self._tables = TableService(self._dispatcher, self._session_socket, self._pools, self._devices, self._rings)
         self._landing = Landing(config, self._links, self._rooms, self._pools, self._executor, self.counters)
         self._dispatcher.handle_open("HELLO", self._hello)
@@ -140,6 +144,7 @@ class Daemon:
         for device in self._config.devices.open:
             await self._loop.run_in_executor(self._fetcher, self._devices.open, device)
         await self._landing.start(self._remote)
+        await self._tiers.start()
         self._links.start(self._loop)
         self._control.start(self._loop)
         self._session_socket.start(self._loop)
@@ -150,12 +155,14 @@ class Daemon:
             await self._stopping.wait()
             manager.stopping()
             self._rooms.drain()
+            self._tiers.drain()
             await self._drain()
         finally:
             self._leave_if_a_device_is_lost()
             self._leave_in_any_case()
             self._remote.close()
             await self._landing.close()
+            await self._tiers.close()
             self._transport.close()
             self._executor.shutdown()
             self._fetcher.shutdown(wait=False, cancel_futures=True)
@@ -170,6 +177,7 @@ class Daemon:
         try:
             async with asyncio.timeout(self._config.service.drain_timeout_s):
                 await self._rooms.drained()
+                await self._tiers.drained()
         except TimeoutError:
             log.warning("hand-offs cut off", live=len(self._rooms.status()))
 
@@ -214,6 +222,7 @@ class Daemon:
         self._rings.session_lost(session.session_id)
         self._tables.session_lost(session.session_id)
         self._rooms.session_lost(session)
+        self._tiers.session_lost(session.session_id)
         self._pools.session_lost(session.session_id)
 
     def _hello(self, body: Body) -> Welcome:
@@ -254,6 +263,8 @@ class Daemon:
             landing=self._landing.status(),
             devices=tuple(self._devices.status()),
             tables=tuple(self._tables.status()),
+            tiers=tuple(self._tiers.status()),
+            works=tuple(self._tiers.works()),
         )
 
 

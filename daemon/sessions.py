@@ -8,11 +8,11 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvferry.protocol.codec import Frames
+from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import OverloadedError
-from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import new_secret
 from kvferry.protocol.limits import Limits
+from kvferry.protocol.requests import EventBody
 
 
 class Peer(NamedTuple):
@@ -27,7 +27,8 @@ class PendingEvent(NamedTuple):
     """An event that the session has not acknowledged."""
 
     cursor: int
-    body: Finished | Settled
+    body: EventBody
+    ids: tuple[PageIds, ...] = ()
 
 
 class Session:
@@ -85,9 +86,9 @@ class Session:
         """Return the reply that was given to a request, or None."""
         return self._replies.get(message_id)
 
-    def add_event(self, body: Finished | Settled) -> None:
-        """Queue an event; it stays until ``acknowledge``."""
-        event = PendingEvent(self._next_cursor, body)
+    def add_event(self, body: EventBody, ids: tuple[PageIds, ...] = ()) -> None:
+        """Queue an event with its page lists; it stays until ``acknowledge``."""
+        event = PendingEvent(self._next_cursor, body, ids)
         self._next_cursor += 1
         self.unsent.append(event)
         self.unacknowledged.append(event)

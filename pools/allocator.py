@@ -7,6 +7,7 @@ the padding page: never free, never owned. Knows nothing of sessions beyond a nu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,11 @@ class FreedPages(NamedTuple):
 
 
 class PageAllocator:
-    """Hands out the lowest free pages, so that lists have long runs and the pool does not fragment."""
+    """Hands out the lowest free pages, so that lists have long runs and the pool does not fragment.
+
+    Attributes:
+        on_freed: called whenever pages have become free, where somebody waits for them.
+    """
 
     def __init__(self, pages: int) -> None:
         """Start with all pages but page 0 free.
@@ -44,6 +49,7 @@ class PageAllocator:
         self._readers = np.zeros(pages, np.int32)
         self._writing = np.zeros(pages, np.bool_)
         self._doomed = np.zeros(pages, np.bool_)
+        self.on_freed: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -190,6 +196,8 @@ class PageAllocator:
             self._free[idle] = True
             self._free_count += len(idle)
             self._lowest_free = min(self._lowest_free, int(idle.min()))
+            if self.on_freed is not None:
+                self.on_freed()
         return len(idle)
 
     def _check_none(self, busy: np.typing.NDArray[np.bool_], ids: PageIds, what: str, field: str) -> None:

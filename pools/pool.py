@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.base import Region
 from kvferry.pools.manifest import component_of, spaces_of
+from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import UnknownComponentError
 from kvferry.protocol.manifests import Manifest
 
@@ -19,6 +20,7 @@ class Pool:
         region: its memory, closed by ``close``.
         allocators: the pages of each page space.
         lent_by: the session whose engine owns the memory, and with it every page; None: the daemon owns it.
+        lands_as: the snapshot that its pages become: where a hand-off lands in the host tier.
     """
 
     def __init__(
@@ -30,6 +32,8 @@ class Pool:
         self.region = region
         self.allocators = {space: PageAllocator(pages) for space, pages in spaces_of(manifest).items()}
         self.lent_by = lent_by
+        self.lands_as = ""
+        self._block_layouts: dict[str, BlockLayout] = {}
         if lent_by is not None:
             for allocator in self.allocators.values():
                 allocator.allocate(lent_by, allocator.capacity)
@@ -62,6 +66,18 @@ class Pool:
                 f"pool {self.name!r} has no page space {name!r}, but {', '.join(self.allocators)}", field="space"
             )
         return allocator
+
+    def block_layout(self, space: str) -> BlockLayout:
+        """Return what a block of a page space is, and where its bytes lie in this very pool.
+
+        Raises:
+            UnknownComponentError: the pool has no such space.
+        """
+        layout = self._block_layouts.get(space)
+        if layout is None:
+            self.space(space)
+            layout = self._block_layouts[space] = BlockLayout(self.manifest, space)
+        return layout
 
     def allocator_of(self, component: str) -> PageAllocator:
         """Return the pages that a component of this pool uses."""

@@ -9,7 +9,7 @@ import msgspec
 
 from kvferry.clients.cli.tables import table
 from kvferry.clients.sync_client import Client
-from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport, TablesStatus
+from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport, TablesStatus, TierStatus
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -65,6 +65,13 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     if report.tables:
         of_tables = ("tables", "session", "device", "rows", "columns", "updates", "state")
         yield from table("graph tables", of_tables, [_tables_row(one) for one in report.tables])
+    if report.tiers:
+        of_tiers = ("tier", "GiB", "used GiB", "pinned GiB", "blocks", "snapshots", "state")
+        yield from table("tiers", of_tiers, [_tier_row(tier) for tier in report.tiers])
+    if report.works:
+        of_works = ("session", "work", "kind", "pool", "pages", "age ms", "waits for")
+        works = [(w.session, w.work, w.kind, w.pool, w.pages, w.age_ms, w.waits_for or "copies") for w in report.works]
+        yield from table("works of the tiers", of_works, works)
     if report.peers:
         peers = [(p.address, p.state, p.announced, p.waiting) for p in report.peers]
         yield from table("other daemons", ("address", "state", "announced", "waiting"), peers)
@@ -101,6 +108,13 @@ def _device_row(device: DeviceStatus) -> tuple[object, ...]:
         f"{size / GIB:.1f}" if device.total_bytes else "?" for size in (device.total_bytes, device.free_bytes)
     )
     return (device.device, total, free, f"{device.pool_bytes / GIB:.2f}", device.state)
+
+
+def _tier_row(tier: TierStatus) -> tuple[object, ...]:
+    """Return a tier's row; how large a store of many nodes is only its master knows."""
+    sizes = (tier.total_bytes, tier.used_bytes, tier.pinned_bytes)
+    total, used, pinned = (f"{size / GIB:.2f}" if tier.total_bytes else "?" for size in sizes)
+    return (tier.tier, total, used, pinned, tier.blocks, tier.snapshots, tier.state)
 
 
 def _tables_row(tables: TablesStatus) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kvferry.clients.cli import inspect, layouts, planning, probing
+from kvferry.clients.cli.cache import add_cache, cache
 from kvferry.clients.cli.doctor.command import add_doctor, doctor
 from kvferry.protocol.errors import KvferryError
 
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        return 130
     return status
 
 
@@ -57,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
             layouts.layout,
             layouts.add_layout,
         ),
+        ("cache", "list, pin, evict and watch cached blocks and snapshots", cache, add_cache),
         ("plan", "print the copies of a hand-off, without a daemon", planning.plan, _add_plan),
         ("doctor", "say what this host has and lacks, each with the fix", doctor, add_doctor),
     ):

@@ -14,7 +14,7 @@ a home dies or restarts               offers that joined its rooms: PEER_LOST, a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvferry.daemon.rooms.effects import OfferChunk, RefuseOffer
 from kvferry.daemon.rooms.endings import Endings
@@ -43,13 +43,18 @@ NO_SESSION = 0
 
 
 class PeerBook:
-    """Takes what other daemons say. Part of the room book, which carries out its effects."""
+    """Takes what other daemons say. Part of the room book, which carries out its effects.
+
+    Attributes:
+        on_sending: called whenever the writing of a piece to another daemon begins (True) or is over (False).
+    """
 
     def __init__(self, sides: Sides, endings: Endings, moves: Moves) -> None:
         self._sides = sides
         self._endings = endings
         self._moves = moves
         self._target_numbers = itertools.count(1)
+        self.on_sending: Callable[[bool], None] = _nobody
 
     # -- at the home: offers of other daemons for rooms here
 
@@ -218,12 +223,16 @@ class PeerBook:
 
     def begin_sending(self, target: Target, piece: int, now: float) -> None:
         """Note that a piece of the target's offer is being written to its home."""
+        if piece not in target.sending:
+            self.on_sending(True)  # noqa: FBT003
         target.sending.add(piece)
         if target.offer.first_copy_at is None:
             target.offer.first_copy_at = now
 
     def sending_done(self, target: Target, piece: int) -> None:
         """Note that no byte of a piece can move any more."""
+        if piece in target.sending:
+            self.on_sending(False)  # noqa: FBT003
         target.sending.discard(piece)
         self._endings.settle_target(target)
 
@@ -267,6 +276,10 @@ class PeerBook:
         self._sides.withdraw(announcement)
         for target in list(announcement.targets):
             self._endings.close_target(target, error, now)
+
+
+def _nobody(began: bool) -> None:  # noqa: FBT001  a callback's only argument
+    """Tell nobody: no scheduler is connected."""
 
 
 def _whatever_arming(name: RoomName) -> tuple[str, str, int]:

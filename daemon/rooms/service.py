@@ -14,19 +14,27 @@ from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.rooms.book import RoomBook, Sender
 from kvferry.daemon.rooms.effects import Effect, StartPiece, StopPiece, Tell, WarnTrimmed
-from kvferry.daemon.rooms.page_ranges import page_ranges
+from kvferry.daemon.rooms.page_ranges import PageRange, page_ranges
 from kvferry.daemon.rooms.peer_service import PeerService
+from kvferry.daemon.rooms.reports import REQUEST_DIGITS_SHOWN, record_finished, warn_trimmed
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Room, SideKey, State
+from kvferry.daemon.scheduler import Scheduler
 from kvferry.daemon.sessions import Session, SessionRegistry
+from kvferry.daemon.tiers.landings import Landings
 from kvferry.daemon.transports.base import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
-from kvferry.protocol.errors import InternalError, InvalidFieldError, KvferryError, OverloadedError, ShuttingDownError
+from kvferry.protocol.errors import (
+    InternalError,
+    InvalidFieldError,
+    KvferryError,
+    OverloadedError,
+    ShuttingDownError,
+)
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.room_messages import Cancel, Cancelled, Receive, Result, Send
 from kvferry.protocol.session_messages import RoomStatus
 
-REQUEST_DIGITS_SHOWN = 8
 log = structlog.get_logger(__name__)
 
 
@@ -53,6 +61,9 @@ class RoomService:
         self._remote: RemoteTransports | None = None
         self._peers: PeerService | None = None
         self._rings: EventRings | None = None
+        self._landings: Landings | None = None
+        self._scheduler: Scheduler | None = None
+        self._under_way: set[int] = set()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -77,8 +88,19 @@ class RoomService:
         remote: RemoteTransports,
         peers: PeerService,
         rings: EventRings,
+        landings: Landings | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
-        """Copy by these transports, speak to other daemons by ``peers``, know by ``rings`` what engines have done."""
+        """Copy by these transports, speak to other daemons by ``peers``, know by ``rings`` what engines have done.
+
+        ``landings`` is for rooms whose bytes become snapshots; ``scheduler`` is told while pieces are under way.
+        """
+        self._landings = landings
+        self._scheduler = scheduler
+        if scheduler is not None:
+            self._book.peers.on_sending = lambda began: (
+                scheduler.hand_off_began() if began else scheduler.hand_off_ended()
+            )
         self._rings = rings
         self._transport = transport
         self._remote = remote
@@ -103,6 +125,7 @@ class RoomService:
 
     def piece_done(self, piece_id: int, error: KvferryError | None) -> None:
         """Take the end of a copy from a transport."""
+        self._piece_ended(piece_id)
         if self._remote is not None:
             self._remote.forget(piece_id)
         if piece_id not in self._book.sides.pieces:  # it was ended because its transport raised
@@ -175,7 +198,23 @@ class RoomService:
     def _make_room(self, call: Call) -> Answer:
         body = expect(call, Receive)
         sender = self._sender(call, body)
+        if body.land == "host":
+            return self._land(call, body, sender)
         ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)
+        return self._make_room_in(sender, ranges, body)
+
+    def _land(self, call: Call, body: Receive, sender: Sender) -> Answer:
+        """Make a room whose bytes become a snapshot."""
+        if self._landings is None:
+            raise InternalError("no host tier is connected")
+        landed = self._landings.make(call, body, sender.pool)
+        try:
+            return self._make_room_in(sender._replace(pool=landed.pool), landed.ranges, body)
+        except KvferryError as error:
+            self._landings.refused(landed, error)
+            raise
+
+    def _make_room_in(self, sender: Sender, ranges: tuple[PageRange, ...], body: Receive) -> Answer:
         daemons = body.source_daemons
         if daemons and self._peers is not None:
             daemons = self._peers.source_daemons(daemons)
@@ -283,7 +322,7 @@ class RoomService:
         elif isinstance(effect, StopPiece):
             self._stop(effect.piece_id)
         elif isinstance(effect, WarnTrimmed):
-            self._warn_trimmed(effect)
+            warn_trimmed(effect, self._counters)
         elif self._peers is not None:
             self._peers.carry_out(effect)
 
@@ -291,11 +330,21 @@ class RoomService:
         """End a piece whose transport raised when it was to begin: no byte of it moves."""
         with contextlib.suppress(Exception):  # it may know the piece all the same, and go on with it
             self._stop(piece_id)
+        self._piece_ended(piece_id)
         if self._remote is not None:
             self._remote.forget(piece_id)
         self._book.piece_done(piece_id, error, time.monotonic())
 
+    def _piece_ended(self, piece_id: int) -> None:
+        if piece_id in self._under_way:
+            self._under_way.remove(piece_id)
+            if self._scheduler is not None:
+                self._scheduler.hand_off_ended()
+
     def _start(self, effect: StartPiece) -> None:
+        if self._scheduler is not None:
+            self._under_way.add(effect.piece_id)
+            self._scheduler.hand_off_began()
         piece = self._book.sides.pieces[effect.piece_id]
         if piece.offer.origin is not None and self._remote is not None:
             self._remote.start(piece)
@@ -312,7 +361,9 @@ class RoomService:
     def _tell(self, effect: Tell) -> Session | None:
         event = effect.event
         if isinstance(event, Finished):
-            self._record(event)
+            record_finished(event, self._counters)
+        if self._landings is not None:
+            self._landings.heard(effect.session_id, event)
         session = self._sessions.get(effect.session_id)
         if session is None:
             return None
@@ -322,39 +373,6 @@ class RoomService:
             for call, was_finished in self._cancels.pop(key, ()):
                 self._dispatcher.answer(session, call.message_id, Answer(Cancelled(was_finished=was_finished)))
         return session
-
-    def _record(self, event: Finished) -> None:
-        outcome = event.error.code if event.error else "OK"
-        self._counters.add(f"rooms.{event.side}.{outcome.lower()}")
-        if event.side == "receive" and not event.error:
-            self._counters.add("transfers.moved_bytes", event.moved_bytes)
-        log.info(
-            "hand-off finished",
-            request=event.request_id[:REQUEST_DIGITS_SHOWN],
-            side=event.side,
-            pool=event.pool,
-            outcome=outcome,
-            detail=event.error.detail if event.error else "",
-            pages=event.pages,
-            moved_bytes=event.moved_bytes,
-            waited_us=event.waited_us,
-            moved_us=event.moved_us,
-        )
-
-    def _warn_trimmed(self, effect: WarnTrimmed) -> None:
-        offer, room, trim = effect
-        self._counters.add("rooms.trimmed")
-        log.warning(
-            "lists of unequal length were cut to the shorter one; give first_page on both sides",
-            request=room.request_id[:REQUEST_DIGITS_SHOWN],
-            component=trim.component,
-            source=offer.pool.name,
-            source_daemon=offer.origin.peer.address if offer.origin else "",
-            source_pages=trim.source_length,
-            destination=room.pool.name,
-            destination_pages=trim.destination_length,
-            dropped_pages=trim.pages,
-        )
 
     def _set_timer(self) -> None:
         deadline = self._book.next_deadline()

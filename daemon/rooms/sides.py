@@ -339,6 +339,8 @@ class Room(Side):
     def finished_event(self, error: KvferryError | None, now: float) -> Finished:
         """Return the FINISHED event, with first token and payload where it succeeded."""
         event = super().finished_event(error, now)
+        if error is None and self.pool.lands_as:
+            event = msgspec.structs.replace(event, snapshot=self.pool.lands_as)
         chunk = self.token_chunk
         if error or chunk is None:
             return event

@@ -94,8 +94,8 @@ def create(settings: MooncakeSettings) -> NativeEngine:
         ConfigError: Mooncake is not installed, or the address is none of this host's.
         TransferFailedError: Mooncake could not begin.
     """
-    _check_address(settings.address)
-    _check_protocol(settings.protocol)
+    check_address(settings.address)
+    check_protocol(settings.protocol)
     for name, value in settings.environment().items():
         os.environ.setdefault(name, value)
     try:
@@ -140,8 +140,12 @@ def destroy(holder: list[NativeEngine]) -> None:
         raise InternalError(f"the engine at port {port} was not destroyed: something still refers to it")
 
 
-def _check_protocol(protocol: str) -> None:
-    """The wheels have one Python API: the one without ``ascend`` takes the name and uses TCP, saying nothing."""
+def check_protocol(protocol: str) -> None:
+    """Check that this wheel has it. They have one Python API: others take ``ascend`` and use TCP, saying nothing.
+
+    Raises:
+        ConfigError: it has not.
+    """
     if protocol == "ascend":
         try:
             importlib.metadata.version(ASCEND_WHEEL)
@@ -149,8 +153,12 @@ def _check_protocol(protocol: str) -> None:
             raise ConfigError(f"protocol {protocol!r} needs the package {ASCEND_WHEEL}", field="protocol") from cause
 
 
-def _check_address(address: str) -> None:
-    """Mooncake would advertise any text; peers could then not connect, and nothing would say why."""
+def check_address(address: str) -> None:
+    """Check an address. Mooncake would advertise any text; peers could then not connect, and nothing would say why.
+
+    Raises:
+        ConfigError: it is none of this host's.
+    """
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

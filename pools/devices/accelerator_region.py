@@ -2,7 +2,8 @@
 
 Segments go through staging: a buffer on the card, in which they are gathered by one kernel an entry, and pinned host
 memory, to and from which they travel in one copy. Each step is on the stream of its direction, in order; the caller's
-thread looks at the last event, and the staging is used again only after it.
+thread looks at the last event, and the staging is used again only after it. Steps of blocks, which tiers are made of,
+are begun and waited for apart, each with a staging of its own, so that one goes on while the next is begun.
 """
 
 from __future__ import annotations
@@ -11,26 +12,33 @@ import bisect
 import ctypes
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from kvferry.pools.cells import Cells, cells_of, segments_that_fit
 from kvferry.pools.copies import CopyBlocks
 from kvferry.pools.devices.accelerator import Accelerator
+from kvferry.pools.devices.base import Arena, Pending
+from kvferry.pools.devices.staging import Staging, StagingPool
 from kvferry.pools.devices.vendor import Mapped, on_stream
 from kvferry.pools.plan import Plan, PlanSide
 from kvferry.pools.runs import coalesce
+from kvferry.pools.tiers.block_cells import BlockCells
+from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, step_runs, zero_padding
 from kvferry.protocol.shares import Share
 
 if TYPE_CHECKING:
     import torch
 
-STAGING_BYTES: Final = 8 << 20
 FEW_RUNS: Final = 8
 """Up to so many runs of cells, a copy a run costs less than uploading their numbers and a kernel."""
+
+MIN_RUN_BYTES: Final = 32 << 10
+"""With shorter runs in the arena, a copy of each by the host costs less than one by the card."""
 
 MAX_WORD_BYTES: Final = 4
 """Kernels that take rows by number are made for 32-bit elements; 64-bit ones may run on the card's slow cores."""
@@ -38,77 +46,30 @@ MAX_WORD_BYTES: Final = 4
 _identities = itertools.count(1)
 
 
-class _Staging:
-    """Buffers of one copy at a time: contiguous bytes on the card, the same in pinned memory, and cells' numbers."""
-
-    def __init__(self, accelerator: Accelerator, size_bytes: int) -> None:
-        self._accelerator = accelerator
-        backend = self._torch = accelerator.torch
-        self._device = backend.device(accelerator.kind, accelerator.index)
-        self.size_bytes = size_bytes
-        self.on_card = backend.empty(size_bytes, dtype=backend.uint8, device=self._device)
-        self.pinned = accelerator.pinned(size_bytes, backend.uint8)
-        self.done = backend.Event(device=self._device)
-        self._numbers_pinned = backend.empty(0, dtype=backend.int64)
-        self._numbers_on_card = backend.empty(0, dtype=backend.int64, device=self._device)
-        self._used = 0
-        self._known: dict[int, tuple[Any, torch.Tensor]] = {}
-
-    def begin(self, parts: Sequence[Cells]) -> None:
-        """Forget the numbers of the copy before, which is over; make room for those of all parts of the next one."""
-        self._used, self._known = 0, {}
-        room = sum({id(one.numbers): len(one.numbers) for one in parts}.values())
-        if room > len(self._numbers_pinned):
-            size = 1 << (room - 1).bit_length()
-            self._numbers_pinned = self._accelerator.pinned(size, self._torch.int64)
-            self._numbers_on_card = self._torch.empty(size, dtype=self._torch.int64, device=self._device)
-
-    def numbers(self, numbers: np.typing.NDArray[np.int64]) -> torch.Tensor:
-        """Return numbers on the card; the copy there is ordered on the current stream. The same array goes once."""
-        known = self._known.get(id(numbers))
-        if known is not None:
-            return known[1]
-        there: torch.Tensor
-        here = slice(self._used, self._used + len(numbers))
-        self._used = here.stop
-        self._numbers_pinned[here].numpy()[:] = numbers
-        there = self._numbers_on_card[here]
-        there.copy_(self._numbers_pinned[here], non_blocking=True)
-        self._known[id(numbers)] = (numbers, there)
-        return there
-
-
-class StagingPool:
-    """The stagings of one card; as many as copies go on at a time, each kept for the next.
-
-    Attributes:
-        staging_bytes: how much goes at a time; more where one segment alone has more.
-    """
-
-    def __init__(self, accelerator: Accelerator, staging_bytes: int = STAGING_BYTES) -> None:
-        self.staging_bytes = staging_bytes
-        self._accelerator = accelerator
-        self._free: list[_Staging] = []
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def take(self, size_bytes: int, parts: Sequence[Cells]) -> Iterator[_Staging]:
-        """Lend a staging of at least this size for a copy of these cells; it comes back after that has ended."""
-        with self._lock:
-            staging = self._free.pop() if self._free else None
-        if staging is None or staging.size_bytes < size_bytes:
-            staging = _Staging(self._accelerator, max(size_bytes, self.staging_bytes))
-        staging.begin(parts)
-        yield staging  # not given back where the card failed: a copy may still use it
-        with self._lock:
-            self._free.append(staging)
-
-
 class RegionPart(NamedTuple):
     """Memory mapped in one go, and where in the region it begins. No entry of a pool lies in two parts."""
 
     start: int
     mapped: Mapped
+
+
+def _nothing() -> None:
+    return
+
+
+class _PendingStep:
+    """See ``Pending``. What is left to do on the host is done by ``wait``."""
+
+    done = False
+
+    def __init__(self, region: AcceleratorRegion, staging: Staging, finish: Callable[[], None]) -> None:
+        self._region = region
+        self._staging = staging
+        self._finish = finish
+
+    def wait(self) -> None:
+        """See ``Pending.wait``."""
+        self._region.end_step(self._staging, self._finish)
 
 
 class AcceleratorRegion:
@@ -135,6 +96,7 @@ class AcceleratorRegion:
         self._stagings = stagings
         self._on_closed = on_closed
         self._identity = next(_identities)
+        self._cells: weakref.WeakKeyDictionary[BlockLayout, BlockCells] = weakref.WeakKeyDictionary()
         self._users = threading.Condition()
         self._using = 0
 
@@ -207,6 +169,63 @@ class AcceleratorRegion:
                 staging.done.record(stream)
                 self.accelerator.wait(staging.done)
 
+    def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
+        """See ``Region.begin_offload``. Goes straight to the arena where that is registered with the card."""
+        stream, copy, runs = (
+            self.accelerator.streams.device_to_host,
+            self.accelerator.copy,
+            list(step_runs(pages, step)),
+        )
+
+        def finish() -> None:
+            if there is None:
+                held = staging.pinned.numpy()
+                for at, offset, count in runs:
+                    arena[offset : offset + count] = held[at : at + count]
+            zero_padding(pages, step, arena)
+
+        with self._step(pages, step) as (cells, staging, size), self._on(stream):
+            self._to_staging(cells, staging)
+            there = self._direct(arena, len(runs), size)
+            if there is None:
+                copy(staging.pinned[:size], staging.on_card[:size], stream)
+            else:
+                for at, offset, count in runs:
+                    copy(there[offset : offset + count], staging.on_card[at : at + count], stream)
+            staging.done.record(stream)
+        return _PendingStep(self, staging, finish)
+
+    def begin_restore(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
+        """See ``Region.begin_restore``. Goes straight from the arena where that is registered with the card."""
+        stream, copy, runs = (
+            self.accelerator.streams.host_to_device,
+            self.accelerator.copy,
+            list(step_runs(pages, step)),
+        )
+        with self._step(pages, step) as (cells, staging, size), self._on(stream):
+            there = self._direct(arena, len(runs), size)
+            if there is None:
+                held = staging.pinned.numpy()
+                for at, offset, count in runs:
+                    held[at : at + count] = arena[offset : offset + count]
+                copy(staging.on_card[:size], staging.pinned[:size], stream)
+            else:
+                for at, offset, count in runs:
+                    copy(staging.on_card[at : at + count], there[offset : offset + count], stream)
+            self._from_staging(cells, staging)
+            staging.done.record(stream)
+        return _PendingStep(self, staging, _nothing)
+
+    def end_step(self, staging: Staging, finish: Callable[[], None]) -> None:
+        """Wait for a step that has begun, and let its staging and the region go."""
+        try:
+            with self.accelerator.calling():
+                self.accelerator.wait(staging.done)
+            finish()
+            self._stagings.give_back(staging)
+        finally:
+            self._release()
+
     def close(self) -> None:
         """See ``Region.close``; waits for copies on other threads, unless the card is lost."""
         with self._users:
@@ -224,7 +243,7 @@ class AcceleratorRegion:
         part = self._parts[bisect.bisect_right(self._starts, start) - 1]
         return part.mapped.tensor[start - part.start : start - part.start + size_bytes]
 
-    def _to_staging(self, parts: Sequence[Cells], staging: _Staging) -> None:
+    def _to_staging(self, parts: Sequence[Cells], staging: Staging) -> None:
         """Gather cells into a staging's bytes on the card, on the current stream."""
         for cells in parts:
             view, flat = self._views(cells, staging)
@@ -235,7 +254,7 @@ class AcceleratorRegion:
             for source, at, count in zip(*(one.tolist() for one in runs), strict=True):
                 flat[at : at + count].copy_(view[source : source + count], non_blocking=True)
 
-    def _from_staging(self, parts: Sequence[Cells], staging: _Staging) -> None:
+    def _from_staging(self, parts: Sequence[Cells], staging: Staging) -> None:
         """Scatter a staging's bytes on the card to cells, on the current stream."""
         for cells in parts:
             view, flat = self._views(cells, staging)
@@ -246,7 +265,7 @@ class AcceleratorRegion:
             for to, at, count in zip(*(one.tolist() for one in runs), strict=True):
                 view[to : to + count].copy_(flat[at : at + count], non_blocking=True)
 
-    def _views(self, cells: Cells, staging: _Staging) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views(self, cells: Cells, staging: Staging) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a view of the region and one of the staging, ``(rows, words)``, in the widest words that fit both."""
         rows = int(cells.numbers.max()) + 1
         memory = self._bytes_at(cells.offset_bytes, rows * cells.cell_bytes)
@@ -269,17 +288,45 @@ class AcceleratorRegion:
         return on_stream(self.accelerator.torch, stream)
 
     @contextmanager
+    def _step(self, pages: BlockPages, step: BlockStep) -> Iterator[tuple[list[Cells], Staging, int]]:
+        """Begin a step: yield its cells, a staging, and how many bytes lie in that. The region is in use afterwards."""
+        cells = self._cells.get(pages.layout)
+        if cells is None:
+            cells = self._cells[pages.layout] = BlockCells(pages.layout, self._starts)
+        parts = list(cells.of(step, pages.ids[step.first : step.stop]))
+        size = step.staged_bytes(pages.layout)
+        self._acquire()
+        try:
+            with self.accelerator.calling():
+                yield parts, self._stagings.lend(size, parts), size
+        except BaseException:
+            self._release()
+            raise
+
+    def _direct(self, arena: Arena, runs: int, size_bytes: int) -> torch.Tensor | None:
+        """Return the arena as the card knows it; None where copies by way of pinned memory are better."""
+        if runs > 1 and size_bytes < runs * MIN_RUN_BYTES:
+            return None
+        return self.accelerator.registered(arena.ctypes.data, len(arena))
+
+    @contextmanager
     def _use(self) -> Iterator[None]:
         with self._count(), self.accelerator.calling():
             yield
 
     @contextmanager
     def _count(self) -> Iterator[None]:
-        with self._users:
-            self._using += 1
+        self._acquire()
         try:
             yield
         finally:
-            with self._users:
-                self._using -= 1
-                self._users.notify_all()
+            self._release()
+
+    def _acquire(self) -> None:
+        with self._users:
+            self._using += 1
+
+    def _release(self) -> None:
+        with self._users:
+            self._using -= 1
+            self._users.notify_all()

@@ -20,8 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.copies import CopyBlocks
+from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
 from kvferry.pools.gather import gather, scatter
 from kvferry.pools.plan import PlanSide
+from kvferry.pools.tiers.blocks import BlockPages, BlockStep, zero_padding
+from kvferry.pools.tiers.host_copies import offload_step, restore_step
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, OutOfMemoryError
 from kvferry.protocol.ids import HOST
 
@@ -134,6 +137,17 @@ class HostRegion:
     def scatter(self, side: PlanSide, first: int, stop: int, in_address: int, copy: CopyBlocks) -> None:
         """See ``Region.scatter``."""
         scatter(side, self.address, first, stop, in_address, copy)
+
+    def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
+        """See ``Region.begin_offload``."""
+        offload_step(self.view(), pages, step, arena)
+        zero_padding(pages, step, arena)
+        return NOTHING_PENDING
+
+    def begin_restore(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
+        """See ``Region.begin_restore``."""
+        restore_step(self.view(), pages, step, arena)
+        return NOTHING_PENDING
 
     def populate(self, cancelled: threading.Event) -> None:
         """Take all memory now, so that no copy pays for page faults. Slow: call it off the event loop.

@@ -30,7 +30,13 @@ CONFIG = Config(
     service=ServiceConfig(drain_timeout_s=10),
     logging=LoggingConfig(level="error", format="json"),
 )
-ENDING = (("daemon/transports/local.py", "close"), ("daemon/pool_service.py", "close"))
+ENDING = (
+    ("daemon/transports/local.py", "close"),
+    ("daemon/pool_service.py", "close"),
+    ("daemon/tiers/copier.py", "close"),
+    ("daemon/tiers/disk_tier.py", "close"),
+    ("daemon/tiers/remote_tier.py", "close"),
+)
 
 
 @pytest.fixture(autouse=True)

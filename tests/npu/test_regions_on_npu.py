@@ -19,7 +19,8 @@ from kvferry.daemon.config import DevicesConfig
 from kvferry.daemon.devices import Devices
 from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart, StagingPool
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
+from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.gather import total_segments
 from kvferry.pools.plan import Plan, PlanSide
 from kvferry.pools.runs import coalesce

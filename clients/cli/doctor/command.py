@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from kvferry.clients.cli.doctor import cann, driver, limits, memory, mooncake, npus, ports, running, unit
+from kvferry.clients.cli.doctor import cann, driver, limits, memory, mooncake, npus, ports, running, tiers, unit
 from kvferry.clients.cli.doctor.findings import Finding, exit_status, summary
 from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
@@ -63,6 +63,7 @@ def examine(host: Host, options: argparse.Namespace) -> list[Finding]:
         *_host_checks(host, needs, daemon, npu=npu),
         *(_npu_checks(host) if npu else _no_npu_checks(host)),
         *_transfer_checks(host, needs, daemon),
+        *_tier_checks(host, needs, daemon),
         ("systemd unit", partial(unit.check_unit, host, needs, npu=npu)),
         ("runtime directory", partial(running.check_directory, daemon)),
         ("daemon", partial(running.check_daemon, daemon)),
@@ -100,13 +101,13 @@ def lines(findings: Sequence[Finding], columns: int = 0) -> Iterable[str]:
 
 
 def _host_checks(host: Host, needs: Needs, daemon: running.Running, *, npu: bool) -> list[Check]:
-    pool_bytes = needs.pool_bytes(host)
+    pool_bytes, tier_bytes = needs.pool_bytes(host), needs.host_tier_bytes(host)
     return [
         ("kernel", partial(limits.check_kernel, host)),
         ("memory", partial(memory.check_memory, host, pool_bytes)),
         ("huge pages", partial(memory.check_huge_pages, host)),
         ("shared memory", partial(memory.check_shm, host, npu=npu)),
-        ("memlock", partial(limits.check_memlock, host, daemon.pid, pool_bytes, npu=npu)),
+        ("memlock", partial(limits.check_memlock, host, daemon.pid, pool_bytes + tier_bytes, npu=npu)),
         ("open files", partial(limits.check_files, host, daemon.pid)),
         ("process_vm_readv", limits.check_copies),
     ]
@@ -142,6 +143,17 @@ def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> list[
         ("libibverbs", partial(mooncake.check_verbs, host, needs)),
         ("peers.listen", partial(ports.check_listen, needs, sockets, daemon.pid)),
         ("mooncake ports", partial(ports.check_mooncake, needs, sockets, daemon.pid)),
+    ]
+
+
+def _tier_checks(host: Host, needs: Needs, daemon: running.Running) -> list[Check]:
+    used_bytes = running.used_bytes(daemon, "disk")
+    return [
+        ("host tier", partial(tiers.check_host_tier, host, needs)),
+        ("disk tier", partial(tiers.check_disk_tier, host, needs, used_bytes)),
+        ("mooncake store", partial(tiers.check_store_module, host, needs)),
+        ("store master", partial(tiers.check_master, needs)),
+        ("tiers", partial(running.check_tiers, daemon)),
     ]
 
 

@@ -40,7 +40,7 @@ def locked_only(host: Host) -> bool:
     return version is not None and version[:2] <= _LOCKED_ONLY
 
 
-def check_memlock(host: Host, daemon_pid: int | None, pool_bytes: int, *, npu: bool) -> Finding:
+def check_memlock(host: Host, daemon_pid: int | None, bound_bytes: int, *, npu: bool) -> Finding:
     """Compare the limit on locked memory with what would be registered with an NPU."""
     name = "memlock"
     limit = _limit(host, "Max locked memory", daemon_pid)
@@ -50,12 +50,12 @@ def check_memlock(host: Host, daemon_pid: int | None, pool_bytes: int, *, npu: b
     said = f"{size(limit)} for {whose}"
     if not npu:
         return Finding(name, "ok", f"{said}; only NPUs need locked memory")
-    if limit >= pool_bytes:
-        return Finding(name, "ok", f"{said}, {size(pool_bytes)} may be registered")
+    if limit >= bound_bytes:
+        return Finding(name, "ok", f"{said}, {size(bound_bytes)} may be registered")
     fix = "LimitMEMLOCK=infinity in the unit, docker run --ulimit memlock=-1, or /etc/security/limits.conf"
     if locked_only(host):
-        return Finding(name, "missing", f"{said}; this kernel wants {size(pool_bytes)} locked to register it", fix)
-    return Finding(name, "warning", f"{said}; up to {size(pool_bytes)} are registered, which a driver may count", fix)
+        return Finding(name, "missing", f"{said}; this kernel wants {size(bound_bytes)} locked to register it", fix)
+    return Finding(name, "warning", f"{said}; up to {size(bound_bytes)} are registered, which a driver may count", fix)
 
 
 def check_files(host: Host, daemon_pid: int | None) -> Finding:

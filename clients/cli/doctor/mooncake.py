@@ -37,16 +37,17 @@ def check_wheel(host: Host, needs: Needs) -> Finding:
     name = "mooncake"
     wheels = _installed(host)
     said = ", ".join(f"{wheel} {version}" for wheel, version in wheels.items()) or "not installed"
-    if not needs.mooncake:
+    if not (needs.mooncake or needs.store):
         return Finding(name, "ok", f'{said}; not needed, landing.transport is "{needs.landing.transport}"')
-    npu = needs.landing.protocol == "ascend"
+    npu = needs.ascend
     fitting = [NPU_WHEEL] if npu else [PLAIN_WHEEL, NPU_WHEEL, CUDA_WHEEL]
     install = f"pip install {NPU_WHEEL}" if npu else "pip install 'kvferry[mooncake]'"
     if len(wheels) > 1:
         fix = f"pip uninstall {' '.join(wheels)}, then {install}"
         return Finding(name, "missing", f"{said}: they overwrite each other's files", fix)
     if not any(wheel in wheels for wheel in fitting):
-        return Finding(name, "missing", f'{said}; landing.protocol is "{needs.landing.protocol}"', install)
+        protocol = "ascend" if npu else "tcp"
+        return Finding(name, "missing", f'{said}; the protocol is to be "{protocol}"', install)
     done = run_child([*host.python, "-c", "import mooncake.engine"], host.environ, _TIMEOUT_S)
     if done.status == 0:
         return Finding(name, "ok", said)
@@ -56,7 +57,7 @@ def check_wheel(host: Host, needs: Needs) -> Finding:
 
 def check_verbs(host: Host, needs: Needs) -> Finding | None:
     """Look whether the library that every wheel needs can be loaded; None where Mooncake is not wanted."""
-    if not needs.mooncake:
+    if not (needs.mooncake or needs.store):
         return None
     problem = loading_problem(host, VERBS)
     if problem:

@@ -20,6 +20,7 @@ LOAD: Final = (
 )
 _TIMEOUT_S: Final = 20.0
 _SHARE_OF_MEMORY: Final = (4, 5)
+_HOST_TIER_SHARE: Final = 10
 
 
 class Pools(msgspec.Struct, frozen=True):
@@ -39,6 +40,32 @@ class Landing(msgspec.Struct, frozen=True):
 
     transport: str = "none"
     protocol: str = "tcp"
+    address: str | None = None
+
+
+class DiskTier(msgspec.Struct, frozen=True):
+    """``[tiers.disk]``."""
+
+    path: str | None = None
+    max_bytes: int = 64 << 30
+
+
+class RemoteTier(msgspec.Struct, frozen=True):
+    """``[tiers.remote]``."""
+
+    transport: str = "none"
+    protocol: str = "tcp"
+    master: str = "127.0.0.1:50051"
+    address: str | None = None
+    segment_bytes: int = 4 << 30
+
+
+class Tiers(msgspec.Struct, frozen=True):
+    """``[tiers]``."""
+
+    host_bytes: int | None = None
+    disk: DiskTier = DiskTier()
+    remote: RemoteTier = RemoteTier()
 
 
 class Needs(msgspec.Struct, frozen=True):
@@ -48,17 +75,40 @@ class Needs(msgspec.Struct, frozen=True):
     pools: Pools = Pools()
     peers: Peers = Peers()
     landing: Landing = Landing()
+    tiers: Tiers = Tiers()
     npu_asked: bool = False
 
     @property
     def mooncake(self) -> bool:
-        """Return whether bytes go over Mooncake."""
+        """Return whether bytes go between hosts over Mooncake."""
         return self.landing.transport == "mooncake"
+
+    @property
+    def store(self) -> bool:
+        """Return whether cached blocks go to a Mooncake Store."""
+        return self.tiers.remote.transport == "mooncake_store"
+
+    @property
+    def store_address(self) -> str | None:
+        """Return where other nodes of the store reach this one."""
+        return self.tiers.remote.address or self.landing.address
+
+    @property
+    def ascend(self) -> bool:
+        """Return whether Mooncake is to use NPUs."""
+        landing = self.mooncake and self.landing.protocol == "ascend"
+        return landing or (self.store and self.tiers.remote.protocol == "ascend")
 
     @property
     def asks_for_npu(self) -> bool:
         """Return whether an NPU is needed even where none can be seen."""
-        return self.npu_asked or (self.mooncake and self.landing.protocol == "ascend")
+        return self.npu_asked or self.ascend
+
+    def host_tier_bytes(self, host: Host) -> int:
+        """Return how large the host tier is; 0 where there is none, or it cannot be told."""
+        if self.tiers.host_bytes is not None:
+            return self.tiers.host_bytes
+        return memory_bytes(host, "MemTotal") // _HOST_TIER_SHARE
 
     def pool_bytes(self, host: Host) -> int:
         """Return how much host memory pools may take; 0 where that cannot be told."""

@@ -92,6 +92,22 @@ def check_devices(running: Running) -> tuple[Finding, ...]:
     return tuple(findings)
 
 
+def check_tiers(running: Running) -> tuple[Finding, ...]:
+    """Say which tiers of the running daemon do not work."""
+    findings = []
+    for tier in running.report.tiers if running.report else ():
+        if tier.state in {"ready", "off"}:
+            continue
+        fix = 'what it had is computed again; docs/operations.md, "Tiers", says what to do'
+        findings.append(Finding(f"tier {tier.tier}", "warning", f"the daemon says: {tier.state}", fix))
+    return tuple(findings)
+
+
+def used_bytes(running: Running, tier: str) -> int:
+    """Return how many bytes the running daemon has in a tier; 0 where none runs."""
+    return sum(one.used_bytes for one in running.report.tiers if one.tier == tier) if running.report else 0
+
+
 def _no_answer(running: Running) -> Finding:
     name, error = "daemon", running.error
     if isinstance(error, AccessDeniedError):

@@ -66,7 +66,8 @@ def check_unit(host: Host, needs: Needs, *, npu: bool) -> Finding:
             return Finding(name, "ok", "no systemd runs here")
         fix = "copy share/kvferry/systemd/kvferry@.service to /etc/systemd/system, then systemctl daemon-reload"
         return Finding(name, "warning", f"{NAME} is not installed", fix)
-    faults = [*_network_faults(unit, needs), *(_npu_faults(host, unit) if npu else ())]
+    npu_faults = _npu_faults(host, unit) if npu else []
+    faults = [*_network_faults(unit, needs), *_disk_faults(unit, needs), *npu_faults]
     if faults:
         said, fixes = ("; ".join(texts) for texts in zip(*faults, strict=True))
         return Finding(name, "missing", f"{unit.path}: {said}", f"{fixes}; then systemctl daemon-reload and a restart")
@@ -91,7 +92,7 @@ def check_unit_environment(host: Host) -> Finding | None:
 
 def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
     """Return what keeps the daemon from other hosts, each with the fix."""
-    if not (needs.peers.listen or "").startswith("tcp://"):
+    if not (needs.peers.listen or "").startswith("tcp://") and not needs.store:
         return []
     families = unit.words("RestrictAddressFamilies")
     closed = (
@@ -101,6 +102,22 @@ def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
     if closed or denied:
         return [("it lets the daemon speak to no other host", f"put systemd/hosts.conf into {unit.path}.d")]
     return []
+
+
+def _disk_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
+    """Return what keeps the daemon from the disk tier's folder, each with the fix."""
+    if needs.tiers.disk.path is None or unit.last("ProtectSystem") != "strict":
+        return []
+    path = PurePosixPath(needs.tiers.disk.path)
+    own = [
+        PurePosixPath(folder, one)
+        for key, folder in (("StateDirectory", "/var/lib"), ("CacheDirectory", "/var/cache"))
+        for one in unit.words(key)
+    ]
+    given = [PurePosixPath(one.lstrip("-+")) for one in unit.words("ReadWritePaths")]
+    if any(path.is_relative_to(one) for one in (*own, *given)):
+        return []
+    return [(f"it lets the daemon write nothing in {path} (tiers.disk.path)", f"ReadWritePaths={path}")]
 
 
 def _npu_faults(host: Host, unit: Unit) -> list[tuple[str, str]]:

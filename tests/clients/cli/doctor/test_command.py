@@ -85,6 +85,17 @@ def test_the_configuration_asks_for_an_npu(tmp_path: Path) -> None:
     assert {"driver", "device nodes", "mooncake"} <= {name for name, one in found.items() if one.state == "missing"}
 
 
+def test_the_configuration_asks_for_tiers(tmp_path: Path) -> None:
+    host = plain_host(tmp_path)
+    assert by_name(host)["host tier"].found.startswith("6.4 GiB")
+    (tmp_path / "a.toml").write_text(
+        '[tiers.disk]\npath = "/srv/blocks"\n[tiers.remote]\ntransport = "mooncake_store"\nmaster = "127.0.0.1:1"\n'
+    )
+    found = by_name(host, "--config", "/a.toml")
+    tiers = ("host tier", "disk tier", "mooncake", "libibverbs", "mooncake store", "store master")
+    assert [found[name].state for name in tiers] == ["ok", "missing", "missing", "ok", "missing", "warning"]
+
+
 def test_a_whole_npu_host(tmp_path: Path) -> None:
     found = by_name(npu_host(tmp_path))
     assert exit_status(found.values()) == 0

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients.cli.doctor.mooncake import CUDA_WHEEL, NPU_WHEEL, PLAIN_WHEEL, check_verbs, check_wheel
-from kvferry.clients.cli.doctor.needs import Landing, Needs
+from kvferry.clients.cli.doctor.needs import Landing, Needs, RemoteTier, Tiers
 from tests.clients.cli.doctor.fake_host import make_host, script
 
 TCP = Needs(landing=Landing("mooncake"))
 ASCEND = Needs(landing=Landing("mooncake", "ascend"))
+STORE = Needs(tiers=Tiers(remote=RemoteTier("mooncake_store")))
+ASCEND_STORE = Needs(tiers=Tiers(remote=RemoteTier("mooncake_store", "ascend")))
 
 
 def python(tmp_path: Path, wheels: list[str], importing: str = "exit 0") -> list[str]:
@@ -34,6 +36,9 @@ def python(tmp_path: Path, wheels: list[str], importing: str = "exit 0") -> list
         (TCP, [PLAIN_WHEEL, NPU_WHEEL], "missing"),
         (ASCEND, [PLAIN_WHEEL], "missing"),
         (ASCEND, [NPU_WHEEL], "ok"),
+        (STORE, [], "missing"),
+        (STORE, [PLAIN_WHEEL], "ok"),
+        (ASCEND_STORE, [PLAIN_WHEEL], "missing"),
     ],
 )
 def test_wheels(tmp_path: Path, needs: Needs, wheels: list[str], state: str) -> None:
@@ -58,6 +63,7 @@ def test_a_wheel_that_cannot_be_imported(tmp_path: Path) -> None:
 
 def test_verbs(tmp_path: Path) -> None:
     assert check_verbs(make_host(tmp_path), Needs()) is None
+    assert check_verbs(make_host(tmp_path, python=[script(tmp_path / "python", "exit 0")]), STORE) is not None
     found = check_verbs(make_host(tmp_path, python=[script(tmp_path / "python", "exit 0")]), TCP)
     assert found is not None
     assert found.state == "ok"

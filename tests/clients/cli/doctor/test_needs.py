@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.clients.cli.doctor.limits import GIB
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
+from kvferry.daemon.config import Config
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, make_host, script
 
 FULL = """
@@ -20,6 +23,15 @@ listen = "tcp://127.0.0.1:7801"
 [landing]
 transport = "mooncake"
 protocol = "ascend"
+[tiers]
+host_bytes = 1000
+[tiers.disk]
+path = "/srv/blocks"
+max_bytes = 2000
+[tiers.remote]
+transport = "mooncake_store"
+master = "10.0.0.9:50051"
+segment_bytes = 3000
 """
 
 
@@ -42,6 +54,13 @@ def test_a_file_that_the_daemon_accepts(tmp_path: Path) -> None:
     assert needs.mooncake
     assert needs.asks_for_npu  # ascend works on nothing else
     assert needs.pool_bytes(host) == 1000
+    assert (needs.host_tier_bytes(host), needs.tiers.disk.path, needs.tiers.disk.max_bytes) == (
+        1000,
+        "/srv/blocks",
+        2000,
+    )
+    assert needs.store
+    assert (needs.tiers.remote.master, needs.tiers.remote.segment_bytes) == ("10.0.0.9:50051", 3000)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +93,20 @@ def test_keys_of_a_later_daemon_do_not_matter(tmp_path: Path) -> None:
     assert read_needs(host, Path("/a.toml"), npu=False)[1].state == "ok"
 
 
-def test_pools_take_four_fifths_by_default(tmp_path: Path) -> None:
+def test_what_is_not_given_is_as_the_daemon_has_it(tmp_path: Path) -> None:
+    ours, theirs = msgspec.to_builtins(Needs()), msgspec.to_builtins(Config())
+    assert ours.pop("npu_asked") is False
+    assert ours == _same_keys(theirs, ours)
+
+
+def _same_keys(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _same_keys(theirs[key], value) if isinstance(value, dict) else theirs[key] for key, value in ours.items()
+    }
+
+
+def test_pools_take_four_fifths_by_default_and_the_host_tier_a_tenth(tmp_path: Path) -> None:
     host = make_host(tmp_path, {"/proc/meminfo": f"MemTotal: {10 * GIB_IN_KIB} kB\n"})
     assert Needs().pool_bytes(host) == 8 * GIB
+    assert Needs().host_tier_bytes(host) == GIB
     assert Needs().pool_bytes(make_host(tmp_path / "other")) == 0

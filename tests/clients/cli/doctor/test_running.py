@@ -11,9 +11,17 @@ import pytest
 
 from kvferry.clients.cli.doctor import running as running_module
 from kvferry.clients.cli.doctor.host import Host
-from kvferry.clients.cli.doctor.running import Running, ask_daemon, check_daemon, check_devices, check_directory
+from kvferry.clients.cli.doctor.running import (
+    Running,
+    ask_daemon,
+    check_daemon,
+    check_devices,
+    check_directory,
+    check_tiers,
+    used_bytes,
+)
 from kvferry.protocol.errors import AccessDeniedError
-from kvferry.protocol.session_messages import DeviceStatus, LandingStatus
+from kvferry.protocol.session_messages import DeviceStatus, LandingStatus, TierStatus
 from tests.clients.cli.doctor.fake_host import make_host
 from tests.daemons import DaemonProcess, running_daemon
 
@@ -106,6 +114,21 @@ def test_its_devices(daemon: DaemonProcess) -> None:
         ("device npu:2", "warning"),  # that a pool was asked for on it says nothing of what this host is to have
     ]
     assert findings[1].found.startswith("lost: error 507899")
+
+
+def test_its_tiers(daemon: DaemonProcess) -> None:
+    running = ask(daemon.runtime_dir)
+    assert running.report is not None
+    assert check_tiers(running) == ()
+    states = {"host": "ready", "disk": "full", "remote": "away"}
+    tiers = tuple(TierStatus(tier=one, state=state, total_bytes=9, used_bytes=7) for one, state in states.items())
+    ill = msgspec.structs.replace(running, report=msgspec.structs.replace(running.report, tiers=tiers))
+    assert [(one.name, one.state, one.found) for one in check_tiers(ill)] == [
+        ("tier disk", "warning", "the daemon says: full"),
+        ("tier remote", "warning", "the daemon says: away"),
+    ]
+    assert used_bytes(ill, "disk") == 7
+    assert (used_bytes(Running(daemon.runtime_dir), "disk"), check_tiers(Running(daemon.runtime_dir))) == (0, ())
 
 
 def test_where_it_looks(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from kvferry.clients.cli.doctor.findings import Finding
-from kvferry.clients.cli.doctor.needs import Needs, Peers
+from kvferry.clients.cli.doctor.needs import DiskTier, Needs, Peers, RemoteTier, Tiers
 from kvferry.clients.cli.doctor.unit import check_unit, check_unit_environment, read_unit
 from tests.clients.cli.doctor.fake_host import make_host, npu_files
 
@@ -34,6 +34,33 @@ def test_the_projects_own_alone(tmp_path: Path) -> None:
     assert finding.state == "missing"
     assert "speak to no other host" in finding.found
     assert "hosts.conf" in finding.fix
+
+
+def test_a_store_is_on_other_hosts_too(tmp_path: Path) -> None:
+    needs = Needs(tiers=Tiers(remote=RemoteTier("mooncake_store")))
+    finding = check(tmp_path / "one", {PLACE: OWN}, needs)
+    assert (finding.state, "speak to no other host" in finding.found) == ("missing", True)
+    assert check(tmp_path / "two", {PLACE: OWN, f"{PLACE}.d/hosts.conf": HOSTS}, needs).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("path", "drop_in", "state"),
+    [
+        ("/var/lib/kvferry", "", "ok"),
+        ("/var/lib/kvferry/blocks", "", "ok"),
+        ("/var/lib/other", "", "missing"),
+        ("/mnt/blocks", "", "missing"),
+        ("/mnt/blocks", "ReadWritePaths=/srv /mnt", "ok"),
+        ("/mnt/blocks", "ReadWritePaths=-/mnt/blocks", "ok"),
+        ("/mnt/blocks", "ProtectSystem=full", "ok"),
+        ("/var/cache/blocks", "CacheDirectory=blocks", "ok"),
+    ],
+)
+def test_where_the_disk_tier_may_write(tmp_path: Path, path: str, drop_in: str, state: str) -> None:
+    files = {PLACE: OWN, f"{PLACE}.d/x.conf": f"[Service]\n{drop_in}\n"}
+    finding = check(tmp_path, files, Needs(tiers=Tiers(disk=DiskTier(path))))
+    assert finding.state == state
+    assert (f"ReadWritePaths={path}" in finding.fix) is (state == "missing")
 
 
 def test_more_npus_than_the_unit_names(tmp_path: Path) -> None:

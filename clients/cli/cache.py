@@ -1,0 +1,136 @@
+"""``kvferry cache``: what is in the tiers, and by hand: pin, evict, clear, drop a snapshot, watch changes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import msgspec
+
+from kvferry.clients.cli.tables import table
+from kvferry.clients.sync_client import Client
+from kvferry.protocol.cache_messages import HASH_BYTES, CacheChange, CachedBlockStatus
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.tier_messages import SnapshotStatus
+
+MIB = 1 << 20
+WATCH_S = 5.0
+
+
+def add_cache(command: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text, run in (
+        ("list", "list this user's cached blocks, oldest first", _list),
+        ("pin", "keep blocks whatever happens", _pin),
+        ("unpin", "let blocks go again", _pin),
+        ("evict", "drop blocks from every tier; pinned ones stay", _evict),
+        ("clear", "drop all of this user's blocks from every tier; pinned ones stay", _evict),
+        ("watch", "print changes as they happen, a JSON object a line", _watch),
+        ("snapshots", "list this user's snapshots", _snapshots),
+        ("drop", "drop snapshots", _drop),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("--runtime-dir", help="where the daemon's sockets are")
+        action.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="how long to wait (10)")
+        if name in {"list", "snapshots"}:
+            action.add_argument("--json", action="store_true", help="for programs: a JSON object a line")
+        if name in {"pin", "unpin", "evict"}:
+            action.add_argument("hashes", nargs="+", metavar="HASH", help="32 hexadecimal digits, as list shows them")
+        if name == "drop":
+            action.add_argument("snapshots", nargs="+", metavar="SNAPSHOT", help="as snapshots shows them")
+        if name == "watch":
+            action.add_argument("--from", dest="cursor", type=int, metavar="CURSOR", help="by default from now on")
+        action.set_defaults(act=run)
+
+
+def cache(options: argparse.Namespace) -> int:
+    """Do what the action says."""
+    with Client.connect(options.runtime_dir, name="cache", timeout_s=options.timeout) as client:
+        status: int = options.act(client, options)
+    return status
+
+
+def _list(client: Client, options: argparse.Namespace) -> int:
+    blocks = list(client.cached_blocks())
+    if options.json:
+        for one in blocks:
+            print(msgspec.json.encode(one).decode())
+    else:
+        head = ("hash", "tiers", "MiB", "pages", "space", "layout", "parent", "pinned by")
+        print("\n".join(table("cached blocks", head, [_block_row(one) for one in blocks])))
+    return 0
+
+
+def _pin(client: Client, options: argparse.Namespace) -> int:
+    found = client.pin_cached(_hashes(options.hashes), pinned=options.action == "pin")
+    print(f"{found} blocks {options.action}ned")
+    return 0 if found else 1
+
+
+def _evict(client: Client, options: argparse.Namespace) -> int:
+    done = client.evict_cached(_hashes(options.hashes) if options.action == "evict" else None)
+    kept = f"; {done.kept} are pinned and stay" if done.kept else ""
+    print(f"{done.blocks} blocks dropped, {done.size_bytes / MIB:.1f} MiB{kept}")
+    return 0
+
+
+def _watch(client: Client, options: argparse.Namespace) -> int:
+    cursor = client.cache_cursor() if options.cursor is None else options.cursor
+    while True:
+        changes = client.cache_events(cursor, timeout_s=WATCH_S)
+        if changes.lost:
+            print(msgspec.json.encode({"lost_before": changes.cursor, "boot_id": client.boot_id}).decode(), flush=True)
+        for one in changes.changes:
+            print(msgspec.json.encode(_shown(one)).decode(), flush=True)
+        cursor = changes.cursor
+
+
+def _snapshots(client: Client, options: argparse.Namespace) -> int:
+    snapshots = client.snapshots()
+    if options.json:
+        for one in snapshots:
+            print(msgspec.json.encode(one).decode())
+    else:
+        head = ("snapshot", "pool", "pages", "tokens", "MiB", "age s", "session", "state", "restores")
+        print("\n".join(table("snapshots", head, [_snapshot_row(one) for one in snapshots])))
+    return 0
+
+
+def _drop(client: Client, options: argparse.Namespace) -> int:
+    for name in options.snapshots:
+        dropped = client.drop_snapshot(name)
+        print(f"{name} {'goes when its restores are done' if dropped.deferred else 'dropped'}")
+    return 0
+
+
+def _hashes(given: Sequence[str]) -> list[bytes]:
+    found = []
+    for one in given:
+        try:
+            found.append(bytes.fromhex(one))
+        except ValueError as cause:
+            raise InvalidFieldError(f"{one!r} is not hexadecimal", field="HASH") from cause
+        if len(found[-1]) != HASH_BYTES:
+            raise InvalidFieldError(f"{one!r} has not {2 * HASH_BYTES} digits", field="HASH")
+    return found
+
+
+def _block_row(one: CachedBlockStatus) -> Sequence[object]:
+    size = f"{one.size_bytes / MIB:.2f}"
+    pinned = ", ".join(one.pinned_by) or "-"
+    parent = one.parent[:8] or "-"
+    return (one.hash, "+".join(one.tiers), size, one.block_pages, one.space, one.layout_digest[:8], parent, pinned)
+
+
+def _snapshot_row(one: SnapshotStatus) -> Sequence[object]:
+    pages = "+".join(str(part.count) for part in one.lists)
+    session = "-" if one.session is None else one.session
+    size, age = f"{one.size_bytes / MIB:.1f}", f"{one.age_ms / 1000:.0f}"
+    return (one.snapshot, one.pool, pages, one.tokens or "-", size, age, session, one.state, one.restores)
+
+
+def _shown(change: CacheChange) -> dict[str, object]:
+    """Return a change with its hashes as list shows them."""
+    hashes = [change.hashes[at : at + HASH_BYTES].hex() for at in range(0, len(change.hashes), HASH_BYTES)]
+    return {**msgspec.to_builtins(change), "hashes": hashes, "parent": change.parent.hex()}

@@ -1,0 +1,124 @@
+"""What the tiers need: memory for the host tier, a folder for the disk tier, a store for the remote one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from typing import Final
+
+from kvferry.clients.cli.doctor.children import run_child
+from kvferry.clients.cli.doctor.findings import Finding
+from kvferry.clients.cli.doctor.host import Host, User
+from kvferry.clients.cli.doctor.limits import size
+from kvferry.clients.cli.doctor.needs import Needs, memory_bytes
+
+LIBRARIES: Final = "apt-get install libcurl4 libibverbs1 libnuma1"
+CONNECT_S: Final = 2.0
+_IMPORT_S: Final = 30.0
+
+
+def check_host_tier(host: Host, needs: Needs) -> Finding:
+    """Compare the host tier, and what goes beside it, with the host's memory."""
+    name = "host tier"
+    tier_bytes, total = needs.host_tier_bytes(host), memory_bytes(host, "MemTotal")
+    if not tier_bytes:
+        return _no_host_tier(needs, total)
+    said = f"{size(tier_bytes)} for snapshots and cached blocks"
+    if not total:
+        return Finding(name, "unknown", f"{said}; no /proc/meminfo", "mount /proc")
+    if tier_bytes > total:
+        return Finding(name, "missing", f"{said}, of {size(total)} of memory", "lower tiers.host_bytes")
+    given_bytes = needs.tiers.remote.segment_bytes if needs.store else 0
+    given = f", {size(given_bytes)} for the store of all nodes" if given_bytes else ""
+    together = tier_bytes + given_bytes + needs.pool_bytes(host)
+    said = f"{said}{given}; with pools {size(together)} of {size(total)}"
+    if together > total:
+        fix = "lower tiers.host_bytes, tiers.remote.segment_bytes or pools.max_bytes: the kernel would end the daemon"
+        return Finding(name, "warning", said, fix)
+    return Finding(name, "ok", said)
+
+
+def check_disk_tier(host: Host, needs: Needs, used_bytes: int) -> Finding | None:
+    """Look at the disk tier's folder as its daemon would, and at the space it has; None where it is not wanted.
+
+    ``used_bytes`` are those that the running daemon has there already.
+    """
+    name, disk = "disk tier", needs.tiers.disk
+    if disk.path is None:
+        return None
+    try:
+        folder = host.path(disk.path).stat()
+        space = os.statvfs(host.path(disk.path))
+    except OSError as error:
+        fix = f"install -d -m 0700 -o {host.user.name} {disk.path}; in the unit StateDirectory=kvferry makes its own"
+        return Finding(name, "missing", f"{disk.path}: {error.strerror}", fix)
+    fault = _folder_fault(disk.path, folder, host.user)
+    if fault is not None:
+        return fault
+    free = space.f_bavail * space.f_frsize
+    said = f"{disk.path}: {size(free)} free, {size(used_bytes)} used, tiers.disk.max_bytes is {size(disk.max_bytes)}"
+    if free + used_bytes < disk.max_bytes:
+        fix = "lower tiers.disk.max_bytes, or make space: a disk that is full makes the tier rest"
+        return Finding(name, "warning", said, fix)
+    return Finding(name, "ok", said)
+
+
+def check_store_module(host: Host, needs: Needs) -> Finding | None:
+    """Look whether the store's part of Mooncake can be imported, and whether other nodes have an address for it."""
+    name = "mooncake store"
+    if not needs.store:
+        return None
+    if needs.store_address is None:
+        fix = "set tiers.remote.address: by which address of this host other nodes reach it"
+        return Finding(name, "missing", "neither tiers.remote.address nor landing.address is set", fix)
+    done = run_child([*host.python, "-c", "import mooncake.store"], host.environ, _IMPORT_S)
+    if done.status == 0:
+        return Finding(name, "ok", "mooncake.store can be imported")
+    reason = f"the import took longer than {_IMPORT_S:g} s" if done.status is None else done.last_error
+    return Finding(name, "missing", reason, f'{LIBRARIES}, and the wheel as "mooncake" says')
+
+
+def check_master(needs: Needs) -> Finding | None:
+    """Try whether the store's master takes connections; None where it is not wanted. It may come later."""
+    name, master = "store master", needs.tiers.remote.master
+    if not needs.store:
+        return None
+    address, _, port = master.rpartition(":")
+    try:
+        with socket.create_connection((address.strip("[]"), int(port)), timeout=CONNECT_S):
+            return Finding(name, "ok", f"{master} takes connections; its port and the store's ports are for nodes only")
+    except (OSError, OverflowError) as error:
+        fix = f"start mooncake_master there (it is in the wheel), or let this host reach it: --rpc_port={port}"
+        reason = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
+        return Finding(name, "warning", f"{master}: {reason}; the daemon goes on without it", fix)
+
+
+def _no_host_tier(needs: Needs, total: int) -> Finding:
+    name = "host tier"
+    if needs.tiers.host_bytes is None and not total:
+        return Finding(name, "unknown", "a tenth of a memory of unknown size", "mount /proc")
+    below = [key for key, wanted in (("disk", needs.tiers.disk.path), ("remote", needs.store)) if wanted]
+    if below:
+        said = f"tiers.host_bytes is 0, and tiers.{below[0]} needs it"
+        return Finding(name, "missing", said, "raise tiers.host_bytes: what lower tiers hold comes up through it")
+    return Finding(name, "ok", "none: tiers.host_bytes is 0")
+
+
+def _folder_fault(path: str, folder: os.stat_result, user: User) -> Finding | None:
+    """Return why the daemon would refuse the folder, or who else looks into it."""
+    name, mode = "disk tier", stat.S_IMODE(folder.st_mode)
+    own = f"chown {user.name} {path}; chmod 0700 {path}"
+    if not stat.S_ISDIR(folder.st_mode):
+        return Finding(name, "missing", f"{path} is no directory", f"another tiers.disk.path, or rm {path}")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        said = f"{path} has mode {mode:04o}: others could slip in blocks, so the daemon refuses it"
+        return Finding(name, "missing", said, own)
+    if folder.st_uid != user.uid:
+        said = f"{path} belongs to user {folder.st_uid}, not to {user.name}"
+        if user.uid == 0:  # most likely asked by an operator, not by the daemon's user
+            return Finding(name, "warning", said, "--user NAME judges for the daemon's user")
+        return Finding(name, "missing", said, own)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return Finding(name, "warning", f"{path} has mode {mode:04o}: others may look into it", f"chmod 0700 {path}")
+    return None

@@ -1,0 +1,77 @@
+"""The names of cached blocks: a chain of 16-byte hashes over the whole blocks of a token sequence.
+
+A block's hash covers its own tokens and, by way of its parent's hash, all tokens before it: equal hashes mean equal
+prefixes. The bytes are fixed, so that engines in any process, language or year name the same block alike::
+
+    root  = sha256(b"kvferry blocks 1:" + salt)[:16]
+    hash  = sha256(parent's hash, or the root + the block's tokens as little-endian int64)[:16]
+
+The daemon takes any 16 bytes for a name and never sees the tokens; an engine may as well send hashes of its own:
+
+* vLLM: sha256 over the pickled (or CBOR) tuple of parent, tokens and extra keys: LoRA name, multimodal hashes, and in
+  the first block the cache salt. 32 bytes. The chain starts at random in every process unless PYTHONHASHSEED is set, so
+  two engines share blocks only with that. Events carry 64 bits of it.
+* SGLang: sha256 over the parent's 32 bytes and the page's tokens as little-endian uint32, as hex digits; cache salt and
+  extra key seed the chain. This one differs in the width of a token and in that each link is cut to 16 bytes.
+
+Of either, ``digest[:16]`` is as good a name as one made here, but not the same one. Knows nothing of pages or pools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.protocol.cache_messages import HASH_BYTES
+from kvferry.protocol.errors import InvalidFieldError
+
+_ROOT: Final = b"kvferry blocks 1:"
+_TOKEN: Final = np.dtype("<i8")
+
+
+def block_hashes(
+    tokens: npt.ArrayLike, block_tokens: int, *, parent: bytes | None = None, salt: bytes = b""
+) -> list[bytes]:
+    """Return the hash of each whole block, in order; tokens of a last block that is not full count for nothing.
+
+    A sequence that has grown needs its new blocks only::
+
+        known = hashes[-1] if hashes else None
+        hashes += block_hashes(tokens[len(hashes) * block_tokens :], block_tokens, parent=known, salt=salt)
+
+    Args:
+        tokens: ``(n,)`` integers, the ids of the tokens after the parent's block.
+        block_tokens: how many make a block: page size x pages a block.
+        parent: the hash of the block before the first of these; None where they begin the sequence.
+        salt: whatever else K and V depend on and the pool's layout does not say: model, adapter, the user to whom a
+            prefix must stay private. It goes into the root, so a parent already has it, and none is added to that.
+
+    Raises:
+        InvalidFieldError: the tokens are no list of integers, ``block_tokens`` is not positive, or the parent is no
+            hash.
+    """
+    if block_tokens < 1:
+        raise InvalidFieldError(f"a block of {block_tokens} tokens", field="block_tokens")
+    if parent is not None and len(parent) != HASH_BYTES:
+        raise InvalidFieldError(f"{len(parent)} bytes are no hash of {HASH_BYTES}", field="parent")
+    sha256 = hashlib.sha256
+    before = sha256(_ROOT + salt).digest()[:HASH_BYTES] if parent is None else parent
+    data = memoryview(_token_bytes(tokens))
+    block_bytes = block_tokens * _TOKEN.itemsize
+    hashes = []
+    for end in range(block_bytes, len(data) + 1, block_bytes):
+        before = sha256(before + data[end - block_bytes : end]).digest()[:HASH_BYTES]
+        hashes.append(before)
+    return hashes
+
+
+def _token_bytes(tokens: npt.ArrayLike) -> bytes:
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
+        raise InvalidFieldError(f"an array {array.shape} of {array.dtype} is no list of token ids", field="tokens")
+    if array.dtype.kind == "u" and len(array) and int(array.max()) > np.iinfo(_TOKEN).max:
+        raise InvalidFieldError(f"token id {array.max()} does not fit in 64 bits with a sign", field="tokens")
+    return array.astype(_TOKEN).tobytes()

@@ -1,0 +1,126 @@
+"""Token slots and pages: for engines that know where each token lies, and not in which pages a request does.
+
+The slot of a token is ``page * page_size + offset``, as SGLang's request-to-token map and vLLM's slot mapping have it.
+Token p of a request lies at offset ``p % page_size`` of logical page ``p // page_size``, in every engine whose pages
+hold one request's tokens in order; so the slots of a request say its pages, and these are what travels, as a whole. A
+list that begins inside a page says so by ``position``, else the page's earlier tokens would be taken for another
+request's. Knows nothing of pools: ids that are too high are the daemon's to refuse.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import DuplicatePageError, InvalidFieldError, LengthMismatchError, PageOutOfRangeError
+
+
+def pages_from_slots(slots: npt.ArrayLike, page_size: int, *, position: int = 0) -> PageIds:
+    """Return the pages in which consecutive tokens of one request lie, in logical order, each once.
+
+    The first of them is the request's logical page ``position // page_size``, the ``first_page`` of a page list. The
+    tokens may end inside a page.
+
+    Args:
+        slots: ``(n,)`` integers, the slot of each token in the order of the sequence.
+        page_size: tokens of a page.
+        position: which token of the request the first slot is of.
+
+    Returns:
+        ``(pages,)`` int64; none for no slots.
+
+    Raises:
+        InvalidFieldError: the list starts inside a page and ``position`` does not, or the other way round; or a page's
+            tokens are not at its consecutive slots; names the first such token.
+        PageOutOfRangeError: a slot of the padding page, or a negative one.
+        DuplicatePageError: a page comes back after another one.
+    """
+    _check_sizes(page_size, position)
+    array = _int64(slots, "slots")
+    if not len(array):
+        return array
+    offset = position % page_size
+    if int(array[0]) % page_size != offset:
+        raise InvalidFieldError(
+            f"slot {array[0]} lies at {array[0] % page_size} in its page of {page_size}, token {position} of a request "
+            f"lies at {offset}: begin with a page's first token, or say by position which token the first one is",
+            field="slots",
+        )
+    starts = np.concatenate(([0], np.arange(page_size - offset, len(array), page_size)))
+    ids = array[starts] // page_size
+    wanted = _slots(ids, page_size, offset, len(array))
+    if not np.array_equal(array, wanted):
+        at = int(np.flatnonzero(array != wanted)[0])
+        right = f"slot {wanted[at]}, next to the one before" if (position + at) % page_size else "the first of a page"
+        raise InvalidFieldError(f"token {position + at} is at slot {array[at]}, not at {right}", field="slots")
+    _check_ids(ids, position + starts, "slots")
+    return ids
+
+
+def slots_from_pages(pages: npt.ArrayLike, page_size: int, tokens: int, *, position: int = 0) -> PageIds:
+    """Return the slots of consecutive tokens of a request that lies in these pages: the way back, after a restore.
+
+    Args:
+        pages: ``(n,)`` integers in logical order; the first is logical page ``position // page_size``. More than the
+            tokens need may be there, as for a request that goes on.
+        page_size: tokens of a page.
+        tokens: how many.
+        position: which token of the request the first one is.
+
+    Returns:
+        ``(tokens,)`` int64.
+
+    Raises:
+        InvalidFieldError: a negative number of tokens, or no list of pages.
+        LengthMismatchError: the pages do not hold that many.
+        PageOutOfRangeError: the padding page, or a negative one.
+        DuplicatePageError: a page is named twice.
+    """
+    _check_sizes(page_size, position)
+    if tokens < 0:
+        raise InvalidFieldError(f"{tokens} tokens", field="tokens")
+    ids = _int64(pages, "pages")
+    offset = position % page_size
+    if offset + tokens > len(ids) * page_size:
+        raise LengthMismatchError(
+            f"tokens {position}..{position + tokens - 1} do not fit in {len(ids)} pages of {page_size}, the first of "
+            f"which begins with token {position - offset}",
+            field="tokens",
+        )
+    _check_ids(ids, position - offset + np.arange(len(ids)) * page_size, "pages")
+    return _slots(ids, page_size, offset, tokens)
+
+
+def _slots(ids: PageIds, page_size: int, offset: int, tokens: int) -> PageIds:
+    """Return so many slots from ``offset`` of the first page on."""
+    every = ids[:, None] * page_size + np.arange(page_size)
+    return every.ravel()[offset : offset + tokens]
+
+
+def _check_ids(ids: PageIds, first_tokens: PageIds, field: str) -> None:
+    """Check that no page is the padding page or comes twice; ``first_tokens`` say where, in tokens of the request."""
+    if not len(ids):
+        return
+    if int(ids.min()) < 1:
+        at = int(np.flatnonzero(ids < 1)[0])
+        raise PageOutOfRangeError(f"token {first_tokens[at]} is in page {ids[at]}, not from 1 on", field=field)
+    order = np.argsort(ids, kind="stable")
+    again = order[1:][np.diff(ids[order]) == 0]
+    if len(again):
+        at = int(again.min())
+        raise DuplicatePageError(f"token {first_tokens[at]} is in page {ids[at]} a second time", field=field)
+
+
+def _check_sizes(page_size: int, position: int) -> None:
+    if page_size < 1:
+        raise InvalidFieldError(f"pages of {page_size} tokens", field="page_size")
+    if position < 0:
+        raise InvalidFieldError(f"token {position}", field="position")
+
+
+def _int64(values: npt.ArrayLike, field: str) -> PageIds:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
+        raise InvalidFieldError(f"an array {array.shape} of {array.dtype} is no list of integers", field=field)
+    return array.astype(np.int64)

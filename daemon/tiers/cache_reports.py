@@ -1,0 +1,194 @@
+"""The cache for operators and routers: CACHE_LIST, CACHE_PIN, CACHE_EVICT, CACHE_EVENTS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+
+from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.tiers.host_tier import HostTier, holder_name
+from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
+from kvferry.pools.tiers.index import OPERATOR
+from kvferry.pools.tiers.journal import Change
+from kvferry.protocol.cache_messages import (
+    HASH_BYTES,
+    CacheChange,
+    CacheChanges,
+    CachedBlockStatus,
+    CacheEvents,
+    CacheEvict,
+    CacheEvicted,
+    CacheList,
+    CacheListed,
+    CachePin,
+    CachePinned,
+)
+from kvferry.protocol.errors import InvalidFieldError
+
+LOOK_AT = 1000
+"""Blocks looked at between two other requests."""
+
+
+class CacheReports:
+    """See above; every user sees and changes its own blocks only."""
+
+    def __init__(self, dispatcher: Dispatcher, host: HostTier, lower: LowerTiers) -> None:
+        self._dispatcher = dispatcher
+        self._host = host
+        self._lower = lower
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[Call] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        host.journal.on_change = self._changed
+        self._flushing = False
+        dispatcher.handle("CACHE_LIST", self._list)
+        dispatcher.handle("CACHE_PIN", self._pin)
+        dispatcher.handle("CACHE_EVICT", self._evict)
+        dispatcher.handle("CACHE_EVENTS", self._events)
+
+    def __repr__(self) -> str:
+        """Show who waits."""
+        return f"<CacheReports waiting={len(self._waiting)}>"
+
+    def session_lost(self, session_id: int) -> None:
+        """Forget who waits for events."""
+        self._waiting = [call for call in self._waiting if call.session.session_id != session_id]
+
+    # -- CACHE_LIST, CACHE_PIN, CACHE_EVICT
+
+    def _list(self, call: Call) -> Answer:
+        body = expect(call, CacheList)
+        cursor = self._host.journal.position()
+        page = self._host.index.page(body.position, body.limit)
+        mine = (block for block in page.blocks if block.namespace.tenant == call.session.tenant)
+        return Answer(
+            CacheListed(blocks=tuple(map(_status, mine)), cursor=cursor, position=page.next_position),
+        )
+
+    def _pin(self, call: Call) -> Answer | None:
+        body = expect(call, CachePin)
+        self._spawn(self._pin_all(call, _named(body.hashes), pinned=body.pinned))
+        return None
+
+    async def _pin_all(self, call: Call, named: set[bytes], *, pinned: bool) -> None:
+        index, count = self._host.index, 0
+        async for block in self._blocks_of(call.session.tenant):
+            if block.hash not in named:
+                continue
+            count += 1
+            if pinned and OPERATOR not in block.pins:
+                index.pin([block], OPERATOR)
+            elif not pinned and OPERATOR in block.pins:
+                self._host.free_all(index.unpin([block], OPERATOR))
+        self._dispatcher.answer(call.session, call.message_id, Answer(CachePinned(blocks=count)))
+
+    def _evict(self, call: Call) -> Answer | None:
+        body = expect(call, CacheEvict)
+        if body.everything == bool(body.hashes):
+            raise InvalidFieldError("name blocks, or say everything=true", field="hashes")
+        named = None if body.everything else _named(body.hashes)
+        self._spawn(self._evict_all(call, named))
+        return None
+
+    async def _evict_all(self, call: Call, named: set[bytes] | None) -> None:
+        blocks = size_bytes = kept = 0
+        async for block in self._blocks_of(call.session.tenant):
+            if named is not None and block.hash not in named:
+                continue
+            if block.pins:
+                kept += 1
+                continue
+            blocks, size_bytes = blocks + 1, size_bytes + block.size_bytes
+            self._host.free_all(self._host.index.remove(block))
+            self._lower.remove(block)
+        reply = CacheEvicted(blocks=blocks, size_bytes=size_bytes, kept=kept)
+        self._dispatcher.answer(call.session, call.message_id, Answer(reply))
+
+    async def _blocks_of(self, tenant: int) -> AsyncIterator[CachedBlock]:
+        """Yield a tenant's blocks, letting other requests in between."""
+        position: int | None = 0
+        while position is not None:
+            page = self._host.index.page(position, LOOK_AT)
+            for block in page.blocks:
+                if block.namespace.tenant == tenant and block.state is BlockState.READY:
+                    yield block
+            position = page.next_position
+            await asyncio.sleep(0)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- CACHE_EVENTS
+
+    def _events(self, call: Call) -> Answer | None:
+        answer = self._changes(call)
+        if answer is None:
+            self._waiting.append(call)
+            self._loop.call_later(call.deadline_s, self._nothing_new, call)
+        return answer
+
+    def _changes(self, call: Call) -> Answer | None:
+        """Return what has changed for this tenant; None where nothing has."""
+        body, tenant = expect(call, CacheEvents), call.session.tenant
+        found = self._host.journal.since(body.cursor, body.limit)
+        mine = tuple(_change(one) for one in found.changes if one.namespace.tenant == tenant)
+        if not mine and not found.lost:
+            return None
+        return Answer(CacheChanges(changes=mine, cursor=found.next_cursor, lost=found.lost))
+
+    def _changed(self) -> None:
+        if self._waiting and not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            answer = self._changes(call) if call.session.is_pending(call.message_id) else None
+            if answer is not None:
+                self._dispatcher.answer(call.session, call.message_id, answer)
+            elif call.session.is_pending(call.message_id):
+                self._waiting.append(call)
+
+    def _nothing_new(self, call: Call) -> None:
+        """Answer at the deadline: that nothing has changed is an answer too."""
+        if call in self._waiting:
+            self._waiting.remove(call)
+            cursor = expect(call, CacheEvents).cursor
+            self._dispatcher.answer(call.session, call.message_id, Answer(CacheChanges(changes=(), cursor=cursor)))
+
+
+def _named(hashes: bytes) -> set[bytes]:
+    if not hashes or len(hashes) % HASH_BYTES:
+        raise InvalidFieldError(f"{len(hashes)} bytes are no whole number of hashes of {HASH_BYTES}", field="hashes")
+    return {hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)}
+
+
+def _status(block: CachedBlock) -> CachedBlockStatus:
+    there = (("host", block.in_host), ("disk", block.on_disk), ("remote", block.in_remote))
+    return CachedBlockStatus(
+        hash=block.hash.hex(),
+        layout_digest=block.namespace.layout_digest,
+        space=block.namespace.space,
+        block_pages=block.namespace.block_pages,
+        size_bytes=block.size_bytes,
+        tiers=tuple(name for name, present in there if present),
+        parent=block.parent.hex() if block.parent else "",
+        pinned_by=tuple(sorted(map(holder_name, block.pins))),
+    )
+
+
+def _change(change: Change) -> CacheChange:
+    return CacheChange(
+        kind=change.kind.value,
+        tier=change.tier.value,
+        layout_digest=change.namespace.layout_digest,
+        space=change.namespace.space,
+        block_pages=change.namespace.block_pages,
+        hashes=b"".join(change.hashes),
+        parent=change.parent or b"",
+    )

@@ -1,0 +1,268 @@
+"""STORE and LOAD: what is stored is visible as a whole or not at all, what is loaded is right or said to be gone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Sequence
+
+import msgspec
+import numpy as np
+import structlog
+
+from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.pool_service import PoolService
+from kvferry.daemon.tiers.cached_pages import hashes_of, ids_by_block, namespace_of
+from kvferry.daemon.tiers.copier import BlockJob, BlockPart
+from kvferry.daemon.tiers.host_tier import WORKS, HostTier
+from kvferry.daemon.tiers.jobs import JobStarter
+from kvferry.daemon.tiers.lookups import Lease, Lookups
+from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.daemon.tiers.page_holds import PageHold
+from kvferry.daemon.tiers.works import Ending, Work, Works
+from kvferry.pools.pool import Pool
+from kvferry.pools.runs import PageIds
+from kvferry.pools.tiers.arena import Offsets, whole_grains
+from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
+from kvferry.pools.tiers.namespaces import Namespace
+from kvferry.protocol.cache_messages import HASH_BYTES, Load, Store
+from kvferry.protocol.errors import (
+    CacheMissError,
+    InvalidFieldError,
+    KvferryError,
+    LayoutMismatchError,
+    LengthMismatchError,
+    SnapshotDamagedError,
+)
+from kvferry.protocol.tier_messages import TierDone, WorkStarted
+
+MAX_LEASES = 4096
+log = structlog.get_logger(__name__)
+
+
+class CacheService:
+    """Answers STORE and LOAD."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        pools: PoolService,
+        host: HostTier,
+        works: Works,
+        jobs: JobStarter,
+        lower: LowerTiers,
+        lookups: Lookups,
+        counters: Counters,
+    ) -> None:
+        self._pools = pools
+        self._host = host
+        self._works = works
+        self._jobs = jobs
+        self._lower = lower
+        self._lookups = lookups
+        self._counters = counters
+        self._tasks: set[asyncio.Task[None]] = set()
+        for kind, handler in (
+            ("LOAD", lambda call: pools.hold(call, expect(call, Load).after, self._load)),
+            ("STORE", lambda call: pools.hold(call, expect(call, Store).after, self._store)),
+        ):
+            dispatcher.handle(kind, handler)
+
+    def __repr__(self) -> str:
+        """Show the live counts."""
+        return f"<CacheService {self._host.index!r}>"
+
+    async def close(self) -> None:
+        """Give up what waits for other tiers."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- STORE
+
+    def _store(self, call: Call) -> Answer:
+        body = expect(call, Store)
+        pool = self._pools.get(call.session.tenant, body.pool)
+        region = self._host.region
+        hashes = hashes_of(body.hashes)
+        layout = pool.block_layout(body.space)
+        ids = ids_by_block(call.ids[0], len(hashes), body.block_pages)
+        if body.parent and len(body.parent) != HASH_BYTES:
+            raise InvalidFieldError(f"{len(body.parent)} bytes, a hash has {HASH_BYTES}", field="parent")
+        namespace = namespace_of(pool, body.space, body.block_pages)
+        self._host.page_bytes[namespace] = layout.block_bytes
+        self._works.check(call.session)
+        hold = PageHold(write=False)
+        hold.add(pool.space(body.space), call.session.session_id, call.ids[0], "pages")
+        try:
+            fresh, at, offsets = self._begin(namespace, hashes, body.parent or None, layout)
+        except KvferryError:
+            hold.release()
+            raise
+        part = BlockPart(pool.region, BlockPages(layout, ids[at].reshape(-1), offsets.reshape(-1)))
+        job = BlockJob("offload", [part], region, checksums=self._jobs.checksums)
+
+        def finish(work: Work, error: KvferryError | None) -> Ending:
+            hold.release()
+            if error is None and fresh:
+                self._commit(fresh, offsets, job)
+            elif fresh:
+                self._host.index.abandon(fresh)
+                self._host.free(offsets.reshape(-1), layout.block_bytes)
+            done = TierDone(work=work.number, kind="store")
+            if error is not None:
+                return Ending(done)
+            pages = len(fresh) * body.block_pages
+            moved = pages * layout.content_bytes
+            return Ending(
+                msgspec.structs.replace(
+                    done, stored=len(fresh), present=len(hashes) - len(fresh), copied_pages=pages, moved_bytes=moved
+                )
+            )
+
+        work = self._works.begin(call, "store", pool.name, len(fresh) * body.block_pages, finish)
+        if fresh:
+            self._jobs.start(work, job)
+        else:
+            asyncio.get_running_loop().call_soon(self._works.end, work, None)
+        return Answer(WorkStarted(work=work.number))
+
+    def _begin(
+        self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, layout: BlockLayout
+    ) -> tuple[list[CachedBlock], list[int], Offsets]:
+        """Return the blocks that are to be written, which of the hashes they are, and memory: (blocks, block_pages)."""
+        pages = namespace.block_pages
+        begun = self._host.index.begin(namespace, hashes, parent, pages * whole_grains(layout.block_bytes))
+        fresh = [one.block for one in begun if one.fresh]
+        at = [number for number, one in enumerate(begun) if one.fresh]
+        try:
+            offsets = self._host.reserve(namespace.tenant, len(fresh) * pages, layout.block_bytes, counted=True)
+        except KvferryError:
+            self._host.index.abandon(fresh)
+            raise
+        self._host.index.touch([one.block for one in begun if one.block.state is BlockState.READY])
+        return fresh, at, offsets.reshape(len(fresh), pages)
+
+    def _commit(self, fresh: list[CachedBlock], offsets: Offsets, job: BlockJob) -> None:
+        digests = None
+        if job.digests:
+            digests = [tuple(map(int, one)) for one in job.digests[0].reshape(offsets.shape)]
+        self._host.index.commit(fresh, offsets, digests)
+        self._counters.add("cache.stored_blocks", len(fresh))
+        self._lower.stored(fresh)
+
+    # -- LOAD
+
+    def _load(self, call: Call) -> Answer:
+        body = expect(call, Load)
+        lease = self._lookups.lease(call, body.lease)
+        pool = self._pools.get(call.session.tenant, body.pool)
+        if pool.manifest.layout_digest != lease.namespace.layout_digest:
+            raise LayoutMismatchError(
+                f"pool {pool.name!r} has layout {pool.manifest.layout_digest}, the lease's blocks "
+                f"{lease.namespace.layout_digest}",
+                field="pool",
+            )
+        pages = lease.namespace.block_pages
+        count, rest = divmod(len(call.ids[0]), pages)
+        blocks = lease.blocks[body.first_block : body.first_block + count]
+        if rest or not count or len(blocks) < count:
+            raise LengthMismatchError(
+                f"{len(call.ids[0])} pages; the lease has {max(0, len(lease.blocks) - body.first_block)} blocks of "
+                f"{pages} pages from block {body.first_block} on",
+                field="pages",
+            )
+        self._works.check(call.session)
+        hold = PageHold(write=True)
+        hold.add(pool.space(lease.namespace.space), call.session.session_id, call.ids[0], "pages")
+        loading = _Loading(pool, lease, blocks, call.ids[0])
+
+        def finish(work: Work, error: KvferryError | None) -> Ending:
+            hold.release()
+            return self._loaded(work, loading, error)
+
+        work = self._works.begin(call, "load", pool.name, len(call.ids[0]), finish)
+        loading.holder = WORKS - work.number
+        self._host.index.pin(blocks, loading.holder)
+        coming = [one for one in map(self._lower.bring_up, blocks) if one is not None]
+        if coming:
+            work.waits_for = f"{len(coming)} blocks from lower tiers"
+            self._spawn(self._when_up(work, loading, coming))
+        else:
+            self._copy(work, loading)
+        return Answer(WorkStarted(work=work.number))
+
+    async def _when_up(self, work: Work, loading: _Loading, coming: Sequence[asyncio.Future[bool]]) -> None:
+        await asyncio.gather(*coming, return_exceptions=True)
+        if work.stopped is None:
+            self._copy(work, loading)
+
+    def _copy(self, work: Work, loading: _Loading) -> None:
+        """Copy the leading blocks that are in the host tier."""
+        there = list(itertools.takewhile(lambda one: one.in_host, loading.blocks))
+        loading.there = len(there)
+        namespace = loading.lease.namespace
+        layout, pages = loading.pool.block_layout(namespace.space), namespace.block_pages
+        offsets = [one.offsets for one in there if one.offsets is not None]
+        if not offsets:
+            asyncio.get_running_loop().call_soon(self._works.end, work, None)
+            return
+        part = BlockPart(
+            loading.pool.region, BlockPages(layout, loading.ids[: len(there) * pages], np.concatenate(offsets))
+        )
+        known = all(one.digests for one in there) and self._jobs.checksums
+        digests = [np.array([one.digests for one in there], np.uint64).reshape(-1)] if known else None
+        self._jobs.start(work, BlockJob("restore", [part], self._host.region, digests=digests))
+
+    def _loaded(self, work: Work, loading: _Loading, error: KvferryError | None) -> Ending:
+        self._host.free_all(self._host.index.unpin(loading.blocks, loading.holder))
+        done = TierDone(work=work.number, kind="load")
+        if isinstance(error, SnapshotDamagedError):
+            self._damaged(loading, error)
+            miss = CacheMissError(f"a cached block was damaged: {error.detail}")
+            return Ending(msgspec.structs.replace(done, error=miss.info()))
+        if error is not None:
+            return Ending(done)
+        count, there = len(loading.blocks), loading.there
+        pages = there * loading.lease.namespace.block_pages
+        done = msgspec.structs.replace(
+            done, loaded=there, copied_pages=pages, moved_bytes=pages * loading.lease.layout.content_bytes
+        )
+        if there < count:
+            self._counters.add("cache.missed_blocks", count - there)
+            miss = CacheMissError(f"block {there} of {count} is gone")
+            done = msgspec.structs.replace(done, error=miss.info())
+        return Ending(done)
+
+    def _damaged(self, loading: _Loading, error: SnapshotDamagedError) -> None:
+        """Drop the block that is damaged, from every tier; the error's field says which page it was."""
+        self._counters.add("cache.damaged_blocks")
+        log.error("a cached block was damaged in memory", cause=error.detail, remedy="look at the host's memory")
+        page = int(error.field.partition("[")[2].rstrip("]"))
+        block = loading.blocks[page // loading.lease.namespace.block_pages]
+        self._host.free_all(self._host.index.remove(block))
+        self._lower.remove(block)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a load failed", exc_info=task.exception())
+
+
+class _Loading:
+    """A LOAD under way."""
+
+    def __init__(self, pool: Pool, lease: Lease, blocks: list[CachedBlock], ids: PageIds) -> None:
+        self.pool = pool
+        self.lease = lease
+        self.blocks = blocks
+        self.ids = ids
+        self.holder = 0
+        self.there = 0

@@ -1,0 +1,42 @@
+"""What requests about cached blocks name: hashes and page ids, checked."""
+
+from __future__ import annotations
+
+from kvferry.pools.pool import Pool
+from kvferry.pools.runs import PageIds
+from kvferry.pools.tiers.namespaces import Namespace
+from kvferry.protocol.cache_messages import HASH_BYTES
+from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError
+
+
+def namespace_of(pool: Pool, space: str, block_pages: int) -> Namespace:
+    """Return where blocks of these pages belong."""
+    return Namespace(pool.tenant, pool.manifest.layout_digest, space, block_pages)
+
+
+def hashes_of(joined: bytes) -> list[bytes]:
+    """Return the hashes one by one.
+
+    Raises:
+        InvalidFieldError: there is none, a part of one is left over, or one comes twice.
+    """
+    if not joined or len(joined) % HASH_BYTES:
+        raise InvalidFieldError(f"{len(joined)} bytes are no whole number of hashes of {HASH_BYTES}", field="hashes")
+    hashes = [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+    if len(set(hashes)) < len(hashes):
+        raise InvalidFieldError("a hash comes twice: each covers all tokens before it", field="hashes")
+    return hashes
+
+
+def ids_by_block(ids: PageIds, blocks: int, block_pages: int) -> PageIds:
+    """Return the page ids of each block: ``(blocks, block_pages)``.
+
+    Raises:
+        LengthMismatchError: there are more or fewer.
+    """
+    if len(ids) != blocks * block_pages:
+        raise LengthMismatchError(
+            f"{blocks} blocks of {block_pages} pages need {blocks * block_pages} ids, not {len(ids)}",
+            field="pages",
+        )
+    return ids.reshape(blocks, block_pages)

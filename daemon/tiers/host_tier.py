@@ -1,0 +1,177 @@
+"""The host tier: one memory, what is in it, and who has to go when it is full.
+
+Snapshots and cached blocks share the arena. Cached blocks that nobody pins give way, by the policy; everything else
+stays until its owner gives it back, and who asks for more than there is gets BUSY, with what is pinned by whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import structlog
+
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.tiers.config import TiersConfig
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_grains
+from kvferry.pools.tiers.cached_block import CachedBlock
+from kvferry.pools.tiers.index import BlockIndex
+from kvferry.pools.tiers.journal import CacheJournal
+from kvferry.pools.tiers.namespaces import Namespace
+from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
+from kvferry.protocol.session_messages import TierStatus
+
+log = structlog.get_logger(__name__)
+HOLDERS_SHOWN = 4
+JOURNAL_CHANGES = 1 << 16
+DEMOTION = -2
+"""The holder of the pins of blocks that are on their way to a lower tier."""
+
+LOOKUPS = -3
+"""The holder of the pins of lookups that wait for lower tiers."""
+
+WORKS = -16
+"""The holders of works' pins count down from here."""
+
+
+class HostTier:
+    """See above. For the control loop only; the memory is mapped when the daemon starts, and taken as it is used.
+
+    Attributes:
+        journal: what became visible and what went.
+        index: the cached blocks, of this tier and of those below; their sizes are in whole grains of the arena.
+        arena: which bytes are free.
+        page_bytes: of one page's block in each namespace, as it lies in memory and in files.
+    """
+
+    def __init__(self, config: TiersConfig, counters: Counters) -> None:
+        self._counters = counters
+        size_bytes = config.host_tier_bytes
+        self.arena = Arena(size_bytes)
+        self.journal = CacheJournal(JOURNAL_CHANGES)
+        quota_bytes = size_bytes if config.tenant_bytes is None else config.tenant_bytes
+        self.index = BlockIndex(self.journal, quota_bytes=quota_bytes, quotas=config.quotas, policy=config.policy)
+        self.page_bytes: dict[Namespace, int] = {}
+        self._region = HostRegion.create("host-tier", size_bytes) if size_bytes else None
+
+    def __repr__(self) -> str:
+        """Show the live counts."""
+        return f"<HostTier {self.arena!r} {self.index!r}>"
+
+    @property
+    def enabled(self) -> bool:
+        """Return whether there is a host tier."""
+        return self._region is not None
+
+    @property
+    def region(self) -> HostRegion:
+        """Return the memory.
+
+        Raises:
+            TierOffError: there is none.
+        """
+        if self._region is None:
+            raise TierOffError("this daemon has no host tier (tiers.host_bytes is 0)", field="tiers.host_bytes")
+        return self._region
+
+    def reserve(self, tenant: int, count: int, size_bytes: int, *, counted: bool = False) -> Offsets:
+        """Take memory for ``count`` blocks of ``size_bytes`` for a tenant: all or none.
+
+        The caller charges the tenant for it; ``counted`` says that it has done so.
+
+        Returns:
+            (count,) where they begin.
+
+        Raises:
+            OutOfMemoryError: more than the tier, or the tenant's part of it, can ever hold.
+            OverloadedError: what is in the way is pinned; says by whom.
+        """
+        wanted = count * whole_grains(size_bytes)
+        self._make_room_for_tenant(tenant, wanted, counted_bytes=wanted if counted else 0)
+        try:
+            return self.arena.allocate(count, size_bytes)
+        except NotEnoughError:
+            self._make_room(count, size_bytes, wanted)
+        return self.arena.allocate(count, size_bytes)
+
+    def free(self, offsets: Offsets, size_bytes: int) -> None:
+        """Give memory back that ``reserve`` gave."""
+        self.arena.free(offsets, size_bytes)
+
+    def free_all(self, freed: Iterable[Freed]) -> None:
+        """Give memory back that the index says is nobody's any more."""
+        for one in freed:
+            self.arena.free(*one)
+
+    def status(self, snapshots: int) -> TierStatus:
+        """Return the tier as STATUS shows it."""
+        if not self.enabled:
+            return TierStatus(tier="host", state="off", total_bytes=0, used_bytes=0)
+        usage = self.index.accounts.tenants().values()
+        return TierStatus(
+            tier="host",
+            state="ready",
+            total_bytes=self.arena.size_bytes,
+            used_bytes=self.arena.used_bytes,
+            pinned_bytes=self.arena.used_bytes - sum(one.evictable_bytes for one in usage),
+            blocks=len(self.index),
+            snapshots=snapshots,
+        )
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._region is not None:
+            self._region.close()
+
+    def _make_room_for_tenant(self, tenant: int, wanted: int, *, counted_bytes: int) -> None:
+        usage = self.index.accounts.usage(tenant)
+        if wanted > min(usage.quota_bytes, self.arena.size_bytes):
+            raise OutOfMemoryError(
+                f"{wanted} bytes are needed in the host tier, which has {self.arena.size_bytes}; user {tenant} has "
+                f"a quota of {usage.quota_bytes} (tiers.host_bytes, tiers.tenant_bytes)"
+            )
+        missing = self.index.accounts.excess_bytes(tenant, wanted - counted_bytes)
+        if not missing:
+            return
+        if usage.evictable_bytes < missing:
+            raise self._full(wanted, f"user {tenant} has {usage.used_bytes} of its {usage.quota_bytes} bytes in use")
+        for block in self.index.host_victims(tenant):
+            if missing <= 0:
+                break
+            missing -= block.size_bytes
+            self._evict(block)
+
+    def _make_room(self, count: int, size_bytes: int, wanted: int) -> None:
+        """Evict until the blocks fit; nobody is evicted where that could not help."""
+        evictable = sum(one.evictable_bytes for one in self.index.accounts.tenants().values())
+        if self.arena.free_bytes + evictable >= wanted:
+            for block in self.index.host_victims():
+                self._evict(block)
+                if self.arena.fitting(size_bytes) >= count:
+                    return
+        raise self._full(wanted, f"{self.arena.free_bytes} of {self.arena.size_bytes} bytes are free")
+
+    def _evict(self, block: CachedBlock) -> None:
+        self._counters.add("tiers.host.evicted_blocks")
+        if not block.on_disk and not block.in_remote:
+            self._counters.add("tiers.host.lost_blocks")
+        self.arena.free(*self.index.drop_host(block))
+
+    def _full(self, wanted: int, why: str) -> OverloadedError:
+        self._counters.add("tiers.host.busy")
+        holders = sorted(self.index.pinned_by().items(), key=lambda one: -one[1])[:HOLDERS_SHOWN]
+        pinned = ", ".join(f"{size} by {holder_name(holder)}" for holder, size in holders) or "nothing"
+        charged = sum(one.charged_bytes for one in self.index.accounts.tenants().values())
+        return OverloadedError(
+            f"the host tier is full: {wanted} bytes are needed, {why}; {charged} are snapshots and works under way; "
+            f"cached blocks are pinned: {pinned}"
+        )
+
+
+def holder_name(holder: int) -> str:
+    """Return who a holder of pins is, in words."""
+    if holder > 0:
+        return f"session {holder}"
+    if holder <= WORKS:
+        return f"work {WORKS - holder}"
+    return {DEMOTION: "the way to a lower tier", LOOKUPS: "lookups"}.get(holder, "an operator (kvferry cache)")

@@ -1,0 +1,181 @@
+"""Hand-offs that land in the host tier: a pool of just their pages, whose bytes become a snapshot.
+
+The room sees a pool like any other: same layout, pages of the host tier. Its memory and the snapshot's are taken when
+it is made, so that what has arrived cannot fail for want of room; once the room has settled, the pages are copied to
+the snapshot's blocks, and the pool goes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvferry.daemon.dispatch import Call
+from kvferry.daemon.rooms.page_ranges import PageRange, page_ranges
+from kvferry.daemon.sessions import Session
+from kvferry.daemon.tiers.copier import BlockJob
+from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.service import TierService
+from kvferry.daemon.tiers.snapshots import Snapshot, distinct_lists, space_of
+from kvferry.daemon.tiers.works import Ending, Work, Works
+from kvferry.pools.manifest import component_of, spaces_of
+from kvferry.pools.pool import Pool
+from kvferry.pools.runs import PageIds
+from kvferry.pools.tiers.arena import whole_grains
+from kvferry.protocol.base import PageList
+from kvferry.protocol.errors import KvferryError, UnknownComponentError, raised
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.room_messages import Receive
+from kvferry.protocol.tier_messages import TierDone
+
+ALIGNMENT = 64
+
+
+class Landed(msgspec.Struct):
+    """A pool for one room, the lists of its pages, the memory it lies in, and how the room ended."""
+
+    session: Session
+    request_id: str
+    pool: Pool
+    ranges: tuple[PageRange, ...]
+    snapshot: Snapshot
+    offset: int
+    size_bytes: int
+    before: Landed | None
+    """What went by the same name."""
+    error: KvferryError | None = None
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        """Return by what name the session calls it."""
+        return (self.session.session_id, self.request_id, self.pool.name)
+
+
+class Landings:
+    """Makes the pools, and takes them apart again."""
+
+    def __init__(self, host: HostTier, service: TierService, works: Works) -> None:
+        self._host = host
+        self._service = service
+        self._works = works
+        self._live: dict[tuple[int, str, str], Landed] = {}
+
+    def make(self, call: Call, body: Receive, pool: Pool) -> Landed:
+        """Return a pool for what a RECEIVE wants, as it would have come into ``pool``.
+
+        Raises:
+            UnknownComponentError, LengthMismatchError, EmptyPagesError: the lists do not fit the pool.
+            OutOfMemoryError, OverloadedError, TierOffError: the host tier has no room.
+        """
+        region, lists, session = self._host.region, body.lists, call.session
+        ids = _numbered(lists, pool.manifest)
+        laid_out = _laid_out(pool.manifest, lists)
+        ranges = page_ranges(lists, ids, laid_out, may_end_inside=True)
+        size_bytes = laid_out.region_bytes
+        snapshot = self._service.new_snapshot(call, pool, distinct_lists(ranges))
+        snapshot.state = "landing"
+        try:
+            offset = int(self._host.reserve(pool.tenant, 1, size_bytes)[0])
+        except KvferryError as error:
+            self._service.filled(snapshot, None, error)
+            raise
+        self._host.index.accounts.charge(pool.tenant, whole_grains(size_bytes))
+        made = Pool(pool.tenant, pool.name, _moved(laid_out, offset, region.size_bytes), region)
+        made.lands_as = snapshot.name
+        for allocator in made.allocators.values():
+            allocator.allocate(session.session_id, allocator.capacity)
+        before = self._live.get((session.session_id, body.request_id, pool.name))
+        landed = Landed(session, body.request_id, made, ranges, snapshot, offset, size_bytes, before)
+        self._live[landed.key] = landed
+        return landed
+
+    def refused(self, landed: Landed, error: KvferryError) -> None:
+        """Take it back: there is no room for it."""
+        del self._live[landed.key]
+        if landed.before is not None:
+            self._live[landed.key] = landed.before
+        self._give_up(landed, error)
+
+    def heard(self, session_id: int, event: Finished | Settled) -> None:
+        """Take an event of a hand-off: once a room of ours has settled, its bytes go to the snapshot, or nowhere."""
+        landed = self._live.get((session_id, event.request_id, event.pool)) if event.side == "receive" else None
+        if landed is None:
+            return
+        if isinstance(event, Finished):
+            landed.error = raised(event.error) if event.error else None
+            return
+        del self._live[landed.key]
+        if landed.error is not None:
+            self._give_up(landed, landed.error)
+        else:
+            self._keep(landed)
+
+    def _give_up(self, landed: Landed, error: KvferryError) -> None:
+        self._service.filled(landed.snapshot, None, error)
+        self._free(landed)
+
+    def _keep(self, landed: Landed) -> None:
+        job: list[BlockJob] = []
+
+        def finish(work: Work, error: KvferryError | None) -> Ending:
+            self._free(landed)
+            self._service.filled(landed.snapshot, job[0] if job else None, error)
+            return Ending(TierDone(work=work.number, kind="offload", snapshot=landed.snapshot.name))
+
+        landed.snapshot.state = "writing"
+        work = self._works.begin_quietly(landed.session, "offload", landed.pool.name, landed.snapshot.pages, finish)
+        ids = [one.ids for one in distinct_lists(landed.ranges)]
+        job.append(self._service.fill(landed.snapshot, work, landed.pool, ids))
+
+    def _free(self, landed: Landed) -> None:
+        self._host.free(np.array([landed.offset]), landed.size_bytes)
+        self._host.index.accounts.discharge(landed.pool.tenant, whole_grains(landed.size_bytes))
+
+
+def _numbered(lists: Sequence[PageList], manifest: Manifest) -> list[PageIds]:
+    """Return page ids for each list: its own, from 1 on in each page space.
+
+    Raises:
+        UnknownComponentError: the pool lacks a component.
+    """
+    used: Counter[str] = Counter()
+    found = []
+    for index, one in enumerate(lists):
+        if component_of(manifest, one.component) is None:
+            raise UnknownComponentError(
+                f"the pool has no component {one.component!r}", field=f"lists[{index}].component"
+            )
+        space = space_of(manifest, one.component)
+        found.append(np.arange(used[space] + 1, used[space] + 1 + one.pages))
+        used[space] += one.pages
+    return found
+
+
+def _laid_out(manifest: Manifest, lists: Sequence[PageList]) -> Manifest:
+    """Return the manifest of a pool for just these pages, from base 0 on; each space has a padding page."""
+    counts = Counter(dict.fromkeys(spaces_of(manifest), 2))  # no allocator is smaller
+    wanted: Counter[str] = Counter()
+    for one in lists:
+        wanted[space_of(manifest, one.component)] += one.pages
+    for space, count in wanted.items():
+        counts[space] = max(counts[space], count + 1)
+    entries, base = [], 0
+    for entry in manifest.entries:
+        pages = counts[space_of(manifest, entry.component)]
+        base += -base % ALIGNMENT
+        entries.append(msgspec.structs.replace(entry, base=base, pages=pages, shape=None))
+        base += pages * entry.page_bytes
+    components = tuple(msgspec.structs.replace(one, pages=counts[one.space]) for one in manifest.components)
+    return msgspec.structs.replace(
+        manifest, entries=tuple(entries), components=components, pages=components[0].pages, region_bytes=base
+    )
+
+
+def _moved(manifest: Manifest, offset: int, region_bytes: int) -> Manifest:
+    """Return the manifest with its entries that much further on in a region."""
+    entries = tuple(msgspec.structs.replace(one, base=one.base + offset) for one in manifest.entries)
+    return msgspec.structs.replace(manifest, entries=entries, region_bytes=region_bytes)

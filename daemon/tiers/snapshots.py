@@ -1,0 +1,244 @@
+"""Snapshots: pages that left the device for the host tier, of which tenant, in what layout. Sans I/O.
+
+A snapshot is pinned until it is dropped; one that is dropped while restores read it goes with the last of them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+from kvferry.daemon.rooms.page_ranges import PageRange
+from kvferry.daemon.tiers.copier import Digests
+from kvferry.pools.manifest import component_of, key_of
+from kvferry.pools.runs import PageIds
+from kvferry.pools.tiers.arena import Offsets
+from kvferry.pools.tiers.blocks import BlockLayout
+from kvferry.protocol.errors import (
+    InternalError,
+    KvferryError,
+    LayoutMismatchError,
+    LengthMismatchError,
+    UnknownComponentError,
+    UnknownSnapshotError,
+)
+from kvferry.protocol.manifests import Entry, Manifest
+from kvferry.protocol.tier_messages import SnapshotList, SnapshotStatus
+
+State = Literal["landing", "writing", "ready"]
+
+
+class SnapshotPart(msgspec.Struct):
+    """The blocks of one page list. ``ids`` of what is read or written is not part of it: pages come and go."""
+
+    component: str
+    layout: BlockLayout
+    first_page: int | None
+    tokens: int | None
+    """How many the pages hold, where the engine said so."""
+    count: int
+    offsets: Offsets
+    digests: Digests | None = None
+
+
+class Snapshot:
+    """One snapshot.
+
+    Attributes:
+        session_id: whose it is; None where that session is gone.
+        readers: restores that are under way.
+        dropped: whether it goes with the last reader.
+        waiting: called once, when it is ready (None) or has failed (why).
+    """
+
+    def __init__(
+        self, tenant: int, session_id: int | None, pool: str, manifest: Manifest, parts: Sequence[SnapshotPart]
+    ) -> None:
+        self.name = secrets.token_hex(16)
+        self.tenant = tenant
+        self.session_id = session_id
+        self.pool = pool
+        self.manifest = manifest
+        self.parts = list(parts)
+        self.state: State = "writing"
+        self.readers = 0
+        self.dropped = False
+        self.created_at = time.monotonic()
+        self.waiting: list[Callable[[KvferryError | None], None]] = []
+
+    def __repr__(self) -> str:
+        """Show what it is."""
+        return f"<Snapshot {self.name[:8]} {self.state} pages={self.pages} readers={self.readers}>"
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages it has, over all lists."""
+        return sum(part.count for part in self.parts)
+
+    @property
+    def size_bytes(self) -> int:
+        """Return its bytes, without what blocks are rounded up by in the arena."""
+        return sum(part.count * part.layout.block_bytes for part in self.parts)
+
+    def settle(self, error: KvferryError | None) -> None:
+        """Say to those who wait that it is ready, or will never be."""
+        self.state = "ready" if error is None else self.state
+        waiting, self.waiting = self.waiting, []
+        for told in waiting:
+            told(error)
+
+    def status(self) -> SnapshotStatus:
+        """Return it as SNAPSHOTS shows it."""
+        main = next((part.tokens for part in self.parts if part.tokens is not None), None)
+        return SnapshotStatus(
+            snapshot=self.name,
+            pool=self.pool,
+            layout_digest=self.manifest.layout_digest,
+            lists=tuple(
+                SnapshotList(component=one.component, count=one.count, tokens=one.tokens) for one in self.parts
+            ),
+            tokens=main,
+            chunks=self.pages,
+            size_bytes=self.size_bytes,
+            checksum=self._checksum(),
+            age_ms=round((time.monotonic() - self.created_at) * 1000),
+            session=self.session_id,
+            state=self.state,
+            restores=self.readers,
+        )
+
+    def _checksum(self) -> str:
+        if self.state != "ready" or any(part.digests is None for part in self.parts):
+            return ""
+        together = np.concatenate([part.digests for part in self.parts if part.digests is not None])
+        return xxhash.xxh3_128_hexdigest(together.astype("<u8").tobytes())
+
+
+class SnapshotBook:
+    """All snapshots by name."""
+
+    def __init__(self) -> None:
+        self._snapshots: dict[str, Snapshot] = {}
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        """Yield the snapshots, oldest first."""
+        return iter(self._snapshots.values())
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._snapshots)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot."""
+        self._snapshots[snapshot.name] = snapshot
+
+    def get(self, tenant: int, name: str) -> Snapshot:
+        """Return a tenant's snapshot.
+
+        Raises:
+            UnknownSnapshotError: none of that name, or it is another tenant's, or dropped.
+        """
+        found = self._snapshots.get(name)
+        if found is None or found.tenant != tenant or found.dropped:
+            raise UnknownSnapshotError(f"no snapshot {name} of user {tenant}", field="snapshot")
+        return found
+
+    def remove(self, snapshot: Snapshot) -> None:
+        """Forget a snapshot."""
+        self._snapshots.pop(snapshot.name, None)
+
+
+def distinct_lists(ranges: Sequence[PageRange]) -> list[PageRange]:
+    """Return the lists that hold pages: a component on another one's pages goes with it."""
+    return [one for one in ranges if not one.shared and not one.none and len(one.ids)]
+
+
+def new_parts(manifest: Manifest, lists: Sequence[PageRange]) -> list[SnapshotPart]:
+    """Return the parts for these lists; their memory is not there yet."""
+    return [
+        SnapshotPart(
+            one.component,
+            BlockLayout(manifest, space_of(manifest, one.component)),
+            one.first_page,
+            _tokens_of(one, manifest),
+            len(one.ids),
+            np.empty(0, np.int64),
+        )
+        for one in lists
+    ]
+
+
+def space_of(manifest: Manifest, name: str) -> str:
+    """Return the page space of a component that the manifest has."""
+    component = component_of(manifest, name)
+    assert component is not None, name
+    return component.space
+
+
+def ids_for(snapshot: Snapshot, lists: Sequence[PageRange]) -> list[PageIds]:
+    """Return the pages for each part of a snapshot.
+
+    Raises:
+        UnknownComponentError: a part has no list, or a list no part.
+        LengthMismatchError: a list has more or fewer pages than its part, or other tokens.
+    """
+    given = {one.component: one for one in lists}
+    found: list[PageIds] = []
+    for part in snapshot.parts:
+        one = given.pop(part.component, None)
+        if one is None:
+            raise UnknownComponentError(f"the snapshot has pages of {part.component!r}: name as many", field="lists")
+        if len(one.ids) != part.count:
+            raise LengthMismatchError(
+                f"{part.component}: the snapshot has {part.count} pages, the list {len(one.ids)}", field=one.field
+            )
+        found.append(one.ids)
+    if given:
+        raise UnknownComponentError(f"the snapshot has no pages of {next(iter(given))!r}", field="lists")
+    return found
+
+
+def check_layout(snapshot: Snapshot, manifest: Manifest, pool: str) -> None:
+    """Check that a pool's pages are of the snapshot's form.
+
+    Raises:
+        LayoutMismatchError: names the first entry that differs, and in what.
+    """
+    if manifest.layout_digest == snapshot.manifest.layout_digest:
+        return
+    ours = {key_of(entry): entry for entry in snapshot.manifest.entries}
+    theirs = {key_of(entry): entry for entry in manifest.entries}
+    for key in [*ours, *theirs]:
+        difference = _difference(ours.get(key), theirs.get(key))
+        if difference:
+            raise LayoutMismatchError(
+                f"{'/'.join(map(str, key))}: {difference} (the snapshot is of pool {snapshot.pool!r}, layout "
+                f"{snapshot.manifest.layout_digest}; pool {pool!r} has {manifest.layout_digest})",
+                field="pool",
+            )
+    raise InternalError(f"layouts {snapshot.manifest.layout_digest} and {manifest.layout_digest} differ in no entry")
+
+
+def _difference(ours: Entry | None, theirs: Entry | None) -> str:
+    if ours is None:
+        return "the snapshot has no such entry, the pool has"
+    if theirs is None:
+        return "the snapshot has it, the pool has not"
+    for name in ("dtype", "format", "page_bytes", "page_tokens", "head_start", "heads", "total_heads"):
+        one, other = getattr(ours, name), getattr(theirs, name)
+        if one != other:
+            return f"{name} is {one} in the snapshot, {other} in the pool"
+    return ""
+
+
+def _tokens_of(one: PageRange, manifest: Manifest) -> int | None:
+    if one.end_token is None or one.first_page is None:
+        return None
+    page_tokens = next(entry.page_tokens for entry in manifest.entries if entry.component == one.component)
+    return one.end_token - one.first_page * (page_tokens or 0)

@@ -1,0 +1,273 @@
+"""One life of the store process, from the control loop: start it, ask it, end it, hear of its end.
+
+A request that it has been given is answered, or fails once the process has ended: after either nothing of it touches
+the arena. Knows nothing of names, nor when to start the process again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+import msgspec
+import structlog
+
+from kvferry.daemon.tiers.store_messages import LENGTH, Answer, Began, Begin, FromProcess, Request, framed
+
+MODULE: Final = "kvferry.daemon.tiers.store_process"
+GRACE_S: Final = 6.0
+"""For so long a process that is told to end may take; it gives itself a second less."""
+
+_MAX_LINE_BYTES: Final = 4096
+_LAST_WORDS: Final = 3
+_T = TypeVar("_T")
+log = structlog.get_logger(__name__)
+
+
+class StoreAwayError(Exception):
+    """The store cannot be asked, for the reason given. Never leaves the remote tier."""
+
+
+class StoreLink:
+    """See the module. All methods belong on the loop."""
+
+    def __init__(self, begin: Begin, arena_fd: int, environment: dict[str, str]) -> None:
+        """Prepare.
+
+        Args:
+            begin: the process's first message.
+            arena_fd: a memfd of ``begin.arena_bytes``; duplicated for the process.
+            environment: for the process, on top of this one's own.
+        """
+        self._begin = begin
+        self._arena_fd = arena_fd
+        self._environment = dict(os.environ) | environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._output_fd = -1
+        self._pidfd = -1
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._output: _Output | None = None
+        self._began: asyncio.Future[Began] = asyncio.get_running_loop().create_future()
+        self._awaited: dict[int, asyncio.Future[Answer]] = {}
+        self._numbers = itertools.count(1)
+        self._why = ""
+        self.ended = asyncio.Event()
+        """Set once the process is no more."""
+
+    def __repr__(self) -> str:
+        """Show the process and what it has to do."""
+        pid = self._process.pid if self._process is not None else None
+        return f"<StoreLink pid={pid} {'ended' if self.ended.is_set() else 'live'} awaited={len(self._awaited)}>"
+
+    @property
+    def pid(self) -> int:
+        """Return the process's number; 0 before it is started."""
+        return 0 if self._process is None else self._process.pid
+
+    async def open(self, timeout_s: float) -> str:
+        """Start the process; return where other nodes reach it. Call ``end`` in any case.
+
+        Raises:
+            StoreAwayError: it could not join the store, or not in this time.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            await to_its_end(asyncio.to_thread(self._spawn))
+            assert self._process is not None
+            self._pidfd = os.pidfd_open(self._process.pid)
+            loop.add_reader(self._pidfd, self._exited)
+            pipe, self._output_fd = os.fdopen(self._output_fd, "rb", buffering=0), -1
+            _, self._output = await loop.connect_read_pipe(_Output, pipe)
+            reader, self._writer = await asyncio.open_connection(sock=self._channel)
+            self._reading = loop.create_task(self._read(reader))
+            self._writer.write(framed(self._begin))
+            async with asyncio.timeout(timeout_s):
+                began = await self._began
+        except OSError as error:  # also TimeoutError
+            reason = f"it was not ready within {timeout_s} s" if isinstance(error, TimeoutError) else str(error)
+            raise StoreAwayError(reason) from error
+        if began.error:
+            raise StoreAwayError(began.error)
+        return began.endpoint
+
+    def next_number(self) -> int:
+        """Return a number for a request."""
+        return next(self._numbers)
+
+    def ask(self, request: Request) -> asyncio.Future[Answer]:
+        """Give the process a request; return its answer's future. Cancel that, and the answer is dropped.
+
+        The future fails with ``StoreAwayError`` once the process has ended.
+        """
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if self.ended.is_set() or self._writer is None:
+            answer.set_exception(StoreAwayError(self._why or "the store process has ended"))
+        else:
+            self._awaited[request.number] = answer
+            answer.add_done_callback(lambda done: self._settled(request.number, done))
+            self._writer.write(framed(request))
+        return answer
+
+    def kill(self, why: str) -> None:
+        """End the process at once, for this reason; ``ended`` says when that is done."""
+        if not self.ended.is_set() and self._process is not None:
+            self._why = self._why or why
+            self._process.kill()
+
+    async def end(self, grace_s: float = 0.0) -> str:
+        """End the process, after it has had ``grace_s`` to leave the store; return why it ended. Idempotent."""
+        if self._pidfd < 0 and not self.ended.is_set():  # it could not be watched
+            self._end_unwatched()
+        elif grace_s and self._writer is not None and not self.ended.is_set():
+            self._writer.write_eof()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self.ended.wait()
+        self.kill("it was told to end")
+        await self.ended.wait()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        if self._writer is not None:
+            self._writer.close()
+        if self._channel is not None and self._writer is None:
+            self._channel.close()
+        if self._output is not None:
+            await self._output.closed()
+        return self._describe()
+
+    def _spawn(self) -> None:
+        """On a worker thread, since starting a process takes milliseconds."""
+        self._channel, theirs = socket.socketpair()
+        self._channel.setblocking(False)  # noqa: FBT003  socket's own signature
+        self._output_fd, output = os.pipe()
+        try:
+            command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(self._arena_fd)]
+            self._process = subprocess.Popen(  # noqa: S603  nothing of it comes from outside
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno(), self._arena_fd],
+                env=self._environment,
+                start_new_session=True,  # a terminal's signals are for the daemon, which ends it in order
+            )
+        finally:
+            theirs.close()
+            os.close(output)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                self._heard(_decoder.decode(await reader.readexactly(size_bytes)))
+        except (asyncio.IncompleteReadError, OSError):
+            self.kill("")  # it ends; why, its exit says
+        except msgspec.MsgspecError as error:
+            self.kill(f"it spoke nonsense: {error}")
+
+    def _heard(self, message: FromProcess) -> None:
+        if isinstance(message, Began):
+            if not self._began.done():
+                self._began.set_result(message)
+            return
+        answer = self._awaited.get(message.number)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def _settled(self, number: int, answer: asyncio.Future[Answer]) -> None:
+        self._awaited.pop(number, None)
+        if not answer.cancelled():
+            answer.exception()  # whoever does not wait for it any more need not hear of it
+
+    def _exited(self) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._over()
+
+    def _end_unwatched(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._output_fd >= 0:
+            os.close(self._output_fd)
+            self._output_fd = -1
+        self._over()
+
+    def _over(self) -> None:
+        self.ended.set()
+        why = StoreAwayError(self._describe())
+        if not self._began.done():
+            self._began.set_result(Began(error=str(why)))
+        for answer in list(self._awaited.values()):
+            if not answer.done():
+                answer.set_exception(why)
+
+    def _describe(self) -> str:
+        if self._why:
+            return self._why
+        code = None if self._process is None else self._process.returncode
+        if code is None:
+            return "it was not started"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        words = "; ".join(self._output.last_words) if self._output is not None else ""
+        return f"the store process {how}{': ' if words else ''}{words}"
+
+
+class _Output(asyncio.Protocol):
+    """What the process and Mooncake in it print: for whoever debugs, and the last lines to say why it died."""
+
+    def __init__(self) -> None:
+        self.last_words: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._rest = b""
+        self._closed = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[-_MAX_LINE_BYTES:]
+        for line in lines:
+            text = line[-_MAX_LINE_BYTES:].decode(errors="replace").strip()
+            if text:
+                self.last_words.append(text)
+                log.debug("store process", line=text)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._closed.set()
+
+    async def closed(self) -> None:
+        """Wait until all that was said is there."""
+        await self._closed.wait()
+
+
+async def to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
+    """Await ``work``, and do so also where the caller is cancelled: that is raised afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except Exception:  # noqa: BLE001  it is the task's, and raised below
+            break
+    if cancelled is not None:
+        task.exception()  # seen
+        raise cancelled
+    return task.result()
+
+
+_decoder: Final = msgspec.msgpack.Decoder(FromProcess)

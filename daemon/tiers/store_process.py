@@ -1,0 +1,311 @@
+"""The process that joins the Mooncake Store for a daemon, and ends when the daemon's end of their socket does.
+
+A process of its own because Mooncake has one transfer engine a process, because a call to a store that is gone may
+hang, and because a failing store may end whoever holds it. It knows names and ranges of the arena, not what they are.
+
+What the store does (Mooncake 0.3.13):
+
+- Over TCP it reads from and writes to memory that is not registered; what is registered, everybody who reaches its port
+  may read and write. So the arena is registered only where the protocol needs it.
+- A name that is there is not written again, also with other bytes, and that counts as success.
+- A block goes to a node that the master picks, by default at random. It may be gone at any time: evicted when nine
+  tenths are in use, or lost with its node, which the master notices after ten seconds.
+- ``close`` takes two seconds, and calls after it crash; to take a segment back takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import queue
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, NoReturn, cast
+
+import msgspec
+
+from kvferry.daemon.tiers.store_messages import (
+    INTERNAL_ERROR,
+    INVALID_PARAMS,
+    LENGTH,
+    MASTER_AWAY,
+    MAX_HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
+    OBJECT_NOT_FOUND,
+    OK,
+    RPC_TIMEOUT,
+    Answer,
+    Began,
+    Begin,
+    Exists,
+    FromDaemon,
+    FromProcess,
+    Get,
+    GetBlock,
+    Ping,
+    Put,
+    PutBlock,
+    Remove,
+    Request,
+    framed,
+    unpack_ranges,
+)
+
+CLOSE_S: Final = 5
+"""After so long the process is ended by an alarm, whatever Mooncake is at."""
+_P2P: Final = "P2PHANDSHAKE"
+
+
+class Memory:
+    """The arena, and one header's room for each thread, as addresses."""
+
+    def __init__(self, arena_fd: int, arena_bytes: int, threads: int) -> None:
+        self.arena_bytes = arena_bytes
+        self._arena = mmap.mmap(arena_fd, arena_bytes)
+        self._headers = mmap.mmap(-1, threads * MAX_HEADER_BYTES)
+        self.arena_address = ctypes.addressof(ctypes.c_char.from_buffer(self._arena))
+        self.headers_address = ctypes.addressof(ctypes.c_char.from_buffer(self._headers))
+        self.headers_bytes = len(self._headers)
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()  # offsets in the headers' memory
+        for thread in range(threads):
+            self._free.put(thread * MAX_HEADER_BYTES)
+
+    def buffers(
+        self, room: int, used_bytes: int, header_bytes: int, ranges: bytes
+    ) -> tuple[list[int], list[int]] | None:
+        """Return addresses and sizes of a header in a room, after what is used of that, and of ranges of the arena.
+
+        None where they lie outside.
+        """
+        offsets, sizes = unpack_ranges(ranges)
+        for first, size in zip(offsets, sizes, strict=True):
+            if first < 0 or size <= 0 or first + size > self.arena_bytes:
+                return None
+        if header_bytes <= 0 or used_bytes + header_bytes > MAX_HEADER_BYTES:
+            return None
+        addresses = [self.arena_address + first for first in offsets]
+        return [self.headers_address + room + used_bytes, *addresses], [header_bytes, *sizes]
+
+    def take(self) -> int:
+        """Return the offset of a header's room that nobody uses; give it back with ``give``."""
+        return self._free.get()
+
+    def give(self, offset: int) -> None:
+        """Let others have it."""
+        self._free.put(offset)
+
+    def write_header(self, offset: int, header: bytes) -> None:
+        """Put a header where Mooncake reads it."""
+        self._headers[offset : offset + len(header)] = header
+
+    def read_header(self, offset: int, size_bytes: int) -> bytes:
+        """Return the header that Mooncake has fetched."""
+        return self._headers[offset : offset + size_bytes]
+
+
+class StoreProcess:
+    """Answers the daemon's requests: lookups on a thread of their own, so that no transfer holds them up."""
+
+    def __init__(self, channel: socket.socket, store: Any, memory: Memory, threads: int) -> None:  # noqa: ANN401 no types
+        self._channel = channel
+        self._store = store
+        self._memory = memory
+        self._writing = threading.Lock()
+        self._lookups = ThreadPoolExecutor(1, "lookup")
+        self._transfers = ThreadPoolExecutor(threads, "transfer")
+
+    def serve(self) -> None:
+        """Answer until the daemon closes its end."""
+        while (request := receive(self._channel)) is not None:
+            if isinstance(request, Begin):
+                raise TypeError("a second Begin")
+            if isinstance(request, Ping):
+                status = MASTER_AWAY if self._store.health_check() else 0
+                self.send(Answer(request.number, status))
+            else:
+                pool = self._transfers if isinstance(request, Put | Get) else self._lookups
+                pool.submit(self._answer, request)
+
+    def finish(self) -> None:
+        """Wait for what runs; what waits is dropped."""
+        self._transfers.shutdown(cancel_futures=True)
+        self._lookups.shutdown(cancel_futures=True)
+
+    def send(self, message: FromProcess) -> None:
+        """Tell the daemon; one that is gone hears nothing."""
+        with self._writing:
+            try:
+                self._channel.sendall(framed(message))
+            except OSError:
+                return
+
+    def _answer(self, request: Request) -> None:
+        try:
+            self.send(self._answered(request))
+        except Exception as error:  # noqa: BLE001 whatever Mooncake's bindings raise, the daemon awaits an answer
+            sys.stderr.write(f"{type(request).__name__} failed: {error!r}\n")
+            self.send(Answer(request.number, INVALID_PARAMS))
+
+    def _answered(self, request: Request) -> Answer:
+        match request:
+            case Exists(number, until_s, names):
+                if time.monotonic() > until_s:
+                    return Answer(number, RPC_TIMEOUT)
+                found = self._store.batch_is_exist(names)
+                failed = min(found, default=0)
+                return Answer(number, min(failed, 0), found=b"" if failed < 0 else bytes(found))
+            case Remove(number, names):
+                statuses = [self._store.remove(name, True) for name in names]
+                return Answer(number, min((s for s in statuses if s != OBJECT_NOT_FOUND), default=0))
+            case Put(number, blocks):
+                return self._moved(number, [(one, len(one.header)) for one in blocks])
+            case Get(number, blocks):
+                return self._moved(number, [(one, one.header_bytes) for one in blocks])
+            case _:
+                raise TypeError(f"no answer for {type(request).__name__}")
+
+    def _moved(self, number: int, blocks: Sequence[tuple[PutBlock | GetBlock, int]]) -> Answer:
+        room = self._memory.take()
+        try:
+            statuses = [INVALID_PARAMS] * len(blocks)
+            headers = [b""] * len(blocks)
+            moves: list[_Move] = []
+            used_bytes = 0
+            for index, (block, header_bytes) in enumerate(blocks):
+                buffers = self._memory.buffers(room, used_bytes, header_bytes, block.ranges)
+                if buffers is not None:
+                    moves.append(_Move(index, block, room + used_bytes, *buffers))
+                    used_bytes += header_bytes
+            for move, status in zip(moves, self._move(moves), strict=True):
+                statuses[move.place] = status
+                if status == OK and isinstance(move.block, GetBlock):
+                    headers[move.place] = self._memory.read_header(move.offset, move.sizes[0])
+            return Answer(number, statuses=statuses, headers=headers)
+        finally:
+            self._memory.give(room)
+
+    def _move(self, moves: Sequence[_Move]) -> list[int]:
+        """Return each move's status. All are of one kind."""
+        if not moves:
+            return []
+        names = [move.block.name for move in moves]
+        addresses, sizes = [move.addresses for move in moves], [move.sizes for move in moves]
+        if isinstance(moves[0].block, PutBlock):
+            for move in moves:
+                assert isinstance(move.block, PutBlock)
+                self._memory.write_header(move.offset, move.block.header)
+            return [int(status) for status in self._store.batch_put_from_multi_buffers(names, addresses, sizes)]
+        # What is larger or smaller than asked for is an error there: nothing but whole blocks comes.
+        fetched = self._store.batch_get_into_multi_buffers(names, addresses, sizes)
+        return [
+            OK if got == sum(asked) else min(int(got), INTERNAL_ERROR)
+            for got, asked in zip(fetched, sizes, strict=True)
+        ]
+
+
+class _Move(NamedTuple):
+    """One block of a call: which, and where its header and its bytes are."""
+
+    place: int
+    block: PutBlock | GetBlock
+    offset: int
+    addresses: list[int]
+    sizes: list[int]
+
+
+def receive(channel: socket.socket) -> FromDaemon | None:
+    """Return the daemon's next message; None where it has closed its end."""
+    head = _receive_exactly(channel, LENGTH.size)
+    if head is None:
+        return None
+    (size_bytes,) = LENGTH.unpack(head)
+    if size_bytes > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {size_bytes} bytes")
+    body = _receive_exactly(channel, size_bytes)
+    return None if body is None else cast("FromDaemon", _decoder.decode(body))
+
+
+def open_store(begin: Begin) -> Any:  # noqa: ANN401 Mooncake has no types
+    """Return Mooncake's store, joined; it has none of this node's memory yet.
+
+    Raises:
+        ImportError: Mooncake, or a library that it needs, is missing.
+        OSError: it could not join.
+    """
+    from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 an optional dependency that maps 40 MB
+
+    store = MooncakeDistributedStore()
+    own_buffer_bytes = 0
+    status = store.setup(begin.address, _P2P, 0, own_buffer_bytes, begin.protocol, "", begin.master)
+    if status:
+        raise OSError(f"Mooncake's store did not start at {begin.address} with master {begin.master}: {status}")
+    return store
+
+
+def give_memory(store: Any, begin: Begin, memory: Memory) -> list[str]:  # noqa: ANN401
+    """Give the store this node's segments, and the arena where the protocol needs it; return the segments' names.
+
+    Raises:
+        OSError: it takes them not.
+    """
+    if begin.protocol != "tcp":
+        for address, size_bytes in (
+            (memory.arena_address, memory.arena_bytes),
+            (memory.headers_address, memory.headers_bytes),
+        ):
+            if status := store.register_buffer(address, size_bytes):
+                raise OSError(f"Mooncake's store did not register {size_bytes} bytes: {status}")
+    if not begin.segment_bytes:
+        return []
+    given = store.allocate_and_mount_segment(begin.segment_bytes, begin.protocol)
+    if given["ret"]:
+        raise OSError(f"Mooncake's store did not take {begin.segment_bytes} bytes: {given['ret']}")
+    segments: list[str] = given["segment_ids"]
+    return segments
+
+
+def main(socket_fd: int, arena_fd: int) -> NoReturn:
+    """Serve until the daemon's end of the socket closes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what users wrote does not belong in core files
+    channel = socket.socket(fileno=socket_fd)
+    begin = receive(channel)
+    if not isinstance(begin, Begin):
+        os._exit(2)
+    memory = Memory(arena_fd, begin.arena_bytes, begin.threads)
+    try:
+        store = open_store(begin)
+        segments = give_memory(store, begin, memory)
+    except (ImportError, OSError) as error:
+        channel.sendall(framed(Began(error=str(error))))
+        os._exit(1)
+    process = StoreProcess(channel, store, memory, begin.threads)
+    process.send(Began(endpoint=store.get_hostname()))
+    process.serve()
+    signal.alarm(CLOSE_S)
+    process.finish()
+    if segments:
+        store.unmount_and_free_segment(segments)  # so that others do not ask for what was there
+    os._exit(0)  # instead of close, which waits for two seconds, and of destructors
+
+
+def _receive_exactly(channel: socket.socket, size_bytes: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size_bytes:
+        piece = channel.recv(min(size_bytes - len(data), 1 << 20))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+_decoder: Final = msgspec.msgpack.Decoder(FromDaemon)
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

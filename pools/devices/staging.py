@@ -1,0 +1,103 @@
+"""Stagings of a card: a buffer on it in which scattered bytes are gathered, and pinned memory that it copies to.
+
+Knows nothing of regions; whoever lends one makes sure that nothing uses it any more when it comes back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvferry.pools.cells import Cells
+from kvferry.pools.devices.accelerator import Accelerator
+
+if TYPE_CHECKING:
+    import torch
+
+STAGING_BYTES: Final = 8 << 20
+
+
+class Staging:
+    """Buffers of one copy at a time: contiguous bytes on the card, the same in pinned memory, and cells' numbers."""
+
+    def __init__(self, accelerator: Accelerator, size_bytes: int) -> None:
+        self._accelerator = accelerator
+        backend = self._torch = accelerator.torch
+        self._device = backend.device(accelerator.kind, accelerator.index)
+        self.size_bytes = size_bytes
+        self.on_card = backend.empty(size_bytes, dtype=backend.uint8, device=self._device)
+        self._pinned: torch.Tensor | None = None
+        self.done = backend.Event(device=self._device)
+        self._numbers_pinned = backend.empty(0, dtype=backend.int64)
+        self._numbers_on_card = backend.empty(0, dtype=backend.int64, device=self._device)
+        self._used = 0
+        self._known: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    @property
+    def pinned(self) -> torch.Tensor:
+        """Return the pinned memory; within ``calling``. Taken once it is needed: registered memory does without."""
+        if self._pinned is None:
+            self._pinned = self._accelerator.pinned(self.size_bytes, self._torch.uint8)
+        return self._pinned
+
+    def begin(self, parts: Sequence[Cells]) -> None:
+        """Forget the numbers of the copy before, which is over; make room for those of all parts of the next one."""
+        self._used, self._known = 0, {}
+        room = sum({id(one.numbers): len(one.numbers) for one in parts}.values())
+        if room > len(self._numbers_pinned):
+            size = 1 << (room - 1).bit_length()
+            self._numbers_pinned = self._accelerator.pinned(size, self._torch.int64)
+            self._numbers_on_card = self._torch.empty(size, dtype=self._torch.int64, device=self._device)
+
+    def numbers(self, numbers: np.typing.NDArray[np.int64]) -> torch.Tensor:
+        """Return numbers on the card; the copy there is ordered on the current stream. The same array goes once."""
+        known = self._known.get(id(numbers))
+        if known is not None:
+            return known[1]
+        there: torch.Tensor
+        here = slice(self._used, self._used + len(numbers))
+        self._used = here.stop
+        self._numbers_pinned[here].numpy()[:] = numbers
+        there = self._numbers_on_card[here]
+        there.copy_(self._numbers_pinned[here], non_blocking=True)
+        self._known[id(numbers)] = (numbers, there)
+        return there
+
+
+class StagingPool:
+    """The stagings of one card; as many as copies go on at a time, each kept for the next.
+
+    Attributes:
+        staging_bytes: how much goes at a time; more where one segment alone has more.
+    """
+
+    def __init__(self, accelerator: Accelerator, staging_bytes: int = STAGING_BYTES) -> None:
+        self.staging_bytes = staging_bytes
+        self._accelerator = accelerator
+        self._free: list[Staging] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def take(self, size_bytes: int, parts: Sequence[Cells]) -> Iterator[Staging]:
+        """Lend a staging for a copy of these cells, which ends in here."""
+        staging = self.lend(size_bytes, parts)
+        yield staging  # not given back where the card failed: a copy may still use it
+        self.give_back(staging)
+
+    def lend(self, size_bytes: int, parts: Sequence[Cells]) -> Staging:
+        """Return a staging of at least this size for a copy of these cells; within ``calling``."""
+        with self._lock:
+            staging = self._free.pop() if self._free else None
+        if staging is None or staging.size_bytes < size_bytes:
+            staging = Staging(self._accelerator, max(size_bytes, self.staging_bytes))
+        staging.begin(parts)
+        return staging
+
+    def give_back(self, staging: Staging) -> None:
+        """End a loan; the copy is done."""
+        with self._lock:
+            self._free.append(staging)

@@ -1,0 +1,111 @@
+"""A layout's blocks as cells: numbered rows of one width, for memory that only a device can touch.
+
+Where the entries that lie in one part of a region, and the steps between them, are whole numbers of cells, one list of
+numbers names a whole step, whatever entries it has: one kernel. Entries in parts of their own have lists of their own,
+for a page at a time. Knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.pools.cells import Cells
+from kvferry.pools.runs import PageIds
+from kvferry.pools.tiers.blocks import BlockLayout, BlockStep
+
+MIN_CELL_BYTES: Final = 512
+"""Narrower cells are not worth the numbers that they need: entries then go one by one."""
+
+
+class _Stretch(NamedTuple):
+    """Consecutive entries as cells.
+
+    Attributes:
+        base: what cell numbers count from, in the region.
+        cell_bytes: the width of a cell.
+        numbers: ``(cells,)`` int64 for page 0, in the block's order.
+        page_cells: ``(cells,)`` int64, what a page's number is multiplied by.
+        offset: where the first of them lies in a block.
+    """
+
+    base: int
+    cell_bytes: int
+    numbers: PageIds
+    page_cells: PageIds
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + len(self.numbers) * self.cell_bytes
+
+
+class BlockCells:
+    """The cells of one layout in one region."""
+
+    def __init__(self, layout: BlockLayout, part_starts: Sequence[int]) -> None:
+        """Join entries that lie in one part; ``part_starts`` are where parts of the region begin, ascending."""
+        self._layout = layout
+        parts = np.searchsorted(np.array(part_starts, np.int64), layout.bases, side="right")
+        cuts = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
+        self._stretches = [stretch for first, stop in pairwise(cuts) for stretch in self._join(first, stop)]
+
+    def of(self, step: BlockStep, ids: PageIds) -> Iterator[Cells]:
+        """Yield a step's cells for these pages, ``(step.stop - step.first,)``.
+
+        In contiguous memory they lie as in the step's blocks, one after another with their padding, from the step's
+        first byte on.
+        """
+        [only, *more] = self._stretches
+        if not more and step.stop_byte - step.first_byte == self._layout.block_bytes:
+            numbers = only.numbers + ids[:, None] * only.page_cells
+            yield Cells(only.base, only.cell_bytes, numbers.reshape(-1), 0)
+            return
+        for at, page in enumerate(ids.tolist()):
+            for stretch in self._stretches:
+                yield from _of_page(stretch, page, step, at * self._layout.block_bytes - step.first_byte)
+
+    def _join(self, first: int, stop: int) -> list[_Stretch]:
+        """Return entries ``[first, stop)`` of one part as one stretch, or as one each where cells would be narrow."""
+        layout, entries = self._layout, slice(first, stop)
+        base = int(layout.bases[entries].min())
+        apart, sizes = layout.bases[entries] - base, layout.page_bytes[entries]
+        cell = math.gcd(*apart.tolist(), *sizes.tolist())
+        if cell < MIN_CELL_BYTES and stop - first > 1 and cell < sizes.max():
+            return [one for entry in range(first, stop) for one in self._join(entry, entry + 1)]
+        cells = sizes // cell
+        begins = np.repeat(np.cumsum(cells) - cells, cells)
+        numbers = np.repeat(apart // cell, cells) + np.arange(int(cells.sum())) - begins
+        return [_Stretch(base, cell, numbers, np.repeat(cells, cells), int(layout.offsets[first]))]
+
+
+def _of_page(stretch: _Stretch, page: int, step: BlockStep, flat: int) -> Iterator[Cells]:
+    """Yield what of one page's stretch is in the step: whole cells, and what is cut at the ends."""
+    first_byte, stop_byte = max(step.first_byte, stretch.offset), min(step.stop_byte, stretch.stop)
+    if first_byte >= stop_byte:
+        return
+    cell = stretch.cell_bytes
+    first, skipped = divmod(first_byte - stretch.offset, cell)
+    last, rest = divmod(stop_byte - stretch.offset, cell)
+
+    def cut(number: int, begin: int, end: int) -> Cells:
+        at = int(stretch.numbers[number]) + page * int(stretch.page_cells[number])
+        flat_bytes = flat + stretch.offset + number * cell + begin
+        return Cells(stretch.base + at * cell + begin, end - begin, _ONE, flat_bytes)
+
+    if skipped:
+        yield cut(first, skipped, rest if first == last else cell)
+        first += 1
+    if first < last:
+        numbers = stretch.numbers[first:last] + page * stretch.page_cells[first:last]
+        yield Cells(stretch.base, cell, numbers, flat + stretch.offset + first * cell)
+    if rest and first <= last:
+        yield cut(last, 0, rest)
+
+
+_ONE: Final[npt.NDArray[np.int64]] = np.zeros(1, np.int64)

@@ -1,0 +1,383 @@
+"""The disk tier's files: a file a cached block, under a root that one daemon holds.
+
+Synchronous, for I/O threads: any method may be called from any of them. Which blocks to keep is the caller's business;
+the store says how many bytes they take.
+
+No policy on fsync decides whether bytes are right: a reader believes no byte without its checksum, so what a power cut
+tears is a miss. The policy decides how much of the cache a power cut leaves::
+
+    never      what the kernel has written out by then
+    interval   what was stored before the last ``sync_dirty``
+    block      all that was stored: ``finish`` returns once the file and its name are on the disk
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import count, islice
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from kvferry.pools.tiers.block_file import HASH_BYTES, BlockHeader, file_bytes, file_name, folder_of, new_header
+from kvferry.pools.tiers.block_reader import READ_FLAGS, BlockReader, ask_for_header, open_block
+from kvferry.pools.tiers.block_writer import BlockWriter
+from kvferry.pools.tiers.disk_errors import DamagedBlockError, DiskError, MissingBlockError, disk_errors
+from kvferry.pools.tiers.disk_root import lock_root
+from kvferry.pools.tiers.disk_scan import Candidate, DiskCounts, DiskWalk
+from kvferry.pools.tiers.namespaces import BlockKey, Namespace
+
+Fsync = Literal["never", "interval", "block"]
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+"""What the cache holds tells what the prompts were."""
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+COOLING_FILES = 16
+"""A file's last bytes can leave the page cache only once they are written out: so many files later."""
+
+_T = TypeVar("_T")
+
+
+class FoundBlock(NamedTuple):
+    """A whole file that was there before: its bytes with the header, its pages' bytes and XXH3-64, its last use."""
+
+    key: BlockKey
+    size_bytes: int
+    parent: bytes | None
+    page_bytes: int
+    digests: tuple[int, ...]
+    used_ns: int
+    """Unix time."""
+
+
+class DiskStore:
+    """The files under one root, from ``__init__`` to ``close`` this daemon's alone. Use as a context manager.
+
+    ``used_bytes`` counts what this store has written and what a scan has found: it is right once a scan has ended.
+    """
+
+    def __init__(self, root: Path, fsync: Fsync = "never") -> None:
+        """Lock the root; what lies in it is unknown before ``scan``.
+
+        Raises:
+            ConfigError: the root is missing, not writable, writable by others, or another daemon's.
+        """
+        self.root = root
+        self.fsync = fsync
+        self.counts = DiskCounts()
+        self.used_bytes = 0
+        self._lock_fd = lock_root(root)
+        self._mutex = threading.Lock()
+        self._folders: dict[tuple[Namespace, bytes], Path] = {}
+        self._sizes: dict[Namespace, dict[bytes, int]] = {}
+        self._token = secrets.token_hex(8)
+        self._numbers = count(1)
+        self._cooling: dict[BlockKey, int] = {}
+        self._dirty: dict[BlockKey, None] = {}
+        self._dirty_folders: dict[Path, None] = {}
+
+    def __repr__(self) -> str:
+        return f"<DiskStore {self.root}: {len(self)} blocks, {self.used_bytes} bytes, {self.counts.damaged} damaged>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the store."""
+        self.close()
+
+    def __len__(self) -> int:
+        """Return how many blocks are known."""
+        with self._mutex:
+            return sum(map(len, self._sizes.values()))
+
+    def __contains__(self, key: BlockKey) -> bool:
+        """Say whether a block is known: written, or found by a scan."""
+        with self._mutex:
+            return key.hash in self._sizes.get(key.namespace, ())
+
+    def close(self) -> None:
+        """Give the root up, without a sync. Writers and readers have ended before."""
+        if self._lock_fd < 0:
+            return
+        for fd in self._cooling.values():
+            _let_go(fd)
+        self._cooling.clear()
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def check_integrity(self) -> None:
+        """Assert that the bytes in use are those of the blocks that are known."""
+        with self._mutex:
+            assert self.used_bytes == sum(sum(sizes.values()) for sizes in self._sizes.values()), self
+
+    def file_bytes(self, namespace: Namespace, page_bytes: int) -> int:
+        """Return what a block of this namespace will take, its header included."""
+        return file_bytes(namespace, page_bytes)
+
+    def begin_write(
+        self, key: BlockKey, buffers: Sequence[memoryview], digests: Sequence[int], parent: bytes | None = None
+    ) -> BlockWriter:
+        """Begin to write a block; one of that key that is there stays until ``finish`` puts this in its place.
+
+        Args:
+            key: whose ``namespace.block_pages`` says how many pages follow.
+            buffers: the bytes of each page, all of one length, at least 1; they must not change until the end.
+            digests: the XXH3-64 of each page; () for the writer to compute them.
+            parent: the hash of the block before it, 16 bytes, or None.
+
+        Raises:
+            DiskFullError: no space is left, not even for the file's name.
+            DiskFailedError: the disk failed.
+            ValueError: names that cannot be those of a file.
+        """
+        pages, page_bytes = key.namespace.block_pages, buffers[0].nbytes
+        assert len(buffers) == pages
+        assert len(digests) in {0, pages}
+        assert page_bytes > 0
+        assert parent is None or len(parent) == HASH_BYTES
+        assert all(buffer.nbytes == page_bytes for buffer in buffers)
+        path = self._path(key)
+        part = path.with_name(f"{path.name}.{self._token}-{next(self._numbers):x}.part")
+        with disk_errors(part):
+            fd = self._create(part)
+        return BlockWriter(part, fd, new_header(key, page_bytes, tuple(digests), parent), buffers, self._publish)
+
+    def write(
+        self, key: BlockKey, buffers: Sequence[memoryview], digests: Sequence[int], parent: bytes | None = None
+    ) -> int:
+        """Write a block in one go and return its file's bytes; see ``begin_write`` for all else."""
+        with self.begin_write(key, buffers, digests, parent) as writer:
+            while not writer.step():
+                pass
+            return writer.finish()
+
+    def begin_read(self, key: BlockKey, buffers: Sequence[memoryview]) -> BlockReader:
+        """Begin to read a block into writable buffers, one a page, of the length that was written.
+
+        Raises:
+            MissingBlockError: there is no such block.
+            DamagedBlockError: the file is not that block, of pages of these lengths. It is gone now.
+            DiskFailedError: the disk failed.
+        """
+        try:
+            return BlockReader(self._path(key), key, buffers, self._drop_damaged)
+        except MissingBlockError:
+            with self._mutex:
+                self._forget(key)
+            raise
+
+    def read(self, key: BlockKey, buffers: Sequence[memoryview]) -> BlockHeader:
+        """Read a block in one go and return its header; see ``begin_read`` and ``BlockReader.step`` for all else."""
+        with self.begin_read(key, buffers) as reader:
+            while not reader.step():
+                pass
+            return reader.header
+
+    def remove(self, key: BlockKey) -> bool:
+        """Remove a block; return whether it was known. Who reads it now reads on; a power cut may bring it back.
+
+        Raises:
+            DiskFailedError: the disk failed.
+        """
+        path = self._path(key)
+        with self._mutex:
+            try:
+                with disk_errors(path):
+                    path.unlink(missing_ok=True)
+            finally:
+                known = self._forget(key)
+            self._dirty.pop(key, None)
+        return known
+
+    def sync_dirty(self, max_files: int = 64) -> int:
+        """Write out what was stored since the last time, at most so many files; return how many are left.
+
+        Only with the policy ``interval`` is there anything to do. A file that cannot be written out is removed, since
+        nobody knows what the disk has of it.
+
+        Raises:
+            DiskFullError: no space is left after all.
+            DiskFailedError: the disk failed.
+        """
+        for key in self._taken(self._dirty, max_files):
+            path = self._path(key)
+            try:
+                with disk_errors(path), suppress(FileNotFoundError):
+                    _sync_file(path)
+            except DiskError:
+                self.remove(key)
+                raise
+        if not self._dirty:
+            for folder in self._taken(self._dirty_folders, len(self._dirty_folders)):
+                with disk_errors(folder), suppress(FileNotFoundError):
+                    _sync_folder(folder)
+        return len(self._dirty)
+
+    def scan(self, files_a_step: int = 32) -> Iterator[tuple[FoundBlock, ...]]:
+        """Yield, step by step, the whole blocks that were there before, those used longest ago first.
+
+        A step is about a millisecond's work and may yield none. Headers and lengths are checked, pages are not: that
+        is the reader's. What a dead writer left and what is damaged is removed; what is not ours is counted. Writers
+        and readers may go on between the steps; blocks that they have made known are not yielded.
+
+        Args:
+            files_a_step: how many files to open in a step.
+        """
+        candidates: list[Candidate] = []
+        for some in DiskWalk(self.root, self._token, self.counts).steps():
+            candidates += some
+            yield ()
+        times = np.fromiter((one.used_ns for one in candidates), np.int64, len(candidates))
+        order = np.argsort(times)  # a list's own sort would hold the interpreter for long
+        step: list[Candidate] = []
+        for first in range(0, len(order) + files_a_step, files_a_step):
+            ahead = [candidates[index] for index in order[first : first + files_a_step].tolist()]
+            for candidate in ahead:
+                ask_for_header(self._path(candidate.key))
+            yield tuple(filter(None, map(self._look_at, step)))
+            step = ahead
+
+    def _look_at(self, candidate: Candidate) -> FoundBlock | None:
+        """Return the block, unless it is known, gone, damaged or cannot be read."""
+        key = candidate.key
+        if key in self:
+            return None
+        try:
+            opened = open_block(self._path(key), key, self._drop_damaged)
+        except (MissingBlockError, DamagedBlockError):
+            return None
+        except DiskError:
+            self.counts.unreadable += 1
+            return None
+        os.close(opened.fd)
+        with self._mutex:
+            if not self._learn(key, opened.size_bytes):
+                return None
+        header = opened.header
+        return FoundBlock(key, opened.size_bytes, header.parent, header.page_bytes, header.digests, candidate.used_ns)
+
+    def _publish(self, writer: BlockWriter) -> None:
+        """Give a written file its name and count it."""
+        path = self._path(writer.key)
+        if self.fsync == "block":
+            os.fdatasync(writer.fd)
+        os.posix_fadvise(writer.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with self._mutex:
+            writer.part.rename(path)
+            self._forget(writer.key)
+            self._learn(writer.key, writer.size_bytes)
+            if self.fsync == "interval":
+                self._dirty[writer.key] = self._dirty_folders[path.parent] = None
+        if self.fsync == "block":
+            try:
+                _sync_folder(path.parent)
+            except OSError:
+                self.remove(writer.key)
+                raise
+        else:
+            self._cool(writer.key, os.dup(writer.fd))
+
+    def _create(self, part: Path) -> int:
+        """Open a new file, in folders that are made where they are missing."""
+        try:
+            return os.open(part, _WRITE_FLAGS, FILE_MODE)
+        except FileNotFoundError:
+            self._make_folder(part.parent)
+            return os.open(part, _WRITE_FLAGS, FILE_MODE)
+
+    def _make_folder(self, folder: Path) -> None:
+        missing = [one for one in (folder, *folder.parents) if one != self.root and self.root in one.parents]
+        for one in reversed(missing):
+            with suppress(FileExistsError):
+                one.mkdir(FOLDER_MODE)
+                if self.fsync == "block":
+                    _sync_folder(one.parent)
+                elif self.fsync == "interval":
+                    with self._mutex:
+                        self._dirty_folders[one.parent] = None
+
+    def _path(self, key: BlockKey) -> Path:
+        """Return where a block's file is; ValueError for names that cannot be those of files."""
+        place = key.namespace, key.hash[:1]
+        if place not in self._folders:
+            self._folders[place] = self.root / folder_of(key)
+        return self._folders[place] / file_name(key)
+
+    def _learn(self, key: BlockKey, size_bytes: int) -> bool:
+        """Count a block; return whether it was not known. Under the mutex."""
+        sizes = self._sizes.setdefault(key.namespace, {})
+        if key.hash in sizes:
+            return False
+        sizes[key.hash] = size_bytes
+        self.used_bytes += size_bytes
+        return True
+
+    def _forget(self, key: BlockKey) -> bool:
+        """Count a block no more; return whether it was known. Under the mutex."""
+        sizes = self._sizes.get(key.namespace, {})
+        size_bytes = sizes.pop(key.hash, None)
+        if key in self._cooling:  # held open, a removed file would keep its space
+            os.close(self._cooling.pop(key))
+        self.used_bytes -= size_bytes or 0
+        return size_bytes is not None
+
+    def _drop_damaged(self, key: BlockKey, fd: int) -> None:
+        """Count a damaged file and remove it, unless a new one has taken its name meanwhile."""
+        path = self._path(key)
+        with self._mutex, suppress(OSError):
+            self.counts.damaged += 1
+            if os.path.samestat(path.lstat(), os.fstat(fd)):
+                path.unlink()
+                self._forget(key)
+
+    def _taken(self, dirty: dict[_T, None], most: int) -> list[_T]:
+        """Take the oldest of what is dirty out."""
+        with self._mutex:
+            taken = list(islice(dirty, most))
+            for one in taken:
+                del dirty[one]
+        return taken
+
+    def _cool(self, key: BlockKey, fd: int) -> None:
+        """Hold a file open until its last bytes are likely written out, then drop them from the page cache."""
+        with self._mutex:
+            cooled = [self._cooling.pop(key)] if key in self._cooling else []
+            self._cooling[key] = fd
+            if len(self._cooling) > COOLING_FILES:
+                cooled.append(self._cooling.pop(next(iter(self._cooling))))
+        for one in cooled:
+            _let_go(one)
+
+
+def _let_go(fd: int) -> None:
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _sync_file(path: Path) -> None:
+    fd = os.open(path, READ_FLAGS)
+    try:
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,117 @@
+"""What lies under the disk tier's root: blocks by name and size, leftovers of writers that died, things not ours.
+
+Opens no block's file. Whatever is not named as blocks are is left alone; links are never followed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvferry.pools.tiers.block_file import (
+    BLOCK_NAME,
+    LAYOUT_NAME,
+    LEAF_NAME,
+    PART_NAME,
+    SPACE_NAME,
+    TENANT_NAME,
+    namespace_of,
+)
+from kvferry.pools.tiers.disk_root import LOCK_FILE
+from kvferry.pools.tiers.namespaces import BlockKey, Namespace
+
+_LEVELS = (TENANT_NAME, LAYOUT_NAME, SPACE_NAME, LEAF_NAME)
+
+
+class Candidate(NamedTuple):
+    """A file with the name of block ``key``, and when it was used last: its modification time, Unix time."""
+
+    key: BlockKey
+    used_ns: int
+
+
+class DiskCounts:
+    """What a store met since it began."""
+
+    __slots__ = ("damaged", "foreign", "leftovers", "unreadable")
+
+    def __init__(self) -> None:
+        self.damaged = 0
+        """Files dropped since their bytes are not those that were written."""
+        self.foreign = 0
+        """Things under the root that are not the store's, and were left alone."""
+        self.leftovers = 0
+        """Unfinished files of dead writers, removed."""
+        self.unreadable = 0
+        """Files and folders that the operating system would not let a scan read, left alone."""
+
+
+class DiskWalk:
+    """One walk through a root."""
+
+    def __init__(self, root: Path, token: str, counts: DiskCounts) -> None:
+        """Walk through ``root``; unfinished files with ``token`` in their names have a writer still."""
+        self._root = root
+        self._token = token
+        self._counts = counts
+
+    def steps(self) -> Iterator[list[Candidate]]:
+        """Yield the files of one folder after another, a millisecond's work each."""
+        return self._folders(self._root, 0)
+
+    def _folders(self, folder: Path, level: int) -> Iterator[list[Candidate]]:
+        if level == len(_LEVELS):
+            yield self._files(folder)
+            return
+        for entry in self._entries(folder):
+            if entry.is_dir(follow_symlinks=False) and _LEVELS[level].match(entry.name):
+                yield from self._folders(Path(entry.path), level + 1)
+            elif level or entry.name != LOCK_FILE:
+                self._counts.foreign += 1
+        yield []
+
+    def _files(self, folder: Path) -> list[Candidate]:
+        found = []
+        namespace = namespace_of(folder)
+        for entry in self._entries(folder):
+            part = PART_NAME.match(entry.name)
+            if not entry.is_file(follow_symlinks=False) or not (part or self._is_block(entry.name, folder)):
+                self._counts.foreign += 1
+            elif part is None:
+                found += self._candidate(entry, namespace)
+            elif part[1] != self._token:
+                self._counts.leftovers += self._removed(entry)
+        return found
+
+    def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(folder) as entries:
+                return list(entries)
+        except FileNotFoundError:
+            return []
+        except OSError:
+            self._counts.unreadable += 1
+            return []
+
+    @staticmethod
+    def _is_block(name: str, folder: Path) -> re.Match[str] | None:
+        return BLOCK_NAME.match(name) if name[:2] == folder.name else None
+
+    @staticmethod
+    def _candidate(entry: os.DirEntry[str], namespace: Namespace) -> list[Candidate]:
+        try:
+            used_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return []  # removed since
+        return [Candidate(BlockKey(namespace, bytes.fromhex(entry.name)), used_ns)]
+
+    @staticmethod
+    def _removed(entry: os.DirEntry[str]) -> bool:
+        try:
+            Path(entry.path).unlink()
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,434 @@
+"""The prefix cache through a real daemon: what is stored is found, what is loaded is right or said to be gone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.clients import Client, pages, tier_operations
+from kvferry.protocol.cache_messages import HASH_BYTES
+from kvferry.protocol.errors import (
+    CacheMissError,
+    InvalidFieldError,
+    LayoutMismatchError,
+    LengthMismatchError,
+    OutOfMemoryError,
+    OverloadedError,
+    SnapshotDamagedError,
+    TierOffError,
+    UnknownComponentError,
+    UnknownLeaseError,
+)
+from tests.clients.tier_pools import HYBRID, LARGER, Filled, arena_of, hashes
+from tests.daemons import DaemonProcess, running_daemon
+from tests.kvferry_command import run_kvferry
+
+pytestmark = pytest.mark.any_device
+
+GRAIN = 4096
+"""What a block of SPEC takes in the arena."""
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return a session of an engine; the cache is empty before and after."""
+    with Client.connect(daemon.runtime_dir, name="engine") as one:
+        one.evict_cached()
+        yield one
+        one.evict_cached()
+
+
+@pytest.fixture
+def pool(client: Client, name: str) -> Iterator[Filled]:
+    """Return a pool of 16 pages."""
+    one = Filled(client, name)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """Return a daemon whose host tier holds eight blocks of SPEC."""
+    with running_daemon(tmp_path, f"[tiers]\nhost_bytes = {8 * GRAIN}\n") as one:
+        yield one
+
+
+# -- store, look up, load
+
+
+def test_what_is_stored_is_found_and_loaded(client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 4)[[2, 0, 3, 1]]
+    content, names = pool.write(ids, seed=1), hashes(6)
+    done = client.wait_done(client.store(pool.name, names[:4], ids))
+    assert (done.kind, done.stored, done.present, done.copied_pages) == ("store", 4, 0, 4)
+    found = client.lookup(pool.name, names)
+    assert (found.blocks, found.host, found.disk, found.remote, found.lease_blocks) == (4, 4, 0, 0, 4)
+    others = client.allocate(pool.name, 4)[::-1].copy()
+    loaded = client.wait_done(client.load(pool.name, found.lease, others))
+    assert (loaded.kind, loaded.loaded) == ("load", 4)
+    assert pool.holds(others, content)
+    last = client.allocate(pool.name, 1)
+    client.wait_done(client.load(pool.name, found.lease, last, first_block=2))
+    assert pool.holds(last, [one[:, 2:3] for one in content])
+    assert client.unpin(found.lease) == 4
+
+
+@pytest.mark.host_only
+def test_there_is_one_copy_however_many_store_it(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 4)
+    content, names = pool.write(ids, seed=2), hashes(4)
+    with Client.connect(daemon.runtime_dir, name="other") as other:
+        theirs = Filled(other, f"{pool.name}-larger", LARGER)
+        their_ids = other.allocate(theirs.name, 4)
+        theirs.write(their_ids, seed=2)
+        first = client.store(pool.name, names, ids)
+        second = other.store(theirs.name, names, their_ids)
+        counts = [client.wait_done(first), other.wait_done(second)]
+        assert sorted(one.stored for one in counts) == [0, 4]
+        assert sorted(one.present for one in counts) == [0, 4]
+        found = other.lookup(theirs.name, names)
+        loaded = other.allocate(theirs.name, 4)
+        other.wait_done(other.load(theirs.name, found.lease, loaded))
+        assert theirs.holds(loaded, content)
+        theirs.close()
+    assert len(list(client.cached_blocks())) == 4
+
+
+@pytest.mark.host_only
+def test_only_new_blocks_need_be_named(client: Client, pool: Filled) -> None:
+    ids, names = client.allocate(pool.name, 6), hashes(7)
+    content = pool.write(ids, seed=3)
+    client.wait_done(client.store(pool.name, names[:2], ids[:2]))
+    client.wait_done(client.store(pool.name, names[2:6], ids[2:], parent=names[1]))
+    first = client.lookup(pool.name, names[:2])
+    more = client.lookup(pool.name, names[2:], lease=first.lease)
+    assert (more.blocks, more.lease, more.lease_blocks) == (4, first.lease, 6)
+    others = client.allocate(pool.name, 6)
+    client.wait_done(client.load(pool.name, first.lease, others))
+    assert pool.holds(others, content)
+    parents = {one.hash: one.parent for one in client.cached_blocks()}
+    assert [parents[one.hex()] for one in names[:6]] == ["", *(one.hex() for one in names[:5])]
+
+
+def test_blocks_of_several_pages_and_other_page_spaces(client: Client, name: str) -> None:
+    pool = Filled(client, name, HYBRID)
+    main, swa = client.allocate(name, 8), client.allocate(name, 2, "swa")
+    contents = pool.write(main, 4), pool.write(swa, 5, "swa")
+    client.wait_done(client.store(name, hashes(2), main, block_pages=4))
+    client.wait_done(client.store(name, hashes(2), swa, space="swa"))
+    assert client.lookup(name, hashes(2)).blocks == 0
+    by_space = client.lookup(name, hashes(2), block_pages=4), client.lookup(name, hashes(2), space="swa")
+    into = client.allocate(name, 8), client.allocate(name, 2, "swa")
+    for found, ids in zip(by_space, into, strict=True):
+        client.wait_done(client.load(name, found.lease, ids))
+    assert pool.holds(into[0], contents[0])
+    assert pool.holds(into[1], contents[1], "swa")
+    with pytest.raises(UnknownComponentError, match="has no page space 'draft', but main, swa"):
+        client.lookup(name, hashes(1), space="draft")
+    pool.close()
+
+
+@pytest.mark.host_only
+def test_what_makes_no_sense_is_refused(client: Client, pool: Filled, name: str) -> None:
+    ids = client.allocate(pool.name, 4)
+    client.wait_done(client.store(pool.name, hashes(3), ids[:3]))
+    found = client.lookup(pool.name, hashes(3))
+    with pytest.raises(LengthMismatchError, match="need 2 ids, not 3"):
+        client.wait_done(client.store(pool.name, hashes(2), ids[:3]))
+    with pytest.raises(InvalidFieldError, match="comes twice"):
+        client.lookup(pool.name, [b"0" * 16, b"0" * 16])
+    with pytest.raises(InvalidFieldError, match="no whole number"):
+        client.lookup(pool.name, [])
+    with pytest.raises(ValueError, match="hash 1 has 3 bytes"):
+        client.lookup(pool.name, [b"0" * 16, b"abc"])
+    with pytest.raises(LengthMismatchError, match="the lease has 3 blocks"):
+        client.wait_done(client.load(pool.name, found.lease, ids))
+    with pytest.raises(UnknownLeaseError):
+        client.wait_done(client.load(pool.name, found.lease + 1, ids[:1]))
+    with pytest.raises(InvalidFieldError, match="is of other blocks"):
+        client.lookup(pool.name, hashes(1), block_pages=2, lease=found.lease)
+    client.create_pool(f"{name}-hybrid", HYBRID).close()
+    with pytest.raises(LayoutMismatchError, match="has layout"):
+        client.wait_done(client.load(f"{name}-hybrid", found.lease, client.allocate(f"{name}-hybrid", 3)))
+    client.unpin(found.lease)
+    with pytest.raises(UnknownLeaseError):
+        client.unpin(found.lease)
+
+
+# -- pins and eviction
+
+
+@pytest.mark.host_only
+def test_pinned_blocks_stay_and_their_pins_end_with_the_session(
+    daemon: DaemonProcess, client: Client, pool: Filled
+) -> None:
+    client.wait_done(client.store(pool.name, hashes(4), client.allocate(pool.name, 4)))
+    with Client.connect(daemon.runtime_dir, name="reader") as reader:
+        reader.lookup(pool.name, hashes(3))
+        reader.lookup(pool.name, hashes(4), pin=False)
+        assert client.evict_cached(hashes(4)).kept == 3
+        assert {one.pinned_by for one in client.cached_blocks()} == {(f"session {_session(reader)}",)}
+    _until_unpinned(client)
+    assert client.evict_cached(hashes(3)).blocks == 3
+    assert client.lookup(pool.name, hashes(1)).blocks == 0
+
+
+def _session(client: Client) -> int:
+    [one] = [one for one in client.status().sessions if one.name == "reader"]
+    return one.session
+
+
+def _until_unpinned(client: Client) -> None:
+    """Wait for the daemon to see the end of the other session: ``ping`` lets it look at its sockets."""
+    while any(one.name == "reader" for one in client.status().sessions):
+        client.ping()
+
+
+def test_what_nobody_pins_gives_way(small: DaemonProcess, name: str) -> None:
+    with Client.connect(small.runtime_dir, name="engine") as client:
+        pool = Filled(client, name)
+        ids = client.allocate(name, 16)
+        pool.write(ids, seed=6)
+        client.wait_done(client.store(name, hashes(8), ids[:8]))
+        kept = client.lookup(name, hashes(3))
+        client.wait_done(client.store(name, hashes(5, salt=1), ids[8:13]))
+        assert client.lookup(name, hashes(8), pin=False).blocks == 3
+        assert client.lookup(name, hashes(5, salt=1), pin=False).blocks == 5
+        snapshot = client.wait_done(client.offload(name, [pages(ids[:4])])).snapshot
+        assert client.lookup(name, hashes(3), pin=False).blocks == 3
+        with pytest.raises(OverloadedError) as busy:
+            client.wait_done(client.offload(name, [pages(ids[:2])]))
+        assert f"cached blocks are pinned: {3 * GRAIN} by session " in busy.value.detail
+        assert f"{4 * GRAIN} are snapshots" in busy.value.detail
+        with pytest.raises(OutOfMemoryError, match=r"tiers\.host_bytes"):
+            client.wait_done(client.offload(name, [pages(ids[:9])]))
+        client.drop_snapshot(snapshot)
+        client.unpin(kept.lease)
+        client.wait_done(client.offload(name, [pages(ids[:8])]))
+        assert client.lookup(name, hashes(1), pin=False).blocks == 0
+        pool.close()
+
+
+@pytest.mark.host_only
+def test_an_operator_pins_by_hand(client: Client, pool: Filled) -> None:
+    client.wait_done(client.store(pool.name, hashes(3), client.allocate(pool.name, 3)))
+    assert client.pin_cached(hashes(2)) == 2
+    assert client.pin_cached(hashes(2)) == 2
+    assert client.evict_cached().kept == 2
+    assert client.pin_cached(hashes(2), pinned=False) == 2
+    assert client.evict_cached().blocks == 2
+    assert client.pin_cached(hashes(1)) == 0
+
+
+# -- damage
+
+
+def test_a_damaged_snapshot_leaves_its_target_as_it_was(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 4)
+    marked = pool.write(ids, seed=7)
+    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
+    _flip(daemon, marked[1][1, 2].numpy().tobytes())
+    others = client.allocate(pool.name, 4)
+    before = pool.write(others, seed=8)
+    with pytest.raises(SnapshotDamagedError, match=r"block 2 of 4 of space .main."):
+        client.wait_done(client.restore(pool.name, snapshot, [pages(others)]))
+    assert pool.holds(others, before)
+    client.drop_snapshot(snapshot)
+
+
+def test_a_damaged_cached_block_is_a_miss(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 3)
+    marked = pool.write(ids, seed=9)
+    client.wait_done(client.store(pool.name, hashes(3), ids))
+    found = client.lookup(pool.name, hashes(3))
+    _flip(daemon, marked[0][0, 1].numpy().tobytes())
+    work = client.load(pool.name, found.lease, client.allocate(pool.name, 3))
+    with pytest.raises(CacheMissError, match="damaged"):
+        client.wait_done(work)
+    assert work.done is not None
+    assert work.done.loaded == 0
+    assert client.lookup(pool.name, hashes(3), pin=False).blocks == 1
+
+
+def _flip(daemon: DaemonProcess, content: bytes) -> None:
+    """Flip a bit in the middle of these bytes in the host tier."""
+    with arena_of(daemon) as memory:
+        at = memory.find(content)
+        assert at >= 0
+        memory[at + len(content) // 2] ^= 1
+
+
+# -- events
+
+
+@pytest.mark.host_only
+def test_a_router_follows_the_cache(client: Client, pool: Filled) -> None:
+    cursor = client.cache_cursor()
+    client.wait_done(client.store(pool.name, hashes(3), client.allocate(pool.name, 3)))
+    changes = client.cache_events(cursor)
+    assert [(one.kind, one.tier, one.hashes, one.parent) for one in changes.changes] == [
+        ("stored", "host", b"".join(hashes(3)), b"")
+    ]
+    assert client.cache_events(changes.cursor, timeout_s=0.05).changes == ()
+    client.evict_cached(hashes(3)[1:2])
+    [gone] = client.cache_events(changes.cursor).changes
+    assert (gone.kind, gone.tier, gone.hashes) == ("evicted", "host", hashes(3)[1])
+    assert client.cache_events(1 << 40).lost
+
+
+@pytest.mark.host_only
+def test_a_change_answers_who_waits_for_it(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+    with Client.connect(daemon.runtime_dir, name="router") as router:
+        waiting = router.begin(tier_operations.cache_events(router.cache_cursor(), 10))
+        assert not router.is_ready(waiting)
+        client.wait_done(client.store(pool.name, hashes(1), client.allocate(pool.name, 1)))
+        assert router.wait(waiting).changes[0].hashes == hashes(1)[0]
+
+
+# -- the command line
+
+
+@pytest.mark.host_only
+def test_the_command_line(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 2)
+    client.wait_done(client.store(pool.name, hashes(2), ids))
+    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
+
+    def run(*arguments: str) -> str:
+        done = run_kvferry("cache", *arguments, "--runtime-dir", daemon.runtime_dir)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    listed = [json.loads(line) for line in run("list", "--json").splitlines()]
+    assert [one["hash"] for one in listed] == [one.hex() for one in hashes(2)]
+    assert hashes(2)[0].hex() in run("list")
+    assert run("pin", hashes(2)[0].hex()) == "1 blocks pinned\n"
+    assert "1 are pinned and stay" in run("clear")
+    assert run("unpin", hashes(2)[0].hex()) == "1 blocks unpinned\n"
+    assert run("evict", hashes(2)[0].hex()).startswith("1 blocks dropped")
+    assert snapshot in run("snapshots")
+    assert run("drop", snapshot) == f"{snapshot} dropped\n"
+    wrong = run_kvferry("cache", "evict", "abc", "--runtime-dir", daemon.runtime_dir)
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert "'abc' is not hexadecimal" in wrong.stderr
+
+
+@pytest.mark.host_only
+def test_watching_prints_a_line_a_change(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+    cursor = client.cache_cursor()
+    command = [sys.executable, "-P", "-m", "kvferry.clients.cli.main", "cache", "watch", "--from", str(cursor)]
+    with subprocess.Popen([*command, "--runtime-dir", daemon.runtime_dir], stdout=subprocess.PIPE) as watching:
+        client.wait_done(client.store(pool.name, hashes(1), client.allocate(pool.name, 1)))
+        assert watching.stdout is not None
+        shown = json.loads(watching.stdout.readline())
+        watching.send_signal(signal.SIGINT)
+    assert (shown["kind"], shown["hashes"]) == ("stored", [hashes(1)[0].hex()])
+    assert len(bytes.fromhex(shown["hashes"][0])) == HASH_BYTES
+    assert watching.returncode == 130
+
+
+# -- tiers that are not there
+
+
+@pytest.mark.host_only
+def test_without_a_host_tier_everything_says_so(tmp_path: Path, name: str) -> None:
+    with (
+        running_daemon(tmp_path, "[tiers]\nhost_bytes = 0\n") as daemon,
+        Client.connect(daemon.runtime_dir, name="engine") as client,
+    ):
+        pool = Filled(client, name)
+        ids = client.allocate(name, 2)
+        for work in (client.offload(name, [pages(ids)]), client.store(name, hashes(2), ids)):
+            with pytest.raises(TierOffError, match=r"tiers\.host_bytes is 0"):
+                client.wait_done(work)
+        with pytest.raises(TierOffError):
+            client.lookup(name, hashes(1))
+        client.free(name, ids)
+        pool.close()
+
+
+# -- the disk
+
+
+def test_blocks_on_disk_survive_a_restart_and_damage_is_a_miss(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir(mode=0o700)
+    config = f'[tiers]\nhost_bytes = {8 * GRAIN}\n[tiers.disk]\npath = "{folder}"\n'
+    names = hashes(6)
+    with running_daemon(tmp_path, config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as client:
+        pool = Filled(client, name)
+        ids = client.allocate(name, 6)
+        content = pool.write(ids, seed=10)
+        cursor = client.cache_cursor()
+        client.wait_done(client.store(name, names, ids))
+        _until_on_disk(client, cursor, 6)
+        client.wait_done(client.offload(name, [pages(np.concatenate([ids, client.allocate(name, 2)]))]))
+        assert client.lookup(name, names, pin=False).disk == 6  # a snapshot took all the memory
+        pool.close()
+    files = sorted(folder.rglob("*"), key=lambda one: one.name)
+    by_name = {one.name.split(".")[0]: one for one in files if one.is_file()}
+    damaged = by_name[names[4].hex()]
+    bytes_on_disk = bytearray(damaged.read_bytes())
+    bytes_on_disk[-80] ^= 1
+    damaged.write_bytes(bytes_on_disk)
+    with running_daemon(tmp_path, config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as client:
+        pool = Filled(client, name)
+        _until_on_disk(client, 1, 6)
+        found = client.lookup(name, names)
+        assert found.blocks == 6
+        others = client.allocate(name, 6)
+        work = client.load(name, found.lease, others)
+        with pytest.raises(CacheMissError, match="block 4 of 6 is gone"):
+            client.wait_done(work)
+        assert work.done is not None
+        assert work.done.loaded == 4
+        assert pool.holds(others[:4], [one[:, :4] for one in content])
+        counters = client.status().counters
+        assert counters["tiers.disk.damaged_blocks"] == 1
+        assert not damaged.exists()
+        assert client.lookup(name, names, pin=False).blocks == 4
+        pool.close()
+
+
+def _until_on_disk(client: Client, cursor: int, count: int) -> None:
+    """Wait for the events that say so."""
+    while count > 0:
+        changes = client.cache_events(cursor, timeout_s=20)
+        assert changes.changes, "nothing reached the disk"
+        cursor = changes.cursor
+        on_disk = [one for one in changes.changes if (one.kind, one.tier) == ("stored", "disk")]
+        count -= sum(len(one.hashes) // HASH_BYTES for one in on_disk)
+
+
+def test_an_engine_that_is_killed_leaves_nothing_behind(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+    client.wait_done(client.store(pool.name, hashes(4), client.allocate(pool.name, 4)))
+    script = (
+        "import os, sys; from kvferry.clients import Client, pages\n"
+        "client = Client.connect(sys.argv[1], name='reader')\n"
+        "ids = client.allocate(sys.argv[2], 8)\n"
+        "found = client.lookup(sys.argv[2], [bytes.fromhex(one) for one in sys.argv[3:]])\n"
+        "client.load(sys.argv[2], found.lease, ids[:4]); client.offload(sys.argv[2], [pages(ids[4:])])\n"
+        "client.store(sys.argv[2], [b'9' * 16], ids[4:5]); client.restore(sys.argv[2], '0' * 32)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    names = [one.hex() for one in hashes(4)]
+    killed = subprocess.run(
+        [sys.executable, "-P", "-c", script, str(daemon.runtime_dir), pool.name, *names], check=False, timeout=60
+    )
+    assert killed.returncode == -signal.SIGKILL
+    _until_unpinned(client)
+    while client.status().works or _free(client, pool.name) < 12:
+        client.ping()  # until its works are over; pytest's own timeout fails what never ends
+    assert client.evict_cached(hashes(4)).kept == 0
+
+
+def _free(client: Client, name: str) -> int:
+    [one] = [one for one in client.status().pools if one.pool == name]
+    return one.free

@@ -1,0 +1,276 @@
+"""Offload and restore through a real daemon: bytes, ownership, refusals, and what ends early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages, pages_wanted
+from kvferry.protocol.errors import (
+    CancelledError,
+    DeadlineError,
+    KvferryError,
+    LayoutMismatchError,
+    LengthMismatchError,
+    NotOwnerError,
+    PoolFullError,
+    UnknownComponentError,
+    UnknownSnapshotError,
+    UnknownWorkError,
+)
+from tests.clients.tier_pools import HYBRID, LARGER, PAGE_BYTES, SPEC, Filled
+from tests.daemons import DaemonProcess
+
+pytestmark = pytest.mark.any_device
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return a session of an engine."""
+    with Client.connect(daemon.runtime_dir, name="engine") as one:
+        yield one
+
+
+@pytest.fixture
+def pool(client: Client, name: str) -> Filled:
+    """Return a pool of 16 pages."""
+    return Filled(client, name)
+
+
+def test_pages_come_back_in_other_pages(client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 5)[[3, 0, 4, 1]]
+    content = pool.write(ids, seed=1)
+    work = client.offload(pool.name, [pages(ids, tokens=14)])
+    done = client.wait_done(work)
+    assert (done.kind, done.copied_pages, done.moved_bytes) == ("offload", 4, 4 * PAGE_BYTES)
+    assert done.snapshot == work.snapshot
+    pool.write(ids, seed=2)  # they are the engine's again
+    others = client.allocate(pool.name, 6)[[5, 1, 2, 0]]
+    again = client.wait_done(client.restore(pool.name, work.snapshot, [pages(others, tokens=14)]))
+    assert (again.kind, again.copied_pages, again.moved_bytes) == ("restore", 4, 4 * PAGE_BYTES)
+    assert pool.holds(others, content)
+    client.drop_snapshot(work.snapshot)
+
+
+def test_another_session_restores_into_a_pool_of_another_size(
+    daemon: DaemonProcess, client: Client, pool: Filled
+) -> None:
+    ids = client.allocate(pool.name, 4)
+    content = pool.write(ids, seed=3)
+    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
+    with Client.connect(daemon.runtime_dir, name="other") as other:
+        target = Filled(other, f"{pool.name}-larger", LARGER)
+        there = other.allocate(target.name, 4)
+        other.wait_done(other.restore(target.name, snapshot, [pages(there)], drop=True))
+        assert target.holds(there, content)
+        assert snapshot not in {one.snapshot for one in other.snapshots()}
+        target.close()
+
+
+def test_released_pages_are_free_once_they_are_copied(client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 16)
+    content = pool.write(ids, seed=4)
+    work = client.offload(pool.name, [pages(ids)], release=True)
+    client.wait_done(work)
+    with pytest.raises(NotOwnerError):
+        client.free(pool.name, ids[:1])
+    others = client.allocate(pool.name, 16)
+    client.wait_done(client.restore(pool.name, work.snapshot, [pages(others[::-1].copy())], drop=True))
+    assert pool.holds(others[::-1].copy(), content)
+
+
+def test_a_page_that_is_freed_meanwhile_is_free_at_the_end(client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 16)
+    content = pool.write(ids, seed=5)
+    work = client.offload(pool.name, [pages(ids)])
+    client.free(pool.name, ids)  # accepted, and deferred where the copy is still under way
+    client.wait_done(work)
+    others = client.allocate(pool.name, 16)
+    client.wait_done(client.restore(pool.name, work.snapshot, [pages(others)], drop=True))
+    assert pool.holds(others, content)
+
+
+def test_a_restore_waits_until_pages_are_free(client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 10)
+    content = pool.write(ids, seed=6)
+    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)], release=True)).snapshot
+    taken = client.allocate(pool.name, 12)
+    first = client.restore(pool.name, snapshot)
+    second = client.restore(pool.name, snapshot)
+    client.wait_accepted(second)
+    waiting = {one.work: one.waits_for for one in client.status().works}
+    assert waiting[first.number or 0] == f"10 free pages of pool {pool.name!r}"
+    client.free(pool.name, taken[:6])
+    client.wait_done(first)
+    assert not second.is_done
+    assert pool.holds(first.pages["main"], content)
+    client.free(pool.name, first.pages["main"])
+    client.wait_done(second)
+    assert pool.holds(second.pages["main"], content)
+    client.drop_snapshot(snapshot)
+
+
+def test_a_restore_can_be_asked_for_before_its_offload_is_done(client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 8)
+    content = pool.write(ids, seed=7)
+    work = client.wait_accepted(client.offload(pool.name, [pages(ids)]))
+    back = client.restore(pool.name, work.snapshot, drop=True)
+    client.wait_done(back)
+    assert pool.holds(back.pages["main"], content)
+
+
+def test_every_page_space_of_a_hybrid_pool_goes_and_comes(client: Client, name: str) -> None:
+    pool = Filled(client, name, HYBRID)
+    main, swa = client.allocate(name, 5), client.allocate(name, 3, "swa")
+    contents = pool.write(main, 8), pool.write(swa, 9, "swa")
+    lists = [pages(main, tokens=18), pages(swa, first_page=2, component="swa")]
+    snapshot = client.wait_done(client.offload(name, lists, release=True)).snapshot
+    [shown] = [one for one in client.snapshots() if one.snapshot == snapshot]
+    assert [(one.component, one.count, one.tokens) for one in shown.lists] == [("main", 5, 18), ("swa", 3, None)]
+    assert (shown.tokens, shown.chunks, shown.state) == (18, 8, "ready")
+    assert len(shown.checksum) == 32
+    back = client.restore(name, snapshot, drop=True)
+    client.wait_done(back)
+    assert pool.holds(back.pages["main"], contents[0])
+    assert pool.holds(back.pages["swa"], contents[1], "swa")
+    with pytest.raises(UnknownComponentError, match="swa"):
+        client.wait_done(client.offload(name, [pages(back.pages["main"])]))
+    pool.close()
+
+
+@pytest.mark.host_only
+def test_another_layout_is_refused_by_the_name_of_the_entry(client: Client, pool: Filled, name: str) -> None:
+    ids = client.allocate(pool.name, 2)
+    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
+    wider = MhaSpec(layers=2, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
+    client.create_pool(f"{name}-wider", wider).close()
+    with pytest.raises(LayoutMismatchError, match=r"main/v/3: page_bytes is 64 in the snapshot, 128 in the pool"):
+        client.wait_done(client.restore(f"{name}-wider", snapshot, [pages(client.allocate(f"{name}-wider", 2))]))
+    fewer = MhaSpec(
+        layers=1, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32"
+    )
+    client.create_pool(f"{name}-fewer", fewer).close()
+    with pytest.raises(LayoutMismatchError, match=r"main/k/4: the snapshot has it, the pool has not"):
+        client.wait_done(client.restore(f"{name}-fewer", snapshot))
+    client.drop_snapshot(snapshot)
+
+
+@pytest.mark.host_only
+def test_what_does_not_fit_is_refused(client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 4)
+    snapshot = client.wait_done(client.offload(pool.name, [pages(ids[:3])])).snapshot
+
+    def refused(work: object) -> type[KvferryError]:
+        with pytest.raises(KvferryError) as error:
+            client.wait_done(work)  # type: ignore[arg-type]
+        return type(error.value)
+
+    assert refused(client.restore(pool.name, snapshot, [pages(ids)])) is LengthMismatchError
+    assert refused(client.restore(pool.name, snapshot, [pages(np.array([14, 15, 16]))])) is NotOwnerError
+    assert refused(client.restore(pool.name, "0" * 32, [pages(ids[:3])])) is UnknownSnapshotError
+    assert refused(client.offload(pool.name, [pages(np.array([16]))])) is NotOwnerError
+    large = Filled(client, f"{pool.name}-large", LARGER)
+    many = client.wait_done(client.offload(large.name, [pages(client.allocate(large.name, 20))])).snapshot
+    assert refused(client.restore(pool.name, many)) is PoolFullError
+    for one in (snapshot, many):
+        client.drop_snapshot(one)
+    large.close()
+    with pytest.raises(UnknownSnapshotError):
+        client.drop_snapshot(snapshot)
+    client.free(pool.name, ids)  # nothing holds them
+    assert len(client.allocate(pool.name, 16)) == 16
+
+
+@pytest.mark.host_only
+def test_a_restore_that_waits_can_be_cancelled_or_late(client: Client, pool: Filled) -> None:
+    ids = client.allocate(pool.name, 16)
+    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
+    work = client.restore(pool.name, snapshot)
+    assert not client.cancel_work(work).was_done
+    with pytest.raises(CancelledError):
+        client.wait_done(work)
+    late = client.restore(pool.name, snapshot, deadline_s=0.05)
+    with pytest.raises(DeadlineError, match="restore was not done within"):
+        client.wait_done(late)
+    client.drop_snapshot(snapshot)
+    with pytest.raises(UnknownWorkError):
+        client.cancel_work(late)  # its event is acknowledged: the request before said so
+
+
+def test_a_snapshot_outlives_its_session_for_a_while(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+    with Client.connect(daemon.runtime_dir, name="dies") as other:
+        theirs = Filled(other, f"{pool.name}-theirs", SPEC)
+        ids = other.allocate(theirs.name, 3)
+        content = theirs.write(ids, seed=10)
+        snapshot = other.wait_done(other.offload(theirs.name, [pages(ids)])).snapshot
+        theirs.close()
+    work = client.restore(pool.name, snapshot)
+    client.wait_done(work)
+    assert pool.holds(work.pages["main"], content)
+    [shown] = [one for one in client.snapshots() if one.snapshot == snapshot]
+    assert shown.session is None
+    client.drop_snapshot(snapshot)
+
+
+def test_a_hand_off_lands_in_the_host_tier_and_is_restored(client: Client, daemon: DaemonProcess, name: str) -> None:
+    with Client.connect(daemon.runtime_dir, name="decode") as decode:
+        source, target = Filled(client, f"{name}-prefill"), Filled(decode, f"{name}-decode", LARGER)
+        ids = client.allocate(source.name, 6)
+        content = source.write(ids, seed=11)
+        taken = decode.allocate(target.name, 32)
+        request_id = new_request_id()
+        room = decode.receive(target.name, request_id, [pages_wanted(6, tokens=23)], land="host")
+        sent = client.send(source.name, request_id, [pages(ids, tokens=23)], first_token=7)
+        done = decode.wait_finished(room)
+        assert (done.first_token, done.pages) == (7, 6)
+        client.wait_settled(sent)
+        back = decode.restore(target.name, done.snapshot, drop=True)
+        decode.wait_accepted(back)
+        decode.free(target.name, taken[10:])
+        decode.wait_done(back)
+        assert target.holds(back.pages["main"], content)
+        decode.wait_settled(room)
+        [tier] = [one for one in decode.status().tiers if one.tier == "host"]
+        assert tier.snapshots == 0
+        target.close()
+        source.close()
+
+
+@pytest.mark.host_only
+def test_a_landing_that_fails_leaves_nothing(client: Client, pool: Filled) -> None:
+    before = next(one for one in client.status().tiers if one.tier == "host")
+    room = client.receive(pool.name, new_request_id(), [pages_wanted(6)], land="host", deadline_s=0.05)
+    with pytest.raises(DeadlineError):
+        client.wait_finished(room)
+    client.wait_settled(room)
+    assert next(one for one in client.status().tiers if one.tier == "host") == before
+    with pytest.raises(UnknownComponentError):
+        client.wait_finished(
+            client.receive(pool.name, new_request_id(), [pages_wanted(6, component="swa")], land="host")
+        )
+
+
+@pytest.mark.host_only
+@pytest.mark.anyio
+async def test_the_asynchronous_client_does_the_same(daemon: DaemonProcess, name: str) -> None:
+    async with await AsyncClient.connect(daemon.runtime_dir, name="async") as client:
+        pool = await client.create_pool(name, SPEC)
+        ids = await client.allocate(name, 4)
+        work = await client.wait_accepted(client.offload(name, [pages(ids)], release=True))
+        await client.wait_done(work)
+        back = client.restore(name, work.snapshot)
+        await client.wait_done(back)
+        assert len(back.pages["main"]) == 4
+        assert [one.snapshot for one in await client.snapshots() if one.pool == name] == [work.snapshot]
+        assert not (await client.drop_snapshot(work.snapshot)).deferred
+        stored = await client.wait_done(client.store(name, [b"0" * 16], back.pages["main"][:1]))
+        assert stored.stored == 1
+        found = await client.lookup(name, [b"0" * 16, b"1" * 16])
+        assert (found.blocks, found.host) == (1, 1)
+        loaded = await client.wait_done(client.load(name, found.lease, back.pages["main"][1:2]))
+        assert loaded.loaded == 1
+        assert await client.unpin(found.lease) == 1
+        assert (await client.evict_cached([b"0" * 16])).blocks == 1
+        pool.close()

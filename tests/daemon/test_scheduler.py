@@ -1,0 +1,285 @@
+"""Whose turn it is, against an oracle that looks at everything again after each change; and threads that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvferry.daemon.scheduler import Scheduler, WorkClass
+
+WAIT_S = 30.0
+PATIENCE_S = 0.1
+MIB = 1 << 20
+BOUNDS = {WorkClass.RESTORE: 4 * MIB, WorkClass.OFFLOAD: 2 * MIB, WorkClass.DEMOTION: MIB}
+RESTORE, OFFLOAD, DEMOTION = WorkClass
+
+
+class Clock:
+    """A clock that goes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now_s
+
+
+# -- against an oracle
+
+
+class Oracle:
+    """All that may start does, the most urgent and oldest first, until nothing changes any more."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[WorkClass, int, int, float]] = []  # class, number, size, since
+        self.running: dict[int, tuple[WorkClass, int]] = {}
+        self.hand_offs = 0
+        self.last_patient_s = float("-inf")
+
+    def settle(self, now_s: float) -> None:
+        """Start what may start."""
+        while self.waiting:
+            first = min(self.waiting)
+            work_class, number, size, since = first
+            mine = sum(one[1] for one in self.running.values() if one[0] is work_class)
+            if self.hand_offs:
+                if self.running or now_s < max(since, self.last_patient_s) + PATIENCE_S:
+                    return
+                self.last_patient_s = now_s
+            elif mine and mine + size > BOUNDS[work_class]:
+                return
+            self.waiting.remove(first)
+            self.running[number] = (work_class, size)
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.just("ask"), st.sampled_from(WorkClass), st.sampled_from([1, MIB, 3 * MIB, 9 * MIB]))
+    | st.tuples(st.sampled_from(["end", "cancel"]), st.integers(0, 9), st.just(0))
+    | st.tuples(st.just("pass"), st.sampled_from([0.04, 0.1, 0.3]), st.just(0))
+    | st.tuples(st.sampled_from(["began", "ended"]), st.just(0), st.just(0)),
+    max_size=40,
+)
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+@given(OPERATIONS)
+@example([("began", 0, 0), ("ask", 0, 1), ("ask", 1, 1), ("pass", 0.3, 0), ("end", 0, 0), ("pass", 0.1, 0)])
+@example([("ask", 0, 9 * MIB), ("ask", 0, 1), ("ask", 1, 1), ("cancel", 0, 0)])
+def test_what_may_start_does_and_nothing_else(operations: list[tuple[str, float, int]]) -> None:
+    async def run() -> None:
+        clock, oracle, numbers = Clock(), Oracle(), count()
+        scheduler = Scheduler(BOUNDS, patience_s=PATIENCE_S, clock=clock)
+        tasks: dict[int, asyncio.Task[bool]] = {}
+        for name, what, size in operations:
+            if name == "ask":
+                number, work_class = next(numbers), WorkClass(int(what))
+                tasks[number] = asyncio.create_task(scheduler.begin_async(work_class, size))
+                oracle.waiting.append((work_class, number, size, clock.now_s))
+                await settle()
+            elif name == "end" and oracle.running:
+                number = sorted(oracle.running)[int(what) % len(oracle.running)]
+                scheduler.end(*oracle.running.pop(number))
+            elif name == "cancel" and oracle.waiting:
+                _, number, *_ = oracle.waiting.pop(int(what) % len(oracle.waiting))
+                tasks.pop(number).cancel()
+            elif name == "pass":
+                clock.now_s += what
+                scheduler.wake()
+            elif name == "began":
+                scheduler.hand_off_began()
+                oracle.hand_offs += 1
+            elif name == "ended" and oracle.hand_offs:
+                scheduler.hand_off_ended()
+                oracle.hand_offs -= 1
+            oracle.settle(clock.now_s)
+            await settle()
+            waiting = {one[1] for one in oracle.waiting}
+            assert {number for number, task in tasks.items() if not task.done()} == waiting
+            assert scheduler.bytes_in_flight == sum(size for _, size in oracle.running.values())
+            assert scheduler.hand_offs == oracle.hand_offs
+        scheduler.close()
+        assert not any([await tasks[one[1]] for one in oracle.waiting]), "closed"
+
+    asyncio.run(run())
+
+
+# -- threads
+
+
+class Asking:
+    """A thread that asks for a turn; ``start`` returns once it waits, or has its answer."""
+
+    def __init__(self, scheduler: Scheduler, executor: ThreadPoolExecutor) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self.stop = False
+
+    def start(self, work_class: WorkClass, size_bytes: int = 1) -> Future[bool]:
+        """Ask."""
+        asked = threading.Event()
+
+        def stopped() -> bool:
+            asked.set()
+            return self.stop
+
+        answer = self._executor.submit(self._scheduler.begin, work_class, size_bytes, stopped)
+        assert asked.wait(WAIT_S)
+        self._scheduler.try_begin(work_class, 1 << 60)  # takes its lock: the thread has gone on to wait
+        return answer
+
+
+@pytest.fixture
+def executor() -> ThreadPoolExecutor:
+    """Return threads."""
+    return ThreadPoolExecutor(8)
+
+
+def scheduler_of(**options: object) -> Scheduler:
+    made = Scheduler(BOUNDS, **options)  # type: ignore[arg-type]
+    for work_class in WorkClass:  # one chunk of each is under way, so that bounds count
+        assert made.try_begin(work_class, 1)
+    return made
+
+
+def test_nothing_begins_while_a_hand_off_is_under_way(executor: ThreadPoolExecutor) -> None:
+    scheduler = scheduler_of(patience_s=0)
+    scheduler.hand_off_began()
+    scheduler.hand_off_began()
+    assert not scheduler.try_begin(RESTORE, 1)
+    answer = Asking(scheduler, executor).start(RESTORE)
+    scheduler.hand_off_ended()
+    assert not answer.done()
+    assert scheduler.bytes_in_flight == 3
+    scheduler.hand_off_ended()
+    assert answer.result(WAIT_S)
+    counts = scheduler.counts[RESTORE]
+    assert (counts.started, counts.waited, counts.patient) == (2, 1, 0)
+    assert scheduler.counts[OFFLOAD].waited_s == 0 < counts.waited_s
+
+
+def test_a_chunk_that_has_waited_begins_without_a_word(executor: ThreadPoolExecutor) -> None:
+    scheduler = Scheduler(BOUNDS, patience_s=0.01)
+    scheduler.hand_off_began()
+    assert executor.submit(scheduler.begin, OFFLOAD, 1).result(WAIT_S)
+    scheduler.end(OFFLOAD, 1)
+    assert asyncio.run(scheduler.begin_async(DEMOTION, 1))
+    assert [scheduler.counts[one].patient for one in WorkClass] == [0, 1, 1]
+
+
+def test_a_hand_off_that_begins_later_does_not_take_patience_away(executor: ThreadPoolExecutor) -> None:
+    """Who waits for bytes alone, for ever, has to wait for the time as well from then on."""
+    scheduler = Scheduler(BOUNDS, patience_s=0.01)
+    assert scheduler.try_begin(OFFLOAD, 2 * MIB)
+    answer = Asking(scheduler, executor).start(OFFLOAD)
+    scheduler.end(OFFLOAD, 0)
+    assert not answer.done()
+    scheduler.hand_off_began()
+    scheduler.end(OFFLOAD, 2 * MIB)
+    assert answer.result(WAIT_S)
+
+
+def test_a_higher_class_goes_first_however_late_it_comes(executor: ThreadPoolExecutor) -> None:
+    scheduler = scheduler_of(patience_s=0)
+    scheduler.hand_off_began()
+    low = Asking(scheduler, executor).start(DEMOTION)
+    middle = Asking(scheduler, executor).start(OFFLOAD, 2 * MIB)
+    scheduler.hand_off_ended()
+    assert not low.done(), "an offload waits, if only for bytes"
+    assert not middle.done()
+    assert not scheduler.try_begin(DEMOTION, 1)
+    assert scheduler.try_begin(RESTORE, 1)
+    scheduler.end(OFFLOAD, 1)
+    assert middle.result(WAIT_S)
+    assert low.result(WAIT_S)
+
+
+def test_a_chunk_larger_than_its_bound_goes_alone() -> None:
+    scheduler = Scheduler(BOUNDS)
+    assert scheduler.try_begin(DEMOTION, 5 * MIB)
+    assert not scheduler.try_begin(DEMOTION, 1)
+    scheduler.end(DEMOTION, 5 * MIB)
+    assert scheduler.try_begin(DEMOTION, 1)
+
+
+@pytest.mark.parametrize("end", ["stop", "close"])
+def test_who_stops_waiting_has_begun_nothing_and_holds_nobody_up(executor: ThreadPoolExecutor, end: str) -> None:
+    scheduler = scheduler_of(patience_s=0)
+    scheduler.hand_off_began()
+    asking = Asking(scheduler, executor)
+    answers = [asking.start(RESTORE), asking.start(RESTORE)]
+    other = Asking(scheduler, executor).start(OFFLOAD)
+    if end == "stop":
+        asking.stop = True
+        scheduler.wake()
+    else:
+        scheduler.close()
+    assert [one.result(WAIT_S) for one in answers] == [False, False]
+    scheduler.hand_off_ended()
+    assert other.result(WAIT_S) is (end == "stop")
+    assert scheduler.counts[RESTORE].bytes_in_flight == 1
+    assert scheduler.try_begin(RESTORE, 1) is (end == "stop")
+    assert not Scheduler(BOUNDS).begin(RESTORE, 1, lambda: True), "asked before anything begins"
+
+
+def test_a_cancelled_task_holds_nobody_up() -> None:
+    async def run() -> None:
+        scheduler = scheduler_of(patience_s=0)
+        scheduler.hand_off_began()
+        first = asyncio.create_task(scheduler.begin_async(RESTORE, 1))
+        second = asyncio.create_task(scheduler.begin_async(OFFLOAD, 1))
+        await settle()
+        first.cancel()
+        await settle()
+        scheduler.hand_off_ended()
+        assert await second
+        assert "waiting={}" in repr(scheduler)
+
+    asyncio.run(run())
+
+
+def test_threads_and_a_loop_all_get_their_turns(executor: ThreadPoolExecutor) -> None:
+    scheduler, chunks, seeds = Scheduler(BOUNDS, patience_s=0.001), 150, range(6)
+    over: list[WorkClass] = []
+
+    def look(work_class: WorkClass, size: int) -> None:
+        if size < BOUNDS[work_class] < scheduler.counts[work_class].bytes_in_flight:
+            over.append(work_class)
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(chunks):
+            work_class, size = WorkClass(int(random.integers(3))), int(random.integers(1, BOUNDS[DEMOTION]))
+            assert scheduler.begin(work_class, size)
+            look(work_class, size)
+            scheduler.end(work_class, size)
+
+    async def work_on_loop() -> None:
+        for _ in range(chunks):
+            assert await scheduler.begin_async(OFFLOAD, MIB)
+            scheduler.end(OFFLOAD, MIB)
+
+    def hand_offs(done: Callable[[], bool]) -> None:
+        while not done():
+            scheduler.hand_off_began()
+            scheduler.hand_off_ended()
+
+    workers = [executor.submit(work, seed) for seed in seeds]
+    workers.append(executor.submit(asyncio.run, work_on_loop()))
+    hand_offs(lambda: all(one.done() for one in workers))
+    assert [one.exception() for one in workers] == [None] * len(workers)
+    assert not over
+    assert scheduler.bytes_in_flight == 0
+    assert sum(one.started for one in scheduler.counts.values()) == chunks * len(workers)

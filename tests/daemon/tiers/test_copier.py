@@ -1,0 +1,377 @@
+"""The copier with real threads: bytes and checksums on any device; turns, errors and ends by regions of the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.daemon.scheduler import WorkClass
+from kvferry.daemon.tiers import copier as copier_module
+from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockPart
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.manifest import spaces_of
+from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
+from kvferry.protocol.errors import (
+    CancelledError,
+    DeviceLostError,
+    InternalError,
+    SnapshotDamagedError,
+    TransferFailedError,
+)
+from kvferry.protocol.manifests import Manifest
+from tests.daemon.tiers.copier_world import MIB, PAGES, WAIT_S, Gate, ScriptedRegion, Site, site
+from tests.devices import new_region
+from tests.pools.layouts.pool_specs import pool_specs
+from tests.pools.tiers.block_world import Bytes, wide_specs
+from tests.region_bytes import read_region, write_region
+
+Draw = Callable[[Any], Any]
+SIZES = st.sampled_from([1, 700, 5000, MIB])
+
+
+class Request:
+    """Some pages of every space of a pool, and blocks for them."""
+
+    def __init__(self, manifest: Manifest, draw: Draw, arena: HostRegion) -> None:
+        self.manifest = manifest
+        self.region = new_region(manifest.region_bytes)
+        self.content = np.random.default_rng(0).integers(0, 256, manifest.region_bytes, np.uint8)
+        write_region(self.region, self.content)
+        self.arena = arena
+        self.layouts = [BlockLayout(manifest, space) for space in spaces_of(manifest)]
+        counts = [draw(st.integers(0, one.pages - 1)) for one in self.layouts]
+        self.ids = [self._ids(draw, *one) for one in zip(self.layouts, counts, strict=True)]
+        self.offsets, at = [], 0
+        for layout, count in zip(self.layouts, counts, strict=True):
+            self.offsets.append(at + np.arange(count) * (layout.block_bytes + 64))
+            at += count * (layout.block_bytes + 64)
+        self.targets = [self._ids(draw, *one) for one in zip(self.layouts, counts, strict=True)]
+
+    def offload(self) -> BlockJob:
+        """Return a job that fills the blocks."""
+        lists = zip(self.layouts, self.ids, self.offsets, strict=True)
+        return BlockJob("offload", [BlockPart(self.region, BlockPages(*one)) for one in lists], self.arena)
+
+    def restore(self, target: Request | None, job: BlockJob) -> BlockJob:
+        """Return a job that brings the blocks back to other pages."""
+        lists = zip(self.layouts, self.targets, self.offsets, strict=True)
+        region = (target or self).region
+        parts = [BlockPart(region, BlockPages(*one)) for one in lists]
+        return BlockJob("restore", parts, self.arena, digests=job.digests)
+
+    def restored(self, before: Bytes) -> Bytes:
+        """Return what a region has to hold after a restore."""
+        after = before.copy()
+        for layout, sources, targets in zip(self.layouts, self.ids, self.targets, strict=True):
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                for entry in layout.entries:
+                    start = entry.base + source * entry.page_bytes
+                    page = self.content[start : start + entry.page_bytes]
+                    start = entry.base + target * entry.page_bytes
+                    after[start : start + entry.page_bytes] = page
+        return after
+
+    def blocks(self) -> list[tuple[int, int, Bytes]]:
+        """Return every block: its part, its number, its bytes, writable."""
+        view = self.arena.view()
+        return [
+            (part, number, view[at : at + layout.block_bytes])
+            for part, (layout, offsets) in enumerate(zip(self.layouts, self.offsets, strict=True))
+            for number, at in enumerate(offsets.tolist())
+        ]
+
+    @staticmethod
+    def _ids(draw: Draw, layout: BlockLayout, count: int) -> np.typing.NDArray[np.int64]:
+        return np.array(draw(st.permutations(range(1, layout.pages)))[:count], np.int64)
+
+
+def run_with(step_bytes: int, test: object) -> None:
+    """Run a test's coroutine function on a site whose steps have this size."""
+
+    async def run() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            fix_steps(patch, step_bytes)
+            async with site() as made:
+                await test(made)  # type: ignore[operator]
+
+    asyncio.run(run())
+
+
+# -- bytes and checksums
+
+
+@pytest.mark.any_device
+@given(pool_specs() | wide_specs(), SIZES, st.data())
+def test_what_was_offloaded_comes_back_to_other_pages(spec: object, step_bytes: int, data: st.DataObject) -> None:
+    async def test(one: Site) -> None:
+        request = Request(manifest_of(spec), data.draw, one.arena)  # type: ignore[arg-type]
+        offload = request.offload()
+        assert await one.run(offload) is None
+        assert offload.digests is not None
+        assert [(part, number, int(offload.digests[part][number])) for part, number, _ in request.blocks()] == [
+            (part, number, xxhash.xxh3_64_intdigest(block.tobytes())) for part, number, block in request.blocks()
+        ]
+        other = Request(request.manifest, data.draw, one.arena)
+        assert await one.run(request.restore(other, offload)) is None
+        assert (read_region(other.region) == request.restored(other.content)).all()
+        assert (read_region(request.region) == request.content).all()
+        assert one.scheduler.bytes_in_flight == 0
+
+    run_with(step_bytes, test)
+
+
+@pytest.mark.any_device
+@given(pool_specs() | wide_specs(), SIZES, st.data())
+def test_a_flipped_bit_is_named_and_no_page_is_written(spec: object, step_bytes: int, data: st.DataObject) -> None:
+    async def test(one: Site) -> None:
+        request = Request(manifest_of(spec), data.draw, one.arena)  # type: ignore[arg-type]
+        offload = request.offload()
+        assert await one.run(offload) is None
+        if not request.blocks():
+            return
+        part, number, block = data.draw(st.sampled_from(request.blocks()))
+        block[data.draw(st.integers(0, len(block) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        error = await one.run(request.restore(None, offload))
+        assert isinstance(error, SnapshotDamagedError)
+        assert error.field == f"{request.layouts[part].space}[{number}]"
+        assert (read_region(request.region) == request.content).all()
+        unchecked = BlockJob("restore", request.restore(None, offload).parts, one.arena)
+        assert await one.run(unchecked) is None, "who has no checksums gets what is there"
+
+    run_with(step_bytes, test)
+
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_several_threads_share_a_large_job() -> None:
+    async with site(threads=3) as one:
+        region = HostRegion.create("large", PAGES * MIB)
+        region.view()[:] = np.random.default_rng(0).integers(0, 256, PAGES * MIB, np.uint8)
+        job = BlockJob("offload", one.job(region).parts, one.arena)
+        assert await one.run(job) is None
+        assert (one.arena.view()[: (PAGES - 1) * MIB] == region.view()[MIB:]).all()
+        content = region.view().copy()
+        region.view()[:] = 0
+        assert await one.run(BlockJob("restore", job.parts, one.arena, digests=job.digests)) is None
+        assert (region.view()[MIB:] == content[MIB:]).all()
+        assert not region.view()[:MIB].any()
+
+
+async def test_a_job_without_blocks_and_one_without_checksums_end_as_well() -> None:
+    async with site() as one:
+        empty = one.job(ScriptedRegion(), 0)
+        one.copier.start(empty)
+        assert not one.reports, "never from within the call"
+        assert await one.reported() == [(empty, None)]
+        assert empty.digests is None
+        assert await one.run(BlockJob("restore", [], one.arena, digests=[])) is None
+
+
+async def test_lists_that_cannot_be_are_refused() -> None:
+    async with site() as one:
+        job = one.job(ScriptedRegion(), 2)
+        with pytest.raises(InternalError, match="checksums of"):
+            BlockJob("restore", job.parts, one.arena, digests=[np.zeros(1, np.uint64)])
+        with pytest.raises(InternalError, match="not within the arena"):
+            BlockJob("offload", job.parts, HostRegion.create("small", MIB))
+
+
+# -- turns
+
+
+@pytest.fixture
+def _steps_of_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix_steps(monkeypatch, 2 * MIB)
+
+
+def fix_steps(patch: pytest.MonkeyPatch, step_bytes: int) -> None:
+    for name in ("MIN_STEP_BYTES", "MAX_STEP_BYTES", "FIRST_STEP_BYTES"):
+        patch.setattr(copier_module, name, step_bytes)
+
+
+@pytest.mark.usefixtures("_steps_of_two_blocks")
+async def test_the_next_step_begins_before_the_last_one_is_waited_for() -> None:
+    async with site(threads=1) as one:
+        region = ScriptedRegion()
+        region.on_wait = lambda _step: None
+        assert await one.run(one.job(region, 8)) is None
+        assert region.log == [
+            "begin 0", "begin 2", "wait 0", "begin 4", "wait 2", "begin 6", "wait 4", "wait 6",
+        ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("_steps_of_two_blocks")
+async def test_a_step_that_may_not_begin_waits_until_the_last_one_is_over() -> None:
+    """Else a thread would wait for bytes in flight that are its own."""
+    async with site(threads=1) as one:
+        assert one.scheduler.try_begin(WorkClass.OFFLOAD, 61 * MIB)
+        region = ScriptedRegion()
+        region.on_wait = lambda _step: None
+        assert await one.run(one.job(region, 4)) is None
+        assert region.log == ["begin 0", "wait 0", "begin 2", "wait 2"]
+
+
+@pytest.mark.usefixtures("_steps_of_two_blocks")
+async def test_jobs_of_one_class_take_turns_and_a_higher_one_overtakes() -> None:
+    async with site(threads=1) as one:
+        gate, log = Gate(), list[str]()
+        first, second, urgent = (ScriptedRegion(name, log) for name in ("a ", "b ", "c "))
+        first.on_begin = gate
+        one.copier.start(one.job(first, 39))
+        await gate.entered()
+        one.copier.start(one.job(second, 39))
+        one.copier.start(one.job(urgent, 39, work_class=WorkClass.RESTORE))
+        gate.open()
+        reports = await one.reported(3)
+        assert [id(job.parts[0].region) for job, _ in reports] == [id(urgent), id(first), id(second)]
+        names = "".join(step[0] for step in log)
+        assert names.startswith("a" + "c" * len(urgent.steps) + "ba"), names
+        rest = names.replace("c", "")[1:]
+        assert rest == ("ba" * len(rest))[: len(rest)], "one step each in turns"
+
+
+async def test_a_restore_is_not_kept_waiting_by_threads_that_wait_for_an_offloads_turn() -> None:
+    async with site(threads=1) as one:
+        assert one.scheduler.try_begin(WorkClass.OFFLOAD, 64 * MIB)
+        offload, restore = ScriptedRegion(), ScriptedRegion()
+        one.copier.start(one.job(offload, 3))
+        assert await one.run(one.job(restore, 3, work_class=WorkClass.RESTORE)) is None
+        assert not offload.log
+        one.scheduler.end(WorkClass.OFFLOAD, 64 * MIB)
+        assert len(await one.reported(2)) == 2
+
+
+async def test_nothing_begins_during_a_hand_off() -> None:
+    async with site() as one:
+        region, seen = ScriptedRegion(), list[int]()
+        region.on_begin = lambda _step: seen.append(one.scheduler.hand_offs)
+        one.scheduler.hand_off_began()
+        one.copier.start(one.job(region, 39))
+        await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+        one.scheduler.hand_off_ended()
+        assert (await one.reported())[0][1] is None
+        assert seen == [0] * len(region.steps)
+        assert sum(step.size_bytes for step in region.steps) == 39 * MIB
+
+
+@pytest.mark.parametrize(("mib_per_s", "expected"), [(1, MIN_STEP_BYTES), (5100, 4 * MIB), (10**6, MAX_STEP_BYTES)])
+async def test_steps_grow_and_shrink_to_what_a_millisecond_copies(mib_per_s: int, expected: int) -> None:
+    time_s = 0.0
+
+    def copied(step: BlockStep) -> None:
+        nonlocal time_s
+        time_s += step.size_bytes / (mib_per_s * MIB)
+
+    async with site(threads=1, clock=lambda: time_s) as one:
+        region = ScriptedRegion()
+        region.on_begin = copied
+        for _ in range(3):
+            assert await one.run(one.job(region, 39)) is None
+        assert max(step.size_bytes for step in region.steps[-4:]) == expected
+
+
+# -- ends
+
+
+@pytest.mark.usefixtures("_steps_of_two_blocks")
+async def test_a_job_that_is_stopped_ends_after_the_step_that_has_begun() -> None:
+    async with site(threads=1) as one:
+        gate, region, waiting = Gate(), ScriptedRegion(), ScriptedRegion()
+        region.on_begin = gate
+        running, queued = one.job(region, 39), one.job(waiting, 39)
+        one.copier.start(running)
+        await gate.entered()
+        one.copier.start(queued)
+        one.copier.stop(queued)
+        one.copier.stop(running)
+        [(first, error)] = await one.reported()
+        assert first is queued, "none of its steps had begun"
+        assert isinstance(error, CancelledError)
+        gate.open()
+        (_, (second, error)) = await one.reported(2)
+        assert second is running
+        assert isinstance(error, CancelledError)
+        assert (len(region.steps), len(waiting.steps)) == (1, 0)
+        one.copier.stop(running)
+        assert await one.run(one.job(ScriptedRegion())) is None
+        assert len(one.reports) == 3
+
+
+async def test_a_job_that_waits_for_its_turn_can_be_stopped() -> None:
+    async with site() as one:
+        one.scheduler.hand_off_began()
+        jobs = [one.job(ScriptedRegion(), 39), one.job(ScriptedRegion(), 39)]
+        for job in jobs:
+            one.copier.start(job)
+        for job in jobs:
+            one.copier.stop(job)
+        assert all(isinstance(error, CancelledError) for _, error in await one.reported(2))
+        assert "waiting={}" in repr(one.scheduler)
+
+
+@pytest.mark.usefixtures("_steps_of_two_blocks")
+@pytest.mark.parametrize("where", ["on_begin", "on_wait"])
+@pytest.mark.parametrize(
+    ("raised", "reported"),
+    [
+        (DeviceLostError("it burns"), DeviceLostError),
+        (TransferFailedError("not mapped"), TransferFailedError),
+        (ValueError("a bug"), InternalError),
+    ],
+)
+async def test_an_error_is_reported_once_and_ends_nobody_else(
+    where: str, raised: Exception, reported: type[Exception]
+) -> None:
+    def fail(step: BlockStep) -> None:
+        if step.first >= 4:
+            raise raised
+
+    async with site() as one:
+        region = ScriptedRegion()
+        region.on_wait = lambda _step: None
+        setattr(region, where, fail)
+        one.copier.start(one.job(region, 39))
+        one.copier.start(one.job(ScriptedRegion(), 39))
+        errors = [error for _, error in await one.reported(2)]
+        assert sorted(map(str, map(type, errors))) == sorted(map(str, (reported, type(None))))
+        begun = [line.split()[1] for line in region.log if "begin" in line]
+        waited = [line.split()[1] for line in region.log if "wait" in line]
+        if where == "on_begin":
+            assert set(waited) >= {number for number in begun if int(number) < 4}, "what had begun was waited for"
+        assert one.scheduler.bytes_in_flight == 0
+        assert await one.run(one.job(ScriptedRegion())) is None
+
+
+@pytest.mark.usefixtures("_steps_of_two_blocks")
+async def test_closing_ends_threads_that_copy_and_threads_that_wait() -> None:
+    async with site(threads=2) as one:
+        gate, region = Gate(), ScriptedRegion()
+        region.on_begin = gate
+        one.copier.start(one.job(region, 39))
+        await gate.entered()
+        one.scheduler.hand_off_began()
+        one.copier.start(one.job(ScriptedRegion(), 39))
+        closed = threading.Event()
+
+        def close() -> None:
+            one.copier.close()
+            closed.set()
+
+        closing = asyncio.get_running_loop().run_in_executor(None, close)
+        assert not closed.is_set()
+        gate.open()
+        await asyncio.wait_for(closing, WAIT_S)
+        assert len(region.steps) <= 2, "one a thread"
+        await asyncio.sleep(0)
+        assert one.reports == []
+        assert not any(thread.name.startswith("tier-") and thread.is_alive() for thread in threading.enumerate())

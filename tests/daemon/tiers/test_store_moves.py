@@ -1,0 +1,181 @@
+"""Blocks that wait for the store together, with a scripted link in the place of a store process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from typing import cast
+
+import pytest
+
+from kvferry.daemon.tiers.store_link import StoreAwayError, StoreLink
+from kvferry.daemon.tiers.store_messages import (
+    MAX_HEADER_BYTES,
+    OBJECT_NOT_FOUND,
+    RPC_FAIL,
+    Answer,
+    Get,
+    GetBlock,
+    Put,
+    PutBlock,
+)
+from kvferry.daemon.tiers.store_moves import MAX_CALL_BLOCKS, MAX_CALL_BYTES, Moved, StoreMoves
+
+pytestmark = pytest.mark.anyio
+
+
+class ScriptedLink:
+    """A store process that answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: deque[tuple[Put | Get, asyncio.Future[Answer]]] = deque()
+        self.killed: list[str] = []
+        self.told_to_die = asyncio.Event()
+        self.dies_at_once = True
+        self._numbers = itertools.count(1)
+
+    def next_number(self) -> int:
+        """See ``StoreLink``."""
+        return next(self._numbers)
+
+    def ask(self, request: Put | Get) -> asyncio.Future[Answer]:
+        """See ``StoreLink``."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.calls.append((request, answer))
+        return answer
+
+    def kill(self, why: str) -> None:
+        """See ``StoreLink``: what is under way fails."""
+        self.killed.append(why)
+        self.told_to_die.set()
+        if not self.dies_at_once:
+            return
+        for _, answer in self.calls:
+            answer.set_exception(StoreAwayError(why))
+        self.calls.clear()
+
+    def answer(self, status: int = 0) -> Put | Get:
+        """End the oldest call so, for each of its blocks; return it."""
+        request, answer = self.calls.popleft()
+        count = len(request.blocks)
+        answer.set_result(Answer(request.number, statuses=[status] * count, headers=[b"header"] * count))
+        return request
+
+
+class World:
+    """What moves, over one slot."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.link: ScriptedLink | None = ScriptedLink()
+        self.moves = StoreMoves(1, timeout_s, lambda: cast("StoreLink | None", self.link))
+
+    @property
+    def there(self) -> ScriptedLink:
+        """Return the link."""
+        assert self.link is not None
+        return self.link
+
+    async def begin(self, *blocks: PutBlock | GetBlock, size_bytes: int = 1) -> list[asyncio.Task[Moved | None]]:
+        """Let blocks be moved; return once they wait or are under way."""
+        tasks = [asyncio.create_task(self.moves.move(block, size_bytes)) for block in blocks]
+        await settle()
+        return tasks
+
+
+async def settle() -> None:
+    """Let the loop do what it has to do."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def put(name: str) -> PutBlock:
+    return PutBlock(name, b"header", b"")
+
+
+def get(name: str, header_bytes: int = 6) -> GetBlock:
+    return GetBlock(name, header_bytes, b"")
+
+
+async def test_what_waits_goes_together_and_gets_first() -> None:
+    world = World()
+    tasks = await world.begin(put("first"), put("a"), put("b"), get("c"), get("d"))
+    called: list[list[str]] = []
+    while world.there.calls:
+        called.append([block.name for block in world.there.answer().blocks])
+        await settle()
+    assert called == [["first"], ["c", "d"], ["a", "b"]]
+    assert await asyncio.gather(*tasks) == [Moved(0, b"header")] * 5
+
+
+async def test_a_call_is_bounded() -> None:
+    world = World()
+    sizes = [1, *[MAX_CALL_BYTES // 2] * 3, MAX_CALL_BYTES + 1]
+    for size_bytes in sizes:
+        await world.begin(get("a"), size_bytes=size_bytes)
+    counts = []
+    while world.there.calls:
+        counts.append(len(world.there.answer().blocks))
+        await settle()
+    assert counts == [1, 2, 1, 1]
+    await world.begin(*[get("a")] * (MAX_CALL_BLOCKS + 2))
+    await world.begin(*[get("a", MAX_HEADER_BYTES)] * 2)
+    counts = []
+    while world.there.calls:
+        counts.append(len(world.there.answer().blocks))
+        await settle()
+    assert counts == [1, MAX_CALL_BLOCKS, 1, 1, 1]
+
+
+async def test_each_block_has_its_own_end() -> None:
+    world = World()
+    (first,) = await world.begin(put("first"))
+    tasks = await world.begin(get("a"), get("b"), get("c"))
+    world.there.answer(RPC_FAIL)
+    await settle()
+    request, answer = world.there.calls.popleft()
+    answer.set_result(Answer(request.number, statuses=[0, OBJECT_NOT_FOUND], headers=[b"x", b""]))
+    assert await first == Moved(RPC_FAIL, b"header")
+    assert await asyncio.gather(*tasks) == [Moved(0, b"x"), Moved(OBJECT_NOT_FOUND), Moved(-600)]
+
+
+async def test_a_call_that_takes_too_long_ends_the_process() -> None:
+    world = World(timeout_s=0.25)
+    (task,) = await world.begin(get("a"))
+    assert await task is None
+    assert len(world.there.killed) == 1
+    (task,) = await world.begin(get("b"))
+    world.there.answer()
+    assert await task == Moved(0, b"header")
+
+
+async def test_what_waits_too_long_is_given_up() -> None:
+    world = World(timeout_s=0.25)
+    link = world.there
+    link.dies_at_once = False
+    under_way, waits = await world.begin(get("a"), get("b"))
+    assert await waits is None
+    await link.told_to_die.wait()
+    assert not under_way.done()
+    link.answer()
+    assert await under_way == Moved(0, b"header")
+    assert not link.calls, "nobody asks for what was given up"
+
+
+async def test_a_caller_that_is_cancelled_returns_when_it_is_settled() -> None:
+    world = World()
+    (task,) = await world.begin(get("a"))
+    for _ in range(2):
+        task.cancel()
+        await settle()
+        assert not task.done()
+    world.there.answer()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_without_a_store_nothing_waits() -> None:
+    world = World()
+    world.link = None
+    tasks = await world.begin(put("a"), get("b"))
+    assert await asyncio.gather(*tasks) == [None, None]

@@ -1,0 +1,217 @@
+"""The store process with a scripted store in Mooncake's place: what it answers, and what it never hands on."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.daemon.tiers.store_messages import (
+    INTERNAL_ERROR,
+    INVALID_PARAMS,
+    LENGTH,
+    MASTER_AWAY,
+    MAX_HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
+    OBJECT_NOT_FOUND,
+    RPC_FAIL,
+    RPC_TIMEOUT,
+    Answer,
+    Begin,
+    Exists,
+    FromDaemon,
+    Get,
+    GetBlock,
+    Ping,
+    Put,
+    PutBlock,
+    Remove,
+    framed,
+    pack_ranges,
+    unpack_ranges,
+)
+from kvferry.daemon.tiers.store_process import Memory, StoreProcess, receive
+
+ARENA_BYTES = 1 << 16
+LATER = math.inf
+
+
+class ScriptedStore:
+    """Mooncake's store as far as it is used: ``status`` is what the next calls say; ``asked`` what they were given."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.asked: list[object] = []
+
+    def health_check(self) -> int:
+        """See Mooncake."""
+        return self.status
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        """See Mooncake: it has what begins with "a"."""
+        self.asked.append(names)
+        return [self.status or int(name.startswith("a")) for name in names]
+
+    def remove(self, name: str, force: bool, /) -> int:  # noqa: FBT001  Mooncake's own signature
+        """See Mooncake."""
+        assert force
+        self.asked.append(name)
+        return self.status if name.startswith("a") else OBJECT_NOT_FOUND
+
+    def batch_put_from_multi_buffers(
+        self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
+        """See Mooncake."""
+        self.asked.append((names, addresses, sizes))
+        return [self.status] * len(names)
+
+    def batch_get_into_multi_buffers(
+        self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
+        """See Mooncake: what is stored is as long as what is asked for, unless ``status`` says otherwise."""
+        self.asked.append((names, addresses, sizes))
+        return [self.status or sum(of_one) for of_one in sizes]
+
+
+class Daemon:
+    """The other end."""
+
+    def __init__(self, channel: socket.socket, store: ScriptedStore, memory: Memory) -> None:
+        self.store = store
+        self.memory = memory
+        self._channel = channel
+        self._decoder = msgspec.msgpack.Decoder(Answer)
+
+    def ask(self, request: FromDaemon) -> Answer:
+        """Return the answer to a request."""
+        self._channel.sendall(framed(request))
+        (size_bytes,) = LENGTH.unpack(self._channel.recv(LENGTH.size, socket.MSG_WAITALL))
+        return self._decoder.decode(self._channel.recv(size_bytes, socket.MSG_WAITALL))
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    fd = os.memfd_create("arena")
+    os.ftruncate(fd, ARENA_BYTES)
+    yield Memory(fd, ARENA_BYTES, 1)
+    os.close(fd)
+
+
+@pytest.fixture
+def daemon(memory: Memory) -> Iterator[Daemon]:
+    store = ScriptedStore()
+    ours, theirs = socket.socketpair()
+    process = StoreProcess(theirs, store, memory, 1)
+    serving = threading.Thread(target=process.serve)
+    serving.start()
+    with theirs, ours:
+        yield Daemon(ours, store, memory)
+        ours.shutdown(socket.SHUT_WR)
+        serving.join()
+        process.finish()
+
+
+def test_a_ping_says_whether_the_master_answers(daemon: Daemon) -> None:
+    assert daemon.ask(Ping(1)) == Answer(1)
+    daemon.store.status = 2
+    assert daemon.ask(Ping(2)) == Answer(2, MASTER_AWAY)
+
+
+def test_exists(daemon: Daemon) -> None:
+    assert daemon.ask(Exists(1, LATER, ["a", "b", "aa"])) == Answer(1, found=b"\1\0\1")
+    assert daemon.ask(Exists(2, LATER, [])) == Answer(2)
+    daemon.store.status = RPC_FAIL
+    assert daemon.ask(Exists(3, LATER, ["a"])) == Answer(3, RPC_FAIL)
+
+
+def test_nobody_is_asked_for_who_waits_no_more(daemon: Daemon) -> None:
+    assert daemon.ask(Exists(1, time.monotonic() - 1, ["a"])) == Answer(1, RPC_TIMEOUT)
+    assert not daemon.store.asked
+
+
+def test_remove_takes_what_is_not_there_for_removed(daemon: Daemon) -> None:
+    assert daemon.ask(Remove(1, ["a", "b"])) == Answer(1)
+    assert daemon.store.asked == ["a", "b"]
+    daemon.store.status = RPC_FAIL
+    assert daemon.ask(Remove(2, ["b", "a"])) == Answer(2, RPC_FAIL)
+
+
+def put(name: str, *ranges: tuple[int, int], header: bytes = b"header") -> PutBlock:
+    return PutBlock(name, header, pack_ranges(ranges))
+
+
+def get(name: str, *ranges: tuple[int, int], header_bytes: int = 6) -> GetBlock:
+    return GetBlock(name, header_bytes, pack_ranges(ranges))
+
+
+def test_put_gives_headers_and_ranges_in_order(daemon: Daemon) -> None:
+    blocks = [put("a", (4096, 10), (0, 20)), put("b", (1, 2), header=b"another")]
+    assert daemon.ask(Put(1, blocks)) == Answer(1, statuses=[0, 0], headers=[b"", b""])
+    arena, headers = daemon.memory.arena_address, daemon.memory.headers_address
+    addresses = [[headers, arena + 4096, arena], [headers + 6, arena + 1]]
+    assert daemon.store.asked == [(["a", "b"], addresses, [[6, 10, 20], [7, 2]])]
+    assert daemon.memory.read_header(0, 13) == b"headeranother"
+    daemon.store.status = RPC_FAIL
+    assert daemon.ask(Put(2, [put("a", (0, 1))])).statuses == [RPC_FAIL]
+
+
+def test_get_returns_headers(daemon: Daemon) -> None:
+    daemon.memory.write_header(0, b"headeranother")
+    blocks = [get("a", (8, 10)), get("b", (30, 1), header_bytes=7)]
+    assert daemon.ask(Get(1, blocks)) == Answer(1, statuses=[0, 0], headers=[b"header", b"another"])
+    for status, answered in ((OBJECT_NOT_FOUND, OBJECT_NOT_FOUND), (15, INTERNAL_ERROR), (17, INTERNAL_ERROR)):
+        daemon.store.status = status
+        assert daemon.ask(Get(2, [get("a", (8, 10))])) == Answer(2, statuses=[answered], headers=[b""])
+
+
+@pytest.mark.parametrize("wrong", [(-1, 1), (0, 0), (0, -1), (ARENA_BYTES, 1), (1, ARENA_BYTES), (1 << 62, 1 << 62)])
+def test_a_range_outside_of_the_arena_goes_nowhere(daemon: Daemon, wrong: tuple[int, int]) -> None:
+    whole = (0, ARENA_BYTES)
+    assert daemon.ask(Put(1, [put("a", whole, wrong)])).statuses == [INVALID_PARAMS]
+    assert daemon.ask(Get(2, [get("a", whole, wrong)])).statuses == [INVALID_PARAMS]
+    assert not daemon.store.asked
+    # Room for headers is given back, or this would wait for ever. Other blocks of a call go on.
+    assert daemon.ask(Put(3, [put("a", wrong), put("b", whole)])).statuses == [INVALID_PARAMS, 0]
+
+
+@pytest.mark.parametrize("size_bytes", [0, -1, MAX_HEADER_BYTES + 1])
+def test_a_header_that_has_no_room_goes_nowhere(daemon: Daemon, size_bytes: int) -> None:
+    blocks = [get("a", (0, 1), header_bytes=size_bytes), get("b", (0, 1), header_bytes=MAX_HEADER_BYTES)]
+    assert daemon.ask(Get(1, [*blocks, get("c", (0, 1))])).statuses == [INVALID_PARAMS, 0, INVALID_PARAMS]
+
+
+def test_what_a_thread_raises_is_an_answer(daemon: Daemon) -> None:
+    assert daemon.ask(Put(1, [PutBlock("a", b"header", b"no pairs")])) == Answer(1, INVALID_PARAMS)
+
+
+def test_a_message_that_is_too_long_is_not_read() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(LENGTH.pack(MAX_MESSAGE_BYTES + 1))
+        with pytest.raises(ValueError, match="bytes"):
+            receive(theirs)
+
+
+def test_an_end_within_a_message_is_an_end() -> None:
+    begin = framed(Begin("127.0.0.1", "127.0.0.1:1", "tcp", 0, mmap.PAGESIZE, 1))
+    for cut in (0, 1, LENGTH.size, len(begin) - 1):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.sendall(begin[:cut])
+            ours.close()
+            assert receive(theirs) is None
+
+
+@given(st.lists(st.tuples(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-(1 << 63), (1 << 63) - 1))))
+def test_ranges_come_back(ranges: list[tuple[int, int]]) -> None:
+    offsets, sizes = unpack_ranges(pack_ranges(ranges))
+    assert list(zip(offsets, sizes, strict=True)) == ranges

@@ -1,0 +1,143 @@
+"""Steps of blocks where only a card's regions differ: memory lent in parts, one kernel a step, closing, a lost card."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.pools.devices.accelerator import Accelerator
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
+from kvferry.pools.devices.staging import StagingPool
+from kvferry.pools.manifest import lay_out
+from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, BlockSteps
+from kvferry.protocol.errors import DeviceLostError
+from kvferry.protocol.manifests import Entry
+from tests.cann_simulator.simulator import Simulator
+from tests.devices import DEVICE
+from tests.pools.tiers.block_world import BlockWorld, worlds
+from tests.region_bytes import fill_region, read_pages, write_pages
+
+WAIT_S = 30.0
+PAGES = 12
+
+
+@pytest.fixture
+def card() -> Accelerator:
+    """Return a card as a daemon of its own would have it."""
+    one = Accelerator(DEVICE.name, stuck_after_s=5.0)
+    one.open()
+    return one
+
+
+def lent_in_parts(card: Accelerator, manifest_bytes: int, starts: list[int]) -> AcceleratorRegion:
+    """Return a region whose parts begin there, each mapped apart."""
+    ends = [*starts[1:], manifest_bytes]
+    with card.calling():
+        parts = [RegionPart(start, card.allocate(end - start)) for start, end in zip(starts, ends, strict=True)]
+    return AcceleratorRegion(card, parts, manifest_bytes, StagingPool(card))
+
+
+def small_pool() -> BlockPages:
+    entries = [
+        Entry(component="main", role=role, layer=layer, base=0, pages=PAGES, page_bytes=size)
+        for role, size in (("k", 2048), ("v", 1024))
+        for layer in range(6)
+    ]
+    layout = BlockLayout(lay_out(entries), "main")
+    return BlockPages(layout, np.arange(PAGES - 1, 0, -1), np.arange(PAGES - 1) * layout.block_bytes)
+
+
+def whole(pages: BlockPages) -> BlockStep:
+    return BlockStep(0, len(pages.ids), 0, pages.layout.content_bytes)
+
+
+@given(worlds(), st.integers(1, 40_000), st.data())
+def test_memory_in_parts_moves_each_byte_to_its_place(world: BlockWorld, step_bytes: int, data: st.DataObject) -> None:
+    entries = world.manifest.entries
+    cuts = data.draw(st.sets(st.sampled_from(range(1, len(entries) + 1))))
+    starts = [0, *(entries[cut].base for cut in sorted(cuts - {len(entries)}))]
+    region, memory, arena = lent_in_parts(DEVICE.accelerator, world.manifest.region_bytes, starts), None, world.arena()
+    memory, every = world.memory(), {}
+    try:
+        for entry in entries:
+            every[entry] = np.arange(entry.pages)
+            content = memory[entry.base : entry.base + entry.pages * entry.page_bytes]
+            write_pages(region, [entry], every[entry], content)
+        steps = BlockSteps(world.pages.layout, 0, len(world.pages.ids))
+        while (step := steps.take(step_bytes)) is not None:
+            region.begin_offload(world.pages, step, arena).wait()
+        assert (arena == world.offloaded(memory)).all()
+        arena[:] = np.random.default_rng(1).integers(0, 256, len(arena), np.uint8)
+        steps = BlockSteps(world.pages.layout, 0, len(world.pages.ids))
+        while (step := steps.take(step_bytes)) is not None:
+            region.begin_restore(world.pages, step, arena).wait()
+        expected = world.restored(memory, arena)
+        for entry in entries:
+            content = expected[entry.base : entry.base + entry.pages * entry.page_bytes]
+            assert (read_pages(region, [entry], every[entry]) == content).all()
+    finally:
+        region.close()
+
+
+def test_a_step_of_a_pool_in_one_part_is_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, card = small_pool(), DEVICE.accelerator
+    region = lent_in_parts(card, PAGES * pages.layout.content_bytes, [0])
+    taken, select = list[int](), card.torch.index_select
+
+    def counted(view: Any, dim: int, numbers: Any, *, out: Any) -> Any:  # noqa: ANN401  tensors
+        taken.append(len(numbers))
+        return select(view, dim, numbers, out=out)
+
+    monkeypatch.setattr(card.torch, "index_select", counted)
+    region.begin_offload(pages, whole(pages), np.zeros(pages.total_bytes, np.uint8)).wait()
+    assert taken == [pages.total_bytes // 1024], "one cell for each 1024 bytes of all pages"
+    region.close()
+
+
+def test_closing_waits_for_steps_that_nobody_has_waited_for_yet(simulator: Simulator) -> None:
+    pages = small_pool()
+    region = lent_in_parts(DEVICE.accelerator, PAGES * pages.layout.content_bytes, [0])
+    fill_region(region, 7)
+    arena, closed = np.zeros(pages.total_bytes, np.uint8), threading.Event()
+
+    def close() -> None:
+        region.close()
+        closed.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with simulator.held():
+            first = region.begin_offload(pages, whole(pages), arena)
+            second = region.begin_offload(pages, whole(pages), arena)
+            closing = pool.submit(close)
+        first.wait()
+        assert not closed.is_set(), "the second step is under way"
+        second.wait()
+        closing.result(WAIT_S)
+    assert (arena == 7).all()
+
+
+def test_a_step_on_a_card_that_hangs_loses_it(card: Accelerator, simulator: Simulator) -> None:
+    pages = small_pool()
+    region = lent_in_parts(card, PAGES * pages.layout.content_bytes, [0])
+    arena = np.zeros(pages.total_bytes, np.uint8)
+    with simulator.held():
+        pending = region.begin_offload(pages, whole(pages), arena)
+        with pytest.raises(DeviceLostError, match=r"not done after 5 s|has not come back"):
+            pending.wait()
+    with pytest.raises(DeviceLostError):
+        region.begin_restore(pages, whole(pages), arena)
+    DEVICE.synchronize()
+    region.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_held(simulator: Simulator) -> Iterator[None]:
+    yield
+    simulator.release()

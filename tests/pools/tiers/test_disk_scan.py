@@ -1,0 +1,216 @@
+"""What a store finds after a restart."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.pools.tiers.disk import DiskStore
+from kvferry.pools.tiers.disk_errors import MissingBlockError
+from tests.pools.tiers.disk_blocks import Block, block, files_under, read, reopened, scanned
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    with DiskStore(tmp_path) as store:
+        yield store
+        store.check_integrity()
+
+
+def _used_at(store: DiskStore, one: Block, second: int) -> None:
+    os.utime(one.file_in(store), ns=(0, second * 10**9))
+
+
+def test_nothing_is_found_in_an_empty_root(store: DiskStore) -> None:
+    assert scanned(store) == []
+
+
+def test_whole_blocks_are_found_those_used_longest_ago_first(store: DiskStore) -> None:
+    blocks = [block(seed, pages=seed % 3 + 1, parent=bytes([seed]) * 16 if seed else None) for seed in range(20)]
+    for second, one in enumerate(reversed(blocks)):
+        one.write_to(store)
+        _used_at(store, one, second)
+    with reopened(store) as after:
+        assert after.used_bytes == 0
+        found = scanned(after)
+        assert [one.key for one in found] == [one.key for one in reversed(blocks)]
+        for got, wanted in zip(reversed(found), blocks, strict=True):
+            assert (got.parent, list(got.digests), got.page_bytes) == (wanted.parent, wanted.digests, 1000)
+            assert got.size_bytes == wanted.file_in(after).stat().st_size
+            assert read(after, wanted) == wanted.pages
+        assert after.used_bytes == sum(one.size_bytes for one in found) == store.used_bytes
+        assert len(after) == 20
+        after.check_integrity()
+
+
+def test_what_is_read_counts_as_used(store: DiskStore) -> None:
+    first, second = block(1), block(2)
+    for number, one in enumerate((first, second)):
+        one.write_to(store)
+        _used_at(store, one, number)
+    read(store, first)
+    with reopened(store) as after:
+        found = scanned(after)
+    assert [one.key for one in found] == [second.key, first.key]
+    assert found[0].used_ns == 10**9
+
+
+def test_a_scan_opens_few_files_in_a_step(store: DiskStore) -> None:
+    for seed in range(10):
+        block(seed).write_to(store)
+    with reopened(store) as after:
+        steps = [len(step) for step in after.scan(files_a_step=4)]
+    assert [size for size in steps if size] == [4, 4, 2]
+
+
+def test_writers_and_readers_go_on_while_a_scan_runs(store: DiskStore) -> None:
+    old, replaced, removed, new = (block(seed) for seed in range(4))
+    for one in (old, replaced, removed):
+        one.write_to(store)
+    with reopened(store) as after:
+        steps = after.scan()
+        with after.begin_write(new.key, new.buffers, new.digests) as writer:
+            writer.step(100)
+            next(steps)
+            for _ in range(2):
+                next(steps)
+            replaced.write_to(after)
+            after.remove(removed.key)
+            found = [one.key for step in steps for one in step]
+            assert found == [old.key]
+            while not writer.step():
+                pass
+            writer.finish()
+        after.check_integrity()
+        assert len(after) == 3
+        assert read(after, new) == new.pages
+        assert after.counts.leftovers == 0
+
+
+def test_what_is_unfinished_is_removed(store: DiskStore) -> None:
+    one, other = block(1), block(2)
+    one.write_to(store)
+    writer = store.begin_write(other.key, other.buffers, other.digests)
+    writer.step()
+    left = files_under(store.root)
+    assert len(left) == 2
+    with reopened(store) as after:
+        assert [found.key for found in scanned(after)] == [one.key]
+        assert after.counts.leftovers == 1
+        assert len(files_under(after.root)) == 1
+        writer.abandon()
+
+
+KILLED = """
+import os, sys, signal
+from pathlib import Path
+from kvferry.pools.tiers.disk import DiskStore
+from tests.pools.tiers.disk_blocks import block
+store = DiskStore(Path(sys.argv[1]))
+block(1).write_to(store)
+wanted = block(2, page_bytes=100_000)
+writer = store.begin_write(wanted.key, wanted.buffers, wanted.digests)
+writer.step(150_000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_daemon_killed_while_it_writes_leaves_no_block(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(files_under(tmp_path)) == 2
+    with DiskStore(tmp_path) as after:
+        assert [found.key for found in scanned(after)] == [block(1).key]
+        with pytest.raises(MissingBlockError):
+            read(after, block(2, page_bytes=100_000))
+        assert after.counts.leftovers == 1
+        assert len(files_under(tmp_path)) == 1
+
+
+def test_damaged_files_are_removed(store: DiskStore) -> None:
+    blocks = [block(seed) for seed in range(6)]
+    for one in blocks:
+        one.write_to(store)
+    os.truncate(blocks[5].file_in(store), 8000)
+    os.truncate(blocks[0].file_in(store), 5000)
+    os.truncate(blocks[1].file_in(store), 0)
+    blocks[2].file_in(store).write_bytes(b"x" * 7096)
+    whole = blocks[3].file_in(store).read_bytes()
+    blocks[3].file_in(store).write_bytes(whole[:300] + b"\1" + whole[301:])
+    with reopened(store) as after:
+        assert [found.key for found in scanned(after)] == [blocks[4].key]
+        assert after.counts.damaged == 5
+        assert len(files_under(after.root)) == 1
+        assert after.counts.unreadable == 0
+
+
+def test_what_is_not_ours_is_left_alone(store: DiskStore) -> None:
+    one = block(1)
+    one.write_to(store)
+    folder = one.file_in(store).parent
+    other = "00" if folder.name != "00" else "11"
+    foreign = [
+        store.root / "README",
+        store.root / "lost+found" / "x",
+        store.root / "007" / "x",
+        folder.parent / "notes.txt",
+        folder / "notes.txt",
+        folder / (one.key.hash.hex() + ".bak"),
+        folder / (other + "0" * 30),
+        folder / ("0" * 32 + ".part"),
+        folder.parent.parent / "main-0" / "x",
+    ]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    outside = store.root.parent / f"{store.root.name}-outside"
+    shutil.copytree(folder, outside)
+    kept = files_under(outside)
+    (folder.parent / other).symlink_to(outside)
+    (folder / (folder.name + "f" * 30)).symlink_to(one.file_in(store))
+    with reopened(store) as after:
+        assert [found.key for found in scanned(after)] == [one.key]
+        assert after.counts.foreign == len(foreign) + 2
+        assert (after.counts.damaged, after.counts.leftovers) == (0, 0)
+    assert all(path.read_text() == "mine" for path in foreign)
+    assert files_under(outside) == kept
+
+
+def test_a_block_under_another_name_is_removed(store: DiskStore) -> None:
+    one, tenants = block(1), store.root / "8"
+    one.write_to(store)
+    shutil.copytree(store.root / "7", tenants)
+    with reopened(store) as after:
+        assert [found.key for found in scanned(after)] == [one.key]
+        assert after.counts.damaged == 1
+
+
+def test_what_cannot_be_read_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Callable[[object, str], None]
+) -> None:
+    require(os.geteuid() == 0, "root, to become a user who may not read")
+    monkeypatch.chdir(tmp_path)  # that user cannot come here from above
+    hidden, unreadable = block(1, tenant=1), block(2, tenant=2)
+    with DiskStore(Path()) as store:
+        for one in (hidden, unreadable):
+            one.write_to(store)
+    with DiskStore(Path()) as store:
+        for path in (tmp_path, *tmp_path.rglob("*")):
+            os.chown(path, 12345, -1)
+        hidden.file_in(store).parent.chmod(0)
+        unreadable.file_in(store).chmod(0)
+        os.seteuid(12345)
+        try:
+            assert scanned(store) == []
+        finally:
+            os.seteuid(0)
+        assert store.counts.unreadable == 2
+        assert store.counts.damaged == 0
+    assert len(files_under(tmp_path)) == 2
