@@ -94,7 +94,9 @@ def check_possible(hosts: int) -> None:
         )
 
 
-def start_cluster(hosts: int, runtime_dir: Path, folder: Path, stack: contextlib.ExitStack) -> Cluster:
+def start_cluster(
+    hosts: int, runtime_dir: Path, folder: Path, stack: contextlib.ExitStack, config: str = ""
+) -> Cluster:
     """Return running daemons; ``stack`` ends them.
 
     Args:
@@ -102,12 +104,13 @@ def start_cluster(hosts: int, runtime_dir: Path, folder: Path, stack: contextlib
         runtime_dir: where the daemon's sockets go; with several hosts each has a folder in it.
         folder: for logs and configurations.
         stack: takes what must be ended.
+        config: of the daemon where there is one host, as TOML.
 
     Raises:
         DemoError: a daemon does not start, or the hosts cannot be made.
     """
     if hosts == 1:
-        node = Node(runtime_dir, stack.enter_context(start_daemon(runtime_dir, folder)))
+        node = Node(runtime_dir, stack.enter_context(start_daemon(runtime_dir, folder, config)))
         return Cluster((node,), node)
     nodes = [_start_node(host, runtime_dir, folder, stack) for host in stack.enter_context(Hosts(hosts))]
     return Cluster(tuple(nodes[:-1]), nodes[-1])

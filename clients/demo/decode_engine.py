@@ -111,7 +111,7 @@ class DecodeEngine:
         for hand_off in changed:
             if hand_off.error is not None:
                 raise hand_off.error
-            if hand_off.finished is not None and (request := self._rooms.pop(hand_off, None)):
+            if isinstance(hand_off, HandOff) and hand_off.finished and (request := self._rooms.pop(hand_off, None)):
                 self._begin(request, hand_off)
 
     def _begin(self, request: _Request, hand_off: HandOff) -> None:

@@ -1,4 +1,7 @@
-"""``kvferry demo``: starts daemons and engines, routes prompts to them, and compares with plain ``generate()``."""
+"""``kvferry demo``: starts daemons and engines, routes prompts to them, and compares with plain ``generate()``.
+
+With ``--retract`` a single engine, whose requests have to take turns in a pool that is too small for them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,22 @@ import msgspec
 
 from kvferry.clients.demo.cluster import Cluster, Node, check_possible, start_cluster, start_engine
 from kvferry.clients.demo.errors import DemoError
-from kvferry.clients.demo.messages import Arrived, Done, Prefilled, Prompt, Ready, Token
-from kvferry.clients.demo.model import OFFLINE, check_installed, converted_model, load_tokenizer
+from kvferry.clients.demo.messages import (
+    Arrived,
+    Done,
+    FromEngine,
+    Prefilled,
+    Prompt,
+    Ready,
+    Restored,
+    Retracted,
+    Token,
+)
+from kvferry.clients.demo.model import OFFLINE, check_installed, converted_model, load_tokenizer, token_bytes
+from kvferry.clients.demo.pressure import LEAST_NEW_TOKENS, tiers_config, too_few_pages
 from kvferry.clients.demo.processes import Child, failure, listen
-from kvferry.clients.demo.prompts import AT_LEAST, make_prompts
-from kvferry.clients.demo.report import Report, RequestFigures, table
+from kvferry.clients.demo.prompts import AT_LEAST, PAGE_SIZE, make_prompts
+from kvferry.clients.demo.report import Report, RequestFigures, Totals, retraction_table, table
 from kvferry.protocol.ids import new_request_id
 
 SILENCE_S = 600.0
@@ -71,6 +85,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.transport is not None and (options.transport == "local") != (options.hosts == 1):
         parser.error("argument --transport: local is for --hosts 1, mooncake for more")
+    if options.retract and options.hosts != 1:
+        parser.error("argument --retract: requests take turns in one pool, which is on one host")
+    if options.retract and options.max_new_tokens < LEAST_NEW_TOKENS:
+        parser.error(f"argument --retract: --max-new-tokens {LEAST_NEW_TOKENS} or more, or no request has to go")
     return options
 
 
@@ -87,6 +105,11 @@ def _parser() -> argparse.ArgumentParser:
         help="1: one daemon (the default); 2: prefill and decode on hosts of their own; 3: two pipeline stages prefill",
     )
     parser.add_argument("--transport", choices=("local", "mooncake"), help="local on one host, mooncake between hosts")
+    parser.add_argument(
+        "--retract",
+        action="store_true",
+        help="one engine whose pool is too small for all prompts: they take turns in it by offload and restore",
+    )
     parser.add_argument("--json", type=_writable, metavar="FILE", help="write the figures there")
     parser.add_argument("--keep", action="store_true", help="leave the daemons up until Ctrl-C")
     parser.add_argument("--runtime-dir", type=Path, help="where the daemons' sockets go (a new folder)")
@@ -125,16 +148,23 @@ def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         prompt.request_id: RequestFigures(number=number, shows=one.shows, prompt_tokens=len(one.tokens))
         for number, (prompt, one) in enumerate(zip(prompts, made, strict=True), 1)
     }
-    report = Report(figures, tokenizer)
+    report = Report(figures, tokenizer, retracts=options.retract)
     runtime_dir = (options.runtime_dir or folder / "run").absolute()
-    cluster = start_cluster(options.hosts, runtime_dir, folder, stack)
+    config = tiers_config(prompts, PAGE_SIZE, PAGE_SIZE * token_bytes(model)) if options.retract else ""
+    cluster = start_cluster(options.hosts, runtime_dir, folder, stack, config)
     for node in cluster.nodes:
         _say(f"the {node.daemon.name} serves in {node.runtime_dir} (pid {node.daemon.pid})")
     run = _Run(folder, model, cluster)
-    _hand_off(run, prompts, report)
+    (_retract if options.retract else _hand_off)(run, prompts, report)
     _compare(run, prompts, report)
     totals = report.totals(time.monotonic() - started)
-    print("\n".join(table(totals)))
+    print("\n".join((retraction_table if options.retract else table)(totals)))
+    _end(options, cluster, totals)
+    return 0 if totals.ok else 1
+
+
+def _end(options: argparse.Namespace, cluster: Cluster, totals: Totals) -> None:
+    """Write the figures, end the daemons unless they are to stay, and say the outcome."""
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(totals)) + b"\n")
     if options.keep:
@@ -143,6 +173,8 @@ def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             _say(f"{stays}   (Ctrl-C ends it)")
     elif failed := [daemon for daemon in cluster.daemons if daemon.end()]:
         raise failure(failed)
+    if options.retract:
+        _say(f"retracted={totals.retracted} restored={totals.restored}")
     outcome = "ok" if totals.ok else "failed"
     print(
         f"demo: {outcome} prompts={totals.prompts} tokens={totals.tokens} identical={str(totals.identical).lower()}",
@@ -150,7 +182,6 @@ def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     )
     if options.keep:
         _keep(cluster.daemons)
-    return 0 if totals.ok else 1
 
 
 def _hand_off(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
@@ -161,23 +192,46 @@ def _hand_off(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
             for stage, node in enumerate(run.cluster.prefill)
         ]
         engines.append(stack.enter_context(_engine(run, run.cluster.decode, "decode", run.cluster.decode_arguments())))
-        _say(f"loading the model in {' and '.join(f'a {engine.name} (pid {engine.pid})' for engine in engines)}")
-        loading = set(engines)
-        for child, line in listen(engines, run.cluster.daemons, SILENCE_S):
-            if isinstance(line, Ready):
-                _say(f"the {child.name} is ready after {line.load_s:.1f} s")
-                loading.discard(child)
-                if not loading:
-                    for engine in reversed(engines):
-                        engine.tell(prompts)
-            elif isinstance(line, Prefilled):
-                report.prefilled(line)
-            elif isinstance(line, Arrived):
-                report.arrived(line)
-            elif isinstance(line, Token):
-                report.token(line)
-            elif isinstance(line, Done):
-                report.done(line)
+        _follow(engines, run.cluster, prompts, report)
+
+
+def _retract(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
+    """Give all prompts to one engine, which has pages for about half of them."""
+    pool_tokens = too_few_pages(prompts, PAGE_SIZE) * PAGE_SIZE
+    _say(f"a pool of {pool_tokens // PAGE_SIZE} pages for prompts of {sum(len(one.tokens) for one in prompts)} tokens")
+    with _engine(run, run.cluster.decode, "retract", (), pool_tokens) as engine:
+        _follow([engine], run.cluster, prompts, report)
+
+
+def _follow(engines: Sequence[Child], cluster: Cluster, prompts: Sequence[Prompt], report: Report) -> None:
+    """Wait until the engines are ready, the last of them first give them the prompts, and take what they say."""
+    _say(f"loading the model in {' and '.join(f'a {engine.name} (pid {engine.pid})' for engine in engines)}")
+    loading = set(engines)
+    for child, line in listen(engines, cluster.daemons, SILENCE_S):
+        if isinstance(line, Ready):
+            _say(f"the {child.name} is ready after {line.load_s:.1f} s")
+            loading.discard(child)
+            if not loading:
+                for engine in reversed(engines):
+                    engine.tell(prompts)
+        else:
+            _take(line, report)
+
+
+def _take(line: FromEngine, report: Report) -> None:
+    """Enter what an engine says into the report."""
+    if isinstance(line, Prefilled):
+        report.prefilled(line)
+    elif isinstance(line, Arrived):
+        report.arrived(line)
+    elif isinstance(line, Token):
+        report.token(line)
+    elif isinstance(line, Retracted):
+        report.retracted(line)
+    elif isinstance(line, Restored):
+        report.restored(line)
+    elif isinstance(line, Done):
+        report.done(line)
 
 
 def _compare(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
@@ -195,8 +249,8 @@ def _compare(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
                 report.reference(line)
 
 
-def _engine(run: _Run, node: Node, name: str, its_arguments: Sequence[str]) -> Child:
-    arguments = [*_model_arguments(run), "--pool", f"demo-{name}", "--pool-tokens", str(POOL_TOKENS), *its_arguments]
+def _engine(run: _Run, node: Node, name: str, its_arguments: Sequence[str], pool_tokens: int = POOL_TOKENS) -> Child:
+    arguments = [*_model_arguments(run), "--pool", f"demo-{name}", "--pool-tokens", str(pool_tokens), *its_arguments]
     return start_engine(node, f"{name} engine", f"kvferry.clients.demo.{name}_engine", arguments, OFFLINE)
 
 

@@ -31,7 +31,7 @@ class Ready(Line, frozen=True, kw_only=True):
 
 
 class Prefilled(Line, frozen=True, kw_only=True):
-    """Prefill engine: the last SEND of a prompt is on its way."""
+    """Prefill engine: the last SEND of a prompt is on its way. Retracting engine: its first token is there."""
 
     request_id: str
     prefill_s: float
@@ -56,6 +56,26 @@ class Token(Line, frozen=True, kw_only=True):
     token: int
 
 
+class Retracted(Line, frozen=True, kw_only=True):
+    """Retracting engine: a request's pages are in the host tier and free again; ``offload_s`` by the daemon's word."""
+
+    request_id: str
+    tokens: int
+    pages: int
+    moved_bytes: int
+    offload_s: float
+
+
+class Restored(Line, frozen=True, kw_only=True):
+    """Retracting engine: a request is back; of its pages ``other_pages`` are not the ones that it had."""
+
+    request_id: str
+    pages: int
+    other_pages: int
+    moved_bytes: int
+    restore_s: float
+
+
 class Done(Line, frozen=True, kw_only=True):
     """Decode engine: a request has all its tokens. Reference engine: the same, with the tokens."""
 
@@ -64,7 +84,7 @@ class Done(Line, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = ()
 
 
-FromEngine = Ready | Prefilled | Arrived | Token | Done
+FromEngine = Ready | Prefilled | Arrived | Token | Retracted | Restored | Done
 
 _prompts = msgspec.json.Decoder(Prompt)
 _from_engine = msgspec.json.Decoder(FromEngine)

@@ -5,6 +5,7 @@ Reading the package's GGUF file takes half a minute, the converted copy a moment
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -69,6 +70,14 @@ def converted_model(progress: Callable[[str], None]) -> Path:
         except OSError as cause:
             raise DemoError(f"cannot convert the model into {cache}: {cause}") from cause
     return folder
+
+
+def token_bytes(folder: Path) -> int:
+    """Return how much K and V of a token a converted model has, all layers in fp32."""
+    config = json.loads((folder / "config.json").read_bytes())
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    size_bytes: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * dim * 4
+    return size_bytes
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -32,6 +32,16 @@ class PagedSequence:
         """Go on with these pages."""
         self.page_ids = torch.cat([self.page_ids, torch.tensor(page_ids)])
 
+    def move(self, page_ids: list[int]) -> None:
+        """Go on in other pages, which hold the same tokens.
+
+        Raises:
+            ValueError: not as many.
+        """
+        if len(page_ids) != len(self.page_ids):
+            raise ValueError(f"{len(page_ids)} pages for a sequence of {len(self.page_ids)}")
+        self.page_ids = torch.tensor(page_ids)
+
     def slots(self, start: int, stop: int) -> torch.Tensor:
         """Return the token slots of positions ``start`` to ``stop``: page * page_size + offset, ``(n,)`` int64.
 

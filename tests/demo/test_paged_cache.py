@@ -139,3 +139,22 @@ def test_a_full_sequence_takes_another_page(tiny_model: torch.nn.Module) -> None
     assert sequence.capacity == 2 * PAGE_SIZE
     last_logits(tiny_model, [5], cache)
     assert not memory.k[:, 2, 0].isnan().any()
+
+
+def test_a_sequence_goes_on_in_other_pages(
+    tiny_model: torch.nn.Module, prefilled: tuple[Memory, list[int], torch.Tensor]
+) -> None:
+    memory, ids, prompt = prefilled
+    sequence = PagedSequence(torch.tensor([*ids, 6]), PAGE_SIZE, len(PROMPT))
+    cache = PagedCache(memory.k, memory.v, sequence)
+    first = last_logits(tiny_model, [int(prompt.argmax())], cache)
+    others = [2, 9, 3, 11, 5, 8]
+    kept = memory.k[:, [*ids, 6]].clone(), memory.v[:, [*ids, 6]].clone()
+    memory.k.fill_(float("nan"))
+    memory.v.fill_(float("nan"))
+    memory.k[:, others], memory.v[:, others] = kept
+    with pytest.raises(ValueError, match="5 pages for a sequence of 6"):
+        sequence.move(others[:5])
+    sequence.move(others)
+    second = last_logits(tiny_model, [int(first.argmax())], cache)
+    assert all(map(torch.equal, [first, second], expected(tiny_model)[1:3]))

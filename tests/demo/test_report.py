@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.clients.demo.messages import Arrived, Done, Prefilled, Token
-from kvferry.clients.demo.report import Report, RequestFigures, Totals, table
+from kvferry.clients.demo.messages import Arrived, Done, Prefilled, Restored, Retracted, Token
+from kvferry.clients.demo.report import Report, RequestFigures, Totals, retraction_table, table
 
 
 class Letters:
@@ -18,10 +18,10 @@ class Letters:
         return "".join(chr(ord("a") + token) for token in tokens)
 
 
-def report_of(count: int) -> Report:
+def report_of(count: int, *, retracts: bool = False) -> Report:
     letters: Any = Letters()
     figures = {str(n): RequestFigures(number=n, shows="a page", prompt_tokens=128) for n in range(1, count + 1)}
-    return Report(figures, letters)
+    return Report(figures, letters, retracts=retracts)
 
 
 def serve(report: Report, request_id: str, tokens: list[int]) -> None:
@@ -95,3 +95,51 @@ def test_the_table_has_a_line_a_request_under_its_head() -> None:
     assert len(head) == len(first) == len(second)
     assert " 1.0 " in first  # two tokens after the first one in two seconds
     assert "5 s in all" in summary
+
+
+# -- requests that take turns
+
+
+def turns(report: Report, retracted: int, restored: int) -> Totals:
+    """Return the totals of a request with the right tokens that went and came back so often."""
+    for _ in range(retracted):
+        report.retracted(Retracted(request_id="1", tokens=3, pages=2, moved_bytes=3 << 20, offload_s=0.004))
+    for _ in range(restored):
+        report.restored(Restored(request_id="1", pages=2, other_pages=1, moved_bytes=3 << 20, restore_s=0.002))
+    serve(report, "1", [1, 2])
+    report.reference(Done(request_id="1", decode_s=1.0, tokens=(1, 2)))
+    return report.totals(5.0)
+
+
+def test_every_retraction_counts_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    totals = turns(report_of(1, retracts=True), 2, 2)
+    assert (totals.ok, totals.retracted, totals.restored) == (True, 2, 2)
+    assert (totals.requests[0].offload_ms, totals.requests[0].restore_ms) == (8.0, 4.0)
+    assert totals.moved_bytes == totals.requests[0].moved_bytes == 4 * 3 << 20
+    printed = capsys.readouterr().out
+    assert printed.count("   1 <- retracted after 3 tokens: 2 pages to the host tier\n") == 2
+    assert printed.count("   1 -> restored: 2 pages, 1 of them other ones\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("retracted", "restored"), [(0, 0), (2, 1), (1, 2)], ids=["nobody had to go", "one never came back", "one too many"]
+)
+def test_a_run_that_shows_no_retraction_is_no_success(retracted: int, restored: int) -> None:
+    totals = turns(report_of(1, retracts=True), retracted, restored)
+    assert totals.identical
+    assert not totals.ok
+
+
+def test_a_run_without_retraction_has_none() -> None:
+    assert turns(report_of(1), 0, 0).ok
+    assert not turns(report_of(1), 1, 1).ok
+
+
+def test_the_table_of_turns_has_the_mean_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(2, retracts=True)
+    head, first, second, summary = retraction_table(turns(report, 2, 2))
+    assert capsys.readouterr().out
+    assert len(head) == len(first) == len(second)
+    assert first.split()[-4:] == ["2", "4.0", "2.0", "12.0"]
+    assert second.split()[-4:] == ["0", "0.0", "0.0", "0.0"]
+    assert "2 times a request was retracted and 2 times one was restored" in summary

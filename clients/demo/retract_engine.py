@@ -1,0 +1,255 @@
+"""The demo's retracting engine: more requests than its pool holds, so that they take turns in it.
+
+A scheduler loop as an engine has it, prefill and decode in one. The request that has been in longest is offloaded where
+another one waits and its turn is over, or where a running one needs a page and none is free. It goes on in whatever
+pages it is restored to. Nothing waits for a copy but the requests that it is of.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from typing import Final
+
+import torch
+
+from kvferry.clients.demo.engine import Engine, arguments, start
+from kvferry.clients.demo.messages import Done, Prefilled, Prompt, Restored, Retracted, Token, read_prompts, tell
+from kvferry.clients.demo.paged_cache import PagedCache, PagedSequence
+from kvferry.clients.demo.pressure import TURN_TOKENS, most_pages
+from kvferry.clients.demo.stages import compute
+from kvferry.clients.operations import pages
+from kvferry.protocol.client_works import TierWork
+from kvferry.protocol.errors import InternalError
+from kvferry.protocol.tier_messages import TierDone
+
+QUIET_S: Final = 120.0
+
+
+class _Request:
+    """One prompt: where its K and V are, and its tokens so far.
+
+    Attributes:
+        snapshot: where they are while it is out; empty before its prefill.
+        turn_tokens: how many tokens it has made since it came in.
+    """
+
+    def __init__(self, prompt: Prompt, sequence: PagedSequence, cache: PagedCache) -> None:
+        self.prompt = prompt
+        self.sequence = sequence
+        self.cache = cache
+        self.tokens: list[int] = []
+        self.snapshot = ""
+        self.started = 0.0
+        self.turn_tokens = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether its next token needs another page."""
+        return self.cache.get_seq_length() == self.sequence.capacity
+
+    @property
+    def next_pages(self) -> int:
+        """Return how many pages it must have to make its next token."""
+        return -(-(len(self.prompt.tokens) + len(self.tokens)) // self.sequence.page_size)
+
+
+class RetractEngine:
+    """One engine; requests in turn, one token each, so that every one is computed as if alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._client = engine.client
+        self._model = engine.model
+        self._pool = engine.pool.name
+        self._page_size = engine.pool.page_size
+        self._k = engine.pool.tensor("main", "k")
+        self._v = engine.pool.tensor("main", "v")
+        self._eos = engine.model.config.eos_token_id
+        self._pages = self._free_pages = engine.pool.manifest.pages - 1
+        self._waiting: deque[_Request] = deque()
+        self._running: deque[_Request] = deque()
+        self._leaving: dict[TierWork, _Request] = {}
+        self._coming: dict[TierWork, tuple[_Request, list[int]]] = {}
+        self._shuffle = random.Random(3)  # noqa: S311  an order that nothing can be right by accident in
+
+    def add(self, prompt: Prompt) -> None:
+        """Take a prompt.
+
+        Raises:
+            InternalError: it does not fit into the pool even alone.
+        """
+        if most_pages(prompt, self._page_size) > self._pages:
+            raise InternalError(f"a prompt of {len(prompt.tokens)} tokens does not fit in {self._pool}")
+        sequence = PagedSequence(torch.empty(0, dtype=torch.int64), self._page_size, 0)
+        self._waiting.append(_Request(prompt, sequence, PagedCache(self._k, self._v, sequence)))
+
+    def run(self) -> None:
+        """Compute until every prompt is done."""
+        stepped = True
+        while self._waiting or self._running or self._leaving or self._coming:
+            self._take_ended(0.0 if stepped else QUIET_S)
+            self._let_in()
+            stepped = self._step()
+
+    # -- in and out
+
+    def _let_in(self) -> None:
+        """Let those in that wait longest; where one has no room, those whose turn is over go."""
+        while self._waiting:
+            request = self._waiting[0]
+            wanted = request.next_pages + sum(one.is_full for one in self._running)
+            if wanted <= self._free_pages:
+                self._enter(self._waiting.popleft())
+                continue
+            leaving_pages = sum(len(one.sequence.page_ids) for one in self._leaving.values())
+            if wanted <= self._free_pages + leaving_pages or not self._retract(TURN_TOKENS):
+                return
+
+    def _enter(self, request: _Request) -> None:
+        """Compute a prompt, or have a request that was out restored into fresh pages."""
+        request.turn_tokens = 0
+        if not request.snapshot:
+            self._prefill(request)
+            return
+        ids = self._allocate(len(request.sequence.page_ids))
+        lists = [pages(ids, tokens=request.cache.get_seq_length())]
+        work = self._client.restore(self._pool, request.snapshot, lists, drop=True, deadline_s=QUIET_S)
+        self._coming[work] = request, ids
+
+    def _retract(self, turn_tokens: int = 0) -> bool:
+        """Offload the request that has been in longest, for so many tokens at least, and give its pages up."""
+        over = [one for one in self._running if one.turn_tokens >= turn_tokens]
+        if not over:
+            return False
+        request = max(over, key=lambda one: one.turn_tokens)
+        self._running.remove(request)
+        lists = [pages(request.sequence.page_ids.numpy(), tokens=request.cache.get_seq_length())]
+        work = self._client.offload(self._pool, lists, release=True, deadline_s=QUIET_S)
+        self._leaving[work] = request
+        return True
+
+    def _take_ended(self, timeout_s: float) -> None:
+        """Take what has moved.
+
+        Raises:
+            KvferryError: it could not be moved.
+            InternalError: there was a time to wait, and nothing moved.
+        """
+        if not self._client.poll(timeout_s) and timeout_s:
+            raise InternalError(f"no page moved within {timeout_s:g} s")
+        for work in [one for one in self._leaving if one.is_done]:
+            self._left(self._leaving.pop(work), work.outcome())
+        for work in [one for one in self._coming if one.is_done]:
+            self._came(*self._coming.pop(work), work.outcome())
+
+    def _left(self, request: _Request, done: TierDone) -> None:
+        count = len(request.sequence.page_ids)
+        self._free_pages += count
+        request.snapshot = done.snapshot
+        self._waiting.append(request)
+        tell(
+            Retracted(
+                request_id=request.prompt.request_id,
+                tokens=len(request.tokens),
+                pages=count,
+                moved_bytes=done.moved_bytes,
+                offload_s=_seconds(done),
+            )
+        )
+
+    def _came(self, request: _Request, ids: list[int], done: TierDone) -> None:
+        others = sum(new != old for new, old in zip(ids, request.sequence.page_ids.tolist(), strict=True))
+        request.sequence.move(ids)
+        self._running.append(request)
+        tell(
+            Restored(
+                request_id=request.prompt.request_id,
+                pages=len(ids),
+                other_pages=others,
+                moved_bytes=done.moved_bytes,
+                restore_s=_seconds(done),
+            )
+        )
+
+    # -- tokens
+
+    def _prefill(self, request: _Request) -> None:
+        began = time.monotonic()
+        request.sequence.append(self._allocate(request.next_pages))
+        logits = compute(self._model, torch.tensor(request.prompt.tokens), request.cache, 0, only_last=True)
+        request.started = time.monotonic()
+        tell(
+            Prefilled(
+                request_id=request.prompt.request_id,
+                prefill_s=request.started - began,
+                sent_at=request.started,
+                chunks=1,
+                reused_pages=0,
+            )
+        )
+        self._go_on(request, logits)
+
+    def _step(self) -> bool:
+        """Make one token of the first request that has a page for it; return False where none has."""
+        for _ in range(len(self._running)):
+            request = self._running.popleft()
+            if self._has_page(request):
+                last = torch.tensor(request.tokens[-1:])
+                length = request.cache.get_seq_length()
+                self._go_on(request, compute(self._model, last, request.cache, length, only_last=True))
+                return True
+            self._running.append(request)
+        return False
+
+    def _has_page(self, request: _Request) -> bool:
+        """Return whether a request has a page for its next token, which it may get; if not, another one has to go."""
+        if not request.is_full:
+            return True
+        if self._free_pages:
+            request.sequence.append(self._allocate(1))
+            return True
+        if not self._leaving:
+            self._retract()
+        return False
+
+    def _go_on(self, request: _Request, logits: torch.Tensor) -> None:
+        """Take the token that the logits give and report it; queue the request for the next one, or end it."""
+        request.tokens.append(int(logits[-1].argmax()))
+        request.turn_tokens += 1
+        request_id = request.prompt.request_id
+        tell(Token(request_id=request_id, token=request.tokens[-1]))
+        if request.tokens[-1] != self._eos and len(request.tokens) < request.prompt.max_new_tokens:
+            self._running.append(request)
+            return
+        tell(Done(request_id=request_id, decode_s=time.monotonic() - request.started))
+        self._client.free(self._pool, request.sequence.page_ids.numpy())
+        self._free_pages += len(request.sequence.page_ids)
+
+    def _allocate(self, count: int) -> list[int]:
+        """Return fresh pages filled with NaN: what is not restored cannot pass for data."""
+        ids: list[int] = self._client.allocate(self._pool, count).tolist()
+        self._free_pages -= count
+        self._shuffle.shuffle(ids)
+        self._k[:, ids] = float("nan")
+        self._v[:, ids] = float("nan")
+        return ids
+
+
+def _seconds(done: TierDone) -> float:
+    """Return how long a work took, from the request to the last copy."""
+    return (done.waited_us + done.moved_us) / 1e6
+
+
+def main() -> None:
+    """Serve the router's prompts until there are no more."""
+    engine = start(arguments())
+    with engine.client:
+        retract = RetractEngine(engine)
+        for prompt in read_prompts():
+            retract.add(prompt)
+        retract.run()
+
+
+if __name__ == "__main__":
+    main()
