@@ -41,7 +41,7 @@ class TiersConfig(Section, frozen=True, kw_only=True):
     host_bytes: Bytes | None = None
     populate: bool = False
     tenant_bytes: Bytes | None = None
-    quotas: dict[int, Bytes] = {}
+    quotas: dict[int, Bytes] = {}  # noqa: RUF012  msgspec copies it
     policy: Literal["sieve", "lru"] = "sieve"
     checksums: bool = True
     threads: Annotated[int, Meta(ge=1, le=16)] | None = None

@@ -6,7 +6,9 @@ stays until its owner gives it back, and who asks for more than there is gets BU
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
@@ -23,6 +25,10 @@ from kvferry.protocol.session_messages import TierStatus
 
 log = structlog.get_logger(__name__)
 HOLDERS_SHOWN = 4
+STRIDE_BYTES = 2 << 20
+AHEAD_BYTES = 256 << 20
+"""So much more memory than is in use is taken from the host, unless all of it is."""
+
 JOURNAL_CHANGES = 1 << 16
 DEMOTION = -2
 """The holder of the pins of blocks that are on their way to a lower tier."""
@@ -53,6 +59,10 @@ class HostTier:
         self.index = BlockIndex(self.journal, quota_bytes=quota_bytes, quotas=config.quotas, policy=config.policy)
         self.page_bytes: dict[Namespace, int] = {}
         self._region = HostRegion.create("host-tier", size_bytes) if size_bytes else None
+        self._ahead_bytes = size_bytes if config.populate else AHEAD_BYTES
+        self._populated_bytes = 0
+        self._populator = ThreadPoolExecutor(1, "populate-tier")
+        self._closing = threading.Event()
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -89,10 +99,13 @@ class HostTier:
         wanted = count * whole_grains(size_bytes)
         self._make_room_for_tenant(tenant, wanted, counted_bytes=wanted if counted else 0)
         try:
-            return self.arena.allocate(count, size_bytes)
+            offsets = self.arena.allocate(count, size_bytes)
         except NotEnoughError:
             self._make_room(count, size_bytes, wanted)
-        return self.arena.allocate(count, size_bytes)
+            offsets = self.arena.allocate(count, size_bytes)
+        if count:
+            self.populate(int(offsets[-1]) + size_bytes)
+        return offsets
 
     def free(self, offsets: Offsets, size_bytes: int) -> None:
         """Give memory back that ``reserve`` gave."""
@@ -118,8 +131,20 @@ class HostTier:
             snapshots=snapshots,
         )
 
+    def populate(self, used_bytes: int) -> None:
+        """Take memory ahead of its use, on a thread: a copy into memory that is new to the host is far slower."""
+        wanted = min(self.arena.size_bytes, -(-(used_bytes + self._ahead_bytes) // STRIDE_BYTES) * STRIDE_BYTES)
+        if self._region is None or wanted < min(self._populated_bytes + self._ahead_bytes // 2, self.arena.size_bytes):
+            return
+        start, self._populated_bytes = self._populated_bytes, max(wanted, self._populated_bytes)
+        if start < self._populated_bytes:
+            done = self._populator.submit(self._region.populate, self._closing, start, self._populated_bytes)
+            done.add_done_callback(_say_failed)
+
     def close(self) -> None:
         """Give the memory back."""
+        self._closing.set()
+        self._populator.shutdown(cancel_futures=True)
         if self._region is not None:
             self._region.close()
 
@@ -166,6 +191,11 @@ class HostTier:
             f"the host tier is full: {wanted} bytes are needed, {why}; {charged} are snapshots and works under way; "
             f"cached blocks are pinned: {pinned}"
         )
+
+
+def _say_failed(done: Future[None]) -> None:
+    if not done.cancelled() and done.exception() is not None:
+        log.warning("the host tier's memory is taken as it is used", cause=str(done.exception()))
 
 
 def holder_name(holder: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor
 
@@ -54,7 +53,6 @@ class Tiers:
         """Put it together; ``executor`` may wait for cards."""
         self._config = config.tiers
         self._counters = counters
-        self._executor = executor
         self.scheduler = Scheduler(
             dict.fromkeys(WorkClass, config.tiers.max_flight_bytes), patience_s=config.tiers.patience_s
         )
@@ -74,24 +72,19 @@ class Tiers:
             dispatcher, pools, self._host, self._works, jobs, self._lower, self._lookups, counters
         )
         self._reports = CacheReports(dispatcher, self._host, self._lower)
-        self._populating_ends = threading.Event()
 
     def __repr__(self) -> str:
         """Show the live counts."""
         return f"<Tiers {self._host!r} {self._works!r} {self._lower!r}>"
 
     async def start(self) -> None:
-        """Begin to work on what lies in the tiers below, and take the memory where that is wanted.
+        """Begin to work on what lies in the tiers below, and take the first memory.
 
         Raises:
             ConfigError: a tier cannot be had as it is configured.
         """
         await self._lower.start()
-        if self._config.populate and self._host.enabled:
-            populated = asyncio.get_running_loop().run_in_executor(
-                self._executor, self._host.region.populate, self._populating_ends
-            )
-            populated.add_done_callback(_say_populated)
+        self._host.populate(0)
 
     def session_lost(self, session_id: int) -> None:
         """Stop what died with a session, and give back what it held."""
@@ -122,7 +115,6 @@ class Tiers:
 
     async def close(self) -> None:
         """End everything; no byte of a work moves after it."""
-        self._populating_ends.set()
         self.scheduler.close()
         await self._lookups.close()
         await self._cache.close()
@@ -155,8 +147,3 @@ class Tiers:
         region = self._host.region
         store = RemoteStore(remote, address, region.fd, region.size_bytes, self._counters)
         return RemoteTier(store, self._host, self.scheduler, self._counters, shared=remote.shared)
-
-
-def _say_populated(done: asyncio.Future[None]) -> None:
-    if not done.cancelled() and done.exception() is not None:
-        log.warning("the host tier was not populated", cause=str(done.exception()))

@@ -142,8 +142,10 @@ class Accelerator:
                     borrowers.remove(borrower)
 
     @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
+    def calling(self, more_s: float = 0.0) -> Iterator[None]:
         """Make calls to the card on this thread; what they raise is turned into ours. Not within another ``calling``.
+
+        They may take ``more_s`` longer than others before the card counts as lost.
 
         Raises:
             OutOfMemoryError: the card has not enough.
@@ -152,7 +154,7 @@ class Accelerator:
         if self.lost is not None:
             raise DeviceLostError(self.lost.detail)
         try:
-            with self._timed(), self._as_current():
+            with self._timed(more_s), self._as_current():
                 yield
         except DeviceLostError as error:
             self.lose(error)

@@ -149,21 +149,21 @@ class HostRegion:
         restore_step(self.view(), pages, step, arena)
         return NOTHING_PENDING
 
-    def populate(self, cancelled: threading.Event) -> None:
-        """Take all memory now, so that no copy pays for page faults. Slow: call it off the event loop.
+    def populate(self, cancelled: threading.Event, start: int = 0, stop: int | None = None) -> None:
+        """Take memory now, all by default, so that no copy pays for page faults. Slow: call it off the event loop.
 
-        The GIL is released. Where the kernel cannot (before Linux 5.14) this does nothing. Ends early, without an
-        error, once ``cancelled`` is set.
+        ``start`` is a multiple of the host's page size. The GIL is released. Where the kernel cannot (before Linux
+        5.14) this does nothing. Ends early, without an error, once ``cancelled`` is set.
 
         Raises:
             OutOfMemoryError: the host has not enough; what was taken goes back with the region.
         """
-        start = self.address
-        for offset in range(0, self.size_bytes, POPULATE_CHUNK_BYTES):
+        address, end = self.address, self.size_bytes if stop is None else stop
+        for offset in range(start, end, POPULATE_CHUNK_BYTES):
             if cancelled.is_set():
                 return
-            size = min(POPULATE_CHUNK_BYTES, self.size_bytes - offset)
-            if _libc.madvise(start + offset, size, _MADV_POPULATE_WRITE):
+            size = min(POPULATE_CHUNK_BYTES, end - offset)
+            if _libc.madvise(address + offset, size, _MADV_POPULATE_WRITE):
                 reason = ctypes.get_errno()
                 if reason == errno.EINVAL:
                     return

@@ -1,1 +1,1 @@
-"""The tiers below a device: blocks of pages in host memory, on disk and in stores of many nodes. No loop, no sockets."""
+"""The tiers below a device: blocks of pages in host memory and on disk, and the index of those that are cached."""

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools.manifest import key_of
 from kvferry.pools.plan import Blocks
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import InternalError
@@ -51,7 +52,7 @@ class BlockLayout:
 
     Attributes:
         space: the page space.
-        entries: its entries in the manifest's order.
+        entries: its entries by component, role and layer: the same order wherever the layout digest is the same.
         pages: of the space, the padding page included.
         bases: ``(entries,)`` int64, where each begins in the region.
         page_bytes: ``(entries,)`` int64.
@@ -65,7 +66,8 @@ class BlockLayout:
         """Take the entries of the space's components; the space is the manifest's."""
         inside = {one.name for one in manifest.components if one.space == space}
         self.space = space
-        self.entries: tuple[Entry, ...] = tuple(one for one in manifest.entries if one.component in inside)
+        mine = (one for one in manifest.entries if one.component in inside)
+        self.entries: tuple[Entry, ...] = tuple(sorted(mine, key=key_of))
         self.pages = min(one.pages for one in self.entries)
         self.bases = np.array([one.base for one in self.entries], np.int64)
         self.page_bytes = np.array([one.page_bytes for one in self.entries], np.int64)

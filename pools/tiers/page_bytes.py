@@ -69,4 +69,4 @@ class PageDigests:
             self._running.update(piece.view)
             if piece.ends:
                 self.done.append(self._running.intdigest())
-                pass
+                self._running.reset()

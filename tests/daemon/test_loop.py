@@ -34,6 +34,7 @@ ENDING = (
     ("daemon/transports/local.py", "close"),
     ("daemon/pool_service.py", "close"),
     ("daemon/tiers/copier.py", "close"),
+    ("daemon/tiers/host_tier.py", "close"),
     ("daemon/tiers/disk_tier.py", "close"),
     ("daemon/tiers/remote_tier.py", "close"),
 )

@@ -56,7 +56,8 @@ class BlockWorld(NamedTuple):
 
 def _entries(manifest: Manifest, space: str) -> list[Entry]:
     names = [one.name for one in manifest.components if one.space == space]
-    return [one for one in manifest.entries if one.component in names]
+    mine = (one for one in manifest.entries if one.component in names)
+    return sorted(mine, key=lambda one: (one.component, one.role, one.layer))
 
 
 def _block(manifest: Manifest, space: str, memory: Bytes, page: int) -> bytes:

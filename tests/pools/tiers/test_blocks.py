@@ -56,6 +56,14 @@ def uneven_world() -> BlockWorld:
     return BlockWorld(manifest, BlockPages(layout, np.array([3, 1]), np.array([64, 30_000])), 60_000)
 
 
+def test_a_block_is_the_same_in_whatever_order_a_manifest_lists_its_entries() -> None:
+    manifest = manifest_of_sizes(3, 5, 8)
+    turned = msgspec.structs.replace(manifest, entries=manifest.entries[::-1])
+    ours, theirs = BlockLayout(manifest, "main"), BlockLayout(turned, "main")
+    assert [one.name for one in ours.entries] == [one.name for one in theirs.entries]
+    assert ours.offsets.tolist() == theirs.offsets.tolist()
+
+
 # -- every byte
 
 
