@@ -17,6 +17,7 @@ import torch
 from kvferry.clients import AttachedPool, Cells, Client, MhaSpec, new_request_id, pages
 from kvferry.protocol import errors
 from tests.daemons import running_daemon
+from tests.devices import DEVICE
 
 pytestmark = pytest.mark.any_device
 
@@ -33,6 +34,7 @@ def blocks(title: str) -> list[str]:
 
 ON_A_CARD, LENDING = blocks("Pools on a card")
 TABLES, NEXT_STEP = blocks("Graph tables")
+[OFFLOAD] = blocks("Offload, restore and the prefix cache")
 
 
 class Reader:
@@ -105,6 +107,17 @@ def test_graph_tables(reader: Reader) -> None:
     expected[1, 1] = ids[3]
     assert np.array_equal(tables.block_tables.cpu().numpy(), expected)
     assert tables.host_lengths().lengths == [201, 129]
+
+
+def test_offload_and_restore(reader: Reader, other: Other) -> None:
+    k = other.pool.tensor("main", "k")
+    ids = reader.names["ids"] = other.client.allocate("other", 8)
+    k[:, ids] = 3
+    DEVICE.synchronize()
+    reader.run(OFFLOAD.replace('"decode"', '"other"'))
+    assert sorted(reader.names["ids"]) == sorted(ids)
+    assert reader.names["back"].done.copied_pages == 8
+    assert other.client.snapshots() == ()
 
 
 def test_every_code_that_the_text_names_exists() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -64,7 +65,10 @@ def _etc(etc: Path) -> None:
     unit = unit.replace("ProtectHome=yes", "ProtectHome=no").replace("PrivateTmp=yes", "PrivateTmp=no")
     unit = unit.replace("User=HwHiAiUser", "User=root")
     (etc / "systemd" / "system" / "kvferry@.service").write_text(unit)
-    shutil.copy(FOLDER / "kvferry.toml", etc / "kvferry" / "test.toml")
+    # With a disk tier, where the example has it: in the one place where the unit lets the daemon write.
+    config = (FOLDER / "kvferry.toml").read_text()
+    assert config.count("\n#path = ") == 1
+    (etc / "kvferry" / "test.toml").write_text(config.replace("\n#path = ", "\npath = "))
     (etc / "group").write_text(Path("/etc/group").read_text() + "HwHiAiUser:x:1999:\n")
 
 
@@ -84,6 +88,9 @@ def test_start_answer_kill_and_stop(machine: Machine) -> None:
     assert machine.property("StatusText").startswith("serving")
     assert "answers in" in machine.run(KVFERRY, "ping").stdout
     assert machine.run("stat", "-c", "%a %G", "/run/kvferry").stdout.strip() == "750 HwHiAiUser"
+    assert machine.run("stat", "-c", "%a", "/var/lib/kvferry").stdout.strip() == "700"
+    tiers = json.loads(machine.run(KVFERRY, "status", "--json").stdout)["tiers"]
+    assert [(one["tier"], one["state"]) for one in tiers] == [("host", "ready"), ("disk", "ready")]
 
     before = machine.property("MainPID")
     machine.run("systemctl", "kill", "--kill-whom=main", "--signal=KILL", UNIT)

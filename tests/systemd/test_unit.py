@@ -119,6 +119,19 @@ def assignments(text: str) -> dict[str, list[str]]:
     return found
 
 
+def test_the_disk_tier_has_a_folder_of_its_own() -> None:
+    settings = assignments((FOLDER / "kvferry@.service").read_text() + (FOLDER / "npu.conf").read_text())
+    shown = re.search(r'^#path = "(.*)"$', (FOLDER / "kvferry.toml").read_text(), re.MULTILINE)
+    assert shown
+    assert Path(shown[1]) == Path("/var/lib") / settings["StateDirectory"][-1]
+    assert settings["StateDirectoryMode"][-1] == "0700", "the daemon takes no folder that others can write"
+
+
+def test_only_the_daemon_is_told_to_end() -> None:
+    settings = assignments((FOLDER / "kvferry@.service").read_text())
+    assert settings["KillMode"] == ["mixed"], "the store process would end at the beginning of the drain"
+
+
 def test_stopping_takes_longer_than_draining() -> None:
     unit = (FOLDER / "kvferry@.service").read_text()
     stop = re.search(r"TimeoutStopSec=(\d+)s", unit)
@@ -126,25 +139,40 @@ def test_stopping_takes_longer_than_draining() -> None:
     assert int(stop[1]) > Config().service.drain_timeout_s
 
 
+# Their defaults depend on the machine, or on another key.
+DEPENDING = {
+    "runtime_dir",
+    "pools.max_bytes",
+    "transfers.threads",
+    "peers.listen",
+    "landing.address",
+    "landing.quarantined_bytes",
+    "tiers.host_bytes",
+    "tiers.tenant_bytes",
+    "tiers.threads",
+    "tiers.disk.path",
+    "tiers.remote.address",
+}
+
+
 def test_the_example_shows_every_key_with_its_default(tmp_path: Path) -> None:
     text = (FOLDER / "kvferry.toml").read_text()
     assert load_config(FOLDER / "kvferry.toml") == Config()
     shown = tomllib.loads(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
-    # Their defaults depend on the machine, or on another key.
-    machine = {"runtime_dir", "max_bytes", "threads", "listen", "address", "quarantined_bytes"}
     defaults = msgspec.json.decode(msgspec.json.encode(Config()))  # TOML knows lists, no tuples
-    assert _without(shown, machine) == _without(defaults, machine)
+    assert _without(shown, DEPENDING) == _without(defaults, DEPENDING)
     assert {*_keys(shown)} == {*_keys(defaults)}
+    assert _keys(defaults).count("tiers.remote.master") == 1, "tables in tables are looked at"
     written = tmp_path / "all.toml"
     written.write_text(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
     load_config(written)
 
 
-def _without(table: dict[str, object], names: set[str]) -> dict[str, object]:
+def _without(table: dict[str, object], names: set[str], prefix: str = "") -> dict[str, object]:
     return {
-        key: _without(value, names) if isinstance(value, dict) else value
+        key: _without(value, names, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in table.items()
-        if key not in names
+        if f"{prefix}{key}" not in names
     }
 
 

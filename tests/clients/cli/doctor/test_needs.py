@@ -93,7 +93,7 @@ def test_keys_of_a_later_daemon_do_not_matter(tmp_path: Path) -> None:
     assert read_needs(host, Path("/a.toml"), npu=False)[1].state == "ok"
 
 
-def test_what_is_not_given_is_as_the_daemon_has_it(tmp_path: Path) -> None:
+def test_what_is_not_given_is_as_the_daemon_has_it() -> None:
     ours, theirs = msgspec.to_builtins(Needs()), msgspec.to_builtins(Config())
     assert ours.pop("npu_asked") is False
     assert ours == _same_keys(theirs, ours)

@@ -1,0 +1,230 @@
+"""The code in docs/tiers.md does what the text around it says, on the run's device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from kvferry.clients import Client, HybridSwaSpec, MhaSpec, TierWork, new_request_id, pages, pages_wanted
+from kvferry.clients.hashing import block_hashes
+from kvferry.daemon.tiers.disk_tier import REST_S
+from kvferry.daemon.tiers.lookups import MAX_LEASES, MAX_PINS
+from kvferry.daemon.tiers.works import MAX_WORKS
+from kvferry.protocol import errors
+from kvferry.protocol.cache_messages import MAX_HASHES
+from tests.clients.tier_pools import Filled
+from tests.daemons import DaemonProcess, running_daemon
+from tests.kvferry_command import run_kvferry
+
+pytestmark = pytest.mark.any_device
+
+ROOT: Final = Path(__file__).parents[1]
+TEXT: Final = (ROOT / "docs/tiers.md").read_text()
+OPERATIONS: Final = (ROOT / "docs/operations.md").read_text()
+COUNTERS: Final = {
+    name
+    for file in (ROOT / "daemon/tiers").glob("*.py")
+    for line in file.read_text().splitlines()
+    if "counters.add(" in line
+    for name in re.findall(r'"((?:tiers|cache|remote)\.[a-z_.]+)"', line)
+}
+SPEC: Final = MhaSpec(layers=2, tokens=16 * 128, page_size=128, kv_heads=2, head_dim=4, dtype="float32")
+HYBRID: Final = HybridSwaSpec(
+    full_layers=(0,), window_layers=(1,), tokens=64, window_tokens=32, window=8, page_size=4, kv_heads=2, head_dim=4,
+    dtype="float32",
+)  # fmt: skip
+
+
+def blocks(title: str) -> list[str]:
+    """Return the Python code of one section."""
+    [found] = [one for one in re.split(r"^## ", TEXT, flags=re.MULTILINE) if one.startswith(f"{title}\n")]
+    return re.findall(r"^```python\n(.*?)^```", found, re.MULTILINE | re.DOTALL)
+
+
+RETRACT, LOOP = blocks("Offload and restore")
+[LAND] = blocks("A hand-off without pages")
+REUSE, GROW, WINDOWS = blocks("Prefix cache")
+[FOLLOW] = blocks("Events for routers")
+
+
+class Reader:
+    """One engine that does what the text says; ``names`` are those that its code has."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.names: dict[str, Any] = {
+            "client": client,
+            "pages": pages,
+            "pages_wanted": pages_wanted,
+            "block_hashes": block_hashes,
+            "TierWork": TierWork,
+        }
+
+    def run(self, code: str) -> None:
+        """Run a block of the text."""
+        exec(compile(code, "tiers.md", "exec"), self.names)  # noqa: S102  our own text
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with running_daemon(tmp_path_factory.mktemp("daemon")) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def reader(served: DaemonProcess) -> Iterator[Reader]:
+    with Client.connect(served.runtime_dir, name="reader") as client:
+        while len(client.status().sessions) > 1:
+            client.ping()  # until the last test's pages are back
+        client.evict_cached()
+        yield Reader(client)
+
+
+@pytest.fixture
+def decode(reader: Reader) -> Filled:
+    return Filled(reader.client, "decode", SPEC)
+
+
+def test_offload_and_restore(reader: Reader, decode: Filled) -> None:
+    ids = reader.names["ids"] = reader.client.allocate("decode", 8)
+    content = decode.write(ids, seed=1)
+    head, wait = RETRACT.split("back = ")
+    reader.run(head)
+    assert reader.names["done"].snapshot == reader.names["out"].snapshot
+    others = reader.client.allocate("decode", 16)  # all: the pages were released
+    reader.client.free("decode", others[3:])
+    reader.run(f"back = {wait}")
+    assert decode.holds(reader.names["ids"], content)
+    assert reader.client.snapshots() == ()
+
+
+def test_works_come_from_poll(reader: Reader, decode: Filled) -> None:
+    del decode
+    gone_on: list[TierWork] = []
+    reader.names |= {"go_on": gone_on.append, "compute_again": pytest.fail}
+    out = reader.client.offload("decode", [pages(reader.client.allocate("decode", 2))])
+    while not gone_on:  # pytest's own timeout fails what never ends
+        reader.run(LOOP)
+    assert gone_on == [out]
+
+
+def test_a_hand_off_without_pages(served: DaemonProcess, reader: Reader, decode: Filled) -> None:
+    with Client.connect(served.runtime_dir, name="prefill") as prefill:
+        source = Filled(prefill, "prefill", SPEC)
+        sent = prefill.allocate("prefill", 8)
+        content = source.write(sent, seed=2)
+        reader.names["request_id"] = new_request_id()
+        prefill.send("prefill", reader.names["request_id"], [pages(sent, tokens=1000)], first_token=5)
+        reader.run(LAND)
+        assert reader.names["arrived"].first_token == 5
+        assert decode.holds(reader.names["ids"], content)
+        source.close()
+
+
+def test_the_prefix_cache(reader: Reader, decode: Filled) -> None:
+    first, second = list(range(500)), [*range(256), *range(1000, 1256)]
+    reader.names["tokens"] = first
+    reader.run(REUSE)
+    assert (reader.names["found"].blocks, reader.names["stored"].stored) == (0, 3)
+    content = decode.read(reader.names["ids"])
+    reader.names["tokens"] = second
+    reader.run(REUSE)
+    assert (reader.names["found"].blocks, reader.names["stored"].stored) == (2, 2)
+    assert decode.holds(reader.names["ids"][:2], [one[:, :2] for one in content])
+
+
+def test_a_sequence_that_has_grown(reader: Reader, decode: Filled) -> None:
+    del decode
+    tokens = list(range(6 * 128))
+    hashes = block_hashes(tokens, 128)
+    client = reader.client
+    client.wait_done(client.store("decode", hashes, client.allocate("decode", 6)))
+    reader.names |= {"tokens": tokens, "hashes": hashes[:4], "lease": client.lookup("decode", hashes[:4]).lease}
+    reader.run(GROW)
+    assert (reader.names["found"].blocks, reader.names["found"].lease_blocks) == (2, 6)
+
+
+def test_hybrid_models(reader: Reader) -> None:
+    client = reader.client
+    Filled(client, "hybrid", HYBRID)
+    reader.names |= {"tokens": list(range(24)), "spec": HYBRID}
+    hashes = block_hashes(reader.names["tokens"], 4)
+    client.wait_done(client.store("hybrid", hashes[:5], client.allocate("hybrid", 5)))
+    client.wait_done(client.store("hybrid", hashes[3:5], client.allocate("hybrid", 2, "swa"), space="swa"))
+    reader.run(WINDOWS)
+    assert (reader.names["main"].blocks, reader.names["window"]) == (5, hashes[3:5])
+    assert reader.names["usable"]
+    reader.run("for one in (main, swa): client.unpin(one.lease)")
+    client.evict_cached(hashes[4:])
+    reader.run(WINDOWS)
+    assert (reader.names["main"].blocks, reader.names["usable"]) == (4, False)
+
+
+def test_a_router(served: DaemonProcess, reader: Reader, decode: Filled) -> None:
+    del decode
+    client = reader.client
+    hashes = block_hashes(list(range(4 * 128)), 128)
+    client.wait_done(client.store("decode", hashes[:2], client.allocate("decode", 2)))
+    head, tail = FOLLOW.split("news = ")
+    reader.run(head)
+    assert reader.names["where"] == {one.hex(): {"host"} for one in hashes[:2]}
+    with Client.connect(served.runtime_dir, name="other") as other:
+        other.wait_done(other.store("decode", hashes[2:], other.allocate("decode", 2), parent=hashes[1]))
+        reader.run(f"news = {tail}")
+        assert reader.names["where"] == {one.hex(): {"host"} for one in hashes}
+        other.evict_cached(hashes[:1])
+        reader.run(f"news = {tail}")
+    assert reader.names["where"][hashes[0].hex()] == set()
+
+
+# -- what the text says without code
+
+
+@pytest.mark.host_only
+def test_every_code_that_the_text_names_exists() -> None:
+    table = TEXT.split("## When something fails")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([A-Z_]{4,})`", table)) - {"LOOKUP"}
+    known = {one.code for one in vars(errors).values() if isinstance(one, type) and hasattr(one, "code")}
+    assert len(named) > 5
+    assert named <= known, named - known
+
+
+@pytest.mark.host_only
+def test_the_figures_are_those_of_the_code() -> None:
+    pins = f"{MAX_PINS:_}".replace("_", " ")
+    assert f"over {MAX_WORKS} works, {MAX_LEASES} leases or {pins} leased blocks" in TEXT
+    assert f"rests for {REST_S:g} s" in TEXT
+    assert f"may number {MAX_HASHES:_}".replace("_", " ") in TEXT
+
+
+@pytest.mark.host_only
+def test_every_action_of_the_command_is_shown() -> None:
+    usage = run_kvferry("cache", "--help").stdout
+    actions = set(re.findall(r"^    (\w+)", usage.split("ACTION\n")[1].split("\n\n")[0], re.MULTILINE))
+    shown = TEXT.split("## By hand")[1].split("\n## ")[0]
+    assert len(actions) > 5
+    assert not {one for one in actions if one not in shown}
+
+
+@pytest.mark.host_only
+def test_every_key_that_the_text_names_is_one() -> None:
+    example = (ROOT / "systemd/kvferry.toml").read_text()
+    tables = re.split(r"^\[", example, flags=re.MULTILINE)[1:]
+    keys = {f"{one.split(']')[0]}.{key}" for one in tables for key in re.findall(r"^#(\w+) = ", one, re.MULTILINE)}
+    for text in (TEXT, OPERATIONS):
+        named = set(re.findall(r"`(tiers(?:\.disk|\.remote)?\.\w+)`", text)) - COUNTERS
+        assert len(named) > 5
+        assert named <= keys, named - keys
+
+
+@pytest.mark.host_only
+def test_every_counter_of_the_tiers_is_told() -> None:
+    assert len(COUNTERS) > 25
+    assert not {one for one in COUNTERS if f"`{one}`" not in OPERATIONS}
+    table = OPERATIONS.split("### Counters")[1].split("\n## ")[0]
+    told = set(re.findall(r"`((?:tiers|cache|remote)\.[a-z_.]+)`", table))
+    assert told <= COUNTERS, told - COUNTERS
