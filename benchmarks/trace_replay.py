@@ -1,49 +1,64 @@
 """Replaying a request trace: hand-offs of as many pages as its prompts have, one after another, against memcpy.
 
-A trace is a file of JSON objects, one a line, each with an ``input_length`` in tokens, as the Mooncake project's
-traces are. Its times are not kept: the question is what a realistic mix of sizes costs.
+The trace's times are not kept: the question is what a realistic mix of sizes costs.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from benchmarks.hand_off import PAGE_SIZE, Side, hand_off_s
 from benchmarks.measure import GIGABYTES_A_SECOND, MILLISECONDS, Effort, Row, compare
 from benchmarks.processes import running_daemon
+from benchmarks.traces import read_trace
 from kvferry.clients import Client, MhaSpec
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.manifest import bytes_per_page
 
 
-class TracedRequest(msgspec.Struct, frozen=True):
-    """A line of a trace; its other fields are not used."""
+class HandOffs:
+    """A prefill engine's pool and a decode engine's, of a small model, for prompts of up to ``longest`` tokens."""
 
-    input_length: int
+    def __init__(self, prefill: Client, decode: Client, longest: int) -> None:
+        model = MhaSpec(
+            layers=4, tokens=longest + PAGE_SIZE, page_size=PAGE_SIZE, kv_heads=2, head_dim=64, dtype="float16"
+        )
+        self.page_bytes = bytes_per_page(manifest_of(model))
+        self._prefill, self._decode = prefill, decode
+        prefill.create_pool("prefill", model).close()
+        decode.create_pool("decode", model).close()
+
+    def run(self, lengths: Sequence[int]) -> list[float]:
+        """Hand over prompts of these lengths in tokens, one after another; return the seconds of each."""
+        return [self._hand_off_s(pages_of(length)) for length in lengths]
+
+    def _hand_off_s(self, count: int) -> float:
+        source = Side(self._prefill, "prefill", self._prefill.allocate("prefill", count))
+        destination = Side(self._decode, "decode", self._decode.allocate("decode", count))
+        elapsed_s = hand_off_s(source, destination)
+        for side in (source, destination):
+            side.client.free(side.pool, side.ids)
+        return elapsed_s
 
 
 def measure(trace: Path, effort: Effort) -> list[Row]:
     """Measure the first requests of the trace: bytes a second over all, and the median hand-off."""
-    lengths = read_lengths(trace, effort.pick(200, 10))
-    model = MhaSpec(
-        layers=4, tokens=max(lengths) + PAGE_SIZE, page_size=PAGE_SIZE, kv_heads=2, head_dim=64, dtype="float16"
-    )
-    sizes = [_pages_of(length) * bytes_per_page(manifest_of(model)) for length in lengths]
-    source, destination = np.ones(max(sizes), np.uint8), np.ones(max(sizes), np.uint8)
+    lengths = [one.input_length for one in read_trace(trace, effort.pick(200, 10))]
     with (
         running_daemon() as runtime_dir,
         Client.connect(runtime_dir, name="prefill") as prefill,
         Client.connect(runtime_dir, name="decode") as decode,
     ):
-        prefill.create_pool("prefill", model).close()
-        decode.create_pool("decode", model).close()
-        ours = partial(_hand_offs, prefill, decode, lengths)
+        hand_offs = HandOffs(prefill, decode, max(lengths))
+        sizes = [pages_of(length) * hand_offs.page_bytes for length in lengths]
+        source, destination = np.ones(max(sizes), np.uint8), np.ones(max(sizes), np.uint8)
+        ours = partial(hand_offs.run, lengths)
         peer = partial(_memcpys, source, destination, sizes)
         what = f"the first {len(lengths)} prompts, {sum(lengths)} tokens, {sum(sizes) / 1e9:.2f} GB"
         rounds = effort.pick(5, 2)
@@ -70,24 +85,9 @@ def measure(trace: Path, effort: Effort) -> list[Row]:
         ]
 
 
-def read_lengths(trace: Path, count: int) -> list[int]:
-    """Return the prompt lengths of the first requests."""
-    with trace.open("rb") as lines:
-        decoder = msgspec.json.Decoder(TracedRequest)
-        return [decoder.decode(line).input_length for line, _ in zip(lines, range(count), strict=False)]
-
-
-def _hand_offs(prefill: Client, decode: Client, lengths: list[int]) -> list[float]:
-    return [_hand_off_s(prefill, decode, _pages_of(length)) for length in lengths]
-
-
-def _hand_off_s(prefill: Client, decode: Client, count: int) -> float:
-    source = Side(prefill, "prefill", prefill.allocate("prefill", count))
-    destination = Side(decode, "decode", decode.allocate("decode", count))
-    elapsed_s = hand_off_s(source, destination)
-    for side in (source, destination):
-        side.client.free(side.pool, side.ids)
-    return elapsed_s
+def pages_of(tokens: int) -> int:
+    """Return how many pages a prompt has."""
+    return -(-tokens // PAGE_SIZE)
 
 
 def _memcpys(
@@ -99,7 +99,3 @@ def _memcpys(
         np.copyto(destination[:size], source[:size])
         times.append(time.perf_counter() - started)
     return times
-
-
-def _pages_of(tokens: int) -> int:
-    return -(-tokens // PAGE_SIZE)

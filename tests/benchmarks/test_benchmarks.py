@@ -26,11 +26,24 @@ from tests.cann_simulator.build import COMPILER, NPU_PYTHON, built_simulator
 from tests.daemon.transports.mooncake_world import mooncake_works
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-TRACED_TOKENS: Final = (300, 128, 1)
+TRACED: Final = (
+    (300, [0, 1, 2, 3]),
+    (128, [0, 1, 4]),
+    (1, [0, 1, 2, 5]),
+    (1, [0, 1, 4]),
+    (1, [6, 7, 8]),
+    (1, [0, 1, 2]),
+    (1, [6, 9]),
+    (1, [0, 1, 4]),
+)
+"""Prompts by their tokens and blocks. Each policy and each size has another hit rate."""
 
 
 NEEDS_MOONCAKE: Final = ("landing",)
 MOONCAKE: Final = "mooncake-transfer-engine-non-cuda and libibverbs1"
+WITHOUT_TARGET: Final = ("hand_off", "prefix_cache")
+"""The prefix cache's are against LMCache, which does not run here."""
+
 ON_A_CARD: Final = ("device_overlap", "npu_handoff")
 SIMULATOR: Final = "the environment .venv-npu and g++"
 
@@ -49,12 +62,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     """Run all benchmarks, quickly, and return what each has written."""
     folder = tmp_path_factory.mktemp("bench")
     trace = folder / "trace.jsonl"
-    trace.write_text("".join(json.dumps({"timestamp": 0, "input_length": n}) + "\n" for n in TRACED_TOKENS))
+    lines = [{"timestamp": 0, "input_length": tokens, "hash_ids": blocks} for tokens, blocks in TRACED]
+    trace.write_text("".join(json.dumps(one) + "\n" for one in lines))
     names = [name for name in ON_THE_HOST if name not in NEEDS_MOONCAKE or mooncake_works()]
     done = run_benchmarks(*names, "--quick", "--trace", trace, "--output", folder / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     files = sorted((folder / "out").glob("*.json"))
     assert sorted(one.stem for one in files) == sorted([*names, TRACE])
+    assert (folder / "out" / "hit_rate_trace.svg").exists()
     found = [msgspec.json.decode(one.read_bytes(), type=Report) for one in files]
     assert all(row.name in done.stdout for report in found for row in report.rows)
     return {report.benchmark: report for report in found}
@@ -85,7 +100,15 @@ def check_report(report: Report, name: str) -> None:
 @pytest.mark.parametrize("name", ON_THE_HOST)
 def test_a_benchmark_of_the_issue_has_a_target(reports: dict[str, Report], name: str, require: Require) -> None:
     require(name in reports, MOONCAKE)
-    assert name == "hand_off" or any(row.target is not None for row in reports[name].rows)
+    assert name in WITHOUT_TARGET or any(row.target is not None for row in reports[name].rows)
+
+
+def test_the_daemons_cache_hits_what_the_simulated_one_does(reports: dict[str, Report]) -> None:
+    rows = [
+        row for row in reports[TRACE].rows if row.name.startswith("trace/replay/") and row.name.endswith("hit_rate")
+    ]
+    assert {row.name.split("/")[2] for row in rows} == {"sieve", "lru"}
+    assert all(row.ratio == pytest.approx(1) for row in rows), rows
 
 
 def test_what_cannot_be_measured_is_said_and_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -139,6 +162,12 @@ def test_no_environment_for_npus_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(on_card, "NPU_PYTHON", tmp_path / "bin" / "python")
     with pytest.raises(MissingPeerError, match=r"there is no .*bin/python: `make test` sets it up"):
         BENCHMARKS["device_overlap"](Effort(quick=True))
+
+
+def test_a_trace_is_asked_for_by_its_name_alone_in_vain() -> None:
+    done = run_benchmarks(TRACE)
+    assert done.returncode == 2
+    assert "'trace' needs --trace FILE" in done.stderr
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -1,0 +1,112 @@
+"""Hit rates of a trace's blocks, simulated: each eviction policy and the optimum at several sizes, and a plot of them.
+
+A hit is a block of the longest prefix that is there when its request comes; the rate is hits over all blocks asked
+for. The policies are the daemon's own; what a request has found stays while the rest of it is stored, as a lease
+keeps it. Nothing is chosen by what a trace shows: the policies have no settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from itertools import count, islice, takewhile
+from pathlib import Path
+
+from benchmarks.measure import Effort, Row, Unit, compare
+from benchmarks.optimum import optimal_hits
+from benchmarks.plot import Labels, Point, line_plot
+from benchmarks.traces import TracedRequest, bound, count_blocks, count_unique, read_trace
+from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
+
+POLICIES = ("sieve", "lru")
+OPTIMUM = "belady"
+"""What no policy can better: see ``optimum``."""
+
+PERCENT = Unit("%", "higher")
+BOUND_IS = "a cache that never evicts"
+SMALLEST_SHARE = 128
+"""The smallest cache has one of so many different blocks; each other one is twice the one before."""
+
+
+def measure(trace: Path, effort: Effort, output: Path) -> list[Row]:
+    """Simulate every policy at every size; leave the plot as ``hit_rate_TRACE.svg`` in the folder ``output``."""
+    requests = read_trace(trace, effort.pick(1 << 40, 100))
+    sizes = cache_sizes(requests)
+    best = bound(requests)
+    rates = {name: [hit_rate(requests, size, name) for size in sizes] for name in POLICIES}
+    rates[OPTIMUM] = [optimal_hits(requests, size) / count_blocks(requests) for size in sizes]
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"hit_rate_{trace.stem}.svg").write_text(
+        line_plot(
+            {
+                name: [Point(size, 100 * rate) for size, rate in zip(sizes, found, strict=True)]
+                for name, found in rates.items()
+            },
+            Labels(f"Hit rate of {trace.stem}: {len(requests)} requests", "cache size, blocks", "hit rate, %"),
+            {"never evicts": 100 * best},
+        )
+    )
+    return [
+        _row(name, size, rate, best) for name, found in rates.items() for size, rate in zip(sizes, found, strict=True)
+    ]
+
+
+def cache_sizes(requests: Sequence[TracedRequest]) -> list[int]:
+    """Return the sizes to try, in blocks, smallest first: no smaller than the longest prompt, the last holds all."""
+    unique = count_unique(requests)
+    longest = max(len(request.hash_ids) for request in requests)
+    shares = takewhile(lambda share: share <= SMALLEST_SHARE, (2**power for power in count()))
+    return sorted({max(unique // share, longest) for share in shares})
+
+
+def hit_rate(requests: Sequence[TracedRequest], capacity_blocks: int, policy: str) -> float:
+    """Return the share of all blocks that a cache with this policy has when they are asked for."""
+    cache = SimulatedCache(capacity_blocks, make_policy(policy))
+    return sum(cache.request(one.hash_ids) for one in requests) / count_blocks(requests)
+
+
+class SimulatedCache:
+    """What is where, without any bytes: lookup, load and store of one request after another."""
+
+    def __init__(self, capacity_blocks: int, policy: EvictionPolicy[int]) -> None:
+        self._capacity_blocks = capacity_blocks
+        self._policy = policy
+        self._cached: set[int] = set()
+
+    def request(self, blocks: Sequence[int]) -> int:
+        """Ask for a prompt's blocks, then store those that are missing; return how many of the prefix were there.
+
+        The last ones are used first, as in the daemon: the end of a prefix should go before its beginning.
+        """
+        assert len(blocks) <= self._capacity_blocks, "a prompt that does not fit"
+        found = list(takewhile(self._cached.__contains__, blocks))
+        for block in reversed(found):
+            self._policy.hit(block)
+        rest = blocks[len(found) :]
+        present = [block for block in rest if block in self._cached]
+        missing = [block for block in rest if block not in self._cached]
+        self._make_room(len(missing), kept=set(blocks))
+        for block in reversed(present):
+            self._policy.hit(block)
+        for block in reversed(missing):
+            self._policy.add(block)
+            self._cached.add(block)
+        return len(found)
+
+    def _make_room(self, count: int, kept: AbstractSet[int]) -> None:
+        surplus = len(self._cached) + count - self._capacity_blocks
+        victims = (one for one in self._policy.victims() if one not in kept)
+        for block in islice(victims, max(0, surplus)):
+            self._policy.remove(block)
+            self._cached.remove(block)
+
+
+def _row(policy: str, size_blocks: int, rate: float, best: float) -> Row:
+    return compare(
+        f"trace/hit_rate/{policy}/{size_blocks}_blocks",
+        PERCENT,
+        ours=lambda: 100 * rate,
+        peer=lambda: 100 * best,
+        peer_is=BOUND_IS,
+        rounds=1,
+    )

@@ -1,0 +1,182 @@
+"""The prefix cache through a real daemon: 64 MiB stored, looked up and loaded, against memcpy and LMCache's server.
+
+A prompt of 2048 tokens: 128 pages of 16 tokens, eight cached blocks of 16 pages, which is what LMCache's server has as
+well. Ours are random pages, loaded into other ones; LMCache's client takes them in order. A lookup counts from the
+tokens to the number of blocks found: hashing them is part of it on either side. Neither takes memory while the clock
+runs: LMCache has it from the start, our cache is full before, so that every store evicts as much as it writes. All that
+is loaded is compared with what was stored, outside the clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from functools import partial
+
+import numpy as np
+
+from benchmarks.measure import MILLISECONDS, Contender, Effort, Row, Target, compare, milliseconds
+from benchmarks.peers import lmcache
+from benchmarks.peers.lmcache import LMCacheClient, Shape
+from benchmarks.processes import running_daemon
+from kvferry.clients import Client, MhaSpec
+from kvferry.clients.hashing import block_hashes
+from kvferry.daemon.memory import keep_freed_memory
+
+MIB = 1 << 20
+POOL = "bench"
+BLOCK_TOKENS = 256
+ROLES = ("k", "v")
+CACHED_PROMPTS = 16
+LMCACHE_GB = 2
+TIMEOUT_S = 60.0
+MEMCPY = "one memcpy of as many bytes"
+PING = "one PING from the same client"
+
+
+def measure(effort: Effort) -> list[Row]:
+    """Measure store, load and lookup; against LMCache too where ``make peers`` was run, unless in a hurry."""
+    keep_freed_memory()
+    shape = Shape(tokens=effort.pick(2048, 512), page_size=16, layers=8, kv_heads=8, head_dim=128)
+    rounds = effort.pick(11, 1)
+    with (
+        running_daemon(f"[tiers]\nhost_bytes = {effort.pick(CACHED_PROMPTS, 2) * shape.size_bytes}\n") as runtime_dir,
+        Client.connect(runtime_dir, name="bench") as client,
+    ):
+        engine = Engine(client, shape)
+        for _ in range(effort.pick(CACHED_PROMPTS, 2)):
+            engine.store()
+        rows = _rows(engine, rounds)
+        peer = None if effort.quick else lmcache.find()
+        if peer is not None:
+            with lmcache.running_lmcache(peer, shape, LMCACHE_GB) as theirs:
+                rows += against_lmcache(engine, theirs, f"LMCache {peer.version}'s server and client, CPU mode", rounds)
+        return rows
+
+
+class Engine:
+    """A pool, one half of its pages filled with noise that is stored, the other half loaded into."""
+
+    def __init__(self, client: Client, shape: Shape) -> None:
+        self._client = client
+        self._shape = shape
+        self.size_bytes = shape.size_bytes
+        count = shape.tokens // shape.page_size
+        spec = MhaSpec(
+            layers=shape.layers,
+            tokens=(2 * count + 1) * shape.page_size,
+            page_size=shape.page_size,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype="float16",
+        )
+        pool = client.create_pool(POOL, spec)
+        taken = np.random.default_rng(0).permutation(client.allocate(POOL, 2 * count))
+        self._source, self._target = taken[:count], taken[count:]
+        self._views = [pool.tensor("main", role).numpy().view(np.uint16) for role in ROLES]
+        for seed, view in enumerate(self._views):
+            noise = np.random.default_rng(seed).integers(0, 1 << 16, view[0].shape, np.uint16)
+            view[:] = noise + np.arange(len(view), dtype=np.uint16)[:, None, None, None, None]
+            view[:, self._target] = 0
+        self._prompts = 0
+        self._block_pages = BLOCK_TOKENS // shape.page_size
+        self._tokens = np.zeros(shape.tokens, np.int64)
+
+    def store(self) -> float:
+        """Store a prompt that is not there yet; return the milliseconds."""
+        hashes = self._hashes(self._prompts)
+        self._prompts += 1
+        started = time.perf_counter()
+        work = self._client.store(POOL, hashes, self._source, block_pages=self._block_pages)
+        done = self._client.wait_done(work, TIMEOUT_S)
+        elapsed_s = time.perf_counter() - started
+        assert (done.stored, done.present) == (len(hashes), 0), done
+        return elapsed_s * 1e3
+
+    def lookup(self) -> float:
+        """Look the newest prompt up; return the milliseconds from its tokens to what was found."""
+        started = time.perf_counter()
+        lease = self._found()
+        elapsed_s = time.perf_counter() - started
+        self._client.unpin(lease)
+        return elapsed_s * 1e3
+
+    def load(self) -> float:
+        """Load the newest prompt, and compare every byte; return the milliseconds of the load alone."""
+        lease = self._found()
+        started = time.perf_counter()
+        work = self._client.load(POOL, lease, self._target)
+        self._client.wait_done(work, TIMEOUT_S)
+        elapsed_s = time.perf_counter() - started
+        self._client.unpin(lease)
+        for view in self._views:
+            assert np.array_equal(view[:, self._target], view[:, self._source]), "a page is not what was stored"
+            view[:, self._target] = 0
+        return elapsed_s * 1e3
+
+    def ping_ms(self) -> float:
+        """Return the milliseconds of one round trip."""
+        return self._client.ping() * 1e3
+
+    def _found(self) -> int:
+        hashes = self._hashes(self._prompts - 1)
+        found = self._client.lookup(POOL, hashes, block_pages=self._block_pages)
+        assert found.blocks == len(hashes), found
+        return found.lease
+
+    def _hashes(self, number: int) -> list[bytes]:
+        self._tokens[0] = number
+        return block_hashes(self._tokens, BLOCK_TOKENS)
+
+
+def against_lmcache(engine: Engine, theirs: LMCacheClient, peer_is: str, rounds: int) -> list[Row]:
+    """Compare with LMCache's operations; both store prompts of their own and look up and load one of them."""
+    stored = itertools.count()
+    peers: dict[str, Contender] = {
+        "store": lambda: theirs.run("store", next(stored)),
+        "lookup": partial(theirs.run, "lookup", 0),
+        "load": partial(theirs.run, "retrieve", 0),
+    }
+    ours: dict[str, Contender] = {"store": engine.store, "lookup": engine.lookup, "load": engine.load}
+    return [
+        compare(
+            f"prefix_cache/{operation}/against_lmcache",
+            MILLISECONDS,
+            ours=ours[operation],
+            peer=peer,
+            peer_is=peer_is,
+            rounds=rounds,
+            target=Target(1.0),
+            note=_NOTES[operation],
+        )
+        for operation, peer in peers.items()
+    ]
+
+
+_NOTES = {
+    "store": "ours makes checksums; its bytes are compared by the loads",
+    "lookup": "hashing the tokens is part of both",
+    "load": "LMCache calls it retrieve; ours verifies checksums",
+}
+
+
+def _rows(engine: Engine, rounds: int) -> list[Row]:
+    source, target = np.ones(engine.size_bytes, np.uint8), np.ones(engine.size_bytes, np.uint8)
+    memcpy = milliseconds(partial(np.copyto, target, source))
+    note = f"{engine.size_bytes / MIB:.0f} MiB, with checksums"
+    return [
+        compare(
+            f"prefix_cache/{operation}",
+            MILLISECONDS,
+            ours=ours,
+            peer=peer,
+            peer_is=peer_is,
+            rounds=rounds,
+            note=note,
+        )
+        for operation, ours, peer, peer_is in (
+            ("store", engine.store, memcpy, MEMCPY),
+            ("load", engine.load, memcpy, MEMCPY),
+            ("lookup", engine.lookup, engine.ping_ms, PING),
+        )
+    ]

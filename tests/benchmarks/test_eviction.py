@@ -1,0 +1,74 @@
+"""The simulated cache: hits are those of a prefix, what a request has found stays, and no policy beats the optimum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.eviction import POLICIES, SimulatedCache, cache_sizes, hit_rate, measure
+from benchmarks.measure import Effort
+from benchmarks.optimum import optimal_hits
+from benchmarks.traces import TracedRequest, bound, count_blocks, count_unique
+from kvferry.pools.tiers.policies import make_policy
+
+
+def hits_of(prompts: Sequence[tuple[int, ...]], capacity: int, policy: str = "lru") -> list[int]:
+    cache = SimulatedCache(capacity, make_policy(policy))
+    return [cache.request(blocks) for blocks in prompts]
+
+
+def test_what_was_used_longest_ago_goes() -> None:
+    assert hits_of([(0, 1), (2,), (0, 1), (3,), (0, 1), (2,)], 3) == [0, 0, 2, 0, 2, 0]
+
+
+def test_sieve_keeps_what_was_hit_once() -> None:
+    prompts = [(0,), (0,), (1,), (2,), (0,)]
+    assert hits_of(prompts, 2, "sieve") == [0, 1, 0, 0, 1]
+    assert hits_of(prompts, 2, "lru") == [0, 1, 0, 0, 0]
+
+
+def test_a_block_whose_predecessor_is_gone_is_no_hit() -> None:
+    cache = SimulatedCache(2, make_policy("lru"))
+    assert [cache.request(blocks) for blocks in ((0, 1), (1,), (2,), (0, 1))] == [0, 1, 0, 0]
+
+
+def test_a_block_that_a_request_names_is_not_evicted_for_the_rest_of_it() -> None:
+    assert hits_of([(0,), (0, 1), (2, 3), (0, 1, 4), (0, 1, 4)], 3) == [0, 1, 0, 0, 3]
+
+
+CHAIN: Final = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+"""A way down a tree; a block is where one has come."""
+
+
+def requests_of(chains: Sequence[Sequence[int]]) -> list[TracedRequest]:
+    numbers: dict[tuple[int, ...], int] = {}
+    prompts = [[tuple(chain[: end + 1]) for end in range(len(chain))] for chain in chains]
+    return [TracedRequest(0, tuple(numbers.setdefault(way, len(numbers)) for way in one)) for one in prompts]
+
+
+@given(st.lists(CHAIN, min_size=1, max_size=40), st.integers(4, 20), st.sampled_from(POLICIES))
+def test_no_policy_beats_the_optimum_and_room_for_all_gives_the_bound(
+    chains: Sequence[Sequence[int]], capacity: int, policy: str
+) -> None:
+    requests = requests_of(chains)
+    assert hit_rate(requests, capacity, policy) * count_blocks(requests) <= optimal_hits(requests, capacity) + 1e-9
+    assert hit_rate(requests, count_unique(requests), policy) == pytest.approx(bound(requests))
+
+
+def test_sizes_go_from_the_longest_prompt_to_all_blocks() -> None:
+    requests = [TracedRequest(0, tuple(range(100 * n, 100 * n + 10))) for n in range(30)]
+    assert cache_sizes(requests) == [10, 18, 37, 75, 150, 300]
+
+
+def test_a_trace_leaves_rows_and_a_plot(tmp_path: Path) -> None:
+    trace = tmp_path / "one.jsonl"
+    trace.write_text("".join(json.dumps({"input_length": 1, "hash_ids": [0, n]}) + "\n" for n in (1, 2, 1)))
+    rows = measure(trace, Effort(), tmp_path / "out")
+    assert {row.name.split("/")[2] for row in rows} == {*POLICIES, "belady"}
+    assert (tmp_path / "out" / "hit_rate_one.svg").read_text().count("<polyline") == len(POLICIES) + 1
