@@ -20,8 +20,6 @@ from tests.clients.tier_pools import Filled
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry
 
-pytestmark = pytest.mark.any_device
-
 ROOT: Final = Path(__file__).parents[1]
 TEXT: Final = (ROOT / "docs/tiers.md").read_text()
 OPERATIONS: Final = (ROOT / "docs/operations.md").read_text()
@@ -184,7 +182,6 @@ def test_a_router(served: DaemonProcess, reader: Reader, decode: Filled) -> None
 # -- what the text says without code
 
 
-@pytest.mark.host_only
 def test_every_code_that_the_text_names_exists() -> None:
     table = TEXT.split("## When something fails")[1].split("\n## ")[0]
     named = set(re.findall(r"`([A-Z_]{4,})`", table)) - {"LOOKUP"}
@@ -193,7 +190,6 @@ def test_every_code_that_the_text_names_exists() -> None:
     assert named <= known, named - known
 
 
-@pytest.mark.host_only
 def test_the_figures_are_those_of_the_code() -> None:
     pins = f"{MAX_PINS:_}".replace("_", " ")
     assert f"over {MAX_WORKS} works, {MAX_LEASES} leases or {pins} leased blocks" in TEXT
@@ -201,7 +197,6 @@ def test_the_figures_are_those_of_the_code() -> None:
     assert f"may number {MAX_HASHES:_}".replace("_", " ") in TEXT
 
 
-@pytest.mark.host_only
 def test_every_action_of_the_command_is_shown() -> None:
     usage = run_kvferry("cache", "--help").stdout
     actions = set(re.findall(r"^    (\w+)", usage.split("ACTION\n")[1].split("\n\n")[0], re.MULTILINE))
@@ -210,7 +205,6 @@ def test_every_action_of_the_command_is_shown() -> None:
     assert not {one for one in actions if one not in shown}
 
 
-@pytest.mark.host_only
 def test_every_key_that_the_text_names_is_one() -> None:
     example = (ROOT / "systemd/kvferry.toml").read_text()
     tables = re.split(r"^\[", example, flags=re.MULTILINE)[1:]
@@ -221,7 +215,6 @@ def test_every_key_that_the_text_names_is_one() -> None:
         assert named <= keys, named - keys
 
 
-@pytest.mark.host_only
 def test_every_counter_of_the_tiers_is_told() -> None:
     assert len(COUNTERS) > 25
     assert not {one for one in COUNTERS if f"`{one}`" not in OPERATIONS}
