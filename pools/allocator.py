@@ -104,6 +104,10 @@ class PageAllocator:
         check_distinct(ids, field)
         return self._give_back(ids)
 
+    def free_owned(self, owner: int, ids: PageIds) -> FreedPages:
+        """Take back those of distinct, valid ids that ``owner`` has still; those in flight become doomed."""
+        return self._give_back(ids[self._owner[ids] == owner])
+
     def release_owner(self, owner: int) -> FreedPages:
         """Take every page of ``owner`` back; those in flight become doomed."""
         return self._give_back(np.flatnonzero(self._owner == owner))

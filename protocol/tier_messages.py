@@ -50,7 +50,8 @@ class Offloading(Body, frozen=True, kw_only=True, tag="OFFLOADING"):
 class Restore(Body, frozen=True, kw_only=True, tag="RESTORE"):
     """Copy a snapshot of this tenant into pages of this session: as many as it has, of a pool of the same layout.
 
-    Answered by WORK_STARTED at once; TIER_DONE follows. All or nothing: where it fails, the pages are as they were.
+    Answered by WORK_STARTED at once; TIER_DONE follows. All or nothing: where a checksum is wrong, the pages are as
+    they were; what is given up midway leaves pages that were named with anything in them.
     """
 
     snapshot: Hex128

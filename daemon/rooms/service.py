@@ -210,7 +210,8 @@ class RoomService:
         landed = self._landings.make(call, body, sender.pool)
         try:
             return self._make_room_in(sender._replace(pool=landed.pool), landed.ranges, body)
-        except KvferryError as error:
+        except Exception as cause:
+            error = cause if isinstance(cause, KvferryError) else InternalError(f"no room was made: {cause!r}")
             self._landings.refused(landed, error)
             raise
 

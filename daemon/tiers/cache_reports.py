@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Coroutine
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.tiers.host_tier import HostTier, holder_name
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
+from kvferry.pools.tiers.cached_block import CachedBlock
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.pools.tiers.journal import Change
 from kvferry.protocol.cache_messages import (
@@ -27,7 +27,15 @@ from kvferry.protocol.cache_messages import (
 from kvferry.protocol.errors import InvalidFieldError
 
 LOOK_AT = 1000
-"""Blocks looked at between two other requests."""
+"""Blocks, or changes, looked at between two other requests."""
+
+
+class _Waiting:
+    """A CACHE_EVENTS that nothing of has come, and the cursor that it has come to."""
+
+    def __init__(self, call: Call, cursor: int) -> None:
+        self.call = call
+        self.cursor = cursor
 
 
 class CacheReports:
@@ -38,7 +46,7 @@ class CacheReports:
         self._host = host
         self._lower = lower
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[Call] = []
+        self._waiting: list[_Waiting] = []
         self._tasks: set[asyncio.Task[None]] = set()
         host.journal.on_change = self._changed
         self._flushing = False
@@ -53,14 +61,14 @@ class CacheReports:
 
     def session_lost(self, session_id: int) -> None:
         """Forget who waits for events."""
-        self._waiting = [call for call in self._waiting if call.session.session_id != session_id]
+        self._waiting = [one for one in self._waiting if one.call.session.session_id != session_id]
 
     # -- CACHE_LIST, CACHE_PIN, CACHE_EVICT
 
     def _list(self, call: Call) -> Answer:
         body = expect(call, CacheList)
         cursor = self._host.journal.position()
-        page = self._host.index.page(body.position, body.limit)
+        page = self._host.index.page(body.position, min(body.limit, LOOK_AT))
         mine = (block for block in page.blocks if block.namespace.tenant == call.session.tenant)
         return Answer(
             CacheListed(blocks=tuple(map(_status, mine)), cursor=cursor, position=page.next_position),
@@ -73,14 +81,12 @@ class CacheReports:
 
     async def _pin_all(self, call: Call, named: set[bytes], *, pinned: bool) -> None:
         index, count = self._host.index, 0
-        async for block in self._blocks_of(call.session.tenant):
-            if block.hash not in named:
-                continue
-            count += 1
-            if pinned and OPERATOR not in block.pins:
-                index.pin([block], OPERATOR)
-            elif not pinned and OPERATOR in block.pins:
-                self._host.free_all(index.unpin([block], OPERATOR))
+        async for blocks in self._blocks_of(call.session.tenant, named):
+            count += len(blocks)
+            if pinned:
+                index.pin([block for block in blocks if OPERATOR not in block.pins], OPERATOR)
+            else:
+                self._host.free_all(index.unpin([block for block in blocks if OPERATOR in block.pins], OPERATOR))
         self._dispatcher.answer(call.session, call.message_id, Answer(CachePinned(blocks=count)))
 
     def _evict(self, call: Call) -> Answer | None:
@@ -92,27 +98,23 @@ class CacheReports:
         return None
 
     async def _evict_all(self, call: Call, named: set[bytes] | None) -> None:
-        blocks = size_bytes = kept = 0
-        async for block in self._blocks_of(call.session.tenant):
-            if named is not None and block.hash not in named:
-                continue
-            if block.pins:
-                kept += 1
-                continue
-            blocks, size_bytes = blocks + 1, size_bytes + block.size_bytes
-            self._host.free_all(self._host.index.remove(block))
-            self._lower.remove(block)
-        reply = CacheEvicted(blocks=blocks, size_bytes=size_bytes, kept=kept)
+        count = size_bytes = kept = 0
+        async for blocks in self._blocks_of(call.session.tenant, named):
+            going = [block for block in blocks if not block.pins]
+            kept += len(blocks) - len(going)
+            count, size_bytes = count + len(going), size_bytes + sum(block.size_bytes for block in going)
+            self._host.free_all([freed for block in going for freed in self._host.index.remove(block)])
+            self._lower.remove(going)
+        reply = CacheEvicted(blocks=count, size_bytes=size_bytes, kept=kept)
         self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
-    async def _blocks_of(self, tenant: int) -> AsyncIterator[CachedBlock]:
-        """Yield a tenant's blocks, letting other requests in between."""
+    async def _blocks_of(self, tenant: int, named: set[bytes] | None) -> AsyncIterator[list[CachedBlock]]:
+        """Yield a tenant's blocks, some at a time, letting other requests in between; those ``named``, None: all."""
         position: int | None = 0
         while position is not None:
             page = self._host.index.page(position, LOOK_AT)
-            for block in page.blocks:
-                if block.namespace.tenant == tenant and block.state is BlockState.READY:
-                    yield block
+            mine = [block for block in page.blocks if block.namespace.tenant == tenant]
+            yield mine if named is None else [block for block in mine if block.hash in named]
             position = page.next_position
             await asyncio.sleep(0)
 
@@ -124,42 +126,47 @@ class CacheReports:
     # -- CACHE_EVENTS
 
     def _events(self, call: Call) -> Answer | None:
-        answer = self._changes(call)
+        one = _Waiting(call, expect(call, CacheEvents).cursor)
+        answer = self._changes(one)
         if answer is None:
-            self._waiting.append(call)
-            self._loop.call_later(call.deadline_s, self._nothing_new, call)
+            self._waiting.append(one)
+            self._loop.call_later(call.deadline_s, self._nothing_new, one)
         return answer
 
-    def _changes(self, call: Call) -> Answer | None:
-        """Return what has changed for this tenant; None where nothing has."""
-        body, tenant = expect(call, CacheEvents), call.session.tenant
-        found = self._host.journal.since(body.cursor, body.limit)
-        mine = tuple(_change(one) for one in found.changes if one.namespace.tenant == tenant)
+    def _changes(self, one: _Waiting) -> Answer | None:
+        """Return what has changed for this tenant; None where nothing has, and those of others are passed."""
+        limit, tenant = min(expect(one.call, CacheEvents).limit, LOOK_AT), one.call.session.tenant
+        found = self._host.journal.since(one.cursor, limit)
+        mine = tuple(_change(change) for change in found.changes if change.namespace.tenant == tenant)
         if not mine and not found.lost:
+            one.cursor = found.next_cursor
+            if len(found.changes) == limit:  # there may be more
+                self._changed(waits=True)
             return None
         return Answer(CacheChanges(changes=mine, cursor=found.next_cursor, lost=found.lost))
 
-    def _changed(self) -> None:
-        if self._waiting and not self._flushing:
+    def _changed(self, *, waits: bool = False) -> None:
+        if (waits or self._waiting) and not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushing = False
         waiting, self._waiting = self._waiting, []
-        for call in waiting:
-            answer = self._changes(call) if call.session.is_pending(call.message_id) else None
+        for one in waiting:
+            call = one.call
+            answer = self._changes(one) if call.session.is_pending(call.message_id) else None
             if answer is not None:
                 self._dispatcher.answer(call.session, call.message_id, answer)
             elif call.session.is_pending(call.message_id):
-                self._waiting.append(call)
+                self._waiting.append(one)
 
-    def _nothing_new(self, call: Call) -> None:
+    def _nothing_new(self, one: _Waiting) -> None:
         """Answer at the deadline: that nothing has changed is an answer too."""
-        if call in self._waiting:
-            self._waiting.remove(call)
-            cursor = expect(call, CacheEvents).cursor
-            self._dispatcher.answer(call.session, call.message_id, Answer(CacheChanges(changes=(), cursor=cursor)))
+        if one in self._waiting:
+            self._waiting.remove(one)
+            answer = Answer(CacheChanges(changes=(), cursor=one.cursor))
+            self._dispatcher.answer(one.call.session, one.call.message_id, answer)
 
 
 def _named(hashes: bytes) -> set[bytes]:

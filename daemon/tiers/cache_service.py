@@ -25,7 +25,7 @@ from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.pools.tiers.arena import Offsets, whole_grains
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
+from kvferry.pools.tiers.cached_block import CachedBlock
 from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.cache_messages import HASH_BYTES, Load, Store
 from kvferry.protocol.errors import (
@@ -38,7 +38,6 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.tier_messages import TierDone, WorkStarted
 
-MAX_LEASES = 4096
 log = structlog.get_logger(__name__)
 
 
@@ -137,12 +136,12 @@ class CacheService:
         begun = self._host.index.begin(namespace, hashes, parent, pages * whole_grains(layout.block_bytes))
         fresh = [one.block for one in begun if one.fresh]
         at = [number for number, one in enumerate(begun) if one.fresh]
+        self._host.index.touch([one.block for one in begun if not one.fresh])  # the new ones are of no use without
         try:
             offsets = self._host.reserve(namespace.tenant, len(fresh) * pages, layout.block_bytes, counted=True)
         except KvferryError:
             self._host.index.abandon(fresh)
             raise
-        self._host.index.touch([one.block for one in begun if one.block.state is BlockState.READY])
         return fresh, at, offsets.reshape(len(fresh), pages)
 
     def _commit(self, fresh: list[CachedBlock], offsets: Offsets, job: BlockJob) -> None:
@@ -232,7 +231,7 @@ class CacheService:
         )
         if there < count:
             self._counters.add("cache.missed_blocks", count - there)
-            miss = CacheMissError(f"block {there} of {count} is gone")
+            miss = CacheMissError(f"block {there} of {count} is gone, or the host tier has no room for it")
             done = msgspec.structs.replace(done, error=miss.info())
         return Ending(done)
 
@@ -243,7 +242,7 @@ class CacheService:
         page = int(error.field.partition("[")[2].rstrip("]"))
         block = loading.blocks[page // loading.lease.namespace.block_pages]
         self._host.free_all(self._host.index.remove(block))
-        self._lower.remove(block)
+        self._lower.remove([block])
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

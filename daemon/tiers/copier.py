@@ -8,6 +8,7 @@ step is begun before the last one is waited for. Of a restore all checksums are 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -31,6 +32,9 @@ MAX_STEP_BYTES: Final = 16 << 20
 FIRST_STEP_BYTES: Final = 2 << 20
 NEWS_WEIGHT: Final = 0.3
 """How much a step's speed says of the next one's; the rest is what was known before."""
+
+NICE: Final = 10
+"""Of the threads: where cores are short, a step that has begun does not keep a hand-off from its own."""
 
 log = structlog.get_logger(__name__)
 
@@ -189,6 +193,7 @@ class TierCopier:
 
     def _work(self) -> None:
         """Begin steps and complete them, one of each at a time."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # Linux: of this thread alone
         flight: _Flight | None = None
         done_s = 0.0
         while True:

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -83,7 +84,7 @@ class DiskTier:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for executor in (self._writer, self._reader):
-            executor.shutdown(cancel_futures=True)
+            await asyncio.to_thread(executor.shutdown, cancel_futures=True)  # a step may take a while
         self._store.close()
 
     def store(self, block: CachedBlock) -> None:
@@ -120,10 +121,11 @@ class DiskTier:
         self._counters.add("tiers.disk.read_blocks")
         return digests
 
-    async def remove(self, block: CachedBlock) -> None:
-        """Delete a block's file."""
-        if self._leave(block):
-            await self._unlink(block)
+    def remove(self, blocks: Sequence[CachedBlock]) -> None:
+        """Delete blocks' files: before any other is written that is asked for after this."""
+        keys = [_key(block) for block in blocks if self._leave(block)]
+        if keys and not self._closing.is_set():
+            asyncio.get_running_loop().run_in_executor(self._writer, self._remove_all, keys)
 
     def status(self) -> TierStatus:
         """Return the tier as STATUS shows it."""
@@ -136,7 +138,10 @@ class DiskTier:
         )
 
     async def _run(self) -> None:
-        await self._scan()
+        try:
+            await self._scan()
+        except DiskError as error:
+            self._failed(error)
         while True:
             await self._wanted.wait()
             while self._waiting:
@@ -145,28 +150,28 @@ class DiskTier:
                 if time.monotonic() < self._resting_until:
                     self._counters.add("tiers.disk.skipped_blocks")
                 elif block.state is BlockState.READY and block.in_host and not block.on_disk:
-                    await self._write_one(block)
+                    try:
+                        await self._write_one(block)
+                    except Exception as cause:  # a bug with one block must not be the end of the tier
+                        log.exception("a cached block was not written", cause=str(cause))
             self._wanted.clear()
 
     async def _sync(self) -> None:
         while True:
             await asyncio.sleep(SYNC_EVERY_S)
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._writer, self._store.sync_dirty)
+            try:  # other writes go in between
+                while await asyncio.get_running_loop().run_in_executor(self._writer, self._store.sync_dirty):
+                    pass
             except DiskError as error:
                 self._failed(error)
 
     async def _scan(self) -> None:
         """Take in what lies there since before; the oldest first, as they were used."""
         loop = asyncio.get_running_loop()
-        found: list[FoundBlock] = []
         steps = self._store.scan()
         while (step := await loop.run_in_executor(self._reader, next, steps, None)) is not None:
-            found.extend(step)
-        for one in sorted(found, key=lambda one: one.used_ns):
-            self._adopt(one)
-            if len(self._sizes) % 64 == 0:
-                await asyncio.sleep(0)
+            for one in step:
+                self._adopt(one)
         await self._make_room(0)
         log.info("disk tier ready", path=str(self._store.root), blocks=len(self._sizes), used_bytes=self._used_bytes)
 
@@ -206,6 +211,14 @@ class DiskTier:
             self._recovered()
         else:  # it went meanwhile
             await self._unlink(block)
+
+    def _remove_all(self, keys: Sequence[BlockKey]) -> None:
+        """On the writing thread: what cannot be deleted is found by the next scan."""
+        for key in keys:
+            try:
+                self._store.remove(key)
+            except DiskError as error:
+                log.warning("a cached block stays on disk", cause=str(error))
 
     def _write(self, key: BlockKey, buffers: list[memoryview], digests: Digests, parent: bytes | None) -> bool:
         """On the writing thread: step by step, as the scheduler lets it; False where the daemon ends."""

@@ -16,17 +16,16 @@ import numpy as np
 from kvferry.daemon.dispatch import Call
 from kvferry.daemon.rooms.page_ranges import PageRange, page_ranges
 from kvferry.daemon.sessions import Session
-from kvferry.daemon.tiers.copier import BlockJob
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.service import TierService
 from kvferry.daemon.tiers.snapshots import Snapshot, distinct_lists, space_of
 from kvferry.daemon.tiers.works import Ending, Work, Works
-from kvferry.pools.manifest import component_of, spaces_of
+from kvferry.pools.manifest import bytes_per_page, component_of, spaces_of
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.pools.tiers.arena import whole_grains
 from kvferry.protocol.base import PageList
-from kvferry.protocol.errors import KvferryError, UnknownComponentError, raised
+from kvferry.protocol.errors import KvferryError, OutOfMemoryError, UnknownComponentError, raised
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.room_messages import Receive
@@ -72,7 +71,7 @@ class Landings:
             OutOfMemoryError, OverloadedError, TierOffError: the host tier has no room.
         """
         region, lists, session = self._host.region, body.lists, call.session
-        ids = _numbered(lists, pool.manifest)
+        ids = _numbered(lists, pool.manifest, region.size_bytes)
         laid_out = _laid_out(pool.manifest, lists)
         ranges = page_ranges(lists, ids, laid_out, may_end_inside=True)
         size_bytes = laid_out.region_bytes
@@ -119,28 +118,28 @@ class Landings:
         self._free(landed)
 
     def _keep(self, landed: Landed) -> None:
-        job: list[BlockJob] = []
+        job = self._service.filling(landed.snapshot, landed.pool, [one.ids for one in distinct_lists(landed.ranges)])
 
         def finish(work: Work, error: KvferryError | None) -> Ending:
             self._free(landed)
-            self._service.filled(landed.snapshot, job[0] if job else None, error)
+            self._service.filled(landed.snapshot, job, error)
             return Ending(TierDone(work=work.number, kind="offload", snapshot=landed.snapshot.name))
 
         landed.snapshot.state = "writing"
         work = self._works.begin_quietly(landed.session, "offload", landed.pool.name, landed.snapshot.pages, finish)
-        ids = [one.ids for one in distinct_lists(landed.ranges)]
-        job.append(self._service.fill(landed.snapshot, work, landed.pool, ids))
+        self._service.start(work, job)
 
     def _free(self, landed: Landed) -> None:
         self._host.free(np.array([landed.offset]), landed.size_bytes)
         self._host.index.accounts.discharge(landed.pool.tenant, whole_grains(landed.size_bytes))
 
 
-def _numbered(lists: Sequence[PageList], manifest: Manifest) -> list[PageIds]:
+def _numbered(lists: Sequence[PageList], manifest: Manifest, most_bytes: int) -> list[PageIds]:
     """Return page ids for each list: its own, from 1 on in each page space.
 
     Raises:
         UnknownComponentError: the pool lacks a component.
+        OutOfMemoryError: so many pages have more than ``most_bytes``; nothing is made for them.
     """
     used: Counter[str] = Counter()
     found = []
@@ -150,6 +149,11 @@ def _numbered(lists: Sequence[PageList], manifest: Manifest) -> list[PageIds]:
                 f"the pool has no component {one.component!r}", field=f"lists[{index}].component"
             )
         space = space_of(manifest, one.component)
+        wanted = one.pages * bytes_per_page(manifest, space)
+        if wanted > most_bytes:
+            raise OutOfMemoryError(
+                f"{one.pages} pages are {wanted} bytes, the host tier has {most_bytes}", field=f"lists[{index}].pages"
+            )
         found.append(np.arange(used[space] + 1, used[space] + 1 + one.pages))
         used[space] += one.pages
     return found

@@ -20,9 +20,12 @@ from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.cache_messages import HASH_BYTES, Found, Lookup, Unpin, Unpinned
-from kvferry.protocol.errors import InvalidFieldError, OverloadedError, UnknownLeaseError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, OverloadedError, UnknownLeaseError
 
 MAX_LEASES = 4096
+MAX_PINS = 1 << 20
+"""Of one session; a block counts in each of its leases."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -99,7 +102,7 @@ class Lookups:
             if lease.namespace != namespace:
                 raise InvalidFieldError(f"lease {lease.number} is of other blocks: {lease.namespace}", field="lease")
         elif body.pin and len(self._leases.get(call.session.session_id, ())) >= MAX_LEASES:
-            raise OverloadedError(f"the session has {MAX_LEASES} leases")
+            raise OverloadedError(f"the session has {MAX_LEASES} leases: UNPIN some")
         found = self._host.index.longest_prefix(namespace, hashes)
         rest = hashes[len(found) :]
         if not rest or not self._lower.asks_far:
@@ -118,12 +121,24 @@ class Lookups:
         still = list(itertools.takewhile(lambda one: one.state is BlockState.READY, [*blocks, *far]))
         if not call.session.is_pending(call.message_id) or self._sessions.get(call.session.session_id) is None:
             return
-        answer = self._found(call, lease, msgspec.structs.replace(near, blocks=still))
-        self._dispatcher.answer(call.session, call.message_id, answer)
+        try:
+            if lease is not None:
+                self.lease(call, lease.number)  # it may have ended meanwhile
+            answer = self._found(call, lease, msgspec.structs.replace(near, blocks=still))
+        except KvferryError as error:
+            self._dispatcher.answer_error(call.session, call.message_id, error)
+        else:
+            self._dispatcher.answer(call.session, call.message_id, answer)
 
     def _found(self, call: Call, lease: Lease | None, found: Lease) -> Answer:
-        """Pin what was found, let it come up, and say what it is."""
+        """Pin what was found, let it come up, and say what it is.
+
+        Raises:
+            OverloadedError: the session has as many leases or pins as it may.
+        """
         body, blocks = expect(call, Lookup), found.blocks
+        if body.pin:
+            self._check_pins(call.session.session_id, len(blocks))
         self._counters.add("cache.lookups")
         self._counters.add("cache.asked_blocks", len(body.hashes) // HASH_BYTES)
         self._counters.add("cache.hit_blocks", len(blocks))
@@ -150,6 +165,11 @@ class Lookups:
                 lease_blocks=len(lease.blocks) if lease is not None else 0,
             )
         )
+
+    def _check_pins(self, session_id: int, more: int) -> None:
+        pins = sum(len(lease.blocks) for lease in self._leases.get(session_id, {}).values())
+        if pins + more > MAX_PINS:
+            raise OverloadedError(f"the session's leases have {pins} blocks, {more} more are over {MAX_PINS}")
 
     def _unpin(self, call: Call) -> Answer:
         lease = self.lease(call, expect(call, Unpin).lease)

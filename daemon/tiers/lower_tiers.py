@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 import structlog
 
@@ -20,6 +21,9 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests
 from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.session_messages import TierStatus
+
+COMING_AT_ONCE: Final = 32
+"""Blocks that have memory of the host tier while they come up; the others wait for their turn."""
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +38,7 @@ class LowerTiers:
         self._counters = counters
         self._coming: dict[CachedBlock, asyncio.Task[bool]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self._turns = asyncio.Semaphore(COMING_AT_ONCE)
 
     def __repr__(self) -> str:
         """Show what comes up."""
@@ -85,8 +90,8 @@ class LowerTiers:
         return self._remote is not None and self._remote.available
 
     def bring_up(self, block: CachedBlock) -> asyncio.Future[bool] | None:
-        """Bring a block to the host tier; None where it is there. It is True once it is, False where it cannot come."""
-        if block.in_host:
+        """Bring a block to the host tier; None where it is there, or gone. True once it is there, else False."""
+        if block.in_host or block.state is not BlockState.READY:
             return None
         coming = self._coming.get(block)
         if coming is None:
@@ -94,23 +99,25 @@ class LowerTiers:
             coming.add_done_callback(lambda _: self._coming.pop(block, None))
         return coming
 
-    def remove(self, block: CachedBlock) -> None:
-        """Delete what lower tiers have of a block."""
-        task = asyncio.create_task(self._remove(block))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+    def remove(self, blocks: Sequence[CachedBlock]) -> None:
+        """Delete what lower tiers have of blocks that the index has no more."""
+        if self._disk is not None:
+            self._disk.remove(blocks)
+        far = [block for block in blocks if block.in_remote]
+        if self._remote is not None and far:
+            task = asyncio.create_task(self._remote.remove(far))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     def status(self) -> list[TierStatus]:
         """Return the tiers as STATUS shows them."""
         return [one.status() for one in (self._disk, self._remote) if one is not None]
 
-    async def _remove(self, block: CachedBlock) -> None:
-        if self._disk is not None:
-            await self._disk.remove(block)
-        if self._remote is not None and block.in_remote:
-            await self._remote.remove(block)
-
     async def _bring_up(self, block: CachedBlock) -> bool:
+        async with self._turns:
+            return block.in_host or (block.state is BlockState.READY and await self._bring_up_now(block))
+
+    async def _bring_up_now(self, block: CachedBlock) -> bool:
         """Read a block from the nearest tier that has it; see ``bring_up``."""
         tenant, pages = block.namespace.tenant, block.namespace.block_pages
         page_bytes = self._host.page_bytes[block.namespace]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from kvferry.daemon.rooms.page_ranges import PageRange
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
-from kvferry.protocol.errors import KvferryError, NotOwnerError
+from kvferry.protocol.errors import KvferryError
 
 
 class _Held(NamedTuple):
@@ -47,10 +48,12 @@ class PageHold:
         self._held.clear()
 
     def give_back(self, owner: int) -> None:
-        """Free them; a session that is gone has given them back by itself."""
+        """Free those that ``owner`` has still, each once."""
+        by_allocator: dict[PageAllocator, list[PageIds]] = {}
         for allocator, ids in self._held:
-            with contextlib.suppress(NotOwnerError):
-                allocator.free(owner, ids)
+            by_allocator.setdefault(allocator, []).append(ids)
+        for allocator, lists in by_allocator.items():
+            allocator.free_owned(owner, np.unique(np.concatenate(lists)))
 
 
 def hold_pages(pool: Pool, owner: int, lists: Sequence[PageRange], *, write: bool) -> PageHold:

@@ -31,6 +31,9 @@ MAX_WAITING: Final = 4096
 MAX_NAMES: Final = 4096
 """Names asked for at a time."""
 
+MAX_KNOWN: Final = 1 << 18
+"""Blocks that the index has because the store had them once: what the store has dropped since, nobody says."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -47,6 +50,7 @@ class RemoteTier:
         self._shared = shared
         self._waiting: deque[CachedBlock] = deque()
         self._queued: set[CachedBlock] = set()
+        self._known: deque[CachedBlock] = deque()
         self._wanted = asyncio.Event()
         self._hasher = ThreadPoolExecutor(1, "remote-hash")
         self._task: asyncio.Task[None] | None = None
@@ -75,7 +79,7 @@ class RemoteTier:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._store.close()
-        self._hasher.shutdown(cancel_futures=True)
+        await asyncio.to_thread(self._hasher.shutdown, cancel_futures=True)
 
     def store(self, block: CachedBlock) -> None:
         """Put a block of the host tier some time, unless the store is away or too many wait."""
@@ -99,7 +103,10 @@ class RemoteTier:
         index, found = self._host.index, []
         for before, one in pairwise((parent, *asked[:there])):
             assert one is not None
+            known = index.get(namespace, one)
             block = index.adopt(namespace, one, before, size_bytes, tier=Tier.REMOTE)
+            if known is None:
+                self._know(block)
             if block.state is not BlockState.READY:  # being stored from here this very moment
                 break
             found.append(block)
@@ -124,9 +131,9 @@ class RemoteTier:
         self._host.index.set_in_remote(block, present=False)
         return None
 
-    async def remove(self, block: CachedBlock) -> None:
-        """Let the store forget a block."""
-        await self._store.remove([self._name(block)])
+    async def remove(self, blocks: Sequence[CachedBlock]) -> None:
+        """Let the store forget blocks."""
+        await self._store.remove([self._name(block) for block in blocks])
 
     def status(self) -> TierStatus:
         """Return the tier as STATUS shows it; how full the store is only its master knows."""
@@ -139,7 +146,10 @@ class RemoteTier:
                 block = self._waiting.popleft()
                 self._queued.discard(block)
                 if block.state is BlockState.READY and block.in_host and not block.in_remote and self.available:
-                    await self._put(block)
+                    try:
+                        await self._put(block)
+                    except Exception as cause:  # a bug with one block must not be the end of the tier
+                        log.exception("a cached block was not put", cause=str(cause))
             self._wanted.clear()
 
     async def _put(self, block: CachedBlock) -> None:
@@ -163,6 +173,19 @@ class RemoteTier:
             self._host.free_all(self._host.index.unpin([block], DEMOTION))
         if stored and self._host.index.set_in_remote(block, present=True):
             self._counters.add("tiers.remote.written_blocks")
+            self._know(block)
+        elif stored:  # it went meanwhile
+            await self.remove([block])
+
+    def _know(self, block: CachedBlock) -> None:
+        """Remember that the store has a block; of too many, forget the oldest: the store has it still, if asked."""
+        self._known.append(block)
+        if len(self._known) > MAX_KNOWN:
+            oldest = self._known.popleft()
+            if oldest.pins:
+                self._known.append(oldest)
+            elif oldest.state is BlockState.READY:
+                self._host.index.set_in_remote(oldest, present=False)
 
     def _digests(self, offsets: Offsets, page_bytes: int) -> Digests:
         memory = memoryview(self._host.region.buffer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -115,9 +115,8 @@ class TierService:
         """
         if not lists:
             raise EmptyPagesError("no list names a page", field="lists")
-        snapshot = Snapshot(
-            pool.tenant, call.session.session_id, pool.name, pool.manifest, new_parts(pool.manifest, lists)
-        )
+        self.snapshots.check(pool.tenant)
+        snapshot = Snapshot(pool.tenant, call.session.session_id, pool.name, pool.manifest, new_parts(pool, lists))
         reserved = []
         try:
             self._host.region  # noqa: B018  there may be no tier
@@ -141,15 +140,17 @@ class TierService:
         self.snapshots.remove(snapshot)
         return False
 
-    def fill(self, snapshot: Snapshot, work: Work, pool: Pool, ids: Sequence[PageIds]) -> BlockJob:
-        """Let a work copy pages of a pool into a snapshot; ``filled`` has to follow when it is over."""
+    def filling(self, snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> BlockJob:
+        """Return a job that copies pages of a pool into a snapshot; ``filled`` has to follow when it is over."""
         parts = _block_parts(snapshot, pool, ids)
-        job = BlockJob("offload", parts, self._host.region, checksums=self._jobs.checksums)
+        return BlockJob("offload", parts, self._host.region, checksums=self._jobs.checksums)
+
+    def start(self, work: Work, job: BlockJob) -> None:
+        """Let a work's job run."""
         self._jobs.start(work, job)
-        return job
 
     def filled(self, snapshot: Snapshot, job: BlockJob | None, error: KvferryError | None) -> None:
-        """Take the end of ``fill``: the snapshot is ready, or gone."""
+        """Take the end of ``filling``: the snapshot is ready, or gone."""
         if error is None and job is not None:
             for part, digests in zip(snapshot.parts, job.digests or [None] * len(snapshot.parts), strict=True):
                 part.digests = digests
@@ -173,22 +174,23 @@ class TierService:
         held = hold_pages(pool, call.session.session_id, lists, write=False)
         try:
             snapshot = self.new_snapshot(call, pool, lists)
-        except KvferryError:
+        except BaseException:
             held.release()
             raise
+        job = self.filling(snapshot, pool, [one.ids for one in lists])
 
         def finish(work: Work, error: KvferryError | None) -> Ending:
             if error is None and body.release:
                 held.give_back(work.session.session_id)
             held.release()
-            self.filled(snapshot, job, error)
             done = TierDone(work=work.number, kind="offload", snapshot=snapshot.name)
-            if error is not None:
-                return Ending(done)
-            return Ending(_copied(done, snapshot))
+            if error is None:
+                done = _copied(done, snapshot)
+            self.filled(snapshot, job, error)
+            return Ending(done)
 
         work = self._works.begin(call, "offload", pool.name, snapshot.pages, finish)
-        job = self.fill(snapshot, work, pool, [one.ids for one in lists])
+        self.start(work, job)
         return Answer(Offloading(work=work.number, snapshot=snapshot.name))
 
     # -- RESTORE
@@ -220,6 +222,8 @@ class TierService:
     def _snapshot_settled(self, work: Work, restoring: _Restoring, error: KvferryError | None) -> None:
         if error is not None:
             self._works.stop(work, error)
+        elif not any(one is restoring.pool for one in self._pools):
+            self._works.stop(work, _deleted(restoring.pool))
         elif work.stopped is None:
             self._take_pages(work, restoring)
 
@@ -237,10 +241,13 @@ class TierService:
             raise InvalidFieldError(
                 f"pool {pool.name!r} is lent: its engine numbers its pages itself", field="allocate"
             )
+        wanted: Counter[str] = Counter()
         for part in snapshot.parts:
-            capacity = pool.space(space_of(pool.manifest, part.component)).capacity
-            if part.count > capacity:
-                raise PoolFullError(f"{part.count} pages of {part.component!r}, the pool has {capacity}", field="pool")
+            space = space_of(pool.manifest, part.component)
+            wanted[space] += part.count
+            capacity = pool.space(space).capacity
+            if wanted[space] > capacity:
+                raise PoolFullError(f"{wanted[space]} pages of {space!r}, the pool has {capacity}", field="pool")
 
     def _take_pages(self, work: Work, restoring: _Restoring) -> None:
         """Begin to copy, at once or after those that wait for pages already."""
@@ -254,19 +261,18 @@ class TierService:
     def _look_for_pages(self) -> None:
         """Give pages to those who wait, in their order for each pool."""
         self._looking = False
-        left: deque[tuple[Work, _Restoring]] = deque()
-        full: set[int] = set()
-        for work, restoring in self._waiting:
+        full: set[Pool] = set()
+        for _ in range(len(self._waiting)):
+            work, restoring = self._waiting.popleft()
             if work.stopped is not None:
                 continue
-            if id(restoring.pool) in full or not self._allocate(restoring):
-                full.add(id(restoring.pool))
-                left.append((work, restoring))
+            if restoring.pool in full or not self._allocate(restoring):
+                full.add(restoring.pool)
+                self._waiting.append((work, restoring))
                 for allocator in restoring.pool.allocators.values():
                     allocator.on_freed = self._pages_freed
             else:
                 self._copy_back(work, restoring)
-        self._waiting = left
 
     def _pages_freed(self) -> None:
         if self._waiting and not self._looking:
@@ -325,7 +331,7 @@ class TierService:
     def _pool_deleted(self, pool: Pool) -> None:
         for work, restoring in list(self._waiting):
             if restoring.pool is pool:
-                self._works.stop(work, UnknownPoolError(f"pool {pool.name!r} was deleted", field="pool"))
+                self._works.stop(work, _deleted(pool))
 
     def _drop(self, call: Call) -> Answer:
         snapshot = self.snapshots.get(call.session.tenant, expect(call, DropSnapshot).snapshot)
@@ -344,6 +350,10 @@ class TierService:
             self._host.free(part.offsets, part.layout.block_bytes)
             self._host.index.accounts.discharge(snapshot.tenant, _charge(part))
         snapshot.parts = []
+
+
+def _deleted(pool: Pool) -> UnknownPoolError:
+    return UnknownPoolError(f"pool {pool.name!r} was deleted", field="pool")
 
 
 def _charge(part: SnapshotPart) -> int:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
 import xxhash
 
-from kvferry.daemon.rooms.page_ranges import PageRange
+from kvferry.daemon.rooms.page_ranges import PageRange, page_tokens_of
 from kvferry.daemon.tiers.copier import Digests
 from kvferry.pools.manifest import component_of, key_of
+from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.pools.tiers.blocks import BlockLayout
@@ -25,6 +27,7 @@ from kvferry.protocol.errors import (
     KvferryError,
     LayoutMismatchError,
     LengthMismatchError,
+    OverloadedError,
     UnknownComponentError,
     UnknownSnapshotError,
 )
@@ -32,6 +35,8 @@ from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.tier_messages import SnapshotList, SnapshotStatus
 
 State = Literal["landing", "writing", "ready"]
+MAX_SNAPSHOTS: Final = 4096
+"""Of one tenant: what SNAPSHOTS lists in one reply."""
 
 
 class SnapshotPart(msgspec.Struct):
@@ -71,6 +76,7 @@ class Snapshot:
         self.dropped = False
         self.created_at = time.monotonic()
         self.waiting: list[Callable[[KvferryError | None], None]] = []
+        self._checksum_text = ""
 
     def __repr__(self) -> str:
         """Show what it is."""
@@ -116,8 +122,10 @@ class Snapshot:
     def _checksum(self) -> str:
         if self.state != "ready" or any(part.digests is None for part in self.parts):
             return ""
-        together = np.concatenate([part.digests for part in self.parts if part.digests is not None])
-        return xxhash.xxh3_128_hexdigest(together.astype("<u8").tobytes())
+        if not self._checksum_text:
+            together = np.concatenate([part.digests for part in self.parts if part.digests is not None])
+            self._checksum_text = xxhash.xxh3_128_hexdigest(together.astype("<u8").tobytes())
+        return self._checksum_text
 
 
 class SnapshotBook:
@@ -125,6 +133,7 @@ class SnapshotBook:
 
     def __init__(self) -> None:
         self._snapshots: dict[str, Snapshot] = {}
+        self._counts: Counter[int] = Counter()
 
     def __iter__(self) -> Iterator[Snapshot]:
         """Yield the snapshots, oldest first."""
@@ -134,9 +143,19 @@ class SnapshotBook:
         """Return how many there are."""
         return len(self._snapshots)
 
+    def check(self, tenant: int) -> None:
+        """Check that a tenant may have another one.
+
+        Raises:
+            OverloadedError: it has as many as it may.
+        """
+        if self._counts[tenant] >= MAX_SNAPSHOTS:
+            raise OverloadedError(f"user {tenant} has {MAX_SNAPSHOTS} snapshots: drop or restore some")
+
     def add(self, snapshot: Snapshot) -> None:
         """Keep a snapshot."""
         self._snapshots[snapshot.name] = snapshot
+        self._counts[snapshot.tenant] += 1
 
     def get(self, tenant: int, name: str) -> Snapshot:
         """Return a tenant's snapshot.
@@ -151,7 +170,8 @@ class SnapshotBook:
 
     def remove(self, snapshot: Snapshot) -> None:
         """Forget a snapshot."""
-        self._snapshots.pop(snapshot.name, None)
+        if self._snapshots.pop(snapshot.name, None) is not None:
+            self._counts[snapshot.tenant] -= 1
 
 
 def distinct_lists(ranges: Sequence[PageRange]) -> list[PageRange]:
@@ -159,12 +179,13 @@ def distinct_lists(ranges: Sequence[PageRange]) -> list[PageRange]:
     return [one for one in ranges if not one.shared and not one.none and len(one.ids)]
 
 
-def new_parts(manifest: Manifest, lists: Sequence[PageRange]) -> list[SnapshotPart]:
+def new_parts(pool: Pool, lists: Sequence[PageRange]) -> list[SnapshotPart]:
     """Return the parts for these lists; their memory is not there yet."""
+    manifest = pool.manifest
     return [
         SnapshotPart(
             one.component,
-            BlockLayout(manifest, space_of(manifest, one.component)),
+            pool.block_layout(space_of(manifest, one.component)),
             one.first_page,
             _tokens_of(one, manifest),
             len(one.ids),
@@ -240,5 +261,4 @@ def _difference(ours: Entry | None, theirs: Entry | None) -> str:
 def _tokens_of(one: PageRange, manifest: Manifest) -> int | None:
     if one.end_token is None or one.first_page is None:
         return None
-    page_tokens = next(entry.page_tokens for entry in manifest.entries if entry.component == one.component)
-    return one.end_token - one.first_page * (page_tokens or 0)
+    return one.end_token - one.first_page * (page_tokens_of(manifest, one.component) or 0)

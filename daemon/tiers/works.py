@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -18,11 +19,12 @@ import structlog
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.sessions import Session, SessionRegistry
-from kvferry.daemon.tiers.copier import BlockJob, TierCopier
+from kvferry.daemon.tiers.copier import BlockJob
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
+    InternalError,
     KvferryError,
     OverloadedError,
     ShuttingDownError,
@@ -35,6 +37,16 @@ MAX_WORKS = 1024
 """Of one session, live or over and not acknowledged."""
 
 log = structlog.get_logger(__name__)
+
+
+class Copier(Protocol):
+    """Runs jobs, and reports the end of each to ``Works.job_done``, never from within a call; see ``TierCopier``."""
+
+    def start(self, job: BlockJob) -> None:
+        """Run a job."""
+
+    def stop(self, job: BlockJob) -> None:
+        """End a job soon, with an error unless it is done before."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -82,9 +94,7 @@ Finish = Callable[[Work, KvferryError | None], Ending]
 class Works:
     """All live works. For the control loop only."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, sessions: SessionRegistry, counters: Counters, copier: TierCopier
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry, counters: Counters, copier: Copier) -> None:
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._counters = counters
@@ -165,7 +175,7 @@ class Works:
             return
         if work.timer is not None:
             work.timer.cancel()
-        ending = work.finish(work, error)
+        ending = self._finish(work, error)
         self._record(work, ending.done, error)
         session = self._sessions.get(work.session.session_id)
         if session is not None and not work.quiet:
@@ -221,6 +231,14 @@ class Works:
                 age_ms=round((now - work.created_at) * 1000),
                 waits_for=work.waits_for,
             )
+
+    def _finish(self, work: Work, error: KvferryError | None) -> Ending:
+        try:
+            return work.finish(work, error)
+        except Exception as cause:  # a bug in one work must leave neither its session nor the daemon's end waiting
+            log.exception("a work did not end well", work=work.number, kind=work.kind)
+            bug = InternalError(f"the end of the {work.kind} failed: {type(cause).__name__}")
+            return Ending(TierDone(work=work.number, kind=work.kind, error=bug.info()))
 
     def _timed(self, work: Work, done: TierDone, error: KvferryError | None) -> TierDone:
         now = time.monotonic()

@@ -19,7 +19,9 @@ import structlog
 from kvferry.protocol.errors import ConfigError, InternalError, TransferFailedError
 
 ASCEND_WHEEL: Final = "mooncake-transfer-engine-npu"
-INSTALL: Final = "install kvferry[mooncake] (on NPUs: mooncake-transfer-engine-npu) and Debian's libibverbs1"
+INSTALL: Final = (
+    "install kvferry[mooncake] (on NPUs: mooncake-transfer-engine-npu) and Debian's libibverbs1, libnuma1 and libcurl4"
+)
 P2P: Final = "P2PHANDSHAKE"
 _ACCEPT_TIMEOUT_US = 2000
 _WAKE_TIMEOUT_S = 1.0

@@ -108,6 +108,11 @@ class HostAccounts:
         """Return what each tenant has that ever had any."""
         return {tenant: account.usage() for tenant, account in self._accounts.items()}
 
+    @property
+    def blocks(self) -> int:
+        """Return how many visible blocks the host tier has, over all tenants."""
+        return sum(len(account.policy) for account in self._accounts.values())
+
     def excess_bytes(self, tenant: int, more_bytes: int) -> int:
         """Return how many bytes of a tenant must go before ``more_bytes`` fit its quota; 0 where they do."""
         usage = self.usage(tenant)

@@ -175,6 +175,17 @@ TestAllocator = AllocatorAgainstModel.TestCase
 TestAllocator.settings = settings(max_examples=60, stateful_step_count=40)
 
 
+def test_only_what_the_owner_has_still_is_taken_back() -> None:
+    pages = PageAllocator(8)
+    ids = pages.allocate(1, 4)
+    pages.free(1, ids[:2])
+    others = pages.allocate(2, 1)
+    assert pages.free_owned(1, ids) == (2, 0)
+    assert pages.pages_by_owner() == {2: 1}
+    assert pages.free_owned(2, others) == (1, 0)
+    pages.check_integrity()
+
+
 def test_freed_pages_are_handed_out_again_lowest_first() -> None:
     allocator = PageAllocator(PAGES)
     assert allocator.allocate(1, 8).tolist() == list(range(1, 9))

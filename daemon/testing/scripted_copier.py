@@ -1,0 +1,92 @@
+"""A copier between tiers that does nothing by itself: a test decides when and how each job ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+
+from kvferry.daemon.tiers.copier import BlockJob
+from kvferry.pools.tiers.blocks import BlockStep
+from kvferry.protocol.errors import CancelledError, KvferryError, SnapshotDamagedError
+
+
+class ScriptedCopier:
+    """See ``TierCopier``. Between ``start`` and ``end`` a job is under way: its bytes move when ``copy`` is called.
+
+    Attributes:
+        under_way: the jobs started and not ended, oldest first.
+        stopped: those that are to stop.
+    """
+
+    def __init__(self, on_done: Callable[[BlockJob, KvferryError | None], None]) -> None:
+        self.under_way: list[BlockJob] = []
+        self.stopped: set[BlockJob] = set()
+        self._on_done = on_done
+
+    def __repr__(self) -> str:
+        """Show what is under way."""
+        return f"<ScriptedCopier under_way={self.under_way} stopped={len(self.stopped)}>"
+
+    def start(self, job: BlockJob) -> None:
+        """See ``TierCopier.start``."""
+        assert job not in self.under_way, "a job that is under way"
+        self.under_way.append(job)
+
+    def stop(self, job: BlockJob) -> None:
+        """See ``TierCopier.stop``."""
+        if job in self.under_way:
+            self.stopped.add(job)
+
+    def copy(self, job: BlockJob) -> KvferryError | None:
+        """Move a job's bytes, without a word: it stays under way. Return what is wrong with them; then none moved."""
+        arena = job.arena.view()
+        damaged = self._verify(job)
+        if damaged is not None:
+            return damaged
+        for part in job.parts:
+            step = BlockStep(0, len(part.pages.ids), 0, part.pages.layout.content_bytes)
+            move = part.region.begin_offload if job.kind == "offload" else part.region.begin_restore
+            move(part.pages, step, arena).wait()
+        if job.kind == "offload" and job.checksums:
+            job.digests = tuple(self._digests(job, number) for number in range(len(job.parts)))
+        return None
+
+    def end(self, job: BlockJob, error: KvferryError | None = None) -> None:
+        """Report a job's end: no byte of it moves any more. One that was stopped ends with its error."""
+        self.under_way.remove(job)
+        if job in self.stopped:
+            self.stopped.remove(job)
+            error = error or CancelledError("it was stopped before all was copied")
+        self._on_done(job, error)
+
+    def finish(self, job: BlockJob) -> None:
+        """Move a job's bytes and report how that went; one that was stopped was done before."""
+        self.stopped.discard(job)
+        self.end(job, self.copy(job))
+
+    def finish_all(self) -> None:
+        """Finish every job, also those that start meanwhile; those that were stopped move nothing."""
+        while self.under_way:
+            job = self.under_way[0]
+            if job in self.stopped:
+                self.end(job)
+            else:
+                self.finish(job)
+
+    def _verify(self, job: BlockJob) -> KvferryError | None:
+        if job.kind == "offload" or job.digests is None:
+            return None
+        for number, part in enumerate(job.parts):
+            wrong = np.flatnonzero(self._digests(job, number) != job.digests[number])
+            if len(wrong):
+                space = part.pages.layout.space
+                return SnapshotDamagedError(f"block {wrong[0]} of space {space!r}", field=f"{space}[{wrong[0]}]")
+        return None
+
+    def _digests(self, job: BlockJob, number: int) -> np.typing.NDArray[np.uint64]:
+        pages, arena = job.parts[number].pages, job.arena.view()
+        size_bytes = pages.layout.block_bytes
+        found = [xxhash.xxh3_64_intdigest(arena[at : at + size_bytes].data) for at in pages.offsets.tolist()]
+        return np.array(found, np.uint64)

@@ -1,0 +1,456 @@
+"""STORE, LOOKUP, LOAD and the reports about the cache: pins, leases, users, and what ends early."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvferry.daemon.tiers import cache_reports, lookups
+from kvferry.protocol.cache_messages import (
+    CacheChanges,
+    CacheEvents,
+    CacheEvict,
+    CacheEvicted,
+    CacheList,
+    CacheListed,
+    CachePin,
+    CachePinned,
+    Found,
+    Lookup,
+    Unpin,
+    Unpinned,
+)
+from kvferry.protocol.errors import (
+    CacheMissError,
+    CancelledError,
+    OutOfMemoryError,
+    OverloadedError,
+    PageBusyError,
+    UnknownLeaseError,
+)
+from kvferry.protocol.tier_messages import CancelWork
+from tests.daemon.tiers.tier_world import GRAIN, POOL, Engine, World, names, settle, until, world
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def tiers() -> AsyncIterator[World]:
+    """Return services over a host tier of 8 blocks, and a pool of 15 pages for each of two users."""
+    async with world(8, tenants=(1, 2)) as one:
+        yield one
+
+
+@pytest.fixture
+async def far() -> AsyncIterator[World]:
+    """Return the same with a remote tier, whose answers the test lets go."""
+    async with world(8, remote=True) as one:
+        assert one.store is not None
+        one.store.holds = True
+        yield one
+        one.store.holds = False
+        while one.store.let_go():
+            await settle()
+
+
+async def stored(tiers: World, engine: Engine, *numbers: int) -> None:
+    """Store blocks full of their number, from pages that are free again."""
+    ids = engine.allocate(len(numbers))
+    for one, number in zip(ids, numbers, strict=True):
+        engine.write([one], number)
+    work = engine.store(names(*numbers), ids)
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(work) is None
+    engine.free(ids)
+
+
+async def put_away(far: World, engine: Engine, *numbers: int) -> None:
+    """Store blocks and let them go to the remote tier, and out of the host tier."""
+    await stored(far, engine, *numbers)
+    assert far.store is not None
+    far.store.holds = False
+    while far.store.let_go():
+        await settle()
+    values = far.store.values
+    await until(lambda: len(values) == len(numbers))
+    await settle()
+    far.store.holds = True
+    for block in list(far.host.index.host_victims()):
+        far.host.free_all([far.host.index.drop_host(block)])
+
+
+def hashes(*numbers: int) -> bytes:
+    return b"".join(names(*numbers))
+
+
+# -- store
+
+
+async def test_a_block_is_found_once_it_is_there_as_a_whole(tiers: World) -> None:
+    engine = tiers.engine()
+    ids = engine.allocate(2)
+    work = engine.store(names(1, 2), ids)
+    assert engine.lookup(names(1)).blocks == 0
+    with pytest.raises(PageBusyError):
+        engine.load(_lease_of_one(tiers, engine), ids[:1])
+    tiers.copier.finish_all()
+    await settle()
+    done = engine.done(work)
+    assert done is not None
+    assert (done.stored, done.present) == (2, 0)
+    assert engine.lookup(names(1, 2, 3), pin=False).blocks == 2
+
+
+def _lease_of_one(tiers: World, engine: Engine) -> int:
+    other = engine.store(names(9), engine.allocate(1))
+    job = tiers.copier.under_way[-1]
+    tiers.copier.finish(job)
+    assert other
+    return engine.lookup(names(9)).lease
+
+
+async def test_a_second_store_waits_for_nothing_and_copies_nothing(tiers: World) -> None:
+    engine, other = tiers.engine(), tiers.engine()
+    engine.store(names(1, 2), engine.allocate(2))
+    work = other.store(names(1, 2), other.allocate(2))
+    await settle()
+    done = other.done(work)
+    assert done is not None
+    assert (done.stored, done.present) == (0, 2)
+    assert len(tiers.copier.under_way) == 1
+    tiers.copier.finish_all()
+    assert tiers.host.arena.used_bytes == 2 * GRAIN
+
+
+@pytest.mark.parametrize("how", ["failed", "cancelled", "lost"])
+async def test_a_store_that_comes_to_nothing_leaves_nothing(tiers: World, how: str) -> None:
+    engine = tiers.engine()
+    work = engine.store(names(1, 2), engine.allocate(2))
+    if how == "failed":
+        tiers.copier.end(tiers.copier.under_way[0], OutOfMemoryError("no staging"))
+    elif how == "cancelled":
+        engine.send(CancelWork(work=work))
+        tiers.copier.finish_all()
+        await settle()
+        assert engine.error(work) is CancelledError
+    else:
+        tiers.lose(engine)
+        tiers.copier.finish_all()
+    await settle()
+    assert tiers.host.arena.used_bytes == 0
+    assert tiers.pool().allocator.busy_count == 0
+    other = tiers.engine()
+    await stored(tiers, other, 1, 2)
+
+
+async def test_a_store_that_has_no_room_holds_nothing(tiers: World) -> None:
+    engine = tiers.engine()
+    ids = engine.allocate(15)
+    with pytest.raises(OutOfMemoryError):
+        engine.store(names(*range(1, 10)), ids[:9])
+    await stored_here(tiers, engine, ids[:6].tolist())
+    engine.lookup(names(*range(1, 7)))
+    with pytest.raises(OverloadedError, match=f"{6 * GRAIN} by session {engine.session.session_id}"):
+        engine.store(names(7, 8, 9), ids[:3])
+    assert tiers.pool().allocator.busy_count == 0
+    assert tiers.host.arena.used_bytes == 6 * GRAIN
+
+
+async def stored_here(tiers: World, engine: Engine, ids: list[int]) -> None:
+    engine.store(names(*range(1, len(ids) + 1)), ids)
+    tiers.copier.finish_all()
+    await settle()
+
+
+async def test_the_beginning_of_its_own_chain_does_not_go_first(tiers: World) -> None:
+    engine = tiers.engine()
+    await stored(tiers, engine, 1, 2, 3)
+    await stored(tiers, engine, 11, 12, 13, 14)
+    ids = engine.allocate(6)
+    engine.store(names(1, 2, 3, 4, 5, 6), ids)
+    tiers.copier.finish_all()
+    assert engine.lookup(names(1, 2, 3, 4, 5, 6), pin=False).blocks == 6
+
+
+# -- lookups and leases
+
+
+async def test_pins_end_with_unpin_and_with_the_session(tiers: World) -> None:
+    engine, other = tiers.engine(), tiers.engine()
+    await stored(tiers, engine, 1, 2)
+    first, second = engine.lookup(names(1, 2)), engine.lookup(names(1))
+    other.lookup(names(2))
+    assert engine.ask(Unpin(lease=first.lease), Unpinned).blocks == 2
+    mine, theirs = engine.session.session_id, other.session.session_id
+    assert tiers.host.index.pinned_by() == {mine: GRAIN, theirs: GRAIN}
+    with pytest.raises(UnknownLeaseError):
+        engine.ask(Unpin(lease=first.lease), Unpinned)
+    with pytest.raises(UnknownLeaseError):
+        other.ask(Unpin(lease=second.lease), Unpinned)
+    tiers.lose(engine)
+    assert tiers.host.index.pinned_by() == {theirs: GRAIN}
+
+
+async def test_a_session_may_have_so_many_pins(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "MAX_PINS", 3)
+    engine = tiers.engine()
+    await stored(tiers, engine, 1, 2)
+    lease = engine.lookup(names(1, 2)).lease
+    with pytest.raises(OverloadedError, match="2 blocks, 2 more are over 3"):
+        engine.lookup(names(1, 2), lease=lease)
+    assert engine.lookup(names(1, 2), pin=False).blocks == 2
+    assert engine.lookup(names(1)).lease > lease
+
+
+async def test_another_users_blocks_are_not_there(tiers: World) -> None:
+    engine, other = tiers.engine(), tiers.engine(uid=2)
+    await stored(tiers, engine, 1)
+    assert other.lookup(names(1)).blocks == 0
+    assert other.ask(CacheList(), CacheListed).blocks == ()
+    with pytest.raises(UnknownLeaseError):
+        other.load(engine.lookup(names(1)).lease, other.allocate(1))
+    evicted, pinned = other.send(CacheEvict(everything=True)), other.send(CachePin(hashes=hashes(1)))
+    await until(lambda: {evicted, pinned} <= other.replies.keys())
+    assert other.reply(evicted, CacheEvicted).blocks == 0
+    assert other.reply(pinned, CachePinned).blocks == 0
+    assert len(engine.ask(CacheList(), CacheListed).blocks) == 1
+
+
+async def test_a_lease_that_ends_while_the_store_is_asked_pins_nothing(far: World) -> None:
+    engine = far.engine()
+    await stored(far, engine, 1, 2)
+    assert far.store is not None
+    lease = engine.lookup(names(1)).lease
+    more = engine.send(Lookup(pool=POOL, hashes=hashes(2, 3), lease=lease))
+    assert more not in engine.replies
+    engine.ask(Unpin(lease=lease), Unpinned)
+    while far.store.let_go():
+        await settle()
+    with pytest.raises(UnknownLeaseError):
+        engine.reply(more, Found)
+    assert engine.session.session_id not in far.host.index.pinned_by()
+
+
+async def test_a_session_that_dies_while_the_store_is_asked_leaves_no_pin(far: World) -> None:
+    engine = far.engine()
+    await stored(far, engine, 1, 2)
+    engine.send(Lookup(pool=POOL, hashes=hashes(1, 5)))
+    far.lose(engine)
+    assert far.store is not None
+    while far.store.let_go():
+        await settle()
+    assert far.host.index.pinned_by() == {}
+
+
+async def test_what_the_store_has_is_found_and_loaded(far: World) -> None:
+    engine = far.engine()
+    await put_away(far, engine, 1, 2, 3)
+    assert far.store is not None
+    far.store.holds = False
+    number = engine.send(Lookup(pool=POOL, hashes=hashes(1, 2, 3)))
+    found = engine.reply(number, Found)
+    assert (found.blocks, found.host, found.remote) == (3, 0, 3)
+    ids = engine.allocate(3)
+    work = engine.load(found.lease, ids)
+    await until(lambda: far.copier.under_way)
+    far.copier.finish_all()
+    await settle()
+    done = engine.done(work)
+    assert done is not None
+    assert (done.loaded, done.error) == (3, None)
+    assert engine.read(ids) == [{1}, {2}, {3}]
+
+
+async def test_a_work_that_ends_while_blocks_come_up_leaves_them_to_others(far: World) -> None:
+    engine, other = far.engine(), far.engine()
+    await put_away(far, engine, 1, 2)
+    assert far.store is not None
+    lease = other.lookup(names(1, 2)).lease
+    work = engine.load(engine.lookup(names(1, 2)).lease, engine.allocate(2))
+    theirs = other.allocate(2)
+    their_work = other.load(lease, theirs)
+    engine.send(CancelWork(work=work))
+    await settle()
+    assert engine.error(work) is CancelledError
+    far.lose(engine)
+    assert far.pool().allocator.busy_count == 2
+    far.store.holds = False
+    while far.store.let_go():
+        await settle()
+    await until(lambda: far.copier.under_way)
+    far.copier.finish_all()
+    await settle()
+    assert other.error(their_work) is None
+    assert other.read(theirs) == [{1}, {2}]
+
+
+# -- load
+
+
+async def test_a_load_pins_for_itself(tiers: World) -> None:
+    engine = tiers.engine()
+    await stored(tiers, engine, 1, 2)
+    lease = engine.lookup(names(1, 2)).lease
+    ids = engine.allocate(2)
+    work = engine.load(lease, ids)
+    engine.ask(Unpin(lease=lease), Unpinned)
+    number = engine.send(CacheEvict(everything=True))
+    await until(lambda: number in engine.replies)
+    assert engine.reply(number, CacheEvicted).kept == 2
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(work) is None
+    assert engine.read(ids) == [{1}, {2}]
+    assert tiers.host.index.pinned_by() == {}
+
+
+async def test_a_damaged_block_is_a_miss_and_goes_and_those_beside_it_stay(tiers: World) -> None:
+    engine = tiers.engine()
+    await stored(tiers, engine, 1, 2, 3)
+    lease = engine.lookup(names(1, 2, 3)).lease
+    ids = engine.allocate(3)
+    engine.write(ids, 200)
+    work = engine.load(lease, ids)
+    memory = tiers.host.region.view()
+    memory[tiers.copier.under_way[0].parts[0].pages.offsets[1]] ^= 1
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(work) is CacheMissError
+    assert engine.read(ids) == [{200}] * 3
+    assert engine.lookup(names(1, 2, 3), pin=False).blocks == 1
+    assert tiers.host.arena.used_bytes == 3 * GRAIN  # the lease still pins the damaged one
+    engine.ask(Unpin(lease=lease), Unpinned)
+    assert tiers.host.arena.used_bytes == 2 * GRAIN
+
+
+async def test_a_load_of_what_is_gone_says_how_far_it_came(far: World) -> None:
+    engine = far.engine()
+    await put_away(far, engine, 1, 2, 3)
+    assert far.store is not None
+    lease = engine.lookup(names(1, 2, 3)).lease
+    second = sorted(far.store.values)[1]
+    del far.store.values[second]
+    far.store.holds = False
+    while far.store.let_go():
+        await settle()
+    ids = engine.allocate(3)
+    engine.write(ids, 200)
+    work = engine.load(lease, ids)
+    await until(lambda: far.copier.under_way)
+    far.copier.finish_all()
+    await settle()
+    done = engine.done(work)
+    assert done is not None
+    assert done.loaded == 1
+    assert engine.error(work) is CacheMissError
+    assert engine.read(ids) == [{1}, {200}, {200}]
+    engine.ask(Unpin(lease=lease), Unpinned)
+    before = far.host.arena.used_bytes
+    assert engine.error(engine_load_nothing := await _load_gone(far, engine)) is CacheMissError
+    assert engine_load_nothing
+    assert far.host.arena.used_bytes == before
+
+
+async def _load_gone(far: World, engine: Engine) -> int:
+    """Load through a lease whose only block has gone; no memory is taken for it."""
+    lease = engine.lookup(names(1)).lease
+    [block] = far.host.index.longest_prefix(next(iter(far.host.page_bytes)), names(1))
+    far.host.free_all([*far.host.index.remove(block), *far.host.index.unpin_holder(engine.session.session_id)])
+    far.lookups._leases[engine.session.session_id][lease].blocks[:] = [block]  # noqa: SLF001
+    far.host.index.pin([block], engine.session.session_id)
+    await stored(far, engine, 1)
+    work = engine.load(lease, engine.allocate(1))
+    await settle()
+    return work
+
+
+async def test_where_pins_fill_the_host_tier_a_load_comes_as_far_as_it_can(far: World) -> None:
+    engine = far.engine()
+    await put_away(far, engine, 1, 2, 3)
+    assert far.store is not None
+    held = engine.offload(engine.allocate(6))  # two grains are left
+    far.copier.finish_all()
+    far.store.holds = False
+    lease = engine.lookup(names(1, 2, 3)).lease
+    work = engine.load(lease, engine.allocate(3))
+    await until(lambda: far.copier.under_way)
+    far.copier.finish_all()
+    await settle()
+    done = engine.done(work)
+    assert done is not None
+    assert (done.loaded, engine.error(work)) == (2, CacheMissError)
+    assert done.error is not None
+    assert "no room for it" in done.error.detail
+    assert held.snapshot
+
+
+# -- reports
+
+
+async def test_events_of_other_users_are_passed(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
+    engine, other = tiers.engine(), tiers.engine(uid=2)
+    for number in (1, 3, 5, 7, 9):  # each a change of its own
+        await stored(tiers, other, number)
+        other.ask(CacheList(), CacheListed)
+    cursor = engine.send(CacheEvents(cursor=1))
+    assert cursor not in engine.replies
+    await stored(tiers, engine, 2)
+    await settle()
+    changes = engine.reply(cursor, CacheChanges)
+    assert [one.hashes for one in changes.changes] == [hashes(2)]
+    assert changes.cursor == 7
+    late = engine.send(CacheEvents(cursor=1), deadline_ms=20)
+    await settle()
+    assert [one.hashes for one in engine.reply(late, CacheChanges).changes] == [hashes(2)]
+
+
+async def test_events_that_do_not_come_are_an_answer_at_the_deadline(tiers: World) -> None:
+    engine, other = tiers.engine(), tiers.engine(uid=2)
+    await stored(tiers, other, 1)
+    number = engine.send(CacheEvents(cursor=1), deadline_ms=5)
+    await until(lambda: number in engine.replies)
+    assert engine.reply(number, CacheChanges) == CacheChanges(changes=(), cursor=2)
+
+
+async def test_who_waits_for_events_and_dies_is_forgotten(tiers: World) -> None:
+    engine, other = tiers.engine(), tiers.engine()
+    engine.send(CacheEvents(cursor=1))
+    tiers.lose(engine)
+    await stored(tiers, other, 1)
+    assert repr(tiers.reports) == "<CacheReports waiting=0>"
+
+
+async def test_a_list_comes_in_parts_that_are_not_too_long(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
+    engine = tiers.engine()
+    await stored(tiers, engine, 1, 2, 3, 4, 5)
+    listed, position = [], 0
+    while True:
+        part = engine.ask(CacheList(position=position, limit=10_000), CacheListed)
+        assert len(part.blocks) <= 2
+        listed += [one.hash for one in part.blocks]
+        if part.position is None:
+            break
+        position = part.position
+    assert listed == [one.hex() for one in names(1, 2, 3, 4, 5)]
+
+
+async def test_an_operator_evicts_what_nobody_pins(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
+    engine = tiers.engine()
+    await stored(tiers, engine, 1, 2, 3, 4, 5)
+    engine.lookup(names(1))
+    pinned = engine.send(CachePin(hashes=hashes(2, 9)))
+    await until(lambda: pinned in engine.replies)
+    assert engine.reply(pinned, CachePinned).blocks == 1
+    number = engine.send(CacheEvict(everything=True))
+    await until(lambda: number in engine.replies)
+    assert engine.reply(number, CacheEvicted) == CacheEvicted(blocks=3, size_bytes=3 * GRAIN, kept=2)
+    unpinned = engine.send(CachePin(hashes=hashes(2), pinned=False))
+    await until(lambda: unpinned in engine.replies)
+    number = engine.send(CacheEvict(hashes=hashes(1, 2)))
+    await until(lambda: number in engine.replies)
+    assert engine.reply(number, CacheEvicted) == CacheEvicted(blocks=1, size_bytes=GRAIN, kept=1)

@@ -1,0 +1,285 @@
+"""The disk tier: what is written, what comes back, and what a full or broken disk means."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvferry.daemon.scheduler import WorkClass
+from kvferry.daemon.tiers.disk_tier import DiskTier
+from kvferry.daemon.tiers.host_tier import DEMOTION
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
+from kvferry.pools.tiers.disk_errors import DiskFailedError, DiskFullError
+from kvferry.protocol.cache_messages import CacheEvict, CacheEvicted
+from kvferry.protocol.errors import CacheMissError
+from tests.daemon.tiers.tier_world import GRAIN, Engine, World, names, settle, until, world
+
+pytestmark = pytest.mark.anyio
+FILE_BYTES = 4096
+"""Of a block of a page of 192 bytes, at most."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return an empty folder for blocks."""
+    path = tmp_path / "blocks"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+async def tiers(folder: Path) -> AsyncIterator[World]:
+    """Return services over a host tier of 8 blocks and a disk."""
+    async with world(8, disk=folder) as one:
+        yield one
+
+
+def disk_of(tiers: World) -> DiskTier:
+    assert tiers.disk is not None
+    return tiers.disk
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(one for one in folder.rglob("*") if one.is_file() and len(one.name) >= 32)
+
+
+def blocks_of(tiers: World, *numbers: int) -> list[CachedBlock]:
+    namespace = next(iter(tiers.host.page_bytes))
+    found = [tiers.host.index.get(namespace, one) for one in names(*numbers)]
+    return [one for one in found if one is not None]
+
+
+async def stored(tiers: World, *numbers: int) -> list[CachedBlock]:
+    """Store blocks full of their number; return them."""
+    engine = tiers.engine()
+    ids = engine.allocate(len(numbers))
+    for one, number in zip(ids, numbers, strict=True):
+        engine.write([one], number)
+    engine.store(names(*numbers), ids)
+    tiers.copier.finish_all()
+    await settle()
+    tiers.lose(engine)
+    return blocks_of(tiers, *numbers)
+
+
+async def written(tiers: World, *numbers: int) -> list[CachedBlock]:
+    blocks = await stored(tiers, *numbers)
+    await until(lambda: all(one.on_disk for one in blocks))
+    return blocks
+
+
+def out_of_memory(tiers: World) -> None:
+    """Let blocks be in lower tiers only."""
+    for block in list(tiers.host.index.host_victims()):
+        tiers.host.free_all([tiers.host.index.drop_host(block)])
+
+
+async def loaded(tiers: World, engine: Engine, *numbers: int) -> tuple[int, list[set[int]]]:
+    """Load blocks into new pages; return the work and what is in the pages."""
+    ids = engine.allocate(len(numbers))
+    engine.write(ids, 200)
+    work = engine.load(engine.lookup(names(*numbers)).lease, ids)
+
+    def over() -> Any:  # noqa: ANN401
+        tiers.copier.finish_all()
+        return engine.done(work)
+
+    await until(over)
+    return work, engine.read(ids)
+
+
+async def test_blocks_are_written_and_come_back(tiers: World, folder: Path) -> None:
+    await written(tiers, 1, 2)
+    assert len(files(folder)) == 2
+    out_of_memory(tiers)
+    engine = tiers.engine()
+    found = engine.lookup(names(1, 2))
+    assert (found.host, found.disk) == (0, 2)
+    work, contents = await loaded(tiers, engine, 1, 2)
+    assert engine.error(work) is None
+    assert contents == [{1}, {2}]
+    [status] = tiers.lower.status()
+    assert (status.tier, status.state, status.blocks) == ("disk", "ready", 2)
+
+
+async def test_the_next_daemon_finds_them(folder: Path) -> None:
+    async with world(8, disk=folder) as first:
+        await written(first, 1, 2, 3)
+    async with world(8, disk=folder) as second:
+        await until(lambda: len(second.host.index) == 3)
+        engine = second.engine()
+        work, contents = await loaded(second, engine, 1, 2, 3)
+        assert engine.error(work) is None
+        assert contents == [{1}, {2}, {3}]
+
+
+async def test_the_oldest_go_for_new_ones(folder: Path) -> None:
+    async with world(8, disk=folder) as first:
+        [one] = await written(first, 1)
+        size = next(iter(disk_of(first)._sizes.values()))  # noqa: SLF001
+        assert one.on_disk
+    async with world(8, disk=folder, disk_bytes=2 * size) as tiers:
+        await until(lambda: len(tiers.host.index) == 1)
+        await written(tiers, 2)
+        await written(tiers, 3)
+        assert len(files(folder)) == 2
+        out_of_memory(tiers)
+        assert [one.hash for one in blocks_of(tiers, 1, 2, 3)] == names(2, 3)
+        assert tiers.lower.status()[0].used_bytes == 2 * size
+
+
+async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:
+    async with world(8, disk=folder) as first:
+        await written(first, 1)
+        size = next(iter(disk_of(first)._sizes.values()))  # noqa: SLF001
+    async with world(8, disk=folder, disk_bytes=size) as tiers:
+        await until(lambda: len(tiers.host.index) == 1)
+        [block] = blocks_of_any(tiers)
+        tiers.host.index.pin([block], 77)
+        await stored(tiers, 2)
+        await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
+        assert block.on_disk
+        tiers.host.index.unpin_holder(77)
+
+
+def blocks_of_any(tiers: World) -> list[CachedBlock]:
+    return tiers.host.index.page(0, 10).blocks
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "gone"])
+async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(tiers: World, folder: Path, how: str) -> None:
+    await written(tiers, 1, 2)
+    out_of_memory(tiers)
+    [second] = [one for one in files(folder) if names(2)[0].hex() in one.name]
+    content = bytearray(second.read_bytes())
+    if how == "flipped":
+        content[-1] ^= 1
+        second.write_bytes(content)
+    elif how == "truncated":
+        second.write_bytes(content[:-10])
+    else:
+        second.unlink()
+    engine = tiers.engine()
+    work, contents = await loaded(tiers, engine, 1, 2)
+    assert engine.error(work) is CacheMissError
+    assert contents == [{1}, {200}]
+    counted = tiers.counters.snapshot()
+    assert counted.get("tiers.disk.missing_blocks" if how == "gone" else "tiers.disk.damaged_blocks") == 1
+    assert engine.lookup(names(1, 2), pin=False).blocks == 1
+    assert tiers.lower.status()[0].blocks == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (lambda: DiskFullError("no space"), "full"),
+        (lambda: DiskFailedError("broken"), "failed"),
+    ],
+)
+async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
+    tiers: World, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Exception], state: str
+) -> None:
+    store = disk_of(tiers)._store  # noqa: SLF001
+    real = store.begin_write
+
+    def fails(*_: object) -> Any:  # noqa: ANN401
+        raise make()
+
+    monkeypatch.setattr(store, "begin_write", fails)
+    with capture_logs() as logs:
+        await stored(tiers, 1, 2)
+        await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
+    assert [one["event"] for one in logs].count("the disk tier rests: cached blocks are kept in memory only") == 1
+    assert tiers.lower.status()[0].state.startswith(state)
+    assert all(not one.pins for one in blocks_of(tiers, 1, 2))
+    monkeypatch.setattr(store, "begin_write", real)
+    disk_of(tiers)._resting_until = 0.0  # noqa: SLF001
+    await written(tiers, 3)
+    assert tiers.lower.status()[0].state == "ready"
+
+
+async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk_of(tiers)._store  # noqa: SLF001
+    real = store.begin_write
+
+    def fails(*_: object) -> Any:  # noqa: ANN401
+        raise ValueError
+
+    monkeypatch.setattr(store, "begin_write", fails)
+    with capture_logs() as logs:
+        await stored(tiers, 1)
+        await until(lambda: any(one["event"] == "a cached block was not written" for one in logs))
+    monkeypatch.setattr(store, "begin_write", real)
+    await written(tiers, 2)
+    assert not blocks_of(tiers, 1)[0].pins
+
+
+async def test_a_block_that_goes_while_it_is_written_leaves_no_file(tiers: World, folder: Path) -> None:
+    tiers.scheduler.hand_off_began()  # nothing is written meanwhile
+    [block] = await stored(tiers, 1)
+    await until(lambda: block.pins == {DEMOTION: 1})
+    assert tiers.host.index.remove(block) == []
+    tiers.lower.remove([block])
+    tiers.scheduler.hand_off_ended()
+    await until(lambda: block.state is BlockState.GONE)
+    await settle()
+    await asyncio.get_running_loop().run_in_executor(disk_of(tiers)._writer, lambda: None)  # noqa: SLF001
+    assert not files(folder)
+    [again] = await written(tiers, 1)  # after that of the other
+    assert again is not block
+    assert len(files(folder)) == 1
+    assert tiers.scheduler.bytes_in_flight == 0
+
+
+async def test_a_block_that_is_stored_again_keeps_its_file(tiers: World, folder: Path) -> None:
+    engine = tiers.engine()
+    for _ in range(3):
+        blocks = await written(tiers, 1, 2)
+        number = engine.send(CacheEvict(everything=True))
+        await until(lambda: number in engine.replies)  # noqa: B023
+        assert engine.reply(number, CacheEvicted).blocks == 2
+        assert tiers.host.arena.used_bytes == 0
+        assert all(one.state is BlockState.GONE for one in blocks)
+    await written(tiers, 1, 2)
+    assert len(files(folder)) == 2
+
+
+async def test_a_block_may_go_while_it_is_read(tiers: World) -> None:
+    [block] = await written(tiers, 1)
+    out_of_memory(tiers)
+    tiers.scheduler.hand_off_began()
+    coming = tiers.lower.bring_up(block)
+    assert coming is not None
+    await settle()
+    assert tiers.host.arena.used_bytes == GRAIN
+    tiers.host.free_all(tiers.host.index.remove(block))
+    tiers.lower.remove([block])
+    tiers.scheduler.hand_off_ended()
+    assert not await coming
+    assert tiers.host.arena.used_bytes == 0
+
+
+async def test_a_daemon_that_ends_does_not_wait_for_its_turn(folder: Path) -> None:
+    async with world(8, disk=folder) as tiers:
+        tiers.scheduler.hand_off_began()
+        [block] = await stored(tiers, 1)
+        await until(lambda: block.pins == {DEMOTION: 1})
+        assert tiers.scheduler.counts[WorkClass.DEMOTION].started == 0
+    assert not files(folder)
+
+
+async def test_the_same_blocks_are_not_queued_twice(tiers: World) -> None:
+    tiers.scheduler.hand_off_began()
+    blocks = await stored(tiers, 1, 2)
+    await until(lambda: bool(blocks[0].pins))
+    tiers.lower.stored(blocks)
+    tiers.lower.stored(blocks)
+    assert "waiting=2" in repr(disk_of(tiers)) or "waiting=1" in repr(disk_of(tiers))
+    tiers.scheduler.hand_off_ended()
+    await until(lambda: all(one.on_disk for one in blocks))
+    assert tiers.counters.snapshot()["tiers.disk.written_blocks"] == 2

@@ -1,0 +1,254 @@
+"""What goes down to lower tiers and comes up, with a store that a test lets answer: memory, charges, and races."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvferry.daemon.testing.scripted_store import ScriptedStore
+from kvferry.daemon.tiers import lower_tiers, remote_tier
+from kvferry.daemon.tiers.host_tier import DEMOTION
+from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.daemon.tiers.remote_tier import RemoteTier
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
+from kvferry.pools.tiers.namespaces import Namespace
+from kvferry.protocol.cache_messages import Found, Lookup
+from kvferry.protocol.errors import DeadlineError
+from tests.daemon.tiers.tier_world import GRAIN, Engine, World, names, settle, until, world
+
+pytestmark = pytest.mark.anyio
+
+
+class Far(World):
+    """A world with a store."""
+
+    store: ScriptedStore
+    remote: RemoteTier
+
+
+@pytest.fixture
+async def far() -> AsyncIterator[Far]:
+    """Return services over a host tier of 8 blocks, a pool of 15 pages, and a store that answers at once."""
+    async with world(8, remote=True) as one:
+        found = cast("Far", one)
+        yield found
+        found.store.holds = False
+        while found.store.let_go():
+            await settle()
+
+
+async def stored(far: Far, *numbers: int) -> list[CachedBlock]:
+    """Store blocks full of their number; return them."""
+    engine = far.engine()
+    ids = engine.allocate(len(numbers))
+    for one, number in zip(ids, numbers, strict=True):
+        engine.write([one], number)
+    engine.store(names(*numbers), ids)
+    far.copier.finish_all()
+    await settle()
+    far.lose(engine)
+    return blocks_of(far, *numbers)
+
+
+def namespace_of(far: World) -> Namespace:
+    return next(iter(far.host.page_bytes))
+
+
+def blocks_of(far: World, *numbers: int) -> list[CachedBlock]:
+    found = [far.host.index.get(namespace_of(far), one) for one in names(*numbers)]
+    return [one for one in found if one is not None]
+
+
+async def away(far: Far, *numbers: int) -> list[CachedBlock]:
+    """Store blocks, and have them in the store alone."""
+    blocks = await stored(far, *numbers)
+    await until(lambda: all(one.in_remote for one in blocks))
+    for block in list(far.host.index.host_victims()):
+        far.host.free_all([far.host.index.drop_host(block)])
+    assert far.host.arena.used_bytes == 0
+    return blocks
+
+
+def charged(far: World) -> int:
+    return sum(one.charged_bytes for one in far.host.index.accounts.tenants().values())
+
+
+async def test_new_blocks_go_down_pinned_meanwhile(far: Far) -> None:
+    far.store.holds = True
+    first, second = await stored(far, 1, 2)
+    assert first.pins == {DEMOTION: 1}
+    assert not second.pins
+    assert far.store.let_go()
+    await until(lambda: bool(far.store.waiting))
+    assert first.in_remote
+    assert not first.pins
+    assert second.pins == {DEMOTION: 1}
+    far.store.let_go()
+    await until(lambda: second.in_remote)
+    assert far.counters.snapshot()["tiers.remote.written_blocks"] == 2
+
+
+async def test_a_block_comes_up_once_however_many_ask(far: Far) -> None:
+    [block] = await away(far, 1)
+    far.store.holds = True
+    first, second = far.lower.bring_up(block), far.lower.bring_up(block)
+    assert first is not None
+    assert first is second
+    await settle()
+    assert charged(far) == GRAIN
+    assert len(far.store.waiting) == 1
+    far.store.let_go()
+    assert await first
+    assert charged(far) == 0
+    assert far.lower.bring_up(block) is None
+    assert far.host.arena.used_bytes == GRAIN
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged", "removed", "raises"])
+async def test_a_block_that_cannot_come_up_leaves_no_byte(far: Far, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = await away(far, 1)
+    far.store.holds = True
+    [name] = far.store.values
+    coming = far.lower.bring_up(block)
+    assert coming is not None
+    await settle()
+    if how == "gone":
+        del far.store.values[name]
+    elif how == "damaged":
+        far.store.values[name].pages[0] = bytes(len(far.store.values[name].pages[0]))
+    elif how == "removed":
+        assert far.host.index.remove(block) == []
+    else:
+
+        def fails(*_: object) -> bool:
+            raise RuntimeError
+
+        monkeypatch.setattr(far.remote, "_digests", fails)
+    with capture_logs():
+        far.store.holds = False
+        far.store.let_go()
+        if how == "raises":
+            with pytest.raises(RuntimeError):
+                await coming
+        else:
+            assert not await coming
+    assert far.host.arena.used_bytes == charged(far) == 0
+    if how != "raises":
+        assert block.state is BlockState.GONE
+
+
+async def test_what_is_gone_asks_for_no_memory(far: Far) -> None:
+    [block] = await away(far, 1)
+    far.host.index.remove(block)
+    assert far.lower.bring_up(block) is None
+    assert far.store.waiting == []
+
+
+async def test_so_many_have_memory_at_a_time(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = await away(far, 1, 2, 3, 4)
+    monkeypatch.setattr(lower_tiers, "COMING_AT_ONCE", 2)
+    far.store.holds = True
+    lower = LowerTiers(far.host, None, far.remote, far.counters)
+    coming = [lower.bring_up(one) for one in blocks]
+    await settle()
+    assert far.host.arena.used_bytes == 2 * GRAIN
+    far.host.index.remove(blocks[2])  # it waits for its turn
+    far.store.holds = False
+    while far.store.let_go():
+        await settle()
+    assert [await one for one in coming if one is not None] == [True, True, False, True]
+    assert far.host.arena.used_bytes == 3 * GRAIN
+
+
+async def test_a_full_host_tier_lets_nothing_come_up(far: Far) -> None:
+    [block] = await away(far, 1)
+    engine = far.engine()
+    engine.offload(engine.allocate(8))
+    coming = far.lower.bring_up(block)
+    assert coming is not None
+    assert not await coming
+    assert far.counters.snapshot()["tiers.host.promotions_refused"] == 1
+    assert block.state is BlockState.READY
+    far.copier.finish_all()
+
+
+async def test_a_block_that_is_evicted_while_it_goes_down_is_nowhere_at_last(far: Far) -> None:
+    far.store.holds = True
+    [block] = await stored(far, 1)
+    assert far.host.index.remove(block) == []
+    far.lower.remove([block])
+    assert block.in_host  # for the one that reads it
+    far.store.let_go()
+    far.store.holds = False
+    await until(lambda: block.state is BlockState.GONE)
+    await until(lambda: not far.store.values)
+    assert far.host.arena.used_bytes == 0
+
+
+async def test_evicted_blocks_leave_the_store_together(far: Far) -> None:
+    blocks = await stored(far, 1, 2)
+    await until(lambda: all(one.in_remote for one in blocks))
+    far.store.holds = True
+    far.host.free_all([freed for one in blocks for freed in far.host.index.remove(one)])
+    far.lower.remove(blocks)
+    await settle()
+    assert len(far.store.waiting) == 1
+    far.store.let_go()
+    await settle()
+    assert far.store.values == {}
+    far.lower.remove([])
+
+
+async def test_what_the_store_had_once_is_forgotten_some_time(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_tier, "MAX_KNOWN", 3)
+    first = await away(far, 1, 2, 3)
+    far.host.index.pin(first[:1], 5)
+    await away(far, 4, 5)
+    assert [one.hash for one in blocks_of(far, 1, 2, 3, 4, 5)] == names(1, 3, 4, 5)  # 1 is pinned: the next one went
+    found = await far.lower.find(namespace_of(far), names(2), None, 192)
+    assert [one.hash for one in found] == names(2)  # the store has it still
+    far.host.index.unpin_holder(5)
+
+
+async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = far.store.put
+
+    async def fails(*_: object, **__: object) -> bool:
+        raise RuntimeError
+
+    monkeypatch.setattr(far.store, "put", fails)
+    with capture_logs() as logs:
+        await stored(far, 1)
+        await until(lambda: bool(logs))
+    monkeypatch.setattr(far.store, "put", real)
+    [second] = await stored(far, 2)
+    await until(lambda: second.in_remote)
+    assert not blocks_of(far, 1)[0].pins
+    assert far.scheduler.bytes_in_flight == 0
+
+
+async def test_a_store_that_is_away_is_no_tier(far: Far) -> None:
+    far.store.available = False
+    [block] = await stored(far, 1)
+    await settle()
+    assert not block.in_remote
+    assert not far.lower.asks_far
+    [status] = far.lower.status()
+    assert (status.tier, status.state) == ("remote", "away")
+
+
+async def test_a_lookup_that_is_late_is_answered_so_and_pins_nothing(far: Far) -> None:
+    engine: Engine = far.engine()
+    await stored(far, 1)
+    far.store.holds = True
+    number = engine.send(Lookup(pool="pool", hashes=b"".join(names(1, 2))), deadline_ms=5)
+    await until(lambda: number in engine.replies)
+    with pytest.raises(DeadlineError):
+        engine.reply(number, Found)
+    far.store.holds = False
+    while far.store.let_go():
+        await settle()
+    await until(lambda: not far.host.index.pinned_by())

@@ -1,0 +1,452 @@
+"""Offload, restore and landings: what is held meanwhile, and what is left when they end early."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.daemon.dispatch import Call
+from kvferry.daemon.tiers import snapshots
+from kvferry.daemon.tiers.landings import Landed
+from kvferry.protocol.base import PageList
+from kvferry.protocol.errors import (
+    CancelledError,
+    DeadlineError,
+    InvalidFieldError,
+    KvferryError,
+    NotOwnerError,
+    OutOfMemoryError,
+    OverloadedError,
+    PageBusyError,
+    PoolFullError,
+    SnapshotDamagedError,
+    UnknownPoolError,
+    UnknownSnapshotError,
+)
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec
+from kvferry.protocol.pool_messages import Allocate, Allocated, CreatePool, DeletePool, PoolDeleted
+from kvferry.protocol.room_messages import Receive
+from kvferry.protocol.tier_messages import DropSnapshot, Offload, Offloading, SnapshotDropped, SnapshotReport, Snapshots
+from tests.daemon.tiers.tier_world import GRAIN, POOL, SPEC, Engine, World, new_pool, settle, until, world
+
+pytestmark = pytest.mark.anyio
+GRACE_S = 0.01
+
+
+@pytest.fixture
+async def tiers() -> AsyncIterator[World]:
+    """Return services over a host tier of 32 blocks, and a pool of 15 pages for each of two users."""
+    async with world(snapshot_grace_s=GRACE_S, tenants=(1, 2)) as one:
+        yield one
+
+
+async def offloaded(tiers: World, engine: Engine, count: int, value: int = 7, **options: Any) -> str:  # noqa: ANN401
+    """Return a snapshot of new pages full of a value."""
+    ids = engine.allocate(count)
+    engine.write(ids, value)
+    made = engine.offload(ids, **options)
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(made.work) is None
+    return made.snapshot
+
+
+def snapshots_of(engine: Engine) -> dict[str, str]:
+    """Return the state of each snapshot of a user."""
+    return {one.snapshot: one.state for one in engine.ask(Snapshots(), SnapshotReport).snapshots}
+
+
+# -- offload
+
+
+async def test_pages_are_read_until_the_end_and_free_then_if_they_are_released(tiers: World) -> None:
+    engine = tiers.engine()
+    ids = engine.allocate(4)
+    made = engine.offload(ids, release=True)
+    allocator = tiers.pool().allocator
+    assert allocator.busy_count == 4
+    assert snapshots_of(engine) == {made.snapshot: "writing"}
+    tiers.copier.finish_all()
+    await settle()
+    assert allocator.idle
+    assert snapshots_of(engine) == {made.snapshot: "ready"}
+
+
+async def test_pages_of_an_offload_that_fails_stay_the_sessions(tiers: World) -> None:
+    engine = tiers.engine()
+    ids = engine.allocate(4)
+    work = engine.offload(ids, release=True).work
+    tiers.copier.end(tiers.copier.under_way[0], OutOfMemoryError("no staging"))
+    await settle()
+    assert engine.error(work) is OutOfMemoryError
+    assert tiers.pool().allocator.pages_by_owner() == {engine.session.session_id: 4}
+    assert snapshots_of(engine) == {}
+    assert tiers.host.arena.used_bytes == 0
+
+
+async def test_released_pages_that_two_lists_share_in_part_are_free_once(tiers: World) -> None:
+    spec = msgspec.structs.replace(SPEC, draft=DraftSpec(layers=1), optional_components=("draft",))
+    await new_pool(tiers, "draft", spec)
+    engine = tiers.engine()
+    ids = engine.allocate(4, "draft")
+    lists = (PageList(pages=3), PageList(component="draft", pages=3))
+    engine.ask(Offload(pool="draft", lists=lists, release=True), Offloading, ids[:3], ids[1:])
+    tiers.copier.finish_all()
+    assert tiers.pool("draft").allocator.idle
+
+
+async def test_tokens_are_counted_where_only_the_draft_lies_on_the_pages(tiers: World) -> None:
+    spec = HybridSwaSpec(
+        window_layers=(0,),
+        tokens=60,
+        window_tokens=32,
+        window=8,
+        page_size=4,
+        kv_heads=1,
+        head_dim=4,
+        dtype="float32",
+        draft=DraftSpec(layers=1),
+    )
+    engine = tiers.engine()
+    number = engine.send(CreatePool(pool="stage", spec=spec))
+    await until(lambda: number in engine.replies)
+    main = engine.allocate(2, "stage")
+    asked = engine.send(Allocate(pool="stage", count=1, space="swa"))
+    assert isinstance(engine.replies[asked][0], Allocated)
+    swa = engine.replies[asked][1][0]
+    lists = (PageList(pages=2, tokens=7), PageList(component="swa", pages=1, first_page=1))
+    engine.ask(Offload(pool="stage", lists=lists), Offloading, main, swa)
+    [shown] = engine.ask(Snapshots(), SnapshotReport).snapshots
+    assert shown.tokens == 7
+    tiers.copier.finish_all()
+
+
+async def test_an_offload_that_has_no_room_holds_nothing(tiers: World) -> None:
+    await new_pool(tiers, "large", msgspec.structs.replace(SPEC, tokens=400))
+    engine = tiers.engine()
+    with pytest.raises(OutOfMemoryError):
+        engine.offload(engine.allocate(33, "large"), "large")
+    engine.offload(engine.allocate(15))
+    with pytest.raises(OverloadedError, match="61440 are snapshots and works under way"):
+        engine.offload(engine.allocate(20, "large"), "large")
+    assert tiers.pool("large").allocator.busy_count == 0
+    assert tiers.host.arena.used_bytes == 15 * GRAIN
+    tiers.copier.finish_all()
+
+
+async def test_a_user_may_have_so_many_snapshots(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "MAX_SNAPSHOTS", 2)
+    engine = tiers.engine()
+    ids = engine.allocate(3)
+    first, _ = engine.offload(ids[:1]), engine.offload(ids[1:2])
+    with pytest.raises(OverloadedError, match="user 1 has 2 snapshots"):
+        engine.offload(ids[2:])
+    other = tiers.engine(uid=2)
+    other.offload(other.allocate(1))
+    tiers.copier.finish_all()
+    engine.ask(DropSnapshot(snapshot=first.snapshot), SnapshotDropped)
+    engine.offload(ids[2:])
+    tiers.copier.finish_all()
+    assert tiers.pool().allocator.busy_count == 0
+
+
+# -- who may have it
+
+
+async def test_another_users_snapshots_do_not_exist(tiers: World) -> None:
+    engine, other = tiers.engine(), tiers.engine(uid=2)
+    snapshot = await offloaded(tiers, engine, 2)
+    assert snapshots_of(other) == {}
+    with pytest.raises(UnknownSnapshotError):
+        other.restore(snapshot)
+    with pytest.raises(UnknownSnapshotError):
+        other.ask(DropSnapshot(snapshot=snapshot), SnapshotDropped)
+    assert snapshots_of(tiers.engine()) == {snapshot: "ready"}
+
+
+async def test_what_a_session_leaves_is_kept_for_a_while(tiers: World) -> None:
+    engine, other = tiers.engine(), tiers.engine()
+    snapshot = await offloaded(tiers, engine, 2)
+    tiers.lose(engine)
+    work = other.restore(snapshot)
+    await until(lambda: not snapshots_of(other))  # but for whoever reads it
+    assert tiers.host.arena.used_bytes == 2 * GRAIN
+    tiers.copier.finish_all()
+    await settle()
+    assert other.error(work) is None
+    assert other.read(other.events[-1][1][0]) == [{7}, {7}]
+    assert tiers.host.arena.used_bytes == 0
+
+
+async def test_a_session_that_dies_while_it_offloads_leaves_nothing(tiers: World) -> None:
+    engine = tiers.engine()
+    engine.offload(engine.allocate(5))
+    tiers.lose(engine)
+    assert tiers.pool().allocator.busy_count == 5
+    assert not tiers.pool().idle
+    tiers.copier.finish_all()
+    await settle()
+    tiers.check_empty()
+
+
+# -- restore
+
+
+async def test_target_pages_are_written_by_nobody_else(tiers: World) -> None:
+    engine = tiers.engine()
+    snapshot = await offloaded(tiers, engine, 2)
+    ids = engine.allocate(2)
+    work = engine.restore(snapshot, ids)
+    with pytest.raises(PageBusyError):
+        engine.offload(ids)
+    engine.free(ids)  # deferred
+    assert tiers.pool().allocator.busy_count == 2
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(work) is None
+    assert tiers.pool().allocator.pages_by_owner() == {engine.session.session_id: 2}
+
+
+async def test_a_restore_that_fails_gives_its_pages_back_and_keeps_the_snapshot(tiers: World) -> None:
+    engine = tiers.engine()
+    snapshot = await offloaded(tiers, engine, 3, release=True)
+    work = engine.restore(snapshot, drop=True)
+    memory = tiers.host.region.view()
+    memory[tiers.copier.under_way[0].parts[0].pages.offsets[1]] ^= 1
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(work) is SnapshotDamagedError
+    assert tiers.pool().idle
+    assert snapshots_of(engine) == {snapshot: "ready"}
+
+
+async def test_the_last_of_two_restores_that_drop_frees_it(tiers: World) -> None:
+    engine = tiers.engine()
+    snapshot = await offloaded(tiers, engine, 3, release=True)
+    engine.restore(snapshot, drop=True)
+    engine.restore(snapshot, drop=True)
+    first, second = tiers.copier.under_way
+    tiers.copier.finish(second)
+    assert tiers.host.arena.used_bytes == 3 * GRAIN
+    with pytest.raises(UnknownSnapshotError):
+        engine.restore(snapshot)
+    tiers.copier.finish(first)
+    assert tiers.host.arena.used_bytes == 0
+
+
+async def test_a_snapshot_can_be_dropped_while_it_is_written(tiers: World) -> None:
+    engine = tiers.engine()
+    ids = engine.allocate(3)
+    made = engine.offload(ids)
+    back = engine.restore(made.snapshot)
+    assert engine.ask(DropSnapshot(snapshot=made.snapshot), SnapshotDropped).deferred
+    tiers.copier.finish(tiers.copier.under_way[0])
+    await settle()
+    done = engine.done(made.work)
+    assert done is not None
+    assert (done.copied_pages, done.error) == (3, None)
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(back) is None
+    assert tiers.host.arena.used_bytes == 0
+
+
+async def test_a_restore_ends_with_the_offload_that_it_waits_for(tiers: World) -> None:
+    engine = tiers.engine()
+    ids = engine.allocate(3)
+    made = engine.offload(ids)
+    into = engine.allocate(3)
+    works = [engine.restore(made.snapshot, into), engine.restore(made.snapshot)]
+    tiers.copier.end(tiers.copier.under_way[0], DeadlineError("late"))
+    await settle()
+    assert [engine.error(one) for one in works] == [DeadlineError] * 2
+    assert tiers.pool().allocator.busy_count == 0
+    assert tiers.host.arena.used_bytes == 0
+
+
+async def test_restores_get_pages_in_their_order(tiers: World) -> None:
+    engine, other = tiers.engine(), tiers.engine()
+    snapshot = await offloaded(tiers, engine, 6, release=True)
+    small = await offloaded(tiers, engine, 2, release=True)
+    taken = other.allocate(12)
+    first, second = engine.restore(snapshot), engine.restore(small)
+    assert not tiers.copier.under_way  # 3 are free, which the first one waits for as well
+    other.free(taken[:3])
+    await settle()
+    assert len(tiers.copier.under_way) == 1
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(first) is None
+    other.free(taken[3:5])
+    await settle()
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(second) is None
+
+
+async def test_one_that_waits_no_more_is_passed(tiers: World) -> None:
+    engine, other = tiers.engine(), tiers.engine()
+    snapshot = await offloaded(tiers, engine, 6, release=True)
+    small = await offloaded(tiers, engine, 2, release=True)
+    other.allocate(12)
+    engine.restore(snapshot)
+    tiers.lose(engine)
+    third = tiers.engine()
+    work = third.restore(small)
+    tiers.copier.finish_all()
+    await settle()
+    assert third.error(work) is None
+
+
+async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: World) -> None:
+    spec = msgspec.structs.replace(SPEC, draft=DraftSpec(layers=1), optional_components=("draft",))
+    await new_pool(tiers, "draft", spec)
+    await new_pool(tiers, "smaller", msgspec.structs.replace(spec, tokens=20))
+    engine = tiers.engine()
+    ids = engine.allocate(6, "draft")
+    lists = (PageList(pages=3), PageList(component="draft", pages=3))
+    made = engine.ask(Offload(pool="draft", lists=lists), Offloading, ids[:3], ids[3:])
+    tiers.copier.finish_all()
+    with pytest.raises(PoolFullError, match="6 pages of 'main', the pool has 5"):
+        engine.restore(made.snapshot, pool="smaller")
+    with pytest.raises(NotOwnerError):
+        engine.restore((await offloaded(tiers, engine, 1)), [15])
+
+
+async def test_a_pool_may_go_while_restores_wait_for_its_pages_or_for_the_snapshot(tiers: World) -> None:
+    engine = tiers.engine()
+    await new_pool(tiers, "other")
+    ids = engine.allocate(3)
+    made = engine.offload(ids)
+    early = engine.restore(made.snapshot, pool="other")
+    engine.ask(DeletePool(pool="other"), PoolDeleted)
+    await new_pool(tiers, "other")  # another one of its name
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(early) is UnknownPoolError
+    assert tiers.pool("other").idle
+    assert [one.state for one in tiers.service.snapshots] == ["ready"]
+
+
+async def test_the_event_of_an_offload_whose_snapshot_was_dropped_says_what_was_copied(tiers: World) -> None:
+    engine = tiers.engine()
+    made = engine.offload(engine.allocate(3))
+    assert engine.ask(DropSnapshot(snapshot=made.snapshot), SnapshotDropped).deferred
+    tiers.copier.finish_all()
+    await settle()
+    done = engine.done(made.work)
+    assert done is not None
+    assert (done.copied_pages, done.moved_bytes) == (3, 3 * 192)
+    assert tiers.host.arena.used_bytes == 0
+
+
+# -- landings
+
+
+def receive(count: int, request_id: str = "0" * 32) -> Receive:
+    return Receive(pool=POOL, request_id=request_id, lists=(PageList(pages=count),), land="host")
+
+
+def land(tiers: World, engine: Engine, count: int = 4, **options: Any) -> Landed:  # noqa: ANN401
+    body = receive(count, **options)
+    return tiers.landings.make(Call(0, engine.session, body, (), 30.0), body, tiers.pool())
+
+
+def ends(tiers: World, landed: Landed, error: KvferryError | None = None) -> None:
+    """Let a landing's room end as the book of rooms does."""
+    about: Any = {"request_id": landed.request_id, "pool": POOL, "side": "receive", "generation": 1}
+    session_id = landed.session.session_id
+    tiers.landings.heard(session_id, Finished(**about, error=error.info() if error else None))
+    tiers.landings.heard(session_id, Settled(**about))
+
+
+def fill(tiers: World, landed: Landed, value: int) -> None:
+    memory = tiers.host.region.view()
+    for entry in landed.pool.manifest.entries:
+        memory[entry.base : entry.base + entry.pages * entry.page_bytes] = value
+
+
+async def test_what_has_landed_is_a_snapshot(tiers: World) -> None:
+    engine = tiers.engine()
+    landed = land(tiers, engine)
+    assert landed.pool.lands_as == landed.snapshot.name
+    assert snapshots_of(engine) == {landed.snapshot.name: "landing"}
+    back = engine.restore(landed.snapshot.name)
+    fill(tiers, landed, 9)
+    ends(tiers, landed)
+    assert snapshots_of(engine) == {landed.snapshot.name: "writing"}
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(back) is None
+    assert engine.read(engine.events[-1][1][0]) == [{9}] * 4
+    assert tiers.host.arena.used_bytes == 4 * GRAIN
+    assert [kind for _, kind in tiers.said if kind == "TierDone"] == ["TierDone"]  # the restore's
+
+
+@pytest.mark.parametrize("how", ["refused", "failed", "dropped", "lost"])
+async def test_a_landing_that_comes_to_nothing_leaves_nothing(tiers: World, how: str) -> None:
+    engine = tiers.engine()
+    landed = land(tiers, engine)
+    back = engine.restore(landed.snapshot.name)
+    if how == "refused":
+        tiers.landings.refused(landed, DeadlineError("refused"))
+    elif how == "dropped":
+        assert engine.ask(DropSnapshot(snapshot=landed.snapshot.name), SnapshotDropped).deferred
+        ends(tiers, landed, CancelledError("cancelled"))
+    elif how == "lost":
+        ends(tiers, landed, DeadlineError("its session ended"))
+        tiers.lose(engine)
+    else:
+        ends(tiers, landed, DeadlineError("late"))
+    await settle()
+    if how != "lost":
+        assert engine.error(back) in {DeadlineError, CancelledError}
+    tiers.check_empty()
+
+
+async def test_a_second_one_of_the_same_name_that_is_refused_leaves_the_first(tiers: World) -> None:
+    engine = tiers.engine()
+    first = land(tiers, engine)
+    second = land(tiers, engine)
+    tiers.landings.refused(second, DeadlineError("ROOM_EXISTS"))
+    ends(tiers, first)
+    tiers.copier.finish_all()
+    assert snapshots_of(engine) == {first.snapshot.name: "ready"}
+
+
+async def test_a_session_may_die_while_what_landed_is_copied(tiers: World) -> None:
+    engine, other = tiers.engine(), tiers.engine()
+    landed = land(tiers, engine)
+    fill(tiers, landed, 3)
+    ends(tiers, landed)
+    tiers.lose(engine)
+    tiers.copier.finish_all()
+    work = other.restore(landed.snapshot.name, drop=True)
+    tiers.copier.finish_all()
+    await settle()
+    assert other.error(work) is None
+    assert tiers.host.arena.used_bytes == 0
+
+
+async def test_a_landing_of_more_than_there_is_is_refused_before_anything_is_made(tiers: World) -> None:
+    engine = tiers.engine()
+    with pytest.raises(OutOfMemoryError, match="2147483647 pages are"):
+        land(tiers, engine, (1 << 31) - 1)
+    with pytest.raises((OverloadedError, OutOfMemoryError)):
+        land(tiers, engine, 32)
+    tiers.check_empty()
+
+
+async def test_a_lent_pools_pages_are_not_the_daemons_to_take(tiers: World) -> None:
+    engine = tiers.engine()
+    snapshot = await offloaded(tiers, engine, 2)
+    tiers.pool().lent_by = engine.session.session_id
+    with pytest.raises(InvalidFieldError, match="is lent"):
+        engine.restore(snapshot)
+    with pytest.raises(InvalidFieldError, match="is lent"):
+        engine.offload([1], release=True)
+    tiers.pool().lent_by = None

@@ -1,0 +1,162 @@
+"""Snapshots by themselves: what fits them, what they say of themselves, and who is told when they are ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.daemon.rooms.page_ranges import page_ranges
+from kvferry.daemon.tiers import snapshots
+from kvferry.daemon.tiers.snapshots import (
+    Snapshot,
+    SnapshotBook,
+    check_layout,
+    distinct_lists,
+    ids_for,
+    new_parts,
+)
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.pool import Pool
+from kvferry.protocol.base import PageList
+from kvferry.protocol.errors import (
+    DeadlineError,
+    KvferryError,
+    LayoutMismatchError,
+    LengthMismatchError,
+    OverloadedError,
+    UnknownComponentError,
+    UnknownSnapshotError,
+)
+from kvferry.protocol.manifests import HybridSwaSpec, PoolSpec
+from tests.daemon.tiers.tier_world import SPEC
+
+HYBRID = HybridSwaSpec(
+    full_layers=(0,),
+    window_layers=(1,),
+    tokens=60,
+    window_tokens=28,
+    window=8,
+    page_size=4,
+    kv_heads=1,
+    head_dim=4,
+    dtype="float32",
+)
+
+
+def pool_of(spec: PoolSpec, name: str = "pool") -> Pool:
+    manifest = manifest_of(spec)
+    return Pool(1, name, manifest, HostRegion.create(name, manifest.region_bytes))
+
+
+def lists_of(pool: Pool, **pages: int) -> list[Any]:
+    """Return page lists of so many pages a component."""
+    lists = [PageList(component=name, pages=count, first_page=2 * (name == "swa")) for name, count in pages.items()]
+    ids = [np.arange(1, 1 + count) for count in pages.values()]
+    return distinct_lists(page_ranges(lists, ids, pool.manifest, may_end_inside=True))
+
+
+def snapshot_of(pool: Pool, tenant: int = 1, **pages: int) -> Snapshot:
+    return Snapshot(tenant, 5, pool.name, pool.manifest, new_parts(pool, lists_of(pool, **pages)))
+
+
+def test_a_snapshot_has_a_part_for_each_list() -> None:
+    pool = pool_of(HYBRID)
+    made = snapshot_of(pool, main=3, swa=2)
+    assert [(part.component, part.count) for part in made.parts] == [("main", 3), ("swa", 2)]
+    assert made.parts[0].layout is pool.block_layout("main")  # made once, whoever offloads
+    assert made.pages == 5
+    found = ids_for(made, lists_of(pool, swa=2, main=3))
+    assert [one.tolist() for one in found] == [[1, 2, 3], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("pages", "error"),
+    [
+        ({"main": 2, "swa": 2}, LengthMismatchError),
+        ({"main": 3, "swa": 3}, LengthMismatchError),
+    ],
+)
+def test_other_lists_do_not_fit(pages: dict[str, int], error: type[KvferryError]) -> None:
+    pool = pool_of(HYBRID)
+    with pytest.raises(error):
+        ids_for(snapshot_of(pool, main=3, swa=2), lists_of(pool, **pages))
+
+
+def test_each_part_needs_its_list_and_each_list_its_part() -> None:
+    pool = pool_of(HYBRID)
+    made, [main, swa] = snapshot_of(pool, main=3, swa=2), lists_of(pool, main=3, swa=2)
+    with pytest.raises(UnknownComponentError, match="the snapshot has pages of 'swa'"):
+        ids_for(made, [main])
+    made.parts.pop()
+    with pytest.raises(UnknownComponentError, match="the snapshot has no pages of 'swa'"):
+        ids_for(made, [main, swa])
+
+
+def test_a_layout_that_differs_is_named() -> None:
+    made = snapshot_of(pool_of(SPEC), main=1)
+    check_layout(made, manifest_of(msgspec.structs.replace(SPEC, tokens=400)), "larger")
+    for changed, what in (
+        ({"v_head_dim": 4}, "main/v/0: page_bytes is 32 in the snapshot, 64 in the pool"),
+        ({"layers": 1}, "main/k/1: the snapshot has it, the pool has not"),
+        ({"layers": 3}, "main/k/2: the snapshot has no such entry, the pool has"),
+        ({"total_heads": 2}, "main/k/0: total_heads is 1 in the snapshot, 2 in the pool"),
+    ):
+        with pytest.raises(LayoutMismatchError, match=what):
+            check_layout(made, manifest_of(msgspec.structs.replace(SPEC, **changed)), "other")
+
+
+def test_its_checksum_is_of_all_its_blocks() -> None:
+    pool = pool_of(HYBRID)
+    made = snapshot_of(pool, main=3, swa=2)
+    assert made.status().checksum == ""
+    made.settle(None)
+    assert made.status().checksum == ""  # where the daemon makes none
+    texts = set()
+    for last in (4, 5):
+        made = snapshot_of(pool, main=3, swa=2)
+        made.parts[0].digests = np.array([1, 2, 3], np.uint64)
+        made.parts[1].digests = np.array([4, last], np.uint64)
+        assert made.status().checksum == ""  # while it is written
+        made.settle(None)
+        texts.add(made.status().checksum)
+        assert made.status().checksum == made.status().checksum
+    assert {len(one) for one in texts} == {32}
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize("error", [None, DeadlineError("late")])
+def test_who_waits_is_told_once(error: KvferryError | None) -> None:
+    made = snapshot_of(pool_of(SPEC), main=1)
+    told: list[KvferryError | None] = []
+    made.waiting.append(told.append)
+    made.settle(error)
+    made.settle(error)
+    assert told == [error]
+    assert made.state == ("ready" if error is None else "writing")
+
+
+def test_the_book_knows_each_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "MAX_SNAPSHOTS", 1)
+    book, pool = SnapshotBook(), pool_of(SPEC)
+    mine, theirs = snapshot_of(pool, main=1), snapshot_of(pool, tenant=2, main=1)
+    book.check(1)
+    for one in (mine, theirs):
+        book.add(one)
+    assert book.get(1, mine.name) is mine
+    with pytest.raises(UnknownSnapshotError):
+        book.get(1, theirs.name)
+    with pytest.raises(OverloadedError):
+        book.check(1)
+    mine.dropped = True
+    with pytest.raises(UnknownSnapshotError):
+        book.get(1, mine.name)
+    for _ in range(2):  # a second time does nothing
+        book.remove(mine)
+    assert list(book) == [theirs]
+    book.check(1)
+    with pytest.raises(OverloadedError):
+        book.check(2)
