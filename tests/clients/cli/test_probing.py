@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.daemons import DaemonProcess
 from tests.kvferry_command import run_kvferry
 
 REQUEST_ID = "0123456789abcdef0123456789abcdef"
+HASH = base64.b64encode(bytes(16)).decode()
 SPEC = {"kind": "mha", "layers": 1, "tokens": 8, "page_size": 4, "kv_heads": 1, "head_dim": 1, "dtype": "int8"}
 
 
@@ -60,12 +62,23 @@ def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProce
         "DELETE_POOL": {"pool": name + "-new"},
         "ALLOCATE": {"pool": name, "count": 2},
         "CREATE_TABLES": {"tables": "t", "pool": name, "max_batch": 2, "max_context_tokens": 256},
+        "LOOKUP": {"pool": name, "hashes": HASH},
+        "CACHE_PIN": {"hashes": HASH},
+        "CACHE_EVICT": {"hashes": HASH},
+        "CACHE_EVENTS": {"cursor": 1 << 40},
     }
     hand_off = {"request_id": REQUEST_ID, "pool": name}
     k = {"component": "main", "role": "k"}
     refused: dict[str, tuple[str, dict[str, object]]] = {
         "LEND_POOL": ("INVALID_FIELD", {"pool": name + "-lent", "spec": SPEC, "device": "npu:0", "arrays": [k]}),
         "FREE": ("NOT_OWNER", {"pool": name, "pages": [1]}),
+        "OFFLOAD": ("NOT_OWNER", {"pool": name, "lists": [{"pages": [1]}]}),
+        "RESTORE": ("UNKNOWN_SNAPSHOT", {"pool": name, "snapshot": REQUEST_ID, "lists": [{"pages": [1]}]}),
+        "DROP_SNAPSHOT": ("UNKNOWN_SNAPSHOT", {"snapshot": REQUEST_ID}),
+        "CANCEL_WORK": ("UNKNOWN_WORK", {"work": 1}),
+        "LOAD": ("UNKNOWN_LEASE", {"lease": 1, "pool": name, "pages": [1]}),
+        "STORE": ("NOT_OWNER", {"pool": name, "hashes": HASH, "pages": [1]}),
+        "UNPIN": ("UNKNOWN_LEASE", {"lease": 1}),
         "SEND": ("NOT_OWNER", {**hand_off, "lists": [{"pages": [1]}]}),
         "RECEIVE": ("NOT_OWNER", {**hand_off, "lists": [{"pages": [1]}]}),
         "CANCEL": ("UNKNOWN_ROOM", {**hand_off, "side": "send"}),
