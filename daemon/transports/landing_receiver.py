@@ -141,7 +141,9 @@ class LandingReceiver:
             for number, promise in enumerate(piece.promises):
                 cut = cut_parcels(promise.plan.source, self._slots.slot_bytes)
                 landing.parcels.extend((number, parcel) for parcel in cut)
-                in_pages = self._pages is not None and isinstance(piece.room.pool.region, HostRegion)
+                pool = piece.room.pool
+                # The host tier is nobody's to write: what lands there goes by slots.
+                in_pages = self._pages is not None and isinstance(pool.region, HostRegion) and not pool.lands_as
                 if in_pages and not promise.plan.destination.sliced.any():
                     landing.direct.add(number)
         except KvferryError as error:

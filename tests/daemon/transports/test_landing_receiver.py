@@ -506,6 +506,14 @@ async def test_pages_written_directly_are_checked_in_place(homes: list[Home]) ->
 
 
 @pytest.mark.host_only
+async def test_what_lands_in_the_host_tier_goes_by_slots_all_the_same(homes: list[Home]) -> None:
+    home = home_of(homes, slot_bytes=BYTES, direct=True)
+    home.world.home_pool.lands_as = "0" * 32
+    piece = home.start()
+    assert [grant.runs for grant in home.grants(piece)] == [()]
+
+
+@pytest.mark.host_only
 async def test_a_stopped_piece_whose_pages_are_written_is_over_when_they_are(homes: list[Home]) -> None:
     home = home_of(homes, direct=True)
     piece = home.start()
