@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from kvferry.protocol.errors import (
     UnknownWorkError,
 )
 from tests.clients.tier_pools import HYBRID, LARGER, PAGE_BYTES, SPEC, Filled
-from tests.daemons import DaemonProcess
+from tests.daemons import DaemonProcess, running_daemon
 
 pytestmark = pytest.mark.any_device
 
@@ -236,6 +237,23 @@ def test_a_hand_off_lands_in_the_host_tier_and_is_restored(client: Client, daemo
         assert tier.snapshots == 0
         target.close()
         source.close()
+
+
+@pytest.mark.host_only
+def test_a_hand_off_of_another_daemon_lands_in_the_host_tier(client: Client, pool: Filled, tmp_path: Path) -> None:
+    ids = client.allocate(pool.name, 6)
+    content = pool.write(ids, seed=12)
+    here = client.status().addresses[0]
+    with running_daemon(tmp_path) as there, Client.connect(there.runtime_dir, name="decode") as decode:
+        target = Filled(decode, "decode", LARGER)
+        request_id = new_request_id()
+        wanted = [pages_wanted(6, tokens=23)]
+        room = decode.receive("decode", request_id, wanted, land="host", source_daemons=[here])
+        client.wait_settled(client.send(pool.name, request_id, [pages(ids, tokens=23)]))
+        back = decode.restore("decode", decode.wait_finished(room).snapshot, drop=True)
+        decode.wait_done(back)
+        assert target.holds(back.pages["main"], content)
+        target.close()
 
 
 @pytest.mark.host_only
