@@ -110,11 +110,12 @@ class AsyncTiers(AsyncTables):
         ids: npt.ArrayLike,
         *,
         first_block: int = 0,
+        unpin: bool = False,
         after: EventPoint | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> TierWork:
         """See ``Client.load``."""
-        body, array = operations.load_body(pool, lease, ids, first_block, after)
+        body, array = operations.load_body(pool, lease, ids, first_block, after, unpin=unpin)
         return self._begin_work(body, [array], deadline_s)
 
     def store(

@@ -160,14 +160,17 @@ class SyncTiers(SyncTables):
         ids: npt.ArrayLike,
         *,
         first_block: int = 0,
+        unpin: bool = False,
         after: EventPoint | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> TierWork:
         """Copy blocks of a lease into pages, ``block_pages`` each, from block ``first_block`` on. Returns at once.
 
+        ``unpin`` ends the lease with the work, however that ends.
+
         A block that is gone or damaged is a CacheMissError; ``work.done.loaded`` leading blocks are there all the same.
         """
-        body, array = operations.load_body(pool, lease, ids, first_block, after)
+        body, array = operations.load_body(pool, lease, ids, first_block, after, unpin=unpin)
         return self._begin_work(body, [array], deadline_s)
 
     def store(

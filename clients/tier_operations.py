@@ -88,11 +88,12 @@ def store_body(
 
 
 def load_body(
-    pool: str, lease: int, ids: npt.ArrayLike, first_block: int, after: EventPoint | None
+    pool: str, lease: int, ids: npt.ArrayLike, first_block: int, after: EventPoint | None, *, unpin: bool
 ) -> tuple[Load, PageIds]:
     """Return a LOAD's body and its page ids."""
     array = pages(ids).ids
-    return Load(lease=lease, pool=pool, pages=len(array), first_block=first_block, after=after), array
+    body = Load(lease=lease, pool=pool, pages=len(array), first_block=first_block, after=after, unpin=unpin)
+    return body, array
 
 
 def lookup(

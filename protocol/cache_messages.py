@@ -71,6 +71,8 @@ class Load(Body, frozen=True, kw_only=True, tag="LOAD"):
     first_block: Position = 0
     after: EventPoint | None = None
     """Wait for this before the pages are written."""
+    unpin: bool = False
+    """End the lease with this work, however it ends: done, failed or cancelled."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the one list's length."""

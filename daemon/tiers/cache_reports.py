@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.tiers.background import Background
+from kvferry.daemon.tiers.cached_pages import split_hashes
 from kvferry.daemon.tiers.host_tier import HostTier, holder_name
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.pools.tiers.cached_block import CachedBlock
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.pools.tiers.journal import Change
 from kvferry.protocol.cache_messages import (
-    HASH_BYTES,
     CacheChange,
     CacheChanges,
     CachedBlockStatus,
@@ -47,7 +48,7 @@ class CacheReports:
         self._lower = lower
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Waiting] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("a change of the cache by hand")
         host.journal.on_change = self._changed
         self._flushing = False
         dispatcher.handle("CACHE_LIST", self._list)
@@ -63,6 +64,10 @@ class CacheReports:
         """Forget who waits for events."""
         self._waiting = [one for one in self._waiting if one.call.session.session_id != session_id]
 
+    async def close(self) -> None:
+        """Give up what is changed by hand."""
+        await self._background.close()
+
     # -- CACHE_LIST, CACHE_PIN, CACHE_EVICT
 
     def _list(self, call: Call) -> Answer:
@@ -76,7 +81,7 @@ class CacheReports:
 
     def _pin(self, call: Call) -> Answer | None:
         body = expect(call, CachePin)
-        self._spawn(self._pin_all(call, _named(body.hashes), pinned=body.pinned))
+        self._background.spawn(self._pin_all(call, set(split_hashes(body.hashes)), pinned=body.pinned))
         return None
 
     async def _pin_all(self, call: Call, named: set[bytes], *, pinned: bool) -> None:
@@ -93,8 +98,8 @@ class CacheReports:
         body = expect(call, CacheEvict)
         if body.everything == bool(body.hashes):
             raise InvalidFieldError("name blocks, or say everything=true", field="hashes")
-        named = None if body.everything else _named(body.hashes)
-        self._spawn(self._evict_all(call, named))
+        named = None if body.everything else set(split_hashes(body.hashes))
+        self._background.spawn(self._evict_all(call, named))
         return None
 
     async def _evict_all(self, call: Call, named: set[bytes] | None) -> None:
@@ -117,11 +122,6 @@ class CacheReports:
             yield mine if named is None else [block for block in mine if block.hash in named]
             position = page.next_position
             await asyncio.sleep(0)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # -- CACHE_EVENTS
 
@@ -167,12 +167,6 @@ class CacheReports:
             self._waiting.remove(one)
             answer = Answer(CacheChanges(changes=(), cursor=one.cursor))
             self._dispatcher.answer(one.call.session, one.call.message_id, answer)
-
-
-def _named(hashes: bytes) -> set[bytes]:
-    if not hashes or len(hashes) % HASH_BYTES:
-        raise InvalidFieldError(f"{len(hashes)} bytes are no whole number of hashes of {HASH_BYTES}", field="hashes")
-    return {hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)}
 
 
 def _status(block: CachedBlock) -> CachedBlockStatus:

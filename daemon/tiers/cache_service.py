@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ import structlog
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
+from kvferry.daemon.tiers.background import Background
 from kvferry.daemon.tiers.cached_pages import hashes_of, ids_by_block, namespace_of
 from kvferry.daemon.tiers.copier import BlockJob, BlockPart
 from kvferry.daemon.tiers.host_tier import WORKS, HostTier
@@ -62,7 +63,7 @@ class CacheService:
         self._lower = lower
         self._lookups = lookups
         self._counters = counters
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("a load")
         for kind, handler in (
             ("LOAD", lambda call: pools.hold(call, expect(call, Load).after, self._load)),
             ("STORE", lambda call: pools.hold(call, expect(call, Store).after, self._store)),
@@ -75,9 +76,7 @@ class CacheService:
 
     async def close(self) -> None:
         """Give up what waits for other tiers."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
 
     # -- STORE
 
@@ -180,6 +179,8 @@ class CacheService:
 
         def finish(work: Work, error: KvferryError | None) -> Ending:
             hold.release()
+            if body.unpin:
+                self._lookups.end(work.session.session_id, lease)
             return self._loaded(work, loading, error)
 
         work = self._works.begin(call, "load", pool.name, len(call.ids[0]), finish)
@@ -188,7 +189,7 @@ class CacheService:
         coming = [one for one in map(self._lower.bring_up, blocks) if one is not None]
         if coming:
             work.waits_for = f"{len(coming)} blocks from lower tiers"
-            self._spawn(self._when_up(work, loading, coming))
+            self._background.spawn(self._when_up(work, loading, coming))
         else:
             self._copy(work, loading)
         return Answer(WorkStarted(work=work.number))
@@ -243,16 +244,6 @@ class CacheService:
         block = loading.blocks[page // loading.lease.namespace.block_pages]
         self._host.free_all(self._host.index.remove(block))
         self._lower.remove([block])
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a load failed", exc_info=task.exception())
 
 
 class _Loading:

@@ -14,15 +14,24 @@ def namespace_of(pool: Pool, space: str, block_pages: int) -> Namespace:
     return Namespace(pool.tenant, pool.manifest.layout_digest, space, block_pages)
 
 
-def hashes_of(joined: bytes) -> list[bytes]:
+def split_hashes(joined: bytes) -> list[bytes]:
     """Return the hashes one by one.
 
     Raises:
-        InvalidFieldError: there is none, a part of one is left over, or one comes twice.
+        InvalidFieldError: there is none, or a part of one is left over.
     """
     if not joined or len(joined) % HASH_BYTES:
         raise InvalidFieldError(f"{len(joined)} bytes are no whole number of hashes of {HASH_BYTES}", field="hashes")
-    hashes = [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+
+
+def hashes_of(joined: bytes) -> list[bytes]:
+    """Return the hashes of a chain, one by one.
+
+    Raises:
+        InvalidFieldError: as ``split_hashes``, or one comes twice.
+    """
+    hashes = split_hashes(joined)
     if len(set(hashes)) < len(hashes):
         raise InvalidFieldError("a hash comes twice: each covers all tokens before it", field="hashes")
     return hashes

@@ -194,10 +194,11 @@ class HostTier:
         self._counters.add("tiers.host.busy")
         holders = sorted(self.index.pinned_by().items(), key=lambda one: -one[1])[:HOLDERS_SHOWN]
         pinned = ", ".join(f"{size} by {holder_name(holder)}" for holder, size in holders) or "nothing"
-        charged = sum(one.charged_bytes for one in self.index.accounts.tenants().values())
+        usage = sorted(self.index.accounts.tenants().items(), key=lambda one: -one[1].charged_bytes)[:HOLDERS_SHOWN]
+        charged = ", ".join(f"{one.charged_bytes} of user {tenant}" for tenant, one in usage if one.charged_bytes)
         return OverloadedError(
-            f"the host tier is full: {wanted} bytes are needed, {why}; {charged} are snapshots and works under way; "
-            f"cached blocks are pinned: {pinned}"
+            f"the host tier is full: {wanted} bytes are needed, {why}; snapshots and works under way have: "
+            f"{charged or 'nothing'}; cached blocks are pinned: {pinned}"
         )
 
 

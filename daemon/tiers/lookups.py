@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import structlog
@@ -13,6 +12,7 @@ from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.sessions import SessionRegistry
+from kvferry.daemon.tiers.background import Background
 from kvferry.daemon.tiers.cached_pages import hashes_of, namespace_of
 from kvferry.daemon.tiers.host_tier import LOOKUPS, HostTier
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
@@ -58,7 +58,7 @@ class Lookups:
         self._counters = counters
         self._numbers = itertools.count(1)
         self._leases: dict[int, dict[int, Lease]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("a lookup")
         dispatcher.handle("LOOKUP", self._lookup)
         dispatcher.handle("UNPIN", self._unpin)
 
@@ -77,6 +77,11 @@ class Lookups:
             raise UnknownLeaseError(f"no lease {number} of this session", field="lease")
         return lease
 
+    def end(self, session_id: int, lease: Lease) -> None:
+        """End a lease, unless it has ended."""
+        if self._leases.get(session_id, {}).pop(lease.number, None) is not None:
+            self._host.free_all(self._host.index.unpin(lease.blocks, session_id))
+
     def session_lost(self, session_id: int) -> None:
         """Give up what a session has pinned."""
         self._leases.pop(session_id, None)
@@ -84,9 +89,7 @@ class Lookups:
 
     async def close(self) -> None:
         """Give up what waits for other tiers."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
 
     def _lookup(self, call: Call) -> Answer | None:
         body = expect(call, Lookup)
@@ -108,7 +111,7 @@ class Lookups:
         if not rest or not self._lower.asks_far:
             return self._found(call, lease, Lease(0, namespace, layout, found))
         self._host.index.pin(found, LOOKUPS)  # nothing of the prefix may go meanwhile
-        self._spawn(self._look_far(call, lease, Lease(0, namespace, layout, found), rest))
+        self._background.spawn(self._look_far(call, lease, Lease(0, namespace, layout, found), rest))
         return None
 
     async def _look_far(self, call: Call, lease: Lease | None, near: Lease, rest: Sequence[bytes]) -> None:
@@ -173,16 +176,5 @@ class Lookups:
 
     def _unpin(self, call: Call) -> Answer:
         lease = self.lease(call, expect(call, Unpin).lease)
-        del self._leases[call.session.session_id][lease.number]
-        self._host.free_all(self._host.index.unpin(lease.blocks, call.session.session_id))
+        self.end(call.session.session_id, lease)
         return Answer(Unpinned(blocks=len(lease.blocks)))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a lookup failed", exc_info=task.exception())

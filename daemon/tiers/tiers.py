@@ -118,6 +118,7 @@ class Tiers:
         self.scheduler.close()
         await self._lookups.close()
         await self._cache.close()
+        await self._reports.close()
         await self._lower.close()
         self._copier.close()
         self._host.close()

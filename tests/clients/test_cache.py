@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -166,6 +167,21 @@ def test_what_makes_no_sense_is_refused(client: Client, pool: Filled, name: str)
 
 
 @pytest.mark.host_only
+def test_a_lease_ends_with_its_load_however_that_ends(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
+    marked = pool.write(ids := client.allocate(pool.name, 2), seed=21)
+    client.wait_done(client.store(pool.name, hashes(2), ids))
+    found = client.lookup(pool.name, hashes(2))
+    client.wait_done(client.load(pool.name, found.lease, ids, unpin=True))
+    with pytest.raises(UnknownLeaseError):
+        client.unpin(found.lease)
+    failing = client.lookup(pool.name, hashes(2))
+    _flip(daemon, marked[0][0, 1].numpy().tobytes())
+    with pytest.raises(CacheMissError):
+        client.wait_done(client.load(pool.name, failing.lease, ids, unpin=True))
+    assert client.evict_cached().kept == 0
+
+
+@pytest.mark.host_only
 def test_pinned_blocks_stay_and_their_pins_end_with_the_session(
     daemon: DaemonProcess, client: Client, pool: Filled
 ) -> None:
@@ -206,7 +222,7 @@ def test_what_nobody_pins_gives_way(small: DaemonProcess, name: str) -> None:
         with pytest.raises(OverloadedError) as busy:
             client.wait_done(client.offload(name, [pages(ids[:2])]))
         assert f"cached blocks are pinned: {3 * GRAIN} by session " in busy.value.detail
-        assert f"{4 * GRAIN} are snapshots" in busy.value.detail
+        assert f"snapshots and works under way have: {4 * GRAIN} of user {os.getuid()};" in busy.value.detail
         with pytest.raises(OutOfMemoryError, match=r"tiers\.host_bytes"):
             client.wait_done(client.offload(name, [pages(ids[:9])]))
         client.drop_snapshot(snapshot)

@@ -54,7 +54,7 @@ REQUESTS: Final[dict[str, RequestBody]] = {
     "SNAPSHOTS": Snapshots(),
     "CANCEL_WORK": CancelWork(work=9),
     "LOOKUP": Lookup(pool="decode", hashes=HASHES, space="swa", block_pages=4, lease=3, pin=False),
-    "LOAD": Load(lease=3, pool="decode", pages=2, first_block=5, after=AFTER),
+    "LOAD": Load(lease=3, pool="decode", pages=2, first_block=5, after=AFTER, unpin=True),
     "STORE": Store(pool="decode", hashes=HASHES, pages=2, parent=HASHES[:16], space="swa", block_pages=4, after=AFTER),
     "UNPIN": Unpin(lease=3),
     "CACHE_LIST": CacheList(position=7, limit=100),

@@ -382,7 +382,7 @@ class _Machine(RuleBasedStateMachine):
         def over() -> bool:
             world.copier.finish_all()
             demoting = world.remote is not None and (world.remote._waiting or world.remote._queued)  # noqa: SLF001
-            return not (list(world.works) or world.lower._coming or world.lookups._tasks or demoting)  # noqa: SLF001
+            return not (list(world.works) or world.lower._coming or len(world.lookups._background) or demoting)  # noqa: SLF001
 
         await until(over)
         await until(lambda: not any(holder != OPERATOR for holder in world.host.index.pinned_by()))

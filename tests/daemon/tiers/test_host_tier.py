@@ -83,7 +83,9 @@ def test_nobody_goes_where_that_could_not_help(host: HostTier) -> None:
     held = host.reserve(THEIRS, 5, GRAIN)
     host.index.accounts.charge(THEIRS, 5 * GRAIN)
     cache(host, 1, 2)
-    with pytest.raises(OverloadedError, match=r"16384 bytes are needed, 4096 of 32768 .* free; 20480 are snapshots"):
+    with pytest.raises(
+        OverloadedError, match=rf"16384 bytes are needed, 4096 of 32768 .* have: 20480 of user {THEIRS};"
+    ):
         host.reserve(MINE, 4, GRAIN)
     assert cached(host) == [1, 2]
     host.free(held, GRAIN)

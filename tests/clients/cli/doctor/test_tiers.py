@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,8 +89,8 @@ def test_another_users_folder(tmp_path: Path) -> None:
     assert finding.fix == "chown worker /srv/blocks; chmod 0700 /srv/blocks"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="root alone may give a folder away")
-def test_root_asks_for_whom(tmp_path: Path) -> None:
+def test_root_asks_for_whom(tmp_path: Path, require: Callable[[object, str], None]) -> None:
+    require(os.geteuid() == 0, "root alone may give a folder away")
     host = disk_host(tmp_path, 0o700, ROOT)
     os.chown(tmp_path / "srv/blocks", WORKER.uid, -1)
     finding = check_disk_tier(host, on_disk(), 0)
