@@ -37,6 +37,12 @@ class _Waiting:
     def __init__(self, call: Call, cursor: int) -> None:
         self.call = call
         self.cursor = cursor
+        self.timer: asyncio.TimerHandle | None = None
+
+    def cancel(self) -> None:
+        """Wait no longer."""
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 class CacheReports:
@@ -62,7 +68,9 @@ class CacheReports:
 
     def session_lost(self, session_id: int) -> None:
         """Forget who waits for events."""
-        self._waiting = [one for one in self._waiting if one.call.session.session_id != session_id]
+        for one in [one for one in self._waiting if one.call.session.session_id == session_id]:
+            one.cancel()
+            self._waiting.remove(one)
 
     async def close(self) -> None:
         """Give up what is changed by hand."""
@@ -130,7 +138,8 @@ class CacheReports:
         answer = self._changes(one)
         if answer is None:
             self._waiting.append(one)
-            self._loop.call_later(call.deadline_s, self._nothing_new, one)
+            # Before the dispatcher's own timer, which is set after this one: an answer, not DEADLINE.
+            one.timer = self._loop.call_later(call.deadline_s, self._nothing_new, one)
         return answer
 
     def _changes(self, one: _Waiting) -> Answer | None:
@@ -157,6 +166,7 @@ class CacheReports:
             call = one.call
             answer = self._changes(one) if call.session.is_pending(call.message_id) else None
             if answer is not None:
+                one.cancel()
                 self._dispatcher.answer(call.session, call.message_id, answer)
             elif call.session.is_pending(call.message_id):
                 self._waiting.append(one)

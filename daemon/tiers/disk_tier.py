@@ -142,6 +142,8 @@ class DiskTier:
             await self._scan()
         except DiskError as error:
             self._failed(error)
+        except Exception as cause:  # what is on disk is lost to this daemon; what comes can be written all the same
+            log.exception("the disk tier's folder was not looked through", cause=str(cause))
         while True:
             await self._wanted.wait()
             while self._waiting:
@@ -164,6 +166,8 @@ class DiskTier:
                     pass
             except DiskError as error:
                 self._failed(error)
+            except Exception as cause:  # the next time may do better
+                log.exception("cached blocks were not written out", cause=str(cause))
 
     async def _scan(self) -> None:
         """Take in what lies there since before; the oldest first, as they were used."""

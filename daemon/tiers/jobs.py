@@ -13,7 +13,7 @@ from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.works import Work, Works
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
-from kvferry.protocol.errors import KvferryError, OutOfMemoryError
+from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, OutOfMemoryError
 
 REGISTERING_S_PER_BYTE = 2e-9
 """What to register memory may take: its pages are taken and locked, one by one."""
@@ -53,9 +53,10 @@ class JobStarter:
                 work.waits_for = f"{card.name} to register the host tier"
                 known.add_done_callback(partial(self._known, work, job))
                 return
-            failed = known.exception()
-            if isinstance(failed, KvferryError):
-                asyncio.get_running_loop().call_soon(self._works.stop, work, failed)
+            failed = CancelledError("the daemon ends") if known.cancelled() else known.exception()
+            if failed is not None:
+                error = failed if isinstance(failed, KvferryError) else InternalError(f"{card.name}: {failed!r}")
+                asyncio.get_running_loop().call_soon(self._works.stop, work, error)
                 return
         self._works.run(work, job)
 

@@ -104,8 +104,8 @@ class Lookups:
             lease = self.lease(call, body.lease)
             if lease.namespace != namespace:
                 raise InvalidFieldError(f"lease {lease.number} is of other blocks: {lease.namespace}", field="lease")
-        elif body.pin and len(self._leases.get(call.session.session_id, ())) >= MAX_LEASES:
-            raise OverloadedError(f"the session has {MAX_LEASES} leases: UNPIN some")
+        elif body.pin:
+            self._check_leases(call.session.session_id)
         found = self._host.index.longest_prefix(namespace, hashes)
         rest = hashes[len(found) :]
         if not rest or not self._lower.asks_far:
@@ -142,6 +142,8 @@ class Lookups:
         body, blocks = expect(call, Lookup), found.blocks
         if body.pin:
             self._check_pins(call.session.session_id, len(blocks))
+            if lease is None:
+                self._check_leases(call.session.session_id)  # others may have come while lower tiers were asked
         self._counters.add("cache.lookups")
         self._counters.add("cache.asked_blocks", len(body.hashes) // HASH_BYTES)
         self._counters.add("cache.hit_blocks", len(blocks))
@@ -168,6 +170,10 @@ class Lookups:
                 lease_blocks=len(lease.blocks) if lease is not None else 0,
             )
         )
+
+    def _check_leases(self, session_id: int) -> None:
+        if len(self._leases.get(session_id, ())) >= MAX_LEASES:
+            raise OverloadedError(f"the session has {MAX_LEASES} leases: UNPIN some")
 
     def _check_pins(self, session_id: int, more: int) -> None:
         pins = sum(len(lease.blocks) for lease in self._leases.get(session_id, {}).values())

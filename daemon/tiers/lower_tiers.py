@@ -132,12 +132,9 @@ class LowerTiers:
         entered = False
         try:
             digests = await self._read(block, offsets, page_bytes)
-            accounts.discharge(tenant, block.size_bytes)
             entered = digests is not None and self._host.index.enter_host(block, offsets, digests)
-        except BaseException:
-            accounts.discharge(tenant, block.size_bytes)
-            raise
         finally:
+            accounts.discharge(tenant, block.size_bytes)
             if not entered:
                 self._host.free(offsets, page_bytes)
         if entered:

@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise, takewhile
 from typing import Final
 
 import structlog
@@ -29,7 +28,7 @@ from kvferry.protocol.session_messages import TierStatus
 
 MAX_WAITING: Final = 4096
 MAX_NAMES: Final = 4096
-"""Names asked for at a time."""
+"""Names that one lookup asks for; what is further on counts as not there."""
 
 MAX_KNOWN: Final = 1 << 18
 """Blocks that the index has because the store had them once: what the store has dropped since, nobody says."""
@@ -98,16 +97,16 @@ class RemoteTier:
         """Return the leading ones of these blocks that the store has, now blocks of the index."""
         asked = hashes[:MAX_NAMES]
         names = [remote_name(BlockKey(namespace, one), shared=self._shared) for one in asked]
-        there = sum(1 for _ in takewhile(bool, await self._store.exists(names)))
+        there = await self._store.exists(names)
         size_bytes = namespace.block_pages * whole_grains(page_bytes)
         index, found = self._host.index, []
-        for before, one in pairwise((parent, *asked[:there])):
-            assert one is not None
-            known = index.get(namespace, one)
-            block = index.adopt(namespace, one, before, size_bytes, tier=Tier.REMOTE)
-            if known is None:
-                self._know(block)
-            if block.state is not BlockState.READY:  # being stored from here this very moment
+        for before, one, is_there in zip((parent, *asked), asked, there, strict=False):
+            block = known = index.get(namespace, one)  # a nearer tier may have what the store lacks
+            if is_there:
+                block = index.adopt(namespace, one, before, size_bytes, tier=Tier.REMOTE)
+                if known is None:
+                    self._know(block)
+            if block is None or block.state is not BlockState.READY:  # or being stored from here this very moment
                 break
             found.append(block)
         return found

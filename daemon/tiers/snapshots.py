@@ -40,11 +40,10 @@ MAX_SNAPSHOTS: Final = 4096
 
 
 class SnapshotPart(msgspec.Struct):
-    """The blocks of one page list. ``ids`` of what is read or written is not part of it: pages come and go."""
+    """The blocks of one page list, whatever pages they came from."""
 
     component: str
     layout: BlockLayout
-    first_page: int | None
     tokens: int | None
     """How many the pages hold, where the engine said so."""
     count: int
@@ -186,7 +185,6 @@ def new_parts(pool: Pool, lists: Sequence[PageRange]) -> list[SnapshotPart]:
         SnapshotPart(
             one.component,
             pool.block_layout(space_of(manifest, one.component)),
-            one.first_page,
             _tokens_of(one, manifest),
             len(one.ids),
             np.empty(0, np.int64),
@@ -218,6 +216,12 @@ def ids_for(snapshot: Snapshot, lists: Sequence[PageRange]) -> list[PageIds]:
         if len(one.ids) != part.count:
             raise LengthMismatchError(
                 f"{part.component}: the snapshot has {part.count} pages, the list {len(one.ids)}", field=one.field
+            )
+        tokens = _tokens_of(one, snapshot.manifest)
+        if None not in {tokens, part.tokens} and tokens != part.tokens:
+            raise LengthMismatchError(
+                f"{part.component}: the snapshot has {part.tokens} tokens, the list {tokens}",
+                field=f"{one.field}.tokens",
             )
         found.append(one.ids)
     if given:

@@ -176,10 +176,11 @@ class Works:
         if work.timer is not None:
             work.timer.cancel()
         ending = self._finish(work, error)
-        self._record(work, ending.done, error)
+        done = self._timed(work, ending.done, error)
+        self._record(work, done)
         session = self._sessions.get(work.session.session_id)
         if session is not None and not work.quiet:
-            session.add_event(self._timed(work, ending.done, error), ending.ids)
+            session.add_event(done, ending.ids)
             for call in work.cancels:
                 self._dispatcher.answer(session, call.message_id, Answer(WorkCancelled(was_done=False)))
             # After the reply that this call may still give: events never overtake their request's reply.
@@ -250,8 +251,8 @@ class Works:
             moved_us=round((now - began) * 1e6),
         )
 
-    def _record(self, work: Work, done: TierDone, error: KvferryError | None) -> None:
-        failed = done.error or (error.info() if error else None)
+    def _record(self, work: Work, done: TierDone) -> None:
+        failed = done.error
         outcome = failed.code if failed else "OK"
         self._counters.add(f"works.{work.kind}.{outcome.lower()}")
         if failed is None:

@@ -161,7 +161,7 @@ def test_another_layout_is_refused_by_the_name_of_the_entry(client: Client, pool
 @pytest.mark.host_only
 def test_what_does_not_fit_is_refused(client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 4)
-    snapshot = client.wait_done(client.offload(pool.name, [pages(ids[:3])])).snapshot
+    snapshot = client.wait_done(client.offload(pool.name, [pages(ids[:3], tokens=10)])).snapshot
 
     def refused(work: object) -> type[KvferryError]:
         with pytest.raises(KvferryError) as error:
@@ -169,6 +169,7 @@ def test_what_does_not_fit_is_refused(client: Client, pool: Filled) -> None:
         return type(error.value)
 
     assert refused(client.restore(pool.name, snapshot, [pages(ids)])) is LengthMismatchError
+    assert refused(client.restore(pool.name, snapshot, [pages(ids[:3], tokens=11)])) is LengthMismatchError
     assert refused(client.restore(pool.name, snapshot, [pages(np.array([14, 15, 16]))])) is NotOwnerError
     assert refused(client.restore(pool.name, "0" * 32, [pages(ids[:3])])) is UnknownSnapshotError
     assert refused(client.offload(pool.name, [pages(np.array([16]))])) is NotOwnerError
