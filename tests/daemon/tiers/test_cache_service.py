@@ -263,6 +263,20 @@ async def test_what_the_store_has_is_found_and_loaded(far: World) -> None:
     assert engine.read(ids) == [{1}, {2}, {3}]
 
 
+async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: World) -> None:
+    engine = far.engine()
+    await put_away(far, engine, 1)
+    for block in far.host.index.page(0, 10).blocks:
+        far.host.index.set_in_remote(block, present=False)  # as if another node had put it there
+    await stored(far, engine, 2)  # its way to the store is held up
+    assert far.store is not None
+    far.store.holds = False
+    number = engine.send(Lookup(pool=POOL, hashes=hashes(1, 2, 3)))
+    await settle()
+    found = engine.reply(number, Found)
+    assert (found.blocks, found.host, found.remote) == (2, 1, 1)
+
+
 async def test_a_work_that_ends_while_blocks_come_up_leaves_them_to_others(far: World) -> None:
     engine, other = far.engine(), far.engine()
     await put_away(far, engine, 1, 2)
