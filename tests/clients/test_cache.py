@@ -429,9 +429,11 @@ def test_an_engine_that_is_killed_leaves_nothing_behind(daemon: DaemonProcess, c
         "import os, sys; from kvferry.clients import Client, pages\n"
         "client = Client.connect(sys.argv[1], name='reader')\n"
         "ids = client.allocate(sys.argv[2], 8)\n"
+        "kept = client.wait_done(client.offload(sys.argv[2], [pages(ids)])).snapshot\n"
         "found = client.lookup(sys.argv[2], [bytes.fromhex(one) for one in sys.argv[3:]])\n"
         "client.load(sys.argv[2], found.lease, ids[:4]); client.offload(sys.argv[2], [pages(ids[4:])])\n"
-        "client.store(sys.argv[2], [b'9' * 16], ids[4:5]); client.restore(sys.argv[2], '0' * 32)\n"
+        "client.store(sys.argv[2], [b'9' * 16], ids[4:5])\n"
+        "client.wait_accepted(client.restore(sys.argv[2], kept))\n"  # it waits for pages that nobody frees
         "os.kill(os.getpid(), 9)\n"
     )
     names = [one.hex() for one in hashes(4)]
@@ -443,6 +445,8 @@ def test_an_engine_that_is_killed_leaves_nothing_behind(daemon: DaemonProcess, c
     while client.status().works or _free(client, pool.name) < 12:
         client.ping()  # until its works are over; pytest's own timeout fails what never ends
     assert client.evict_cached(hashes(4)).kept == 0
+    for one in [one for one in client.snapshots() if one.pool == pool.name]:
+        client.drop_snapshot(one.snapshot)
 
 
 def _free(client: Client, name: str) -> int:

@@ -104,7 +104,7 @@ def test_a_restore_waits_until_pages_are_free(client: Client, pool: Filled) -> N
     waiting = {one.work: one.waits_for for one in client.status().works}
     assert waiting[first.number or 0] == f"10 free pages of pool {pool.name!r}"
     client.free(pool.name, taken[:6])
-    client.wait_done(first)
+    client.wait_done(first, timeout_s=10)
     assert not second.is_done
     assert pool.holds(first.pages["main"], content)
     client.free(pool.name, first.pages["main"])
@@ -183,6 +183,36 @@ def test_what_does_not_fit_is_refused(client: Client, pool: Filled) -> None:
         client.drop_snapshot(snapshot)
     client.free(pool.name, ids)  # nothing holds them
     assert len(client.allocate(pool.name, 16)) == 16
+
+
+@pytest.mark.host_only
+@pytest.mark.parametrize("kind", ["offload", "restore", "store", "load"])
+def test_a_work_waits_for_what_still_uses_its_pages(client: Client, pool: Filled, kind: str) -> None:
+    ids = client.allocate(pool.name, 2)
+    pool.write(ids, seed=31)
+    names = [f"{pool.name:>15}{number}".encode()[-16:] for number in range(3)]
+    snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
+    client.wait_done(client.store(pool.name, names[:2], ids))
+    lease = client.lookup(pool.name, names[:2]).lease
+    with client.open_events() as ring:
+        point = ring.point()
+        if kind == "offload":
+            work = client.offload(pool.name, [pages(ids)], after=point)
+        elif kind == "restore":
+            work = client.restore(pool.name, snapshot, [pages(ids)], after=point)
+        elif kind == "store":
+            work = client.store(pool.name, names[2:], ids[:1], after=point)
+        else:
+            work = client.load(pool.name, lease, ids, after=point, unpin=True)
+        client.ping()  # answered after it, if it were answered
+        assert work.state == "sent"
+        ring.record(point)
+        client.wait_done(work)
+    if kind != "load":
+        client.unpin(lease)
+    client.evict_cached(names)
+    for one in {snapshot, work.snapshot} - {""}:
+        client.drop_snapshot(one)
 
 
 @pytest.mark.host_only
