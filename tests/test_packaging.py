@@ -93,7 +93,7 @@ def test_every_layer_is_typed(layer: str) -> None:
 
 
 def test_typing_links_equal_the_layers() -> None:
-    links = {link.name: str(link.readlink()) for link in (ROOT / ".typing" / "kvferry").iterdir()}
+    links = {link.name: str(link.readlink()) for link in (ROOT / "src" / "kvferry").iterdir()}
     assert links == {layer: f"../../{layer}" for layer in LAYERS}
 
 
