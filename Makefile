@@ -19,10 +19,10 @@ LMCACHE := 0.5.6
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench peers clean
+.PHONY: help demo test check bench mutants peers clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
 	@$(BIN)/kvferry demo $(ARGS)
@@ -47,6 +47,10 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 
 bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another card)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE))
+
+mutants: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu $(STAMPS)/mutants  ## put seeded faults into the code and see which no test notices
+	@$(BIN)/python -m tests.mutation map
+	@$(BIN)/python -m tests.mutation run
 
 peers: $(PEERS)/sglang/installed-$(SGLANG) $(PEERS)/lmcache/installed-$(LMCACHE)  ## fetch what else `make bench` can compare with, into .peers (some 1.6 GB)
 
@@ -94,6 +98,10 @@ $(STAMPS)/mooncake: $(STAMPS)/base
 
 $(STAMPS)/test: $(STAMPS)/base
 	$(call install,what the tests need,-e '.[test]')
+	@touch $@
+
+$(STAMPS)/mutants: $(STAMPS)/test
+	$(call install,what the mutants need,-e '.[mutants]')
 	@touch $@
 
 $(STAMPS)/check: $(STAMPS)/base
