@@ -61,7 +61,7 @@ def make_maps(folder: Path) -> int:
         for old in (folder / name).glob(".coverage*"):
             old.unlink()
         print(f"==> the tests under coverage: {name}", flush=True)
-        command = [python, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q", *arguments]
+        command = [str(python), "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q", *arguments]
         started = {**os.environ, **environment, "COVERAGE_PROCESS_START": str(settings), "CI": "true"}
         ended = subprocess.run([*command, "-p", "tests.mutation.reaching"], cwd=ROOT, env=started, check=False)
         if ended.returncode:

@@ -116,7 +116,7 @@ class Workplace:
         listed = self.folder / "build" / "mutant-tests.txt"
         listed.parent.mkdir(exist_ok=True)
         listed.write_text("\n".join(tests))
-        command = [device.python, "-m", "pytest", *device.arguments, "-x", "-q", "--no-header", "--tb=no", "-rfE"]
+        command = [str(device.python), "-m", "pytest", *device.arguments, "-x", "-q", "--no-header", "--tb=no", "-rfE"]
         limits = ["-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}", f"@{listed}"]
         environment = {**os.environ, **device.environment, "PYTHONPATH": str(self.folder / "src"), "CI": "true"}
         try:
