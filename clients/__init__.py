@@ -15,6 +15,9 @@ Torch is imported only where a tensor is asked for.
 
 from __future__ import annotations
 
+if __name__ != "kvferry.clients":
+    raise ImportError(f"import kvferry.clients, not {__name__}: that would be a second copy of it")
+
 from kvferry.clients.async_client import AsyncClient
 from kvferry.clients.events import EventRing
 from kvferry.clients.hashing import block_hashes

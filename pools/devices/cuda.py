@@ -29,7 +29,10 @@ class CudaVendor:
 
     def load(self) -> None:
         """See ``Vendor.load``."""
-        torch = importlib.import_module("torch")
+        try:
+            torch = importlib.import_module("torch")
+        except ImportError as cause:
+            raise DeviceUnavailableError(f"pools on a card need torch: {cause}", field="device") from cause
         if not torch.cuda.is_available():
             raise DeviceUnavailableError("torch sees no CUDA device: a CPU build, or no driver", field="device")
         torch.cuda.init()
