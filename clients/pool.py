@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvferry.pools.arrays import Array, array_of
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -79,9 +80,7 @@ class AttachedPool:
 
     def entry_tensor(self, entry: Entry) -> torch.Tensor:
         """Return one entry as a tensor of ``entry.shape`` and ``entry.dtype``, sharing the pool's memory."""
-        if entry.dtype is None or entry.shape is None:
-            raise InvalidFieldError(f"{entry.name} has no dtype or shape", field="entry")
-        return self._elements(entry, 1).view(entry.shape)
+        return self._tensor(array_of(self.manifest, entry.component, entry.role, entry.layer))
 
     def tensor(self, component: str, role: str) -> torch.Tensor:
         """Return all layers of a role as one tensor, sharing the pool's memory.
@@ -94,30 +93,22 @@ class AttachedPool:
         Raises:
             InvalidFieldError: the pool has no such entries.
         """
-        entries = [e for e in self.manifest.entries if (e.component, e.role) == (component, role)]
-        if not entries:
-            raise InvalidFieldError(f"pool {self.name!r} has no {component}/{role}", field="role")
-        first = self.entry_tensor(entries[0])
-        step = entries[0].pages * entries[0].page_bytes
-        if any(entry.base != entries[0].base + number * step for number, entry in enumerate(entries)):
-            raise InvalidFieldError(f"the layers of {component}/{role} are not evenly apart", field="role")
-        return self._elements(entries[0], len(entries)).view(len(entries), *first.shape)
+        return self._tensor(array_of(self.manifest, component, role))
 
     def close(self) -> None:
         """Give the descriptor back; host memory stays mapped while tensors use it, a card's is unmapped at once."""
         self.region.close()
 
-    def _elements(self, entry: Entry, count: int) -> torch.Tensor:
-        """Return the elements of ``count`` entries that begin with this one, one after another."""
+    def _tensor(self, array: Array) -> torch.Tensor:
         import torch  # noqa: PLC0415  an engine chooses its backend before torch is first imported
 
-        size = entry.pages * entry.page_bytes * count
-        if not isinstance(self.region, HostRegion):
-            on_card = _on_card(self.region).tensor[entry.base : entry.base + size]
-            return on_card.view(getattr(torch, entry.dtype or ""))
-        # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
-        raw = torch.from_numpy(self.region.view()[entry.base : entry.base + size])
-        elements: torch.Tensor = raw.view(getattr(torch, entry.dtype or ""))
+        here = slice(array.start, array.start + array.size_bytes)
+        if isinstance(self.region, HostRegion):
+            # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
+            raw = torch.from_numpy(self.region.view()[here])
+        else:
+            raw = _on_card(self.region).tensor[here]
+        elements: torch.Tensor = raw.view(getattr(torch, array.dtype)).view(array.shape)
         return elements
 
 
