@@ -94,7 +94,7 @@ class Tables:
         return [{"actual_seq_lengths_kv": kv} for _ in range(operators)]
 
     def order(self, stream: torch.Stream | None = None) -> None:
-        """Let a stream, by default the card's current one, wait for the last update's copies. Not needed on the host."""
+        """Let a stream, by default the card's current one, wait for the last update's copies. The host needs none."""
         if self._ordered is not None:
             accelerator, event = self._ordered
             (stream or accelerator.current_stream()).wait_event(event)
