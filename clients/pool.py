@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients.elements import array_dtype, import_torch, torch_dtype
+from kvferry.pools.arrays import Array, array_of
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -82,8 +83,7 @@ class AttachedPool:
 
     def entry_tensor(self, entry: Entry) -> torch.Tensor:
         """Return one entry as a tensor of ``entry.shape`` and ``entry.dtype``, sharing the pool's memory."""
-        dtype, shape = _elements_of(entry)
-        return self._tensor(entry, 1, dtype).view(shape)
+        return self._tensor(array_of(self.manifest, entry.component, entry.role, entry.layer))
 
     def tensor(self, component: str, role: str) -> torch.Tensor:
         """Return all layers of a role as one tensor, sharing the pool's memory.
@@ -97,14 +97,11 @@ class AttachedPool:
             InvalidFieldError: the pool has no such entries.
             TorchMissingError: torch is not installed, or older than the pool's dtype; on the host ``array`` needs none.
         """
-        first, count = self._layers_of(component, role)
-        dtype, shape = _elements_of(first)
-        return self._tensor(first, count, dtype).view(count, *shape)
+        return self._tensor(array_of(self.manifest, component, role))
 
     def entry_array(self, entry: Entry) -> npt.NDArray[Any]:
         """Return one entry as an array of ``entry.shape``, sharing the pool's memory; see ``array``."""
-        dtype, shape = _elements_of(entry)
-        return self._array(entry, 1, dtype).reshape(shape)
+        return self._array(array_of(self.manifest, entry.component, entry.role, entry.layer))
 
     def array(self, component: str, role: str) -> npt.NDArray[Any]:
         """Return all layers of a role as one numpy array of ``tensor``'s shape, sharing the pool's memory.
@@ -114,49 +111,30 @@ class AttachedPool:
         Raises:
             InvalidFieldError: the pool has no such entries, or is on a card.
         """
-        first, count = self._layers_of(component, role)
-        dtype, shape = _elements_of(first)
-        return self._array(first, count, dtype).reshape(count, *shape)
+        return self._array(array_of(self.manifest, component, role))
 
     def close(self) -> None:
         """Give the descriptor back; host memory stays mapped while tensors use it, a card's is unmapped at once."""
         self.region.close()
 
-    def _layers_of(self, component: str, role: str) -> tuple[Entry, int]:
-        """Return a role's first entry, and how many lie one after another from there on."""
-        entries = [e for e in self.manifest.entries if (e.component, e.role) == (component, role)]
-        if not entries:
-            raise InvalidFieldError(f"pool {self.name!r} has no {component}/{role}", field="role")
-        step = entries[0].pages * entries[0].page_bytes
-        if any(entry.base != entries[0].base + number * step for number, entry in enumerate(entries)):
-            raise InvalidFieldError(f"the layers of {component}/{role} are not evenly apart", field="role")
-        return entries[0], len(entries)
-
-    def _tensor(self, entry: Entry, count: int, dtype: str) -> torch.Tensor:
-        """Return the elements of ``count`` entries that begin with this one, one after another."""
-        start, end = entry.base, entry.base + entry.pages * entry.page_bytes * count
+    def _tensor(self, array: Array) -> torch.Tensor:
         torch = import_torch()
-        if not isinstance(self.region, HostRegion):
-            return _on_card(self.region).tensor[start:end].view(torch_dtype(dtype))
-        # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
-        elements: torch.Tensor = torch.from_numpy(self.region.view()[start:end]).view(torch_dtype(dtype))
+        here = slice(array.start, array.start + array.size_bytes)
+        if isinstance(self.region, HostRegion):
+            # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
+            raw = torch.from_numpy(self.region.view()[here])
+        else:
+            raw = _on_card(self.region).tensor[here]
+        elements: torch.Tensor = raw.view(torch_dtype(array.dtype)).view(array.shape)
         return elements
 
-    def _array(self, entry: Entry, count: int, dtype: str) -> npt.NDArray[Any]:
-        """Return the same as an array."""
+    def _array(self, array: Array) -> npt.NDArray[Any]:
         if not isinstance(self.region, HostRegion):
             raise InvalidFieldError(
                 f"pool {self.name!r} is on {self.device}, and numpy sees host memory only: use tensor()", field="device"
             )
-        end = entry.base + entry.pages * entry.page_bytes * count
-        return self.region.view()[entry.base : end].view(array_dtype(dtype))
-
-
-def _elements_of(entry: Entry) -> tuple[str, tuple[int, ...]]:
-    """Return an entry's dtype and shape."""
-    if entry.dtype is None or entry.shape is None:
-        raise InvalidFieldError(f"{entry.name} has no dtype or shape", field="entry")
-    return entry.dtype, entry.shape
+        here = slice(array.start, array.start + array.size_bytes)
+        return self.region.view()[here].view(array_dtype(array.dtype)).reshape(array.shape)
 
 
 def _on_card(region: Region) -> AcceleratorRegion:

@@ -120,10 +120,10 @@ class Tables:
         return [{"actual_seq_lengths_kv": kv} for _ in range(operators)]
 
     def order(self, stream: torch.Stream | None = None) -> None:
-        """Let a stream, by default the current one, wait for the last update's copies. On the host they are done."""
+        """Let a stream, by default the card's current one, wait for the last update's copies. The host needs none."""
         if self._ordered is not None:
             accelerator, event = self._ordered
-            (stream or accelerator.torch.get_device_module(accelerator.kind).current_stream()).wait_event(event)
+            (stream or accelerator.current_stream()).wait_event(event)
 
     def update_graph(self, graph: Any, *, draft_step: int | None = None, operators: int = 1) -> None:  # noqa: ANN401
         """Rewrite the lengths that a captured graph has baked in; nothing where graphs read them from ``seq_lens``."""

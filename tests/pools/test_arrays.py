@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.pools.arrays import arrays_of
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.stretches import stretches_of
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError, UncoveredEntryError
 from kvferry.protocol.manifests import MhaSpec, PoolSpec
 from tests.pools.layouts.pool_specs import pool_specs
@@ -29,7 +29,7 @@ def test_arrays_hold_every_entry_where_the_manifest_has_it(spec: PoolSpec, data:
         arrays += [(component, role, layer) for layer in layers] if apart else [(component, role, None)]
     arrays = data.draw(st.permutations(arrays))
     held = np.zeros(manifest.region_bytes, int)
-    for (component, role, layer), stretch in zip(arrays, stretches_of(manifest, arrays), strict=True):
+    for (component, role, layer), stretch in zip(arrays, arrays_of(manifest, arrays), strict=True):
         held[stretch.start : stretch.start + stretch.size_bytes] += 1
         at = stretch.start
         for entry in manifest.entries:
@@ -59,10 +59,10 @@ def test_arrays_hold_every_entry_where_the_manifest_has_it(spec: PoolSpec, data:
 )
 def test_what_is_wrong_is_named(arrays: list[tuple[str, str, int | None]], error: type[Exception], field: str) -> None:
     with pytest.raises(error) as refused:
-        stretches_of(MANIFEST, arrays)
+        arrays_of(MANIFEST, arrays)
     assert refused.value.field == field  # type: ignore[attr-defined]
 
 
 def test_which_entry_is_missing_is_said() -> None:
     with pytest.raises(UncoveredEntryError, match=r"main/v/4 is in no array"):
-        stretches_of(MANIFEST, [K, ("main", "v", 3)])
+        arrays_of(MANIFEST, [K, ("main", "v", 3)])
