@@ -23,6 +23,7 @@ from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.requests import ErrorReply
 from kvferry.protocol.session_messages import Ping
 from tests.daemons import DaemonProcess, running_daemon
+from tests.raw_engine import raw_engine
 
 REPLY_MS = 10_000
 MUCH_MEMORY = 256 << 20
@@ -175,14 +176,12 @@ def test_many_connections_that_say_nothing(daemon: DaemonProcess) -> None:
 
 
 def test_bytes_after_the_opening_end_the_session(daemon: DaemonProcess) -> None:
-    client = Client.connect(daemon.runtime_dir)
-    channel = client._channel  # noqa: SLF001  what no client does
-    assert channel is not None
-    channel.socket.sendall(b"more")
-    channel.socket.setblocking(True)  # noqa: FBT003  socket's own signature
-    channel.socket.settimeout(REPLY_MS / 1000)
-    assert channel.socket.recv(10) == b""
-    client.close()
+    with raw_engine(daemon.runtime_dir) as engine:
+        channel = engine.channel.socket
+        channel.sendall(b"more")
+        channel.setblocking(True)  # noqa: FBT003  socket's own signature
+        channel.settimeout(REPLY_MS / 1000)
+        assert channel.recv(10) == b""
 
 
 def _connected(path: Path) -> socket.socket:
