@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import settings
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
@@ -36,6 +35,7 @@ from kvferry.protocol.requests import ErrorReply
 from kvferry.protocol.room_messages import Receive
 from kvferry.protocol.tier_messages import CancelWork, DropSnapshot, TierDone
 from tests.daemon.tiers.tier_world import POOL, Engine, World, names, new_pool, settle, tiers_config, until
+from tests.devices import DEVICE
 
 ANY = st.randoms(use_true_random=False)
 HASHES = 10
@@ -419,4 +419,4 @@ async def _now(act: Callable[[], T]) -> T:
 
 
 TestAllServices = _Machine.TestCase
-TestAllServices.settings = settings(max_examples=100, stateful_step_count=40)
+TestAllServices.settings = DEVICE.examples(100, stateful_step_count=40)

@@ -1,4 +1,4 @@
-"""Tests use what users of a module may use: no private attribute, however it is spelled."""
+"""What all tests keep to: they use nothing private, however it is spelled, and their property tests have one budget."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import pytest
 TESTS = Path(__file__).parent
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
+
+
+def modules() -> list[Path]:
+    """Return the tests' modules."""
+    return sorted(TESTS.rglob("*.py"))
 
 
 def private_uses(source: str) -> Iterator[str]:
@@ -49,9 +54,10 @@ def test_private_uses_are_found(source: str, found: list[str]) -> None:
 
 
 def test_no_test_uses_what_is_private() -> None:
-    uses = [
-        f"{path.relative_to(TESTS)}:{one}"
-        for path in sorted(TESTS.rglob("*.py"))
-        for one in private_uses(path.read_text())
-    ]
+    uses = [f"{path.relative_to(TESTS)}:{one}" for path in modules() for one in private_uses(path.read_text())]
     assert uses == []
+
+
+def test_budgets_are_asked_of_the_device() -> None:
+    asking = [str(path.relative_to(TESTS)) for path in modules() if "max_examples=" in path.read_text()]
+    assert asking == ["devices.py"]
