@@ -7,6 +7,7 @@ CANN is installed. The host's run leaves out ``tests/npu``.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the device and how much is tried, before any test's module is imported."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background; what tests start would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     DEVICE.name, DEVICE.full = config.getoption("--device"), config.getoption("--full")
     hypothesis.settings.register_profile("run", DEVICE.examples(100))
     hypothesis.settings.load_profile("run")
