@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.event_points import EventPoint
@@ -60,6 +61,15 @@ class EventRing:
     ) -> None:
         """Close the ring."""
         self.close()
+
+    @property
+    def counters(self) -> npt.NDArray[np.int64]:
+        """Return the ring's memory, ``(slots,)``: an engine whose own native code records raises them by itself."""
+        return self._counters
+
+    def fileno(self) -> int:
+        """Return the eventfd that wakes the daemon: add 1 to it after the counters."""
+        return self._eventfd
 
     def step(self, first_layer: int, layers: int) -> LayerStep:
         """Return a step for these layers, by the model's own numbers, with an event that was not used before."""

@@ -260,14 +260,14 @@ def test_wild_counters_start_nothing(sides: Sides, spec: MhaSpec, wild: int) -> 
     request_id = new_request_id()
     with sides.prefill.open_events() as ring:
         step = ring.step(spec.first_layer, spec.layers)
-        ring._counters[:] = wild  # noqa: SLF001  an engine that writes what it likes
-        os.eventfd_write(ring._eventfd, 1)  # noqa: SLF001
+        ring.counters[:] = wild
+        os.eventfd_write(ring.fileno(), 1)
         sides.send(request_id, (step,))
         room = sides.receive(request_id)
-        os.eventfd_write(ring._eventfd, 1)  # noqa: SLF001
+        os.eventfd_write(ring.fileno(), 1)
         assert sides.states(request_id) == ["open", "open"]
-        ring._counters[:] = (1 << 63) - 1  # noqa: SLF001
-        os.eventfd_write(ring._eventfd, 1)  # noqa: SLF001
+        ring.counters[:] = (1 << 63) - 1
+        os.eventfd_write(ring.fileno(), 1)
         assert sides.decode.wait_finished(room).error is None
 
 
@@ -292,7 +292,7 @@ def test_a_session_that_dies_after_its_last_store_has_sent_all(sides: Sides, spe
     step = ring.step(spec.first_layer, spec.layers)
     sides.send(request_id, (step,))
     room = sides.receive(request_id)
-    ring._counters[step.event] = step.value  # noqa: SLF001  it dies before the wake-up
+    ring.counters[step.event] = step.value  # it dies before the wake-up
     sides.prefill.close()
     assert sides.decode.wait_finished(room).error is None
     ring.close()

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.any_device
 SOON_S = 20.0
 ALL = SPEC.tokens // SPEC.page_size
 VICTIMS = Path(__file__).with_name("victims.py")
+KVFERRY = (sys.executable, "-P", "-m", "kvferry.clients.cli.main")
 
 
 @pytest.fixture
@@ -181,8 +182,8 @@ def test_sockets_left_behind_do_not_matter(tmp_path: Path, daemon: DaemonProcess
     assert (daemon.runtime_dir / "control.sock").exists()
     with pytest.raises(DaemonLostError):
         Client.connect(daemon.runtime_dir)
-    arguments = ["daemon", "--runtime-dir", str(daemon.runtime_dir)]
-    process = start_and_wait_until_ready(arguments, daemon.runtime_dir.parent / "notify", tmp_path / "second.log", {})
+    command = [*KVFERRY, "daemon", "--runtime-dir", str(daemon.runtime_dir)]
+    process = start_and_wait_until_ready(command, daemon.runtime_dir.parent / "notify", tmp_path / "second.log", {})
     with Client.connect(daemon.runtime_dir) as client:
         client.ping()
     process.terminate()
@@ -325,5 +326,4 @@ def test_memory_of_pools_is_left_out_of_core_files(daemon: DaemonProcess, client
 
 def kvferry(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end."""
-    command = [sys.executable, "-P", "-m", "kvferry.clients.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return subprocess.run([*KVFERRY, *arguments], capture_output=True, text=True, check=False, timeout=30)
