@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from kvferry.daemon.rooms.service import RoomService
 from kvferry.daemon.service_manager import ServiceManager
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.daemon.sessions import Session, SessionRegistry
+from kvferry.daemon.signals import answered
 from kvferry.daemon.table_service import TableService
 from kvferry.daemon.tiers.tiers import Tiers
 from kvferry.daemon.transports.landing import Landing
@@ -269,10 +269,8 @@ class Daemon:
 
 
 async def run_daemon(config: Config, directory: RuntimeDirectory, manager: ServiceManager) -> None:
-    """Serve in a locked runtime directory until SIGTERM or SIGINT."""
-    keep_freed_memory()
-    loop = asyncio.get_running_loop()
+    """Serve in a locked runtime directory until a signal asks to end; see ``signals``."""
     stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    await Daemon(config, directory, stopping).serve(manager)
+    with answered(asyncio.get_running_loop(), stopping):
+        keep_freed_memory()
+        await Daemon(config, directory, stopping).serve(manager)
