@@ -17,9 +17,15 @@ from kvferry.daemon.service_manager import ServiceManager
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.paths import default_runtime_dir
 
+EXIT_BAD_INPUT = 2
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the daemon; return its exit status: 0 after SIGTERM, 1 where it could not start, 3 after a card was lost."""
+    """Run the daemon; return its exit status.
+
+    0 after SIGTERM; 1 where it could not start; 2 where arguments or configuration are wrong, which no restart mends;
+    3 after a card was lost.
+    """
     parser = argparse.ArgumentParser(prog="kvferry daemon", description="Run the daemon of this node.")
     parser.add_argument("--config", type=Path, help="a TOML file; see systemd/kvferry.toml for every key")
     parser.add_argument("--runtime-dir", type=Path, help="where the sockets go; overrides the configuration")
@@ -28,6 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         config = load_config(options.config) if options.config else Config()
+    except KvferryError as error:
+        print(f"kvferry daemon: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    try:
         configure_logs(config.logging)
         path = options.runtime_dir or Path(config.runtime_dir or default_runtime_dir(os.environ))
         with RuntimeDirectory(path.absolute()) as directory:
