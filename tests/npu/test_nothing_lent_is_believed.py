@@ -20,6 +20,7 @@ from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.pool_messages import Allocate, CreatePool, DeletePool, Free, LendPool, LentArrays
+from kvferry.protocol.requests import RequestBody
 from kvferry.protocol.room_messages import LayerStep, Send
 from kvferry.protocol.session_messages import OpenEvents, ShareFollows
 from kvferry.protocol.shares import Share, SharedEvents, TorchShare, VmmShare
@@ -262,7 +263,7 @@ def test_what_is_right_is_taken_in_both_forms_and_lent_once(world: World) -> Non
     assert held(world) == before
 
 
-EVENT_ROWS: Final = {
+EVENT_ROWS: Final[dict[str, RequestBody]] = {
     "a step of an event beyond the ring": Send(
         request_id=new_request_id(),
         pool="theirs",
