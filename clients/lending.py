@@ -49,7 +49,7 @@ def lent_tensors(
     return tuple(said), {array.name: tensor for array, tensor in zip(arrays, tensors.values(), strict=True)}
 
 
-def _form(name: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+def _form(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], str]:  # noqa: ANN401  an engine may give anything
     import torch  # noqa: PLC0415  whoever lends a tensor has imported it
 
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:

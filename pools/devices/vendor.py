@@ -46,11 +46,11 @@ class MemoryAt(NamedTuple):
     """What a driver knows of an address: whose memory is there, and how much of what was asked for.
 
     Attributes:
-        index: the card that has the memory, as torch counts; None: no card has.
+        card: the one that has the memory, as torch counts; None: no card has.
         size_bytes: from the address on, without a hole.
     """
 
-    index: int | None
+    card: int | None
     size_bytes: int
 
 

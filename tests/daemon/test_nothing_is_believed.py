@@ -157,12 +157,14 @@ def receive(pool: str, lists: tuple[PageList, ...], **more: Any) -> Receive:  # 
 
 def tables(**more: Any) -> CreateTables:  # noqa: ANN401  its fields
     """Return a CREATE_TABLES."""
-    return CreateTables(**{"tables": "new", "pool": "paged", "max_batch": 4, "max_context_tokens": 64} | more)
+    usual: dict[str, Any] = {"tables": "new", "pool": "paged", "max_batch": 4, "max_context_tokens": 64}
+    return CreateTables(**usual | more)
 
 
-def update(name: str = "tables", **counts: int) -> UpdateTables:
+def update(name: str = "tables", **counts: Any) -> UpdateTables:  # noqa: ANN401  its counts
     """Return an UPDATE_TABLES."""
-    return UpdateTables(**{"tables": name, "batch": 1} | counts)  # type: ignore[arg-type]  counts
+    usual: dict[str, Any] = {"tables": name, "batch": 1}
+    return UpdateTables(**usual | counts)
 
 
 def step(first: int, layers: int, event: int = 0) -> LayerStep:
@@ -175,9 +177,9 @@ def create(spec: PoolSpec, pool: str = "new") -> CreatePool:
     return CreatePool(pool=pool, spec=spec)
 
 
-BASE: Final = {"layers": 2, "tokens": 64, "page_size": 16, "dtype": "float16"}
-LATENT: Final = {"layers": 2, "tokens": 64, "page_size": 16, "kv_lora_rank": 128, "qk_rope_head_dim": 8}
-STATE: Final = {"state_layers": (0,), "slots": 4, "dtype": "float16"}
+BASE: Final[dict[str, Any]] = {"layers": 2, "tokens": 64, "page_size": 16, "dtype": "float16"}
+LATENT: Final[dict[str, Any]] = {"layers": 2, "tokens": 64, "page_size": 16, "kv_lora_rank": 128, "qk_rope_head_dim": 8}
+STATE: Final[dict[str, Any]] = {"state_layers": (0,), "slots": 4, "dtype": "float16"}
 
 SPEC_ROWS: Final = [
     Row(
