@@ -380,4 +380,5 @@ def raised(info: ErrorInfo) -> KvferryError:
     """Return the exception that ``info`` describes, of its own class where the code is known."""
     error = KvferryError.by_code.get(info.code, InternalError)(info.detail, field=info.field)
     error.code, error.retryable, error.remedy = info.code, info.retryable, info.remedy or error.remedy
+    error.request_id = info.request_id
     return error

@@ -158,7 +158,7 @@ class Sides:
 
     def states(self, request_id: str) -> list[str]:
         """Return the states of the request's live sides."""
-        return [one.state for one in self.decode.status().rooms if one.request == request_id[:8]]
+        return [one.state for one in self.decode.status().rooms if one.request_id == request_id]
 
 
 @pytest.fixture
@@ -177,9 +177,7 @@ def test_a_hand_off_ends_with_its_last_step(sides: Sides, spec: MhaSpec) -> None
         sides.send(request_id, steps)
         room = sides.receive(request_id)
         ring.record(steps[0])
-        (waiting,) = [
-            one for one in sides.decode.status().rooms if one.request == request_id[:8] and one.side == "send"
-        ]
+        (waiting,) = [one for one in sides.decode.status().rooms if one.request_id == request_id and one.side == "send"]
         assert waiting.state == "open"
         ring.record(steps[1])
         done = sides.decode.wait_finished(room)

@@ -96,7 +96,20 @@ def wrong_number(key: Key, number: inspect.IntType | inspect.FloatType) -> Wrong
     assert number.le is not None, f"{key.name} has no upper bound"
     assert (number.ge is None) != (number.gt is None), f"{key.name} has no lower bound"
     low = number.gt if number.ge is None else number.ge - 1
-    values = (low, -1, -HUGE, number.le + 1, HUGE, math.nan, math.inf, True, "1", "x", [1], {"y": 1})
+    values: tuple[object, ...] = (
+        low,
+        -1,
+        -HUGE,
+        number.le + 1,
+        HUGE,
+        math.nan,
+        math.inf,
+        True,
+        "1",
+        "x",
+        [1],
+        {"y": 1},
+    )
     if isinstance(number, inspect.IntType):
         values = (*values, 1.5)
     if not key.name.endswith("_bytes"):

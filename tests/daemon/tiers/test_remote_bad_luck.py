@@ -117,8 +117,9 @@ async def test_a_process_that_is_killed_is_started_again(master: Master) -> None
 async def test_signals_for_the_daemon_do_not_end_the_process(master: Master) -> None:
     """``systemctl kill`` sends to all processes of the unit, and Mooncake ends its own at some signals."""
     async with running_node(master) as node:
+        pid = node.store.process_id
         for number in (*ENDING, *IGNORED):
-            pid = node.signal(number)
+            node.signal(number)
         header = await put_pages(node, "a")
         assert await node.store.get("a", pages_at(AT, 3), pages=3) == header
         assert (node.store.process_id, node.counters.snapshot()["remote.processes_started"]) == (pid, 1)
