@@ -72,7 +72,7 @@ class Workplace:
                 (folder / name).symlink_to((tree / name).resolve())
         simulator = Path("build", "cann_simulator")
         if (tree / simulator).exists():
-            shutil.copytree(tree / simulator, folder / simulator)
+            shutil.copytree(tree / simulator, folder / simulator, symlinks=True)
 
     def __repr__(self) -> str:
         """Show where it is."""
