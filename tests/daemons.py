@@ -17,6 +17,7 @@ import pytest
 
 START_S = 30.0
 END_S = 30.0
+KVFERRY = (sys.executable, "-P", "-m", "kvferry.clients.cli.main")
 
 
 class DaemonProcess(NamedTuple):
@@ -43,6 +44,7 @@ def running_daemon(
     config: str = "",
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
+    kvferry: Sequence[str] = KVFERRY,
 ) -> Iterator[DaemonProcess]:
     """Run a daemon with this TOML configuration; on leaving it must end with status 0, unless it was killed.
 
@@ -51,6 +53,7 @@ def running_daemon(
         config: the configuration file's text.
         environment: added to this process's.
         prefix: a command that runs the daemon's, in another network namespace say.
+        kvferry: the command itself, where another environment's is meant.
     """
     log = tmp_path / "daemon.log"
     file = tmp_path / "daemon.toml"
@@ -58,7 +61,8 @@ def running_daemon(
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         runtime_dir = Path(folder) / "run"
         command = ["daemon", "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
-        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {}, prefix)
+        whole = (*prefix, *kvferry)
+        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {}, whole)
         daemon = DaemonProcess(runtime_dir, process, log)
         try:
             yield daemon
@@ -68,14 +72,14 @@ def running_daemon(
 
 
 def start_and_wait_until_ready(
-    arguments: Sequence[str], notify: Path, log: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()
+    arguments: Sequence[str], notify: Path, log: Path, environment: Mapping[str, str], kvferry: Sequence[str] = KVFERRY
 ) -> subprocess.Popen[bytes]:
     """Start ``kvferry`` and return once it says READY, as a service manager would wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, log.open("wb") as output:
         notifications.bind(os.fspath(notify))
         notifications.settimeout(START_S)
         process = subprocess.Popen(
-            [*prefix, sys.executable, "-P", "-m", "kvferry.clients.cli.main", *arguments],
+            [*kvferry, *arguments],
             env={**os.environ, **environment, "NOTIFY_SOCKET": os.fspath(notify)},
             stderr=output,
         )
