@@ -135,11 +135,11 @@ class AttachedPool:
     def _tensor(self, entry: Entry, count: int, dtype: str) -> torch.Tensor:
         """Return the elements of ``count`` entries that begin with this one, one after another."""
         start, end = entry.base, entry.base + entry.pages * entry.page_bytes * count
-        torch = import_torch()
+        backend = import_torch()
         if not isinstance(self.region, HostRegion):
             return _on_card(self.region).tensor[start:end].view(torch_dtype(dtype))
         # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
-        elements: torch.Tensor = torch.from_numpy(self.region.view()[start:end]).view(torch_dtype(dtype))
+        elements: torch.Tensor = backend.from_numpy(self.region.view()[start:end]).view(torch_dtype(dtype))
         return elements
 
     def _array(self, entry: Entry, count: int, dtype: str) -> npt.NDArray[Any]:
