@@ -28,7 +28,7 @@ demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two e
 	@$(BIN)/kvferry demo $(ARGS)
 
 # Both runs at the same time: each has one core's work at most. ARGS may select tests of one of them only (status 5).
-test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
+test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/wheels $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
 	@echo "==> tests on the host, and meanwhile on a simulated NPU (into $(VENV_NPU)/test.log)"
 	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" \
 	    $(NPU)/python -m pytest --device npu:0 $(ARGS) >$(VENV_NPU)/test.log 2>&1 & npu=$$!; \
@@ -102,6 +102,12 @@ $(STAMPS)/test: $(STAMPS)/base
 
 $(STAMPS)/mutants: $(STAMPS)/test
 	$(call install,what the mutants need,-e '.[mutants]')
+	@touch $@
+
+# What tests install into fresh environments, so that they need no network.
+$(STAMPS)/wheels: $(STAMPS)/base tests/installs.py
+	@echo "==> downloading what fresh environments need into $(VENV)/wheels"
+	@$(BIN)/python -m tests.installs
 	@touch $@
 
 $(STAMPS)/check: $(STAMPS)/base

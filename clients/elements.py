@@ -52,7 +52,7 @@ def torch_dtype(dtype: str) -> torch.dtype:
         TorchMissingError: torch is not installed, or older than the dtype.
     """
     backend = import_torch()
-    found = getattr(backend, dtype, None)
-    if not isinstance(found, backend.dtype):
+    found: torch.dtype | None = getattr(backend, dtype, None)
+    if found is None:
         raise TorchMissingError(f"torch {backend.__version__} has no {dtype}")
     return found

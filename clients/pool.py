@@ -118,11 +118,11 @@ class AttachedPool:
         self.region.close()
 
     def _tensor(self, array: Array) -> torch.Tensor:
-        torch = import_torch()
+        backend = import_torch()
         here = slice(array.start, array.start + array.size_bytes)
         if isinstance(self.region, HostRegion):
             # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
-            raw = torch.from_numpy(self.region.view()[here])
+            raw = backend.from_numpy(self.region.view()[here])
         else:
             raw = _on_card(self.region).tensor[here]
         elements: torch.Tensor = raw.view(torch_dtype(array.dtype)).view(array.shape)

@@ -137,11 +137,11 @@ class Tables:
         self._region.close()
 
     def _int32(self, start: int, count: int) -> torch.Tensor:
-        torch = import_torch()
+        backend = import_torch()
         end = start + 4 * count
         if isinstance(self._region, AcceleratorRegion):
-            return self._region.tensor[start:end].view(torch.int32)
-        on_host: torch.Tensor = torch.from_numpy(self._region.view()[start:end]).view(torch.int32)
+            return self._region.tensor[start:end].view(backend.int32)
+        on_host: torch.Tensor = backend.from_numpy(self._region.view()[start:end]).view(backend.int32)
         return on_host
 
 

@@ -45,6 +45,7 @@ def running_daemon(
     config: str = "",
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
+    command: Sequence[str] = COMMAND,
 ) -> Iterator[DaemonProcess]:
     """Run a daemon with this TOML configuration; on leaving it must end with status 0, unless it was killed.
 
@@ -53,14 +54,15 @@ def running_daemon(
         config: the configuration file's text.
         environment: added to this process's.
         prefix: a command that runs the daemon's, in another network namespace say.
+        command: the daemon's, where another environment's is meant.
     """
     log = tmp_path / "daemon.log"
     file = tmp_path / "daemon.toml"
     file.write_text(config)
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         runtime_dir = Path(folder) / "run"
-        command = [*prefix, *COMMAND, "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
-        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {})
+        whole = [*prefix, *command, "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
+        process = start_and_wait_until_ready(whole, Path(folder) / "notify", log, environment or {})
         daemon = DaemonProcess(runtime_dir, process, log)
         try:
             yield daemon
