@@ -144,7 +144,7 @@ def viewed_as(manifest: Manifest, wanted: Manifest, name: str) -> Manifest:
     Raises:
         PoolExistsError: they differ in more.
     """
-    if _without_shapes(manifest) != _without_shapes(wanted):
+    if manifest.layout_digest != wanted.layout_digest or _without_shapes(manifest) != _without_shapes(wanted):
         raise PoolExistsError(f"pool {name!r} has other entries than were asked for", field="spec")
     return msgspec.structs.replace(manifest, entries=wanted.entries)
 

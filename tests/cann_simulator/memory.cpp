@@ -341,6 +341,7 @@ SIMULATED aclError aclrtHostUnregister(void *pointer) {
   return ACL_SUCCESS;
 }
 
+// The card that the memory is on, also where another one uses it.
 SIMULATED aclError aclrtPointerGetAttributes(const void *pointer, aclrtPtrAttributes *attributes) {
   *attributes = aclrtPtrAttributes{};
   Mapping found{};
@@ -355,9 +356,10 @@ SIMULATED aclError aclrtPointerGetAttributes(const void *pointer, aclrtPtrAttrib
   return ACL_SUCCESS;
 }
 
-// The block that was allocated, imported or mapped in one go (ACL's header).
+// The block that was allocated, imported or mapped in one go (ACL's header, which older ones do not have).
 SIMULATED aclError aclrtMemGetAddressRange(void *pointer, void **base, size_t *size) {
   RETURN_IF_IT_CANNOT_CALL();
+  if (cann_older_than(9, 0)) return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtMemGetAddressRange");
   Mapping found{};
   if (!find_mapping(pointer, found))
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMemGetAddressRange: %p is no device memory", pointer);

@@ -54,9 +54,11 @@ SPECS: Final[dict[str, PoolSpec]] = {
         head_dim=8,
         dtype="float16",
     ),
+    "turned": MambaSpec(state_layers=(0,), slots=12, conv_window=8, conv_channels=3, dtype="float16"),
     "mamba": MambaSpec(state_layers=(0,), slots=12, conv_window=3, conv_channels=8, dtype="float16"),
 }
-ROOM, HYBRID_ROOM = new_request_id(), new_request_id()
+ROOM, HYBRID_ROOM, STATE_ROOM = new_request_id(), new_request_id(), new_request_id()
+STATE: Final = (PageList(component="mamba", pages=1),)
 HASHES: Final = bytes(range(32))
 
 
@@ -66,6 +68,7 @@ class World(NamedTuple):
     engine: RawEngine
     watcher: Client
     snapshot: str
+    state: str
     lease: int
 
 
@@ -92,7 +95,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     ):
         for pool, spec in SPECS.items():
             engine.ask(CreatePool(pool=pool, spec=spec))
-            for space in ("main", "swa") if pool == "hybrid" else (pool if pool == "mamba" else "main",):
+            for space in ("main", "swa") if pool == "hybrid" else ("main" if isinstance(spec, MhaSpec) else "mamba",):
                 for one in (engine, other):
                     one.ask(Allocate(pool=pool, count=4, space=space))
         engine.ask(CreateTables(tables="tables", pool="paged", max_batch=4, max_context_tokens=64, draft_tokens=2))
@@ -109,15 +112,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             THEIRS[:2],
             THEIRS[:2],
         )
-        offloaded = engine.ask(Offload(pool="paged", lists=(PageList(pages=2),)), OURS[:2]).body
-        assert isinstance(offloaded, Offloading)
+        other.ask(Receive(request_id=STATE_ROOM, pool="mamba", lists=STATE), THEIRS[:1])
+        snapshots = [
+            engine.ask(Offload(pool="paged", lists=(PageList(pages=2),)), OURS[:2]).body,
+            engine.ask(Offload(pool="mamba", lists=STATE), OURS[:1]).body,
+        ]
         engine.ask(Store(pool="paged", hashes=HASHES, pages=2), OURS[:2])
         found: Any = None
         while found is None or found.blocks < 2:  # each look is a round trip
             found = engine.ask(Lookup(pool="paged", hashes=HASHES)).body
         while watcher.status().works:
             pass
-        yield World(engine, watcher, offloaded.snapshot, found.lease)
+        names = [one.snapshot for one in snapshots if isinstance(one, Offloading)]
+        yield World(engine, watcher, names[0], names[1], found.lease)
 
 
 def held(world: World) -> object:
@@ -179,7 +186,7 @@ def create(spec: PoolSpec, pool: str = "new") -> CreatePool:
 
 BASE: Final[dict[str, Any]] = {"layers": 2, "tokens": 64, "page_size": 16, "dtype": "float16"}
 LATENT: Final[dict[str, Any]] = {"layers": 2, "tokens": 64, "page_size": 16, "kv_lora_rank": 128, "qk_rope_head_dim": 8}
-STATE: Final[dict[str, Any]] = {"state_layers": (0,), "slots": 4, "dtype": "float16"}
+SLOTS: Final[dict[str, Any]] = {"state_layers": (0,), "slots": 4, "dtype": "float16"}
 
 SPEC_ROWS: Final = [
     Row(
@@ -257,12 +264,12 @@ SPEC_ROWS: Final = [
         "INVALID_FIELD",
         "window_tokens",
     ),
-    Row("half a conv state", create(MambaSpec(**STATE, conv_window=3)), (), "INVALID_FIELD", "conv_channels"),
+    Row("half a conv state", create(MambaSpec(**SLOTS, conv_window=3)), (), "INVALID_FIELD", "conv_channels"),
     Row(
         "state heads of no even share",
         create(
             MambaSpec(
-                **STATE, conv_window=3, conv_channels=8, ssm_shape=(2, 4), state_head_start=1, state_total_heads=4
+                **SLOTS, conv_window=3, conv_channels=8, ssm_shape=(2, 4), state_head_start=1, state_total_heads=4
             )
         ),
         (),
@@ -291,6 +298,7 @@ SPEC_ROWS: Final = [
         "POOL_EXISTS",
         "spec",
     ),
+    Row("another form of a state of as many bytes", create(SPECS["turned"], "mamba"), (), "POOL_EXISTS", "spec"),
     Row(
         "a digest that is not the pool's",
         AttachPool(pool="paged", layout_digest="0" * 32),
@@ -375,6 +383,13 @@ PAGE_ROWS: Final = [
 ]
 
 PAIR_ROWS: Final = [
+    Row(
+        "slots of as many bytes, another form, fit",
+        Send(request_id=STATE_ROOM, pool="turned", lists=STATE),
+        (OURS[:1],),
+        "GEOMETRY_MISMATCH",
+        "destination.entries[0].shape",
+    ),
     Row(
         "pages of another dtype fit",
         send("bf16", main(2)),
@@ -505,6 +520,13 @@ TABLE_ROWS: Final = [
 ]
 
 TIER_ROWS: Final = [
+    Row(
+        "a state's snapshot fits a slot of as many bytes",
+        lambda w: Restore(snapshot=w.state, pool="turned", lists=STATE),
+        (OURS[:1],),
+        "LAYOUT_MISMATCH",
+        "pool",
+    ),
     Row(
         "another's pages, to leave", Offload(pool="paged", lists=main(1)), (THEIRS[3:],), "NOT_OWNER", "lists[0].pages"
     ),

@@ -6,7 +6,8 @@ the messages that the client library would have made; what the library itself re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -58,7 +59,9 @@ class World(NamedTuple):
     watcher: Client
     lent: Lent
     elsewhere: TorchShare
-    kept: tuple[object, ...]
+    runtime_dir: Path
+    tensors: tuple[torch.Tensor, ...]
+    events: Sequence[object]
 
 
 class Row(NamedTuple):
@@ -105,7 +108,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             watcher,
             Lent(arrays, shares),
             share_of(elsewhere, other_card),
-            (k, v, elsewhere, events),
+            daemon.runtime_dir,
+            (k, v, elsewhere),
+            events,
         )
 
 
@@ -261,6 +266,30 @@ def test_what_is_right_is_taken_in_both_forms_and_lent_once(world: World) -> Non
         assert refused.value.field.endswith(".storage")
         world.engine.ask(DeletePool(pool="mine"))
     assert held(world) == before
+
+
+@pytest.fixture(scope="module")
+def polite(world: World) -> Iterator[Client]:
+    """Return an engine with the client library's manners."""
+    with Client.connect(world.runtime_dir, name="polite") as client:
+        yield client
+
+
+def test_the_library_names_a_tensor_on_another_card(world: World, polite: Client) -> None:
+    tensors = {("main", "k"): world.tensors[0], ("main", "v"): world.tensors[2]}
+    with pytest.raises(InvalidFieldError, match="main/v is on npu:1, not on npu:0") as refused:
+        polite.lend_pool("polite", SPEC, tensors, device=DEVICE.name)
+    assert refused.value.field == "main/v.device"
+
+
+def test_the_library_names_a_tensor_in_a_private_format(
+    world: World, polite: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {("main", "k"): world.tensors[0], ("main", "v"): world.tensors[1]}
+    monkeypatch.setattr("torch_npu.get_npu_format", lambda tensor: 29 if tensor is world.tensors[1] else 2)
+    with pytest.raises(InvalidFieldError, match="private format 29") as refused:
+        polite.lend_pool("polite", SPEC, tensors, device=DEVICE.name)
+    assert refused.value.field == "main/v.format"
 
 
 EVENT_ROWS: Final[dict[str, RequestBody]] = {
