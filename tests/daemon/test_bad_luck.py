@@ -31,6 +31,7 @@ from tests.daemon.victims import PAGES, SENT, SPEC, VALUE
 from tests.daemons import DaemonProcess, running_daemon, start_and_wait_until_ready
 from tests.devices import DEVICE
 from tests.region_bytes import read_region
+from tests.started import Started, started
 
 pytestmark = pytest.mark.any_device
 
@@ -57,12 +58,12 @@ def client(daemon: DaemonProcess) -> Iterator[Client]:
 
 
 @contextlib.contextmanager
-def victim(daemon: DaemonProcess, side: str, request_id: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+def victim(daemon: DaemonProcess, side: str, request_id: str, *flags: str) -> Iterator[Started]:
     """Run an engine up to where it waits to be killed; its children go too."""
-    command = [sys.executable, str(VICTIMS), DEVICE.name, side, str(daemon.runtime_dir), request_id, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+    program = [str(VICTIMS), DEVICE.name, side, str(daemon.runtime_dir), request_id, *flags]
+    with started(program, new_session=True) as process:
         assert process.stdout is not None
-        assert any(line.strip() == str(process.pid).encode() for line in process.stdout), "torch_npu may say more"
+        assert any(line.strip() == str(process.pid) for line in process.stdout), "torch_npu may say more"
         try:
             yield process
         finally:
@@ -97,7 +98,7 @@ def test_prefill_dies_before_its_last_send(daemon: DaemonProcess, client: Client
         assert has_free(client, "send", ALL - PAGES)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError):
-            client.wait_finished(room, timeout_s=1.0)
+            client.wait_finished(room, timeout_s=SOON_S)
         client.wait_settled(room)
         assert has_free(client, "send", ALL)
 
@@ -126,7 +127,7 @@ def test_decode_dies(daemon: DaemonProcess, client: Client, flags: tuple[str, ..
         sent = client.send("send", request_id, [pages(ids[:1])], last=False)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError):
-            client.wait_finished(sent, timeout_s=5.0)
+            client.wait_finished(sent, timeout_s=SOON_S)
         client.wait_settled(sent)
         assert client.free("send", ids).deferred == 0
         wait_until_gone(client, 1)
@@ -182,7 +183,7 @@ def test_sockets_left_behind_do_not_matter(tmp_path: Path, daemon: DaemonProcess
     assert (daemon.runtime_dir / "control.sock").exists()
     with pytest.raises(DaemonLostError):
         Client.connect(daemon.runtime_dir)
-    command = [*KVFERRY, "daemon", "--runtime-dir", str(daemon.runtime_dir)]
+    command = ["-m", "kvferry.clients.cli.main", "daemon", "--runtime-dir", str(daemon.runtime_dir)]
     process = start_and_wait_until_ready(command, daemon.runtime_dir.parent / "notify", tmp_path / "second.log", {})
     with Client.connect(daemon.runtime_dir) as client:
         client.ping()
