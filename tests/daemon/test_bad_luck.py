@@ -41,19 +41,35 @@ VICTIMS = Path(__file__).with_name("victims.py")
 KVFERRY = (sys.executable, "-P", "-m", "kvferry.clients.cli.main")
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """Run a daemon for one test."""
-    with running_daemon(tmp_path) as one:
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Run a daemon for all tests that leave it alive."""
+    with running_daemon(tmp_path_factory.mktemp("daemon")) as one:
         yield one
 
 
 @pytest.fixture
 def client(daemon: DaemonProcess) -> Iterator[Client]:
     """Return the client that survives."""
+    with surviving(daemon) as one:
+        yield one
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """Run a daemon for one test, which ends it."""
+    with running_daemon(tmp_path) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def surviving(daemon: DaemonProcess) -> Iterator[Client]:
+    """Connect a client, once all pages that tests before have left are free again."""
     with Client.connect(daemon.runtime_dir, name="survivor") as one:
         for name in ("send", "receive"):
             one.create_pool(name, SPEC, device=DEVICE.name)
+        wait_until_gone(one, 1)
+        assert all(has_free(one, name, ALL) for name in ("send", "receive"))
         yield one
 
 
@@ -156,36 +172,38 @@ def test_a_full_pool_says_how_much_is_free(client: Client) -> None:
 
 
 @pytest.mark.host_only
-def test_sigterm_fails_what_waits_and_ends_with_0(daemon: DaemonProcess, client: Client) -> None:
-    room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
-    while room.accepted is None:
-        client.poll(1.0)
-    daemon.process.terminate()
-    with pytest.raises(ShuttingDownError):
-        client.wait_finished(room)
-    assert daemon.process.wait(30) == 0
-    with pytest.raises(DaemonLostError):
-        client.ping()
+def test_sigterm_fails_what_waits_and_ends_with_0(mortal: DaemonProcess) -> None:
+    with surviving(mortal) as client:
+        room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
+        while room.accepted is None:
+            client.poll(1.0)
+        mortal.process.terminate()
+        with pytest.raises(ShuttingDownError):
+            client.wait_finished(room)
+        assert mortal.process.wait(30) == 0
+        with pytest.raises(DaemonLostError):
+            client.ping()
 
 
-def test_kill_9_of_the_daemon_ends_every_wait(daemon: DaemonProcess, client: Client) -> None:
-    room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
-    killer = threading.Timer(0.0, daemon.kill)
-    killer.start()
-    with pytest.raises(DaemonLostError):
-        client.wait_finished(room)
-    killer.join()
+def test_kill_9_of_the_daemon_ends_every_wait(mortal: DaemonProcess) -> None:
+    with surviving(mortal) as client:
+        room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
+        killer = threading.Timer(0.0, mortal.kill)
+        killer.start()
+        with pytest.raises(DaemonLostError):
+            client.wait_finished(room)
+        killer.join()
 
 
 @pytest.mark.host_only
-def test_sockets_left_behind_do_not_matter(tmp_path: Path, daemon: DaemonProcess) -> None:
-    daemon.kill()
-    assert (daemon.runtime_dir / "control.sock").exists()
+def test_sockets_left_behind_do_not_matter(tmp_path: Path, mortal: DaemonProcess) -> None:
+    mortal.kill()
+    assert (mortal.runtime_dir / "control.sock").exists()
     with pytest.raises(DaemonLostError):
-        Client.connect(daemon.runtime_dir)
-    command = ["-m", "kvferry.clients.cli.main", "daemon", "--runtime-dir", str(daemon.runtime_dir)]
-    process = start_and_wait_until_ready(command, daemon.runtime_dir.parent / "notify", tmp_path / "second.log", {})
-    with Client.connect(daemon.runtime_dir) as client:
+        Client.connect(mortal.runtime_dir)
+    command = ["-m", "kvferry.clients.cli.main", "daemon", "--runtime-dir", str(mortal.runtime_dir)]
+    process = start_and_wait_until_ready(command, mortal.runtime_dir.parent / "notify", tmp_path / "second.log", {})
+    with Client.connect(mortal.runtime_dir) as client:
         client.ping()
     process.terminate()
     assert process.wait(30) == 0
