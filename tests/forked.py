@@ -1,7 +1,7 @@
-"""Processes with torch_npu, forked from one that has imported it: an import takes seconds, a fork milliseconds.
+"""Processes with torch, forked from one that has imported it: an import takes seconds, a fork milliseconds.
 
-``Forked`` is started, watched and ended as ``subprocess.Popen`` is. What a process does before its ``main`` is not what
-is tested on cards; on the host, where it is, processes are started as users start them.
+``Forked`` is started, watched and ended as ``subprocess.Popen`` is. On cards all programs are run so, with torch_npu;
+on the host scripts of the tests alone: daemons and commands are started there as users start them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, NoReturn, Self
 
-PRELOADED: Final = ("torch", "torch_npu", "kvferry.clients", "kvferry.daemon.loop")
+from kvferry.protocol.ids import HOST
+from tests.devices import DEVICE
+
+PRELOADED: Final = ("torch", "kvferry.clients")
+PRELOADED_FOR_CARDS: Final = ("torch", "torch_npu", "kvferry.clients", "kvferry.daemon.loop")
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 START_S: Final = 240.0
 _STATUS: Final = struct.Struct("<i")
@@ -127,7 +131,9 @@ class _Server:
         command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {os.fspath(REPOSITORY)!r}); "]
         command[-1] += "from tests.forked import main; main()"
         with theirs:
-            self._process = subprocess.Popen([*command, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+            modules = PRELOADED if DEVICE.name == HOST else PRELOADED_FOR_CARDS
+            fd = theirs.fileno()
+            self._process = subprocess.Popen([*command, str(fd), *modules], pass_fds=[fd])
         self._channel.settimeout(START_S)
         assert self._channel.recv(16) == b"ready"
 
@@ -145,9 +151,9 @@ def _server() -> _Server:
 
 
 def main() -> NoReturn:
-    """Serve on the socket whose descriptor is the argument; in a child, run what was asked for."""
+    """Import modules, then serve on a socket, the first argument; in a child, run the program."""
     channel = socket.socket(fileno=int(sys.argv[1]))
-    for name in PRELOADED:
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     channel.send(b"ready")
     program = _serve(channel)

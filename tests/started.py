@@ -1,4 +1,4 @@
-"""Python programs as processes of their own, started in the quickest way: on simulated cards they are forked."""
+"""Python programs as processes of their own, started in the quickest way: see ``forked``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from kvferry.protocol.ids import HOST
 from tests.devices import DEVICE
 from tests.forked import Forked
 
@@ -36,7 +37,9 @@ def started(
         new_session: let it lead a session of its own.
     """
     variables = {**os.environ, **(environment or {})}
-    if DEVICE.name.startswith("npu:") and "CANN_SIMULATOR_DIR" in os.environ and not prefix:
+    is_simulated = DEVICE.name.startswith("npu:") and "CANN_SIMULATOR_DIR" in os.environ
+    is_script_on_host = DEVICE.name == HOST and program[0] != "-m"
+    if (is_simulated or is_script_on_host) and not prefix:
         return Forked(program, variables, stderr=stderr, pipes=pipes, new_session=new_session)
     is_ours = program[0] == "-m" and program[1].startswith("kvferry.")  # no folder of this checkout on its path
     return subprocess.Popen(

@@ -46,7 +46,7 @@ def small_model(_installed: None, tmp_path_factory: pytest.TempPathFactory) -> d
     )
     torch.manual_seed(1)
     tokenizer.save_pretrained(folder)
-    LlamaForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    LlamaForCausalLM(config).save_pretrained(folder)
     return environment
 
 
