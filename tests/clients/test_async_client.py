@@ -28,7 +28,7 @@ from kvferry.protocol.errors import (
 from tests.daemons import DaemonProcess, running_daemon
 from tests.devices import DEVICE
 
-pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops, pytest.mark.any_device]
 SOON_S = 10.0
 
 

@@ -23,7 +23,7 @@ from kvferry.daemon.loop import Daemon, daemon_version
 from kvferry.daemon.testing.recording_service_manager import RecordingServiceManager
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 CONFIG = Config(
     transfers=TransfersConfig(threads=1),

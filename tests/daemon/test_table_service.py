@@ -492,6 +492,7 @@ def test_tables_outlive_their_session_where_they_are_mapped(daemon: DaemonProces
 
 
 @pytest.mark.anyio
+@pytest.mark.both_loops
 async def test_the_asynchronous_client_does_the_same(daemon: DaemonProcess, pool: str, device: str) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir, name="async") as client:
         tables = await client.create_tables("decode", pool, max_batch=BATCH, max_context_tokens=32, captured=(2, 6))
