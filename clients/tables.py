@@ -20,6 +20,7 @@ from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import ClientClosedError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.session_messages import ShareFollows
 from kvferry.protocol.table_messages import TablesCreated
@@ -79,7 +80,15 @@ class Tables:
         return self._int32(self._created.seq_lens, self._max_batch)
 
     def host_lengths(self) -> HostLengths:
-        """Return the lengths of the last update, as Python lists."""
+        """Return the lengths of the last update, as Python lists.
+
+        Raises:
+            ClientClosedError: the tables are closed.
+            ForkedError: a forked child has no tables.
+        """
+        self._host.check_process()
+        if self._host.fd < 0:
+            raise ClientClosedError(f"{self!r} was closed")
         return self._lengths.read()
 
     def graph_inputs(self, *, draft_step: int | None = None, operators: int = 1) -> list[dict[str, Any]]:

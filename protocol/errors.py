@@ -46,6 +46,10 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- UnknownLeaseError         UNKNOWN_LEASE        no lease of that number in this session
     |   +-- UnknownWorkError          UNKNOWN_WORK         no work of that number in this session
     |   +-- TierOffError              TIER_OFF             the daemon has no such tier
+    |   +-- ClientClosedError         CLIENT_CLOSED        the client was closed
+    |   +-- ConcurrentUseError        CONCURRENT_USE       a client is used by two threads at a time
+    |   +-- ForkedError               FORKED               a client, or what it mapped, in a forked process
+    |   +-- MisuseError               MISUSE               a call that makes no sense where it stands
     +-- PeerError               the other side of a hand-off
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
     |   +-- PeerCancelledError        PEER_CANCELLED       it cancelled
@@ -70,6 +74,7 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
 
 from __future__ import annotations
 
+from kvferry.protocol.client_errors import ClientClosedError, ConcurrentUseError, ForkedError, MisuseError
 from kvferry.protocol.device_errors import (
     DeviceLostError,
     DeviceUnavailableError,
@@ -116,6 +121,8 @@ __all__ = [
     "CacheMissError",
     "CallerError",
     "CancelledError",
+    "ClientClosedError",
+    "ConcurrentUseError",
     "ConfigError",
     "DaemonError",
     "DaemonLostError",
@@ -127,6 +134,7 @@ __all__ = [
     "EmptyPagesError",
     "EmptyStateError",
     "FirstTokenTwiceError",
+    "ForkedError",
     "GeometryMismatchError",
     "HeadsIndivisibleError",
     "IncompleteError",
@@ -136,6 +144,7 @@ __all__ = [
     "LayoutMismatchError",
     "LengthMismatchError",
     "MalformedError",
+    "MisuseError",
     "NoSessionError",
     "NotOwnerError",
     "OutOfMemoryError",
