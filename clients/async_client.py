@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients import operations
+from kvferry.clients.arguments import device_names, lent_tensors, seconds, whole
 from kvferry.clients.async_tiers import AsyncTiers
-from kvferry.clients.connection import (
-    find_runtime_dir,
-)
+from kvferry.clients.connecting import Connecting
+from kvferry.clients.connection import Connection, find_runtime_dir
 from kvferry.clients.devices import RING_EVENTS, attached_pool, lent_arrays
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.pool import AttachedPool
@@ -51,7 +51,7 @@ class AsyncClient(AsyncTiers):
     welcome: Welcome | None = None
 
     @classmethod
-    async def connect(
+    def connect(
         cls,
         runtime_dir: Path | str | None = None,
         *,
@@ -59,7 +59,7 @@ class AsyncClient(AsyncTiers):
         session: bool = True,
         devices: Mapping[str, str] | None = None,
         timeout_s: float = 5.0,
-    ) -> AsyncClient:
+    ) -> Connecting[AsyncClient]:
         """Connect, open a session and agree on the protocol.
 
         Args:
@@ -75,11 +75,25 @@ class AsyncClient(AsyncTiers):
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
         """
+        return Connecting(cls._connect(runtime_dir, name, devices, timeout_s, session=session))
+
+    @classmethod
+    async def _connect(
+        cls,
+        runtime_dir: Path | str | None,
+        name: str,
+        devices: Mapping[str, str] | None,
+        timeout_s: float,
+        *,
+        session: bool,
+    ) -> AsyncClient:
+        hello, names = operations.hello(name), device_names(devices)
+        timeout_s = seconds(timeout_s, "timeout_s")
         directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
         channel = await asyncio.to_thread(SessionChannel.open, directory, name) if session else None
-        client = cls(directory, channel, devices)
+        client = cls(Connection(directory, channel, names))
         try:
-            client.welcome = await client.call(operations.hello(name), deadline_s=timeout_s, margin_s=0.0)
+            client.welcome = await client.call(hello, deadline_s=timeout_s, margin_s=0.0)
         except DeadlineError as cause:
             client.close()
             raise DaemonLostError(f"no daemon answers at {directory} within {timeout_s:g} s") from cause
@@ -128,11 +142,10 @@ class AsyncClient(AsyncTiers):
         """
         operation = operations.attach_pool(name, layout_digest, self._devices.process_id())
         outgoing, attached = await self._round_trip(operation)
-        if self._channel is None:
-            raise ValueError("attaching a pool needs a session")
+        channel = self._open_channel()
         if attached.device == HOST:
-            return attached_pool(name, attached, outgoing.message_id, self._channel, self._devices)
-        return await asyncio.to_thread(attached_pool, name, attached, outgoing.message_id, self._channel, self._devices)
+            return attached_pool(name, attached, outgoing.message_id, channel, self._devices)
+        return await asyncio.to_thread(attached_pool, name, attached, outgoing.message_id, channel, self._devices)
 
     async def lend_pool(
         self,
@@ -161,6 +174,7 @@ class AsyncClient(AsyncTiers):
         def said(message_id: int) -> Sequence[ShareFollows]:
             return self._devices.lend(device, list(tensors.values()), message_id)
 
+        lent_tensors(tensors)
         operation = operations.lend_pool(name, spec, device, lent_arrays(tensors))
         _, lent = await self._round_trip(operation, deadline_s=deadline_s, said=said)
         return lent.manifest
@@ -175,6 +189,7 @@ class AsyncClient(AsyncTiers):
             events: how many, on a card; one is used again once its work is done.
             deadline_s: for the daemon's reply; the first use of a card takes it some seconds more.
         """
+        events = whole(events, "events", least=1)
         made: list[RingEvent] = []
 
         def said(message_id: int) -> Sequence[ShareFollows]:
@@ -185,10 +200,9 @@ class AsyncClient(AsyncTiers):
             return (frame,)
 
         outgoing, opened = await self._round_trip(operations.open_events(device), deadline_s=deadline_s, said=said)
-        if self._channel is None:
-            raise ValueError("an event ring needs a session")
-        self._channel.receive()
-        counters, eventfd = self._channel.take_fds(outgoing.message_id)
+        channel = self._open_channel()
+        channel.receive()
+        counters, eventfd = channel.take_fds(outgoing.message_id)
         return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
 
     async def delete_pool(self, name: str) -> None:
@@ -223,6 +237,7 @@ class AsyncClient(AsyncTiers):
         Raises:
             UnknownRoomError: the daemon has no such side, or its end was acknowledged before.
         """
+        self._check_hand_off(hand_off)
         key = hand_off.key
         return await self.call(operations.cancel(key.pool, key.request_id, key.side), deadline_s=deadline_s)
 
@@ -243,6 +258,7 @@ class AsyncClient(AsyncTiers):
         Raises:
             DaemonLostError: the daemon has gone; every hand-off and work of this session has failed.
         """
+        timeout_s = seconds(timeout_s, "timeout_s")
         with self._use:
             self._drain()
         if timeout_s > 0.0:
@@ -262,6 +278,7 @@ class AsyncClient(AsyncTiers):
         Raises:
             KvferryError: the hand-off failed or was refused; or DEADLINE, and it is still under way.
         """
+        self._check_hand_off(hand_off)
         await self._wait_until(lambda: hand_off.is_finished, timeout_s, "the outcome of the hand-off")
         return hand_off.outcome()
 
@@ -271,4 +288,5 @@ class AsyncClient(AsyncTiers):
         Raises:
             DeadlineError: it is still under way.
         """
+        self._check_hand_off(hand_off)
         await self._wait_until(lambda: hand_off.is_settled, timeout_s, "the end of the hand-off")

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import NoReturn, Self, TypeVar, cast
 
 import zmq
 
-from kvferry.clients.connection import LAST_WORDS_MS, REPLY_MARGIN_S, milliseconds, open_control_socket
+from kvferry.clients.arguments import seconds
+from kvferry.clients.connection import LAST_WORDS_MS, REPLY_MARGIN_S, Connection, milliseconds, open_control_socket
 from kvferry.clients.loop_use import LoopUse, running_loop
 from kvferry.clients.operations import Operation
-from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
-from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError
+from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, MisuseError
 from kvferry.protocol.session_messages import ShareFollows
 
 DRAIN_BOUND = 64
@@ -33,22 +32,20 @@ class AsyncRequests(Submissions):
 
     _use: LoopUse
 
-    def __init__(
-        self, runtime_dir: Path, channel: SessionChannel | None, devices: Mapping[str, str] | None = None
-    ) -> None:
-        """Use ``AsyncClient.connect``."""
-        super().__init__(channel, devices)
+    def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
+        super().__init__(connection)
+        assert connection is not None
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_control_socket(self._context, runtime_dir)
+        self._socket = open_control_socket(self._context, connection.runtime_dir)
         self._replies: dict[int, asyncio.Future[ReplyArrived]] = {}
         self._news = asyncio.Event()
         self._drain_scheduled = False
         self._lost: KvferryError | None = None
         self._use = LoopUse(self._loop)
         self._loop.add_reader(self._socket.FD, self._drain)
-        if channel is not None:
-            self._loop.add_reader(channel.socket, self._session_readable)
+        if self._channel is not None:
+            self._loop.add_reader(self._channel.socket, self._session_readable)
 
     async def __aenter__(self) -> Self:
         """Return self."""
@@ -59,6 +56,14 @@ class AsyncRequests(Submissions):
     ) -> None:
         """Close the client."""
         self.close()
+
+    def __enter__(self) -> NoReturn:
+        """Say what to write instead."""
+        self.close()
+        raise MisuseError("an AsyncClient is entered by `async with AsyncClient.connect(...) as client`")
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: it cannot be entered so."""
 
     def close(self) -> None:
         """End the session. Closing twice does nothing.
@@ -146,8 +151,9 @@ class AsyncRequests(Submissions):
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
         """Send a request and wait for its reply; ``said`` is what the session socket has to say of it before."""
+        deadline_ms = milliseconds(deadline_s)
         with self._use:
-            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=milliseconds(deadline_s))
+            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
             if said is not None:
                 frames = await asyncio.to_thread(said, outgoing.message_id)
                 if frames and self._channel is not None:
@@ -159,7 +165,7 @@ class AsyncRequests(Submissions):
                 del self._replies[outgoing.message_id]
                 raise
         return outgoing, await self.wait(
-            PendingReply(self._core, operation, outgoing.message_id, deadline_s + margin_s)
+            PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + margin_s)
         )
 
     def _expect(self, message_id: int) -> None:
@@ -168,6 +174,7 @@ class AsyncRequests(Submissions):
         self._replies[message_id] = future
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        timeout_s = seconds(timeout_s, "timeout_s")
         with self._use:
             self._drain()
         try:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from kvferry.clients import operations
+from kvferry.clients.arguments import sequence
 from kvferry.clients.async_requests import AsyncRequests
 from kvferry.clients.submissions import DEFAULT_DEADLINE_S
-from kvferry.clients.tables import Tables, mapped_tables
+from kvferry.clients.tables import Tables, mapped_tables, tables_name
 from kvferry.protocol.table_messages import CreateTables
 
 
@@ -53,14 +54,13 @@ class AsyncTables(AsyncRequests):
             max_context_tokens=max_context_tokens,
             draft_tokens=draft_tokens,
             request_row_tokens=request_row_tokens,
-            captured=tuple(captured),
+            captured=sequence(captured, "batch sizes", "captured"),
             window=window,
             device_pid=self._devices.process_id(),
         )
         outgoing, created = await self._round_trip(operations.create_tables(body), deadline_s=deadline_s)
-        if self._channel is None:
-            raise ValueError("graph tables need a session")
-        arguments = (created, max_batch, outgoing.message_id, self._channel, self._devices)
+        channel = self._open_channel()
+        arguments = (created, max_batch, outgoing.message_id, channel, self._devices)
         try:
             return await asyncio.to_thread(mapped_tables, *arguments)
         except BaseException:
@@ -69,5 +69,5 @@ class AsyncTables(AsyncRequests):
 
     async def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
-        await self.call(operations.delete_tables(tables.name))
+        await self.call(operations.delete_tables(tables_name(tables)))
         tables.close()

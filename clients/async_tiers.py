@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from kvferry.clients import tier_operations as operations
+from kvferry.clients.arguments import seconds
 from kvferry.clients.async_tables import AsyncTables
 from kvferry.clients.submissions import DEFAULT_DEADLINE_S
 from kvferry.clients.sync_tiers import LIST_LIMIT
@@ -30,6 +31,7 @@ class AsyncTiers(AsyncTables):
         Raises:
             KvferryError: it failed or was refused; or DEADLINE, and it is still under way.
         """
+        self._check_work(work)
         await self._wait_until(lambda: work.is_done, timeout_s, "the end of the work")
         return work.outcome()
 
@@ -39,6 +41,7 @@ class AsyncTiers(AsyncTables):
         Raises:
             KvferryError: it was refused; or DEADLINE, and there is no answer yet.
         """
+        self._check_work(work)
         await self._wait_until(lambda: work.number is not None or work.is_done, timeout_s, "the daemon's answer")
         if work.refused is not None:
             raise work.refused
@@ -117,6 +120,7 @@ class AsyncTiers(AsyncTables):
         Nothing within ``timeout_s`` is an answer without a change. Whoever joins late takes ``cache_cursor``, lists the
         blocks, and goes on from that cursor.
         """
+        seconds(timeout_s, "timeout_s")
         return await self.call(operations.cache_events(cursor, limit), deadline_s=timeout_s)
 
     async def cache_cursor(self) -> int:

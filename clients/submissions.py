@@ -16,16 +16,16 @@ import numpy.typing as npt
 
 from kvferry.clients import operations, tier_operations
 from kvferry.clients.arguments import wrong_kind
-from kvferry.clients.connection import REPLY_MARGIN_S, milliseconds
+from kvferry.clients.connection import REPLY_MARGIN_S, Connection, milliseconds
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.operations import Cells, Operation, Pages
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.clients.tables import Tables
+from kvferry.clients.tables import Tables, tables_name
 from kvferry.protocol.cache_messages import Load, Store
 from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, WorkChanged
 from kvferry.protocol.client_works import TierWork
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import InvalidFieldError, MisuseError, NoSessionError
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
 from kvferry.protocol.room_messages import Landing, LayerStep, Receive, Send
@@ -42,7 +42,7 @@ T = TypeVar("T")
 class PendingReply(Generic[T]):
     """A request that was sent and whose reply nobody has taken yet; see ``begin``."""
 
-    def __init__(self, conversation: ClientCore, operation: Operation[T], message_id: int, timeout_s: float) -> None:
+    def __init__(self, conversation: object, operation: Operation[T], message_id: int, timeout_s: float) -> None:
         self.conversation = conversation
         self.operation = operation
         self.message_id = message_id
@@ -60,9 +60,17 @@ class Submissions(ABC):
 
     _use: AbstractContextManager[None]
 
-    def __init__(self, channel: SessionChannel | None, devices: Mapping[str, str] | None) -> None:
-        self._channel = channel
-        self._devices = EngineDevices(devices or {})
+    def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
+        """Use ``connect``.
+
+        Raises:
+            MisuseError: nobody has connected.
+        """
+        if not isinstance(connection, Connection):
+            client = type(self).__name__
+            raise MisuseError(f"{client}(...) is in no session: make one by {client}.connect(runtime_dir, name=...)")
+        self._channel = channel = connection.channel
+        self._devices = EngineDevices(connection.devices)
         self._core = (
             ClientCore(BootId(channel.opened.boot_id), channel.opened.secret) if channel else ClientCore(NO_BOOT)
         )
@@ -84,11 +92,12 @@ class Submissions(ABC):
 
     def begin(self, operation: Operation[T], *, deadline_s: float = DEFAULT_DEADLINE_S) -> PendingReply[T]:
         """Send a request and return at once; ``wait`` takes its reply, ``is_ready`` says whether it has come."""
+        deadline_ms = milliseconds(deadline_s)
         with self._use:
-            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=milliseconds(deadline_s))
+            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
             self._expect(outgoing.message_id)
             self._put(outgoing)
-        return PendingReply(self._core, operation, outgoing.message_id, deadline_s + REPLY_MARGIN_S)
+        return PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + REPLY_MARGIN_S)
 
     # -- hand-offs
 
@@ -121,7 +130,7 @@ class Submissions(ABC):
             steps: which layers are ready after which event, in that order; none: the pages are filled.
             deadline_s: for the whole hand-off.
         """
-        body = operations.send_body(
+        body, ids = operations.send_body(
             pool,
             request_id,
             lists,
@@ -131,7 +140,7 @@ class Submissions(ABC):
             payload=payload,
             steps=steps,
         )
-        return self._begin_hand_off(body, [one.ids for one in lists], deadline_s)
+        return self._begin_hand_off(body, ids, deadline_s)
 
     def receive(
         self,
@@ -161,8 +170,7 @@ class Submissions(ABC):
                 ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
             deadline_s: for the whole hand-off.
         """
-        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after, land)
-        ids = [one.ids for one in lists] if land == "pages" else []
+        body, ids = operations.receive_body(pool, request_id, lists, sources, source_daemons, after, land)
         return self._begin_hand_off(body, ids, deadline_s)
 
     # -- graph tables
@@ -199,7 +207,7 @@ class Submissions(ABC):
             TablesBusyError: by ``wait``: the update before has not ended.
         """
         operation = operations.update_tables(
-            tables.name,
+            tables_name(tables),
             lengths,
             extra_tokens=extra_tokens,
             cells=cells,
@@ -232,8 +240,8 @@ class Submissions(ABC):
             after: work that still fills the pages, see ``EventRing.mark``; nothing is read before it is done.
             deadline_s: for the whole work.
         """
-        body = tier_operations.offload_body(pool, lists, after, release=release)
-        return self._begin_work(body, [one.ids for one in lists], deadline_s)
+        body, ids = tier_operations.offload_body(pool, lists, after, release=release)
+        return self._begin_work(body, ids, deadline_s)
 
     def restore(
         self,
@@ -256,8 +264,8 @@ class Submissions(ABC):
             after: work that still uses the pages; nothing is written before it is done.
             deadline_s: for the whole work, waiting for pages included.
         """
-        body = tier_operations.restore_body(pool, snapshot, lists, after, drop=drop)
-        return self._begin_work(body, [one.ids for one in lists or ()], deadline_s)
+        body, ids = tier_operations.restore_body(pool, snapshot, lists, after, drop=drop)
+        return self._begin_work(body, ids, deadline_s)
 
     def load(
         self,
@@ -302,16 +310,18 @@ class Submissions(ABC):
         return self._begin_work(body, [array], deadline_s)
 
     def _begin_hand_off(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float) -> HandOff:
+        deadline_ms = milliseconds(deadline_s)
         with self._use:
-            hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=milliseconds(deadline_s))
+            hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=deadline_ms)
             self._put(outgoing)
         return hand_off
 
     def _begin_work(
         self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float
     ) -> TierWork:
+        deadline_ms = milliseconds(deadline_s)
         with self._use:
-            work, outgoing = self._core.work(body, ids, deadline_ms=milliseconds(deadline_s))
+            work, outgoing = self._core.work(body, ids, deadline_ms=deadline_ms)
             self._put(outgoing)
         return work
 
@@ -325,11 +335,44 @@ class Submissions(ABC):
             InvalidFieldError: it is none, another client's, or was taken before.
         """
         if not isinstance(pending, PendingReply):
-            raise wrong_kind(pending, "a pending reply, as update_tables returns it", "pending")
-        if pending.conversation is not self._core:
-            raise InvalidFieldError(f"{pending!r} is another client's: wait with that one", field="pending")
+            raise wrong_kind(pending, "pending reply, as update_tables returns it", "pending")
+        self._check_ours(pending, "pending")
         if pending.taken:
             raise InvalidFieldError(f"{pending!r} was waited for before: keep what wait returned", field="pending")
+
+    def _check_hand_off(self, hand_off: HandOff) -> None:
+        """Check that this client can speak of a hand-off.
+
+        Raises:
+            InvalidFieldError: it is none, or another client's.
+        """
+        if not isinstance(hand_off, HandOff):
+            raise wrong_kind(hand_off, "hand-off, as send and receive return it", "hand_off")
+        self._check_ours(hand_off, "hand_off")
+
+    def _check_work(self, work: TierWork) -> None:
+        """Check that this client can speak of a work of the tiers.
+
+        Raises:
+            InvalidFieldError: it is none, or another client's.
+        """
+        if not isinstance(work, TierWork):
+            raise wrong_kind(work, "work, as offload, restore, store and load return it", "work")
+        self._check_ours(work, "work")
+
+    def _check_ours(self, one: HandOff | TierWork | PendingReply[T], field: str) -> None:
+        if one.conversation is not self._core.token:
+            raise InvalidFieldError(f"{one!r} is another client's: only that one hears of it", field=field)
+
+    def _open_channel(self) -> SessionChannel:
+        """Return the session's socket.
+
+        Raises:
+            NoSessionError: the client has no session.
+        """
+        if self._channel is None:
+            raise NoSessionError("the client was connected with session=False", field="session")
+        return self._channel
 
     def _note(self, news: HandOffChanged | WorkChanged) -> None:
         """Keep a change for ``poll``."""

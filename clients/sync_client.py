@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients import operations
-from kvferry.clients.connection import (
-    find_runtime_dir,
-)
+from kvferry.clients.arguments import device_names, lent_tensors, seconds, whole
+from kvferry.clients.connection import Connection, find_runtime_dir
 from kvferry.clients.devices import RING_EVENTS, attached_pool, lent_arrays
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.pool import AttachedPool
@@ -75,11 +74,13 @@ class Client(SyncTiers):
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
         """
+        hello, names = operations.hello(name), device_names(devices)
+        timeout_s = seconds(timeout_s, "timeout_s")
         directory = find_runtime_dir(runtime_dir)
         channel = SessionChannel.open(directory, name) if session else None
-        client = cls(directory, channel, devices)
+        client = cls(Connection(directory, channel, names))
         try:
-            client.welcome = client.call(operations.hello(name), deadline_s=timeout_s, margin_s=0.0)
+            client.welcome = client.call(hello, deadline_s=timeout_s, margin_s=0.0)
         except DeadlineError as cause:
             client.close()
             raise DaemonLostError(f"no daemon answers at {directory} within {timeout_s:g} s") from cause
@@ -132,10 +133,9 @@ class Client(SyncTiers):
         """
         operation = operations.attach_pool(name, layout_digest, self._devices.process_id())
         outgoing, attached = self._round_trip(operation)
-        if self._channel is None:
-            raise ValueError("attaching a pool needs a session")
+        channel = self._open_channel()
         with self._use:
-            return attached_pool(name, attached, outgoing.message_id, self._channel, self._devices)
+            return attached_pool(name, attached, outgoing.message_id, channel, self._devices)
 
     def lend_pool(
         self,
@@ -164,6 +164,7 @@ class Client(SyncTiers):
         def said(message_id: int) -> Sequence[ShareFollows]:
             return self._devices.lend(device, list(tensors.values()), message_id)
 
+        lent_tensors(tensors)
         operation = operations.lend_pool(name, spec, device, lent_arrays(tensors))
         _, lent = self._round_trip(operation, deadline_s=deadline_s, said=said)
         return lent.manifest
@@ -178,6 +179,7 @@ class Client(SyncTiers):
             events: how many, on a card; one is used again once its work is done.
             deadline_s: for the daemon's reply; the first use of a card takes it some seconds more.
         """
+        events = whole(events, "events", least=1)
         made: list[RingEvent] = []
 
         def said(message_id: int) -> Sequence[ShareFollows]:
@@ -188,11 +190,10 @@ class Client(SyncTiers):
             return (frame,)
 
         outgoing, opened = self._round_trip(operations.open_events(device), deadline_s=deadline_s, said=said)
-        if self._channel is None:
-            raise ValueError("an event ring needs a session")
+        channel = self._open_channel()
         with self._use:
-            self._channel.receive()
-            counters, eventfd = self._channel.take_fds(outgoing.message_id)
+            channel.receive()
+            counters, eventfd = channel.take_fds(outgoing.message_id)
         return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
 
     def delete_pool(self, name: str) -> None:
@@ -229,6 +230,7 @@ class Client(SyncTiers):
         Raises:
             UnknownRoomError: the daemon has no such side, or its end was acknowledged before.
         """
+        self._check_hand_off(hand_off)
         key = hand_off.key
         return self.call(operations.cancel(key.pool, key.request_id, key.side), deadline_s=deadline_s)
 
@@ -249,7 +251,7 @@ class Client(SyncTiers):
         Raises:
             DaemonLostError: the daemon has gone; every hand-off and work of this session has failed.
         """
-        ends_at = time.monotonic() + timeout_s
+        ends_at = time.monotonic() + seconds(timeout_s, "timeout_s")
         with self._use:
             while self._take(0.0 if self._changed else max(0.0, ends_at - time.monotonic())):
                 pass
@@ -261,6 +263,7 @@ class Client(SyncTiers):
         Raises:
             KvferryError: the hand-off failed or was refused; or DEADLINE, and it is still under way.
         """
+        self._check_hand_off(hand_off)
         self._wait_until(lambda: hand_off.is_finished, timeout_s, "the outcome of the hand-off")
         return hand_off.outcome()
 
@@ -270,4 +273,5 @@ class Client(SyncTiers):
         Raises:
             DeadlineError: it is still under way.
         """
+        self._check_hand_off(hand_off)
         self._wait_until(lambda: hand_off.is_settled, timeout_s, "the end of the hand-off")

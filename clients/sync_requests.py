@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import zmq
 
-from kvferry.clients.connection import LAST_WORDS_MS, REPLY_MARGIN_S, milliseconds, open_control_socket
+from kvferry.clients.arguments import seconds
+from kvferry.clients.connection import LAST_WORDS_MS, REPLY_MARGIN_S, Connection, milliseconds, open_control_socket
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.clients.operations import Operation
-from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
-from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError
+from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, MisuseError
 from kvferry.protocol.session_messages import ShareFollows
 
 NOBLOCK = int(zmq.NOBLOCK)  # an enum costs a microsecond at every use
@@ -32,17 +31,15 @@ class SyncRequests(Submissions):
 
     _use: ExclusiveUse
 
-    def __init__(
-        self, runtime_dir: Path, channel: SessionChannel | None, devices: Mapping[str, str] | None = None
-    ) -> None:
-        """Use ``Client.connect``."""
-        super().__init__(channel, devices)
+    def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
+        super().__init__(connection)
+        assert connection is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_control_socket(self._context, runtime_dir)
+        self._socket = open_control_socket(self._context, connection.runtime_dir)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        if channel is not None:
-            self._poller.register(channel.socket.fileno(), zmq.POLLIN)
+        if self._channel is not None:
+            self._poller.register(self._channel.socket.fileno(), zmq.POLLIN)
         self._replies: dict[int, ReplyArrived] = {}
         self._use = ExclusiveUse(self._end, self._release)
 
@@ -55,6 +52,13 @@ class SyncRequests(Submissions):
     ) -> None:
         """Close the client."""
         self.close()
+
+    async def __aenter__(self) -> NoReturn:
+        """Say what to write instead."""
+        raise MisuseError("a Client is entered by `with`: `async with` is for an AsyncClient")
+
+    async def __aexit__(self, *_: object) -> None:
+        """Do nothing: it cannot be entered so."""
 
     def close(self) -> None:
         """End the session. Closing twice does nothing.
@@ -136,21 +140,23 @@ class SyncRequests(Submissions):
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
         """Send a request and wait for its reply; ``said`` is what the session socket has to say of it before."""
+        deadline_ms = milliseconds(deadline_s)
         with self._use:
-            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=milliseconds(deadline_s))
+            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
             if said is not None and self._channel is not None:
                 frames = said(outgoing.message_id)
                 if frames:
                     self._channel.say(frames)
             self._put(outgoing)
             return outgoing, self._reply(
-                PendingReply(self._core, operation, outgoing.message_id, deadline_s + margin_s)
+                PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + margin_s)
             )
 
     def _put(self, outgoing: Outgoing) -> None:
         self._socket.send_multipart(outgoing.frames, NOBLOCK)
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        timeout_s = seconds(timeout_s, "timeout_s")
         with self._use:
             self._take_until(condition, timeout_s, what)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.clients import operations
+from kvferry.clients.arguments import sequence
 from kvferry.clients.submissions import DEFAULT_DEADLINE_S
 from kvferry.clients.sync_requests import SyncRequests
-from kvferry.clients.tables import Tables, mapped_tables
+from kvferry.clients.tables import Tables, mapped_tables, tables_name
 from kvferry.protocol.table_messages import CreateTables
 
 
@@ -52,21 +53,20 @@ class SyncTables(SyncRequests):
             max_context_tokens=max_context_tokens,
             draft_tokens=draft_tokens,
             request_row_tokens=request_row_tokens,
-            captured=tuple(captured),
+            captured=sequence(captured, "batch sizes", "captured"),
             window=window,
             device_pid=self._devices.process_id(),
         )
         outgoing, created = self._round_trip(operations.create_tables(body), deadline_s=deadline_s)
-        if self._channel is None:
-            raise ValueError("graph tables need a session")
+        channel = self._open_channel()
         try:
             with self._use:
-                return mapped_tables(created, max_batch, outgoing.message_id, self._channel, self._devices)
+                return mapped_tables(created, max_batch, outgoing.message_id, channel, self._devices)
         except BaseException:
             self.begin(operations.delete_tables(name))  # nobody here can use them
             raise
 
     def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
-        self.call(operations.delete_tables(tables.name))
+        self.call(operations.delete_tables(tables_name(tables)))
         tables.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvferry.clients import tier_operations as operations
+from kvferry.clients.arguments import seconds
 from kvferry.clients.submissions import DEFAULT_DEADLINE_S
 from kvferry.clients.sync_tables import SyncTables
 from kvferry.protocol.cache_messages import CacheChanges, CachedBlockStatus, CacheEvicted, Found
@@ -34,6 +35,7 @@ class SyncTiers(SyncTables):
         Raises:
             KvferryError: it failed or was refused; or DEADLINE, and it is still under way.
         """
+        self._check_work(work)
         self._wait_until(lambda: work.is_done, timeout_s, "the end of the work")
         return work.outcome()
 
@@ -43,6 +45,7 @@ class SyncTiers(SyncTables):
         Raises:
             KvferryError: it was refused; or DEADLINE, and there is no answer yet.
         """
+        self._check_work(work)
         self._wait_until(lambda: work.number is not None or work.is_done, timeout_s, "the daemon's answer")
         if work.refused is not None:
             raise work.refused
@@ -120,6 +123,7 @@ class SyncTiers(SyncTables):
         Nothing within ``timeout_s`` is an answer without a change. Whoever joins late takes ``cache_cursor``, lists the
         blocks, and goes on from that cursor.
         """
+        seconds(timeout_s, "timeout_s")
         return self.call(operations.cache_events(cursor, limit), deadline_s=timeout_s)
 
     def cache_cursor(self) -> int:

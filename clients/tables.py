@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvferry.attention.host_lengths import HostLengths, HostLengthsReader
+from kvferry.clients.arguments import wrong_kind
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
@@ -127,6 +128,18 @@ class Tables:
             on_card: torch.Tensor = self._region.tensor[start:end].view(torch.int32)
             return on_card
         return torch.from_numpy(self._region.view()[start:end]).view(torch.int32)
+
+
+def tables_name(tables: Tables) -> str:
+    """Return the name of tables that somebody gives as an argument.
+
+    Raises:
+        InvalidFieldError: they are none.
+        ClientClosedError: they were deleted or closed.
+    """
+    if not isinstance(tables, Tables):
+        raise wrong_kind(tables, "Tables, as create_tables returns them", "tables")
+    return tables.name
 
 
 def mapped_tables(

@@ -248,14 +248,14 @@ class UnknownPoolError(CallerError):
     """No pool of that name for this tenant."""
 
     code = "UNKNOWN_POOL"
-    remedy = "create it first; STATUS lists the pools"
+    remedy = "create it first, or name one that is there: kvferry status lists the pools"
 
 
 class PoolExistsError(CallerError):
     """The name is taken by a pool of another layout or size."""
 
     code = "POOL_EXISTS"
-    remedy = "take another name, the same spec, or delete the old pool"
+    remedy = "take another name, the same spec, or delete_pool first; kvferry status shows the pools and their sessions"
 
 
 class PoolInUseError(CallerError):
@@ -263,7 +263,7 @@ class PoolInUseError(CallerError):
 
     code = "POOL_IN_USE"
     retryable = True
-    remedy = "free the pages, or end the sessions that own them, and try again"
+    remedy = "free the pages, or end the sessions that own them, and try again; kvferry status shows them"
 
 
 class LayoutMismatchError(CallerError):
@@ -328,7 +328,7 @@ class PoolFullError(BusyError):
     """Fewer free pages than asked for."""
 
     code = "POOL_FULL"
-    remedy = "free pages, ask for fewer, or wait"
+    remedy = "free pages, ask for fewer, or wait; kvferry status shows which sessions hold them"
 
 
 class PageBusyError(BusyError):

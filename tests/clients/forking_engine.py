@@ -62,7 +62,7 @@ def calls(runtime_dir: str, pool_name: str) -> None:
             lambda: client.update_tables(tables, []),
             lambda: client.attach_pool(pool_name),
             lambda: pool.tensor("main", "k"),
-            lambda: pool.engine_lists(),
+            pool.engine_lists,
             lambda: ring.record(step),
             ring.mark,
             tables.host_lengths,
