@@ -67,12 +67,16 @@ SendFrames = Callable[[bytes, Frames], bool]
 
 
 class Dispatcher:
-    """Knows which handler has which type; the handlers know nothing of envelopes."""
+    """Knows which handler has which type; the handlers know nothing of envelopes.
+
+    Attributes:
+        sessions: those that live.
+    """
 
     def __init__(self, boot_id: BootId, limits: Limits, sessions: SessionRegistry, counters: Counters) -> None:
         self._boot_id = boot_id
         self._limits = limits
-        self._sessions = sessions
+        self.sessions = sessions
         self._counters = counters
         self._open_handlers: dict[type[Body], OpenHandler] = {}
         self._handlers: dict[type[Body], Handler] = {}
@@ -169,7 +173,7 @@ class Dispatcher:
     def _session_of(self, request: Request) -> Session | None:
         if not request.secret:
             return None
-        session = self._sessions.by_secret(request.secret)
+        session = self.sessions.by_secret(request.secret)
         if session is None:
             raise NoSessionError("no live session has this secret", field="secret")
         return session
