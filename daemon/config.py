@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from kvferry.daemon.sections import Section
 from kvferry.daemon.tiers.config import TiersConfig
-from kvferry.protocol.codec import in_words
+from kvferry.protocol.complaints import in_words
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import HOST, DeviceName, PeerAddress
 from kvferry.protocol.limits import Limits

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.protocol.codec import invalid_field
+from kvferry.protocol.complaints import invalid_field
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 
 T = TypeVar("T")
