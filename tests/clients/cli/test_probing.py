@@ -34,7 +34,8 @@ class Probe:
         assert printed.err == ""
         assert printed.out.count("\n") == 1
         reply: dict[str, Any] = json.loads(printed.out)
-        assert (reply["type"] == "ERROR") == (status == 2)
+        assert reply.pop("message") == "1"
+        assert (reply["type"] == "ERROR") == (status in {1, 2})
         return status, reply
 
 
@@ -46,7 +47,7 @@ def probe(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> Probe:
 
 def test_the_real_command(daemon: DaemonProcess) -> None:
     done = run_kvferry("probe", "PING", "--runtime-dir", daemon.runtime_dir)
-    assert (done.returncode, done.stdout, done.stderr) == (0, '{"type":"PONG"}\n', "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, '{"message":"1","type":"PONG"}\n', "")
     done = run_kvferry("probe", "PINGG", "--runtime-dir", daemon.runtime_dir)
     assert (done.returncode, done.stderr) == (2, "")
     assert json.loads(done.stdout)["error"]["code"] == "UNKNOWN_TYPE"
@@ -90,7 +91,7 @@ def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProce
         code, message = refused.get(kind, ("", messages.get(kind)))
         status, reply = probe(kind, message)
         if code:
-            assert (status, reply["error"]["code"]) == (2, code)
+            assert (status, reply["error"]["code"]) == (1, code)
         else:
             assert (status, reply["type"]) == (0, row.reply.__struct_config__.tag)
 
@@ -110,15 +111,29 @@ def test_page_ids_stand_in_the_reply(probe: Probe, daemon: DaemonProcess, name: 
         ("ALLOCATE", "{}", "INVALID_FIELD", "pool"),
         ("ALLOCATE", '{"pool": "a", "count": 0}', "INVALID_FIELD", "count"),
         ("ALLOCATE", '{"pool": "a", "count": 1, "colour": 2}', "INVALID_FIELD", "colour"),
-        ("ALLOCATE", '{"pool": "nobodys", "count": 1}', "UNKNOWN_POOL", "pool"),
         ("FREE", '{"pool": "a", "pages": 3}', "INVALID_FIELD", "pages"),
-        ("FREE", '{"pool": "a", "pages": []}', "UNKNOWN_POOL", "pool"),
-        ("HELLO", '{"protocol_min": 7, "protocol_max": 9}', "VERSION_MISMATCH", "protocol_min"),
+        ("CREATE_POOL", '{"pool": "a", "spec": {"kind": "mha"}}', "INVALID_FIELD", "spec"),
         ("CREATE_POOL", '{"pool": "a", "spec": {"kind": "mha", "layers": 0}}', "INVALID_FIELD", "spec.layers"),
     ],
 )
-def test_refusals_are_json_and_exit_2(probe: Probe, kind: str, message: str, code: str, field: str) -> None:
-    status, reply = probe(kind, message)
-    assert (status, reply["error"]["code"], reply["error"].get("field", "")) == (2, code, field)
-    assert reply["error"]["detail"]
-    assert reply["error"]["remedy"]
+def test_bad_input_is_json_and_exit_2(probe: Probe, kind: str, message: str, code: str, field: str) -> None:
+    _check_refusal(probe(kind, message), 2, code, field)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "code", "field"),
+    [
+        ("ALLOCATE", '{"pool": "nobodys", "count": 1}', "UNKNOWN_POOL", "pool"),
+        ("FREE", '{"pool": "a", "pages": []}', "UNKNOWN_POOL", "pool"),
+        ("HELLO", '{"protocol_min": 7, "protocol_max": 9}', "VERSION_MISMATCH", "protocol_min"),
+    ],
+)
+def test_refusals_are_json_and_exit_1(probe: Probe, kind: str, message: str, code: str, field: str) -> None:
+    _check_refusal(probe(kind, message), 1, code, field)
+
+
+def _check_refusal(answer: tuple[int, dict[str, Any]], status: int, code: str, field: str) -> None:
+    error = answer[1]["error"]
+    assert (answer[0], error["code"], error.get("field", "")) == (status, code, field)
+    assert error["detail"]
+    assert error["remedy"]
