@@ -62,7 +62,7 @@ def request_from_fields(kind: str, given: dict[str, Any]) -> BodyWithIds:
     request = request_type(kind)
     check_known_fields(kind, given)
     fields = {**given}
-    if isinstance(given.get("lists"), list):
+    if isinstance(given.get("lists"), list | tuple):
         fields["lists"] = [{**one} if isinstance(one, dict) else one for one in given["lists"]]
     frames: tuple[bytes, ...] = ()
     if request.one_frame:

@@ -205,7 +205,7 @@ def _reference(text: str) -> Reference | None:
 def _step(value: object, step: str) -> object:
     if isinstance(value, dict):
         return value[step]
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         raise TypeError
     span = _SPAN.match(step)
     if span:

@@ -28,22 +28,28 @@ STANDARD_INPUT = "-"
 READ_BYTES = 1 << 16
 
 GUIDE = """\
-Messages are sent in their order, in one session, each once the one before it is answered. Every reply and every event
-is printed as it comes, a JSON object a line; "message" says to which message it belongs. The end comes when all that
-was accepted has settled; pages that the session has then go back, its pools stay.
+Messages are sent in their order, in one session, each once the one before it
+is answered. Every reply and every event is printed as it comes, a JSON object
+a line; its "message" says to which message it belongs. The end comes when all
+that was accepted has settled; pages that the session has then go back, pools
+stay.
 
-A message is TYPE and its fields as JSON; page ids are lists. In a file or on standard input it is a line, of that form
-or an object with a "type". Each message has a number, from 1, and a name too if it has the field "as". Then
+A message is TYPE and its fields as JSON; page ids are lists. In a file or on
+standard input it is a line: TYPE JSON, or an object with a "type". It has a
+number, from 1, or the name that its field "as" gives it. In later messages
 
-  "$1.pages"              is the field of message 1's reply
-  "$mine.pages.0:2"       the first two of a list; .0 is the first one alone
-  "$3.TIER_DONE.lists.0"  of its event (FINISHED, SETTLED, TIER_DONE), for which the message waits
-  WAIT                    is no message: the next one is sent when all before it has settled
+  "$1.pages"              is a field of the reply to message 1
+  "$mine.pages.0:2"       the first two of a list; .0 is the first, .-1 the last
+  "$3.TIER_DONE.lists.0"  is of its event (FINISHED, SETTLED or TIER_DONE),
+                          for which the message waits
+  WAIT                    as TYPE: go on when all before it has settled
 
-  kvferry probe ALLOCATE '{"as": "mine", "pool": "p", "count": 2}' FREE '{"pool": "p", "pages": "$mine.pages"}'
+  kvferry probe ALLOCATE '{"as": "mine", "pool": "p", "count": 2}' \\
+                FREE '{"pool": "p", "pages": "$mine.pages"}'
 
-After a failure nothing more is sent, unless with --keep-going or at a terminal.
-Exit status: 0 all went well, 1 something failed or was refused, 2 a message is wrong and was not sent.
+After a failure nothing more is sent, unless with --keep-going or where
+messages are typed at a terminal. Exit status: 0 all went well, 1 something
+failed or was refused, 2 a message is wrong and was not sent.
 """
 
 
