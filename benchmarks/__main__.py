@@ -14,7 +14,7 @@ from benchmarks.report import summary, table, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks named, or all; return the exit status: 1 where a peer is missing, or with --strict a target."""
+    """Run the benchmarks named, or all; return the exit status: 1 where a peer is missing, or with --strict a miss."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure kvferry against its peers.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}; all by default")
     parser.add_argument(

@@ -78,7 +78,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._numbered = 0
-        self._names: set[str] = set()
+        self._names: dict[str, None] = {}
 
     @property
     def number(self) -> str:
@@ -138,7 +138,7 @@ class Reader:
                 raise InvalidFieldError(f"{WAIT} has no fields", field=next(iter(fields)))
         else:
             self._check(kind, fields)
-        self._names.add(name)
+        self._names[name] = None
         return ProbeMessage(name, kind, fields)
 
     def _name(self, name: object) -> str:
@@ -157,7 +157,9 @@ class Reader:
         found = list(references(fields))
         for one in found:
             if one.name not in self._names:
-                raise InvalidFieldError(f"no message before this one is called {one.name!r}", field=f"{SIGN}{one.name}")
+                known = ", ".join(self._names) or "none"
+                what = f"no message before this one is {one.name!r}; there are: {known}"
+                raise InvalidFieldError(what, field=f"{SIGN}{one.name}")
         if not found:
             request_from_fields(kind, resolved(fields, Answers()))
 

@@ -117,7 +117,7 @@ def test_a_missed_target_is_a_failure_only_when_asked(
     arguments: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(*_: object) -> list[Row]:
-        one = compare("x", UNIT, ours=lambda: 2.0, peer=lambda: 1.0, peer_is="one", rounds=1, target=Target(1.5))
+        one = compare("x", LOWER, ours=lambda: 2.0, peer=lambda: 1.0, peer_is="one", rounds=1, target=Target(1.5))
         return [one, msgspec.structs.replace(one, met=True), msgspec.structs.replace(one, met=None)]
 
     monkeypatch.setattr("benchmarks.__main__.run_apart", measure)

@@ -30,22 +30,22 @@ except SystemExit as ended:
     status = ended.code
 print(json.dumps([status, sorted(set(sys.modules) - before)]), file=sys.stderr)
 """
-ARGPARSE: Final = {"argparse", "gettext", "locale", "_locale"}
+ARGPARSE: Final = {"argparse", "gc", "gettext", "locale", "_locale"}
 SOCKETS: Final = {"array", "select", "selectors", "socket", "math"}
 """Of Python itself; the rest of what a command loads is ours."""
 
 DAEMONS: Final = ("--runtime-dir", "DIR")
 CASES: Final = {
-    "version": (["--version"], 6),
-    "help": (["--help"], 6),
-    "ping": (["ping", *DAEMONS], 28),
-    "status": (["status", *DAEMONS], 28),
-    "status for programs": (["status", "--json", *DAEMONS], 28),
-    "help of ping": (["ping", "--help"], 28),
-    "probe": (["probe", "PING", *DAEMONS], 34),
-    "probe with a session": (["probe", "SNAPSHOTS", *DAEMONS], 38),
-    "probe with pages": (["probe", "--keep-going", "ALLOCATE", '{"pool": "none", "count": 1}', *DAEMONS], 40),
-    "help of probe": (["probe", "--help"], 34),
+    "version": (["--version"], 10),
+    "help": (["--help"], 10),
+    "ping": (["ping", *DAEMONS], 40),
+    "status": (["status", *DAEMONS], 40),
+    "status for programs": (["status", "--json", *DAEMONS], 40),
+    "help of ping": (["ping", "--help"], 40),
+    "probe": (["probe", "PING", *DAEMONS], 40),
+    "probe with a session": (["probe", "SNAPSHOTS", *DAEMONS], 50),
+    "probe with pages": (["probe", "--keep-going", "ALLOCATE", '{"pool": "none", "count": 1}', *DAEMONS], 50),
+    "help of probe": (["probe", "--help"], 40),
 }
 """Arguments, and how many modules of ours at most."""
 
