@@ -16,8 +16,9 @@ from kvferry.protocol.message_types import FROM_DAEMON, REQUESTS, WITHOUT_SESSIO
 from kvferry.protocol.page_frames import pack_ids, unpack_ids
 from kvferry.protocol.pool_messages import Allocated, Free
 from kvferry.protocol.requests import REQUEST_TYPES, Busy
+from kvferry.protocol.schema import EVENTS
 from kvferry.protocol.session_messages import Pong
-from tests.protocol.bodies import EVENTS, REPLIES
+from tests.protocol.bodies import REPLIES
 from tests.protocol.samples import GOLDEN, MESSAGES
 
 BOOT_ID = "0123456789abcdef0123456789abcdef"
