@@ -110,8 +110,7 @@ class Command:
         try:
             status = main(words)
         except SystemExit as ended:
-            assert isinstance(ended.code, int)
-            status = ended.code
+            status = int(ended.code or 0)
         printed = self._capsys.readouterr()
         return status, printed.out, printed.err
 
