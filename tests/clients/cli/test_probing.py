@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec, pages
@@ -268,7 +269,7 @@ class Typed:
     """The command in a process of its own, with a pipe as standard input."""
 
     def __init__(self, daemon: DaemonProcess, *options: str) -> None:
-        command = [COMMAND, "probe", "--runtime-dir", daemon.runtime_dir, "--file", "-", *options]
+        command: list[str | Path] = [COMMAND, "probe", "--runtime-dir", daemon.runtime_dir, "--file", "-", *options]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def say(self, text: str) -> None:
@@ -298,7 +299,7 @@ def test_lines_are_answered_as_they_are_typed(daemon: DaemonProcess, name: str) 
     typed.say(f"SEND {json.dumps({'request_id': REQUEST_ID, 'pool': name, 'lists': [{'pages': '$2.pages'}]})}\n")
     assert typed.hear()["type"] == "ACCEPTED"
     with Client.connect(daemon.runtime_dir) as other:
-        other.create_pool(f"{name}-to", MhaSpec(**{key: value for key, value in SPEC.items() if key != "kind"}))
+        other.create_pool(f"{name}-to", msgspec.convert(SPEC, MhaSpec))
         other.wait_settled(other.receive(f"{name}-to", REQUEST_ID, [pages(other.allocate(f"{name}-to", 1))]))
     assert [typed.hear()["type"] for _ in range(2)] == ["FINISHED", "SETTLED"], "while nothing is typed"
     typed.say("PING")

@@ -50,7 +50,6 @@ MAY_RUN: Final = (
     "systemctl restart kvferry@NAME, once",  # and what goes with it
     "systemctl start kvferry@NAME",
     "usermod -aG {}",
-    "yum install",
 )
 """Commands of the texts that change something, each looked at: what it does, and to whom."""
 
