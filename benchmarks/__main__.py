@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.catalogue import BENCHMARKS, TRACE, run_apart
+from benchmarks.catalogue import BENCHMARKS, TRACE, run_apart, run_here
 from benchmarks.landing import MissingPeerError
 from benchmarks.measure import Effort, Row
 from benchmarks.report import summary, table, write_report
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--trace", type=Path, metavar="FILE", help=f"replay a trace, named {TRACE!r}; alone unless others are named"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a few seconds, to see that all works; figures mean nothing"
+        "--quick", action="store_true", help="a few seconds in one process, to see that all works; figures mean nothing"
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="DIR", help="for the JSON files")
@@ -37,12 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in options.names if name != TRACE] or ([] if options.trace else list(BENCHMARKS))
     if options.trace:
         names.append(TRACE)
+    run = run_here if options.quick else run_apart
     rows: list[Row] = []
     skipped = 0
     for name in names:
         print(f"== {name}", flush=True)
         try:
-            found = run_apart(name, Effort(options.quick, options.device), options.trace, options.output)
+            found = run(name, Effort(options.quick, options.device), options.trace, options.output)
         except MissingPeerError as missing:
             print(f"not measured: {missing}", flush=True)
             skipped += 1

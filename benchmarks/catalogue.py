@@ -61,10 +61,11 @@ def run_apart(name: str, effort: Effort, trace: Path | None, output: Path) -> li
     ``output`` is the folder for what it leaves besides its rows.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        return executor.submit(_run, name, effort, trace, output).result()
+        return executor.submit(run_here, name, effort, trace, output).result()
 
 
-def _run(name: str, effort: Effort, trace: Path | None, output: Path) -> list[Row]:
+def run_here(name: str, effort: Effort, trace: Path | None, output: Path) -> list[Row]:
+    """Run a benchmark in this process: enough to see that it works."""
     if trace is not None and name == TRACE:
         return [
             *eviction.measure(trace, effort, output),

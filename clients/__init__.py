@@ -18,6 +18,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+if __name__ != "kvferry.clients":
+    raise ImportError(f"import kvferry.clients, not {__name__}: that would be a second copy of it")
+
 if TYPE_CHECKING:
     from kvferry.clients.async_client import AsyncClient
     from kvferry.clients.events import EventRing

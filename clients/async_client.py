@@ -16,8 +16,9 @@ from kvferry.clients.connection import (
     find_runtime_dir,
     milliseconds,
 )
-from kvferry.clients.devices import RING_EVENTS, attached_pool, lent_arrays
+from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
+from kvferry.clients.lending import lent_tensors
 from kvferry.clients.operations import Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
@@ -82,7 +83,8 @@ class AsyncClient(AsyncTiers):
     ) -> AttachedPool:
         """See ``Client.create_pool``."""
         created = await self.call(operations.create_pool(name, spec, device), deadline_s=deadline_s)
-        return await self.attach_pool(name, created.manifest.layout_digest)
+        pool = await self.attach_pool(name, created.manifest.layout_digest)
+        return seen_as(pool, spec)
 
     async def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
         """See ``Client.attach_pool``."""
@@ -104,11 +106,12 @@ class AsyncClient(AsyncTiers):
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Manifest:
         """See ``Client.lend_pool``."""
+        arrays, by_name = lent_tensors(spec, tensors)
 
         def said(message_id: int) -> Sequence[ShareFollows]:
-            return self._devices.lend(device, list(tensors.values()), message_id)
+            return self._devices.lend(device, by_name, message_id)
 
-        operation = operations.lend_pool(name, spec, device, lent_arrays(tensors))
+        operation = operations.lend_pool(name, spec, device, arrays)
         _, lent = await self._round_trip(operation, deadline_s=deadline_s, said=said)
         return lent.manifest
 

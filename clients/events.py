@@ -15,22 +15,24 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.devices.vendor import Vendor
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.room_messages import LayerStep
 
 if TYPE_CHECKING:
     import torch
 
+    from kvferry.pools.devices.accelerator import Accelerator
+
 COUNTER_BYTES = 8
 
 
 class RingEvent(NamedTuple):
-    """An interprocess event of a ring, and who records it."""
+    """An interprocess event of a ring, and its card."""
 
-    vendor: Vendor
+    accelerator: Accelerator
     event: torch.Event
 
 
@@ -60,6 +62,15 @@ class EventRing:
         """Close the ring."""
         self.close()
 
+    @property
+    def counters(self) -> npt.NDArray[np.int64]:
+        """Return the ring's memory, ``(slots,)``: an engine whose own native code records raises them by itself."""
+        return self._counters
+
+    def fileno(self) -> int:
+        """Return the eventfd that wakes the daemon: add 1 to it after the counters."""
+        return self._eventfd
+
     def step(self, first_layer: int, layers: int) -> LayerStep:
         """Return a step for these layers, by the model's own numbers, with an event that was not used before."""
         point = self.point()
@@ -81,7 +92,7 @@ class EventRing:
     def record(self, step: LayerStep | EventPoint, stream: torch.Stream | None = None) -> None:
         """Say that the step's layers are in the pages. Cheap: one store and one system call.
 
-        On a device it says so of what was given to the stream until now, by default to the current one.
+        On a device it says so of what was given to the stream until now, by default to the card's current one.
 
         Raises:
             ValueError: it was recorded before, or one that had the same slot before it was not; or the ring is closed.
@@ -91,8 +102,10 @@ class EventRing:
         if int(self._counters[step.event]) != step.value - 1:
             raise ValueError(f"event {step.event} stands at {self._counters[step.event]}, the step's is {step.value}")
         if self._events:
-            vendor, event = self._events[step.event]
-            vendor.record(event, stream)  # before the daemon is told, which else finds the event as it was
+            card, event = self._events[step.event]
+            card.vendor.record(
+                event, stream or card.current_stream()
+            )  # before the daemon is told, which else finds the event as it was
         self._counters[step.event] = step.value
         os.eventfd_write(self._eventfd, 1)
 

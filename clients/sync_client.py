@@ -18,8 +18,9 @@ from kvferry.clients.connection import (
     find_runtime_dir,
     milliseconds,
 )
-from kvferry.clients.devices import RING_EVENTS, attached_pool, lent_arrays
+from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
+from kvferry.clients.lending import lent_tensors
 from kvferry.clients.operations import Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
@@ -117,7 +118,8 @@ class Client(SyncTiers):
             DeviceUnavailableError: no such card, or what drives it is missing, there or here.
         """
         created = self.call(operations.create_pool(name, spec, device), deadline_s=deadline_s)
-        return self.attach_pool(name, created.manifest.layout_digest)
+        pool = self.attach_pool(name, created.manifest.layout_digest)
+        return seen_as(pool, spec)
 
     def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
         """Map a pool of this user.
@@ -147,20 +149,23 @@ class Client(SyncTiers):
         Args:
             name: unique for the user.
             spec: what it holds; ``kvferry layout`` prints the arrays that it needs.
-            tensors: by (component, role), all layers one after another, or by (component, role, layer); contiguous.
+            tensors: by (component, role), all layers one after another, or by (component, role, layer); of exactly the
+                shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
             device: where they are.
             deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
 
         Raises:
             PoolExistsError: the name is taken.
-            UncoveredEntryError, DuplicateEntryError, InvalidFieldError: the tensors are not what the spec needs.
+            UncoveredEntryError, DuplicateEntryError, InvalidFieldError: the tensors are not what the spec needs; the
+                field is a tensor and what of it: ``main/k.shape``, ``main/v/3.dtype``.
             DeviceUnavailableError: the daemon cannot use the card, or not map the memory.
         """
+        arrays, by_name = lent_tensors(spec, tensors)
 
         def said(message_id: int) -> Sequence[ShareFollows]:
-            return self._devices.lend(device, list(tensors.values()), message_id)
+            return self._devices.lend(device, by_name, message_id)
 
-        operation = operations.lend_pool(name, spec, device, lent_arrays(tensors))
+        operation = operations.lend_pool(name, spec, device, arrays)
         _, lent = self._round_trip(operation, deadline_s=deadline_s, said=said)
         return lent.manifest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final, Protocol
 
@@ -17,12 +17,12 @@ from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler, expect
 from kvferry.daemon.lost_pools import LostPools
 from kvferry.daemon.pool_reports import check_same, status_of
 from kvferry.daemon.session_socket import SessionSocket
+from kvferry.pools.arrays import arrays_of, check_form, check_storage
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.pool import Pool
-from kvferry.pools.stretches import stretches_of
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
@@ -45,6 +45,7 @@ from kvferry.protocol.pool_messages import (
     Free,
     Freed,
     LendPool,
+    LentArrays,
     PoolAttached,
     PoolCreated,
     PoolDeleted,
@@ -52,7 +53,7 @@ from kvferry.protocol.pool_messages import (
 )
 from kvferry.protocol.requests import ReplyBody
 from kvferry.protocol.session_messages import PoolStatus, RegionFollows, ShareFollows
-from kvferry.protocol.shares import Share
+from kvferry.protocol.shares import Share, TorchShare
 
 SWEEP_S: Final = 0.05
 CARD_GRACE_S: Final = 0.05
@@ -213,8 +214,7 @@ class PoolService:
         if key in self._creations or key in self._pools:
             raise PoolExistsError(f"pool {body.pool!r} exists", field="pool")
         manifest = manifest_of(body.spec)
-        stretches = stretches_of(manifest, [(one.component, one.role, one.layer) for one in body.arrays])
-        lent = [LentPart(share, *stretch) for share, stretch in zip(shares, stretches, strict=True)]
+        lent = _lent_parts(manifest, body.arrays, shares)
         self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id)
         self._fetch(key, self._device_executor, self._devices.borrow, body.device, lent, manifest.region_bytes)
         return None
@@ -367,6 +367,19 @@ class PoolService:
 def _release(pool: Pool, session_id: int) -> None:
     for allocator in pool.allocators.values():
         allocator.release_owner(session_id)
+
+
+def _lent_parts(manifest: Manifest, said: Sequence[LentArrays], shares: Sequence[Share]) -> list[LentPart]:
+    """Return what is lent, once what is said of it is what the manifest needs. What is there the driver will say."""
+    arrays = arrays_of(manifest, [(one.component, one.role, one.layer) for one in said])
+    parts = []
+    for array, one, share in zip(arrays, said, shares, strict=True):
+        check_form(array, one.shape, one.strides, one.dtype)
+        if not isinstance(share, TorchShare):  # memory by its driver handle could be a pool of ours
+            raise InvalidFieldError(f"{array.name} is lent by {share!r}, not as a tensor", field=f"{array.name}.share")
+        check_storage(array, share.offset_bytes, share.storage_bytes)
+        parts.append(LentPart(array, share))
+    return parts
 
 
 def _at_once(call: Call, point: EventPoint | None, handle: Handler) -> Answer | None:

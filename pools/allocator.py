@@ -80,6 +80,14 @@ class PageAllocator:
         counts = np.bincount(self._owner)
         return {int(owner): int(counts[owner]) for owner in np.flatnonzero(counts) if owner != NOBODY}
 
+    def pages_of(self, owner: int) -> PageIds:
+        """Return the pages of an owner, ascending."""
+        return np.flatnonzero(self._owner == owner)
+
+    def is_busy(self, ids: PageIds) -> bool:
+        """Return whether one of these pages has a reader or a writer."""
+        return bool(((self._readers[ids] > 0) | self._writing[ids]).any())
+
     def allocate(self, owner: int, count: int) -> PageIds:
         """Give ``count`` free pages to ``owner`` and return their ids, ascending.
 
@@ -110,7 +118,7 @@ class PageAllocator:
 
     def release_owner(self, owner: int) -> FreedPages:
         """Take every page of ``owner`` back; those in flight become doomed."""
-        return self._give_back(np.flatnonzero(self._owner == owner))
+        return self._give_back(self.pages_of(owner))
 
     def check_owned(self, owner: int, ids: PageIds, field: str) -> None:
         """Check that the ids are in range and all owned by ``owner``.

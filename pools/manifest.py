@@ -88,14 +88,25 @@ def key_of(entry: Entry) -> tuple[str, str, int]:
 def layout_digest(entries: Iterable[Entry]) -> str:
     """Return 32 hexadecimal digits over what a page of each entry is.
 
-    Covers component, role, layer, dtype, format and the geometry of a page (its bytes, tokens and heads); leaves out
-    where entries lie, how many pages there are, and how engines view them.
+    Covers component, role, layer, dtype, format and the geometry of a page (its bytes, tokens and heads; the shape of a
+    state's slot); leaves out where entries lie, how many pages there are, and how engines view them.
     """
     pages = sorted(
-        (*key_of(e), e.dtype, e.format, e.page_bytes, e.page_tokens, e.head_start, e.heads, e.total_heads)
+        (
+            *(*key_of(e), e.dtype, e.format, e.page_bytes, e.page_tokens, e.head_start, e.heads, e.total_heads),
+            *(() if slot_shape(e) is None else (slot_shape(e),)),
+        )
         for e in entries
     )
     return hashlib.blake2b(msgspec.json.encode(pages), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def slot_shape(entry: Entry) -> tuple[int, ...] | None:
+    """Return the shape of a page without tokens, a slot: windows by channels are as many bytes as channels by windows.
+
+    None where its bytes and heads say all about a page, or where the shape is not known.
+    """
+    return None if entry.page_tokens is not None or entry.shape is None else entry.shape[1:]
 
 
 def bytes_per_page(manifest: Manifest, space: str | None = None) -> int:

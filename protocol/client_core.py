@@ -51,7 +51,7 @@ class HandOff:
 
     def __repr__(self) -> str:
         """Show how far it is."""
-        return f"<HandOff {self.key.side} {self.key.request_id[:8]} {self.state}>"
+        return f"<HandOff {self.key.side} {self.key.request_id} {self.state}>"
 
     @property
     def state(self) -> Literal["sent", "open", "refused", "finished", "settled"]:
@@ -221,6 +221,7 @@ class ClientCore:
 
     def _hand_off_answered(self, hand_off: HandOff, reply: ReplyArrived) -> HandOffChanged:
         if reply.error is not None:
+            reply.error.request_id = hand_off.key.request_id  # BUSY does not say it
             hand_off.refused = hand_off.refused or reply.error
             if hand_off.is_settled and self._hand_offs.get(hand_off.key) is hand_off:
                 del self._hand_offs[hand_off.key]

@@ -41,6 +41,7 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- CancelledError            CANCELLED            cancelled by its own side
     |   +-- UnknownTablesError        UNKNOWN_TABLES       no graph tables of that name in this session
     |   +-- TablesExistError          TABLES_EXIST         the session has graph tables of that name
+    |   +-- TorchMissingError         TORCH_MISSING        a tensor without torch, or an older one than its dtype
     |   +-- ConfigError               CONFIG               the daemon's configuration is wrong
     |   +-- UnknownSnapshotError      UNKNOWN_SNAPSHOT     no snapshot of that name for this tenant
     |   +-- UnknownLeaseError         UNKNOWN_LEASE        no lease of that number in this session
@@ -76,6 +77,7 @@ from kvferry.protocol.device_errors import (
     PoolLostError,
     TablesBusyError,
     TablesExistError,
+    TorchMissingError,
     UnknownTablesError,
 )
 from kvferry.protocol.error_base import BusyError, CallerError, DaemonError, KvferryError, PeerError
@@ -162,6 +164,7 @@ __all__ = [
     "TablesExistError",
     "TierOffError",
     "TooLargeError",
+    "TorchMissingError",
     "TransferFailedError",
     "UncoveredEntryError",
     "UnexpectedSourceError",
@@ -377,4 +380,5 @@ def raised(info: ErrorInfo) -> KvferryError:
     """Return the exception that ``info`` describes, of its own class where the code is known."""
     error = KvferryError.by_code.get(info.code, InternalError)(info.detail, field=info.field)
     error.code, error.retryable, error.remedy = info.code, info.retryable, info.remedy or error.remedy
+    error.request_id = info.request_id
     return error

@@ -7,6 +7,7 @@ CANN is installed. The host's run leaves out ``tests/npu``.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -27,26 +28,25 @@ IN_CI: Final = os.environ.get("CI") == "true"
 
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
-for profile in ("dev", "ci"):  # on a card every example costs more
-    on_card = hypothesis.settings(hypothesis.settings.get_profile(profile), max_examples=10)
-    hypothesis.settings.register_profile(f"{profile}-on-card", on_card)
-PROFILE: Final = "ci" if IN_CI else "dev"
-hypothesis.settings.load_profile(PROFILE)
+hypothesis.settings.load_profile("ci" if IN_CI else "dev")
 
 CARD_FOLDERS: Final = tuple(Path(__file__).with_name(name) for name in ("npu", "cann_simulator"))
 simulated_host = pytest.StashKey[SimulatedHost | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--device``."""
+    """Add ``--device`` and ``--full``."""
     parser.addoption("--device", default=HOST, help="where pools' memory is: host, npu:0, cuda:0")
+    parser.addoption("--full", action="store_true", help="let property tests try four times as many examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fix the device, before any test's module is imported."""
-    DEVICE.name = config.getoption("--device")
-    if DEVICE.name != HOST:
-        hypothesis.settings.load_profile(f"{PROFILE}-on-card")
+    """Fix the device and how much is tried, before any test's module is imported."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background; what tests start would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    DEVICE.name, DEVICE.full = config.getoption("--device"), config.getoption("--full")
+    hypothesis.settings.register_profile("run", DEVICE.examples(100))
+    hypothesis.settings.load_profile("run")
     config.stash[simulated_host] = SimulatedHost.start() if DEVICE.name.startswith("npu:") else None
 
 

@@ -11,12 +11,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import pytest
 
 START_S = 30.0
 END_S = 30.0
+COMMAND: Final = (sys.executable, "-P", "-m", "kvferry.daemon")
+"""What ``kvferry daemon`` becomes: it saves the time to import the command line."""
 
 
 class DaemonProcess(NamedTuple):
@@ -43,6 +45,7 @@ def running_daemon(
     config: str = "",
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
+    command: Sequence[str] = COMMAND,
 ) -> Iterator[DaemonProcess]:
     """Run a daemon with this TOML configuration; on leaving it must end with status 0, unless it was killed.
 
@@ -51,14 +54,15 @@ def running_daemon(
         config: the configuration file's text.
         environment: added to this process's.
         prefix: a command that runs the daemon's, in another network namespace say.
+        command: the daemon's, where another environment's is meant.
     """
     log = tmp_path / "daemon.log"
     file = tmp_path / "daemon.toml"
     file.write_text(config)
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         runtime_dir = Path(folder) / "run"
-        command = ["daemon", "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
-        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {}, prefix)
+        whole = [*prefix, *command, "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
+        process = start_and_wait_until_ready(whole, Path(folder) / "notify", log, environment or {})
         daemon = DaemonProcess(runtime_dir, process, log)
         try:
             yield daemon
@@ -68,17 +72,14 @@ def running_daemon(
 
 
 def start_and_wait_until_ready(
-    arguments: Sequence[str], notify: Path, log: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()
+    command: Sequence[str], notify: Path, log: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start ``kvferry`` and return once it says READY, as a service manager would wait."""
+    """Start a daemon and return once it says READY, as a service manager would wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, log.open("wb") as output:
         notifications.bind(os.fspath(notify))
         notifications.settimeout(START_S)
-        process = subprocess.Popen(
-            [*prefix, sys.executable, "-P", "-m", "kvferry.clients.cli.main", *arguments],
-            env={**os.environ, **environment, "NOTIFY_SOCKET": os.fspath(notify)},
-            stderr=output,
-        )
+        variables = {**os.environ, **environment, "NOTIFY_SOCKET": os.fspath(notify)}
+        process = subprocess.Popen(command, env=variables, stderr=output)
         try:
             said = notifications.recv(4096)
         except TimeoutError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import gc
 import weakref
-from typing import Final
+from typing import Any, Final
 
 import hypothesis
 
@@ -21,6 +21,9 @@ from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.devices.vendor import Mapped
 from kvferry.protocol.ids import HOST
 
+FRACTION: Final = 4
+CARD_FRACTION: Final = 10  # on a card every example costs more
+
 MANY_BYTES: Final = 1 << 30
 """With so much of the card in use, what cannot be reached any more is looked for."""
 
@@ -30,12 +33,14 @@ class TestDevice:
 
     Attributes:
         name: ``host``, ``npu:0`` or ``cuda:0``.
+        full: whether property tests try all the examples that they ask for.
     """
 
     __test__ = False
 
     def __init__(self) -> None:
         self.name = HOST
+        self.full = False
         self._accelerator: Accelerator | None = None
         self._stagings: StagingPool | None = None
         self._unreachable: collections.deque[Mapped] = collections.deque()
@@ -79,9 +84,10 @@ class TestDevice:
         released.append(weakref.finalize(region, self._unreachable.append, mapped))
         return region
 
-    def examples(self, count: int) -> hypothesis.settings:
-        """Return settings for a property test: so many examples on the host, a tenth of them on a card."""
-        return hypothesis.settings(max_examples=count if self.name == HOST else max(1, count // 10))
+    def examples(self, count: int, **others: Any) -> hypothesis.settings:  # noqa: ANN401  hypothesis's own
+        """Return settings for a property test: so many examples in a full run, a quarter else; on a card a tenth."""
+        part = (1 if self.full else FRACTION) * (1 if self.name == HOST else CARD_FRACTION)
+        return hypothesis.settings(max_examples=max(2, count // part), **others)
 
     def synchronize(self) -> None:
         """Wait for what torch was told to do on the device; nothing on the host."""

@@ -81,7 +81,10 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     yield from table(
         "hand-offs",
         ("request", "side", "pool", "state", "age ms", "pages", "arrived", "waits for"),
-        [(r.request, r.side, r.pool, r.state, r.age_ms, r.pages, r.arrived, r.waits_for) for r in report.rooms],
+        [
+            (r.request_id or r.request, r.side, r.pool, r.state, r.age_ms, r.pages, r.arrived, r.waits_for)
+            for r in report.rooms
+        ],
     )
     if report.devices:
         of_device = ("device", "GiB", "free GiB", "pools GiB", "state")

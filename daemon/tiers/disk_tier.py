@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -43,9 +43,16 @@ class DiskTier:
     """See above. For the control loop, but for its two threads: one writes, one reads."""
 
     def __init__(
-        self, config: DiskTierConfig, policy: str, host: HostTier, scheduler: Scheduler, counters: Counters
+        self,
+        config: DiskTierConfig,
+        policy: str,
+        host: HostTier,
+        scheduler: Scheduler,
+        counters: Counters,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Lock the folder.
+        """Lock the folder. ``clock`` says for how long nothing is written after a failure.
 
         Raises:
             ConfigError: the path is missing, not writable, or another daemon's.
@@ -55,6 +62,7 @@ class DiskTier:
         self._host = host
         self._scheduler = scheduler
         self._counters = counters
+        self._clock = clock
         self._store = DiskStore(Path(config.path), config.fsync)
         self._policy: EvictionPolicy[CachedBlock] = make_policy(policy)
         self._sizes: dict[CachedBlock, int] = {}
@@ -149,7 +157,7 @@ class DiskTier:
             while self._waiting:
                 block = self._waiting.popleft()
                 self._queued.discard(block)
-                if time.monotonic() < self._resting_until:
+                if self._clock() < self._resting_until:
                     self._counters.add("tiers.disk.skipped_blocks")
                 elif block.state is BlockState.READY and block.in_host and not block.on_disk:
                     try:
@@ -294,7 +302,7 @@ class DiskTier:
         """Rest for a while; say so once, not for every block."""
         full = isinstance(error, DiskFullError)
         self._counters.add("tiers.disk.full" if full else "tiers.disk.failed")
-        self._resting_until = time.monotonic() + REST_S
+        self._resting_until = self._clock() + REST_S
         if not self._failure:
             log.warning(
                 "the disk tier rests: cached blocks are kept in memory only",

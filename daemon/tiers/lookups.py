@@ -66,6 +66,11 @@ class Lookups:
         """Show how many leases there are."""
         return f"<Lookups leases={sum(map(len, self._leases.values()))}>"
 
+    @property
+    def under_way(self) -> int:
+        """Return how many wait for lower tiers."""
+        return len(self._background)
+
     def lease(self, call: Call, number: int) -> Lease:
         """Return a lease of the session.
 

@@ -42,7 +42,17 @@ class LowerTiers:
 
     def __repr__(self) -> str:
         """Show what comes up."""
-        return f"<LowerTiers {self._disk!r} {self._remote!r} coming={len(self._coming)}>"
+        return f"<LowerTiers {self._disk!r} {self._remote!r} coming={self.coming} leaving={self.leaving}>"
+
+    @property
+    def coming(self) -> int:
+        """Return how many blocks come up."""
+        return len(self._coming)
+
+    @property
+    def leaving(self) -> int:
+        """Return how many removals from the remote tier are under way."""
+        return len(self._leaving)
 
     async def start(self) -> None:
         """Begin to work."""

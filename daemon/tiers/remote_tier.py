@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final
 
 import structlog
@@ -40,8 +40,16 @@ class RemoteTier:
     """See above. For the control loop; checksums are computed on a thread."""
 
     def __init__(
-        self, store: RemoteStore, host: HostTier, scheduler: Scheduler, counters: Counters, *, shared: bool
+        self,
+        store: RemoteStore,
+        host: HostTier,
+        scheduler: Scheduler,
+        counters: Counters,
+        *,
+        shared: bool,
+        hasher: Executor | None = None,
     ) -> None:
+        """``hasher`` computes the checksums, a thread by default; it ends with the tier."""
         self._store = store
         self._host = host
         self._scheduler = scheduler
@@ -51,12 +59,17 @@ class RemoteTier:
         self._queued: set[CachedBlock] = set()
         self._known: deque[CachedBlock] = deque()
         self._wanted = asyncio.Event()
-        self._hasher = ThreadPoolExecutor(1, "remote-hash")
+        self._hasher = hasher or ThreadPoolExecutor(1, "remote-hash")
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         """Show the store and what waits."""
-        return f"<RemoteTier {self._store!r} waiting={len(self._waiting)}>"
+        return f"<RemoteTier {self._store!r} waiting={self.waiting}>"
+
+    @property
+    def waiting(self) -> int:
+        """Return how many blocks wait to be put."""
+        return len(self._waiting)
 
     @property
     def available(self) -> bool:

@@ -54,7 +54,9 @@ class MooncakeEngine:
         *,
         create: CreateEngine = mooncake_native.create,
         destroy: DestroyEngine = mooncake_native.destroy,
+        worker: ThreadPoolExecutor | None = None,
     ) -> None:
+        """``worker`` has one thread, a new one by default; it ends with the engine."""
         self.settings: Final = settings
         self.session_name = ""
         self._create, self._destroy = create, destroy
@@ -71,7 +73,7 @@ class MooncakeEngine:
         self._write_ids = itertools.count(1)
         self._poll_timer: asyncio.TimerHandle | None = None
         self._progress_s = 0.0  # when a write was submitted or ended last
-        self._worker = ThreadPoolExecutor(1, "mooncake")
+        self._worker = worker or ThreadPoolExecutor(1, "mooncake")
         self._exclusive = asyncio.Lock()  # a life's steps, one at a time
 
     def __repr__(self) -> str:
@@ -167,14 +169,30 @@ class MooncakeEngine:
             local_address=local_address,
             remote_address=remote_address,
             size_bytes=size_bytes,
+            timeout_s=timeout_s,
             on_done=on_done,
             on_late=on_late,
         )
-        write.timer = asyncio.get_running_loop().call_later(timeout_s, self._deadline, write, timeout_s)
+        write.timer = asyncio.get_running_loop().call_later(timeout_s, self.expire, write.write_id)
         self._writes[write.write_id] = write
         self._peers.setdefault(session_name, Peer()).waiting.append(write)
         self._pump()
         return write.write_id
+
+    def expire(self, write_id: int) -> None:
+        """Do what a write's deadline does: end it where it has not begun, else tell ``on_late``; nothing once over."""
+        write = self._writes.get(write_id)
+        if write is None:
+            return
+        write.timer = None
+        write.withdrawn = True
+        if not write.begun:
+            self._finish(
+                write, WriteFailedError(f"{write} did not begin within {write.timeout_s:g} s", may_still_land=False)
+            )
+            self._pump()
+        elif write.on_late is not None:
+            write.on_late(write_id)
 
     async def rebuild(self) -> str:
         """Destroy the engine and make another, with the same memory registered: nothing old lands afterwards.
@@ -378,16 +396,6 @@ class MooncakeEngine:
             self._finish(write, error)
         self._poll_soon()
         self._pump()
-
-    def _deadline(self, write: Write, timeout_s: float) -> None:
-        write.timer = None
-        write.withdrawn = True
-        if not write.begun:
-            detail = f"{write} did not begin within {timeout_s:g} s"
-            self._finish(write, WriteFailedError(detail, may_still_land=False))
-            self._pump()
-        elif write.on_late is not None:
-            write.on_late(write.write_id)
 
     def _finish(self, write: Write, error: KvferryError | None) -> None:
         """Report the end, once; the callback runs by itself, so that it may write again."""

@@ -42,6 +42,7 @@ class Write:
     local_address: int
     remote_address: int
     size_bytes: int
+    timeout_s: float
     on_done: OnWriteDone
     on_late: OnWriteLate | None
     timer: asyncio.TimerHandle | None = None

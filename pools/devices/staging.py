@@ -81,6 +81,10 @@ class StagingPool:
         self._free: list[Staging] = []
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        """Return how many stagings are here, lent to nobody."""
+        return len(self._free)
+
     @contextmanager
     def take(self, size_bytes: int, parts: Sequence[Cells]) -> Iterator[Staging]:
         """Lend a staging for a copy of these cells, which ends in here."""

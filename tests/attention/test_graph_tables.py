@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -25,6 +24,7 @@ from kvferry.protocol.errors import (
     TableOverflowError,
     WindowMismatchError,
 )
+from tests.devices import DEVICE
 
 PAGES, WINDOW_PAGES, WINDOW = 14, 9, 6
 
@@ -467,7 +467,7 @@ class WindowStepsAllRowsAtOnce(WindowSteps):
     few = -1
 
 
-ENOUGH = settings(stateful_step_count=20, max_examples=40)
+ENOUGH = DEVICE.examples(40, stateful_step_count=20)
 TestSteps = Steps.TestCase
 TestSteps.settings = ENOUGH
 TestStepsAllRowsAtOnce = StepsAllRowsAtOnce.TestCase

@@ -39,7 +39,7 @@ ALL: Final = (1 << 64) - 1  # faults until they are cleared
 _MAX_DEVICES: Final = 16
 _MAX_RULES: Final = 16
 _MAX_PROCESSES: Final = 64
-_FIELDS: Final = {
+FIELDS: Final = {
     "magic": 1,
     "devices": 1,
     "memory_bytes": _MAX_DEVICES,
@@ -118,7 +118,7 @@ class Simulator:
         self._strings = {"DRIVER": driver, "CANN": cann, "SOC": soc, "ORDERING": str(int(ordering))}
         self._offsets: dict[str, int] = {}
         size_bytes = 0
-        for name, count in _FIELDS.items():
+        for name, count in FIELDS.items():
             self._offsets[name] = size_bytes
             size_bytes += 8 * count
         with (folder / "control").open("w+b") as file:
@@ -262,7 +262,7 @@ class Simulator:
         return value
 
     def _set(self, name: str, value: int, index: int = 0) -> None:
-        if not 0 <= index < _FIELDS[name]:
+        if not 0 <= index < FIELDS[name]:
             raise ValueError(f"{name}: there is no number {index}")
         _WORD.pack_into(self._control, self._offsets[name] + 8 * index, value)
 

@@ -44,7 +44,7 @@ def test_the_control_file_has_one_layout() -> None:
     header = (build.SOURCES / "shared_state.h").read_text()
     body = header.split("struct Control {")[1].split("};")[0]
     names = re.findall(r"(?:std::atomic<uint64_t>|StreamRule|ProcessTasks) (\w+)", body)
-    assert names == list(simulator._FIELDS)  # noqa: SLF001 - the layout is private to the two
+    assert names == list(simulator.FIELDS)
 
 
 @pytest.mark.usefixtures("_libraries")

@@ -158,7 +158,7 @@ class Sides:
 
     def states(self, request_id: str) -> list[str]:
         """Return the states of the request's live sides."""
-        return [one.state for one in self.decode.status().rooms if one.request == request_id[:8]]
+        return [one.state for one in self.decode.status().rooms if one.request_id == request_id]
 
 
 @pytest.fixture
@@ -177,9 +177,7 @@ def test_a_hand_off_ends_with_its_last_step(sides: Sides, spec: MhaSpec) -> None
         sides.send(request_id, steps)
         room = sides.receive(request_id)
         ring.record(steps[0])
-        (waiting,) = [
-            one for one in sides.decode.status().rooms if one.request == request_id[:8] and one.side == "send"
-        ]
+        (waiting,) = [one for one in sides.decode.status().rooms if one.request_id == request_id and one.side == "send"]
         assert waiting.state == "open"
         ring.record(steps[1])
         done = sides.decode.wait_finished(room)
@@ -260,14 +258,14 @@ def test_wild_counters_start_nothing(sides: Sides, spec: MhaSpec, wild: int) -> 
     request_id = new_request_id()
     with sides.prefill.open_events() as ring:
         step = ring.step(spec.first_layer, spec.layers)
-        ring._counters[:] = wild  # noqa: SLF001  an engine that writes what it likes
-        os.eventfd_write(ring._eventfd, 1)  # noqa: SLF001
+        ring.counters[:] = wild
+        os.eventfd_write(ring.fileno(), 1)
         sides.send(request_id, (step,))
         room = sides.receive(request_id)
-        os.eventfd_write(ring._eventfd, 1)  # noqa: SLF001
+        os.eventfd_write(ring.fileno(), 1)
         assert sides.states(request_id) == ["open", "open"]
-        ring._counters[:] = (1 << 63) - 1  # noqa: SLF001
-        os.eventfd_write(ring._eventfd, 1)  # noqa: SLF001
+        ring.counters[:] = (1 << 63) - 1
+        os.eventfd_write(ring.fileno(), 1)
         assert sides.decode.wait_finished(room).error is None
 
 
@@ -292,7 +290,7 @@ def test_a_session_that_dies_after_its_last_store_has_sent_all(sides: Sides, spe
     step = ring.step(spec.first_layer, spec.layers)
     sides.send(request_id, (step,))
     room = sides.receive(request_id)
-    ring._counters[step.event] = step.value  # noqa: SLF001  it dies before the wake-up
+    ring.counters[step.event] = step.value  # it dies before the wake-up
     sides.prefill.close()
     assert sides.decode.wait_finished(room).error is None
     ring.close()

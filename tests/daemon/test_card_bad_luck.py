@@ -21,6 +21,7 @@ from kvferry.protocol.pool_messages import LentArrays
 from kvferry.protocol.session_messages import ShareFollows
 from kvferry.protocol.shares import TorchShare
 from tests.daemons import DaemonProcess, running_daemon
+from tests.raw_engine import raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 SHARE = TorchShare(
@@ -74,17 +75,18 @@ def test_requests_whose_deadline_has_passed_make_room_for_others(client: Client)
     assert client.wait(held).freed == 1
 
 
-def test_all_that_an_engine_said_before_a_message_is_taken(client: Client) -> None:
+def test_all_that_an_engine_said_before_a_message_is_taken(daemon: DaemonProcess) -> None:
     count = 200  # far more than is read at a time
     arrays = tuple(LentArrays(component="main", role="k", layer=number) for number in range(count))
 
     def said(message_id: int) -> list[ShareFollows]:
         return [ShareFollows(message_id=message_id, shares=(SHARE,)) for _ in range(count)]
 
-    for _ in range(5):
-        with pytest.raises(KvferryError) as refused:
-            client._round_trip(operations.lend_pool("lent", SPEC, "npu:0", arrays), said=said)  # noqa: SLF001  what no client says
-        assert "shares came" not in refused.value.detail
+    with raw_engine(daemon.runtime_dir) as engine:
+        for _ in range(5):
+            with pytest.raises(KvferryError) as refused:
+                engine.call(operations.lend_pool("lent", SPEC, "npu:0", arrays), said)
+            assert "shares came" not in refused.value.detail
 
 
 def test_tables_have_a_bound(client: Client) -> None:

@@ -29,7 +29,7 @@ PATIENCE_S = 20.0
 
 @pytest.fixture(autouse=True, scope="module")
 def _started() -> None:
-    """Do what blocks and comes before the loop: see ``kvferry.daemon.__main__``."""
+    """Do what blocks and comes before the loop: see ``kvferry.daemon.command``."""
     configure_logs(CONFIG.logging)
     daemon_version()
 

@@ -7,7 +7,7 @@ import contextlib
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -32,7 +32,7 @@ PATIENCE_S: Final = 20.0
 
 @pytest.fixture(autouse=True, scope="module")
 def _started() -> None:
-    """Do what blocks and comes before the loop: see ``kvferry.daemon.__main__``."""
+    """Do what blocks and comes before the loop: see ``kvferry.daemon.command``."""
     configure_logs(CONFIG.logging)
     daemon_version()
 
@@ -40,6 +40,32 @@ def _started() -> None:
 @pytest.fixture(autouse=True)
 def _no_blocking_calls() -> None:
     """Let the daemon block where it ends: it waits for its own threads."""
+
+
+class Made(NamedTuple):
+    """What daemons of this process have made."""
+
+    schedulers: list[Scheduler]
+    books: list[PeerBook]
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Return the schedulers and the books of other daemons that the test's daemons make."""
+    found = Made([], [])
+    scheduler, book = Scheduler.__init__, PeerBook.__init__
+
+    def note_scheduler(self: Scheduler, *arguments: Any, **named: Any) -> None:  # noqa: ANN401
+        scheduler(self, *arguments, **named)
+        found.schedulers.append(self)
+
+    def note_book(self: PeerBook, *arguments: Any, **named: Any) -> None:  # noqa: ANN401
+        book(self, *arguments, **named)
+        found.books.append(self)
+
+    monkeypatch.setattr(Scheduler, "__init__", note_scheduler)
+    monkeypatch.setattr(PeerBook, "__init__", note_book)
+    return found
 
 
 @pytest.fixture
@@ -67,7 +93,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Daemon, AsyncClient, Path]]:
+async def serving() -> AsyncIterator[tuple[AsyncClient, Path]]:
     """Run a daemon on the test's loop, with a client that has a pool."""
     stopping, manager = asyncio.Event(), RecordingServiceManager()
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder, RuntimeDirectory(Path(folder) / "run") as at:
@@ -76,34 +102,35 @@ async def serving() -> AsyncIterator[tuple[Daemon, AsyncClient, Path]]:
         await manager.is_ready.wait()
         async with asyncio.timeout(PATIENCE_S), await AsyncClient.connect(at.path) as one:
             await one.create_pool("pool", SPEC)
-            yield daemon, one, at.path
+            yield one, at.path
         stopping.set()
         async with asyncio.timeout(PATIENCE_S):
             await ends
 
 
-def under_way(daemon: Daemon) -> int:
+def under_way(made: Made) -> int:
     """Return how many pieces the daemon's background work gives way to."""
-    return daemon._tiers.scheduler.hand_offs  # noqa: SLF001  nothing else shows it
+    [scheduler] = made.schedulers
+    return scheduler.hand_offs
 
 
-async def test_the_scheduler_knows_a_piece_from_before_its_copy_until_after_it(heard: list[str]) -> None:
-    async with serving() as (daemon, client, _):
+async def test_the_scheduler_knows_a_piece_from_before_its_copy_until_after_it(heard: list[str], made: Made) -> None:
+    async with serving() as (client, _):
         for _ in range(2):
             request_id = new_request_id()
             receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
             await client.ping()
-            assert under_way(daemon) == 0, "a room that waits for its source holds nothing up"
+            assert under_way(made) == 0, "a room that waits for its source holds nothing up"
             sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
             for one in (receiving, sending):
                 await client.settled(one)
             assert heard == ["began", "copy", "ended"]
-            assert under_way(daemon) == 0
+            assert under_way(made) == 0
             heard.clear()
 
 
-async def test_each_of_several_pieces_counts(heard: list[str]) -> None:
-    async with serving() as (daemon, client, _):
+async def test_each_of_several_pieces_counts(heard: list[str], made: Made) -> None:
+    async with serving() as (client, _):
         request_id = new_request_id()
         for name in ("one", "other"):
             await client.create_pool(name, SPEC)
@@ -113,12 +140,12 @@ async def test_each_of_several_pieces_counts(heard: list[str]) -> None:
         for one in (*rooms, sending):
             await client.settled(one)
         assert (heard.count("began"), heard.count("copy"), heard.count("ended")) == (2, 2, 2)
-        assert under_way(daemon) == 0
+        assert under_way(made) == 0
 
 
 @pytest.mark.parametrize("begins", [False, True])
 async def test_a_piece_whose_transport_raises_does_not_count_for_ever(
-    heard: list[str], monkeypatch: pytest.MonkeyPatch, *, begins: bool
+    heard: list[str], made: Made, monkeypatch: pytest.MonkeyPatch, *, begins: bool
 ) -> None:
     start = LocalTransport.start
 
@@ -128,7 +155,7 @@ async def test_a_piece_whose_transport_raises_does_not_count_for_ever(
         raise RuntimeError("a bug of the transport")
 
     monkeypatch.setattr(LocalTransport, "start", fails)
-    async with serving() as (daemon, client, _):
+    async with serving() as (client, _):
         request_id = new_request_id()
         receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
         sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
@@ -139,16 +166,16 @@ async def test_a_piece_whose_transport_raises_does_not_count_for_ever(
         while begins and "rooms.pieces_over" not in (await client.status()).counters:
             await client.ping()
         assert [one for one in heard if one != "copy"] == ["began", "ended"]
-        assert under_way(daemon) == 0
+        assert under_way(made) == 0
 
 
-async def test_the_book_of_other_daemons_tells_the_same_scheduler(heard: list[str]) -> None:
-    async with serving() as (daemon, _, _):
-        book: PeerBook = daemon._rooms.book.peers  # noqa: SLF001  only a real fabric writes to another daemon
+async def test_the_book_of_other_daemons_tells_the_same_scheduler(heard: list[str], made: Made) -> None:
+    async with serving():
+        [book] = made.books  # only a real fabric writes to another daemon
         book.on_sending(True)  # noqa: FBT003  as PeerBook calls it
-        assert (heard, under_way(daemon)) == (["began"], 1)
+        assert (heard, under_way(made)) == (["began"], 1)
         book.on_sending(False)  # noqa: FBT003
-        assert (heard, under_way(daemon)) == (["began", "ended"], 0)
+        assert (heard, under_way(made)) == (["began", "ended"], 0)
 
 
 @pytest.mark.parametrize("way", ["ipc", "tcp"])

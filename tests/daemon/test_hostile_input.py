@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvferry.clients import Client
@@ -23,6 +23,8 @@ from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.requests import ErrorReply
 from kvferry.protocol.session_messages import Ping
 from tests.daemons import DaemonProcess, running_daemon
+from tests.devices import DEVICE
+from tests.raw_engine import raw_engine
 
 REPLY_MS = 10_000
 MUCH_MEMORY = 256 << 20
@@ -120,7 +122,7 @@ def test_what_is_wrong_is_refused_by_number(dealer: zmq.Socket[bytes], frames: l
     assert code_of(dealer.recv_multipart()) == (7, code)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@DEVICE.examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frames=st.lists(st.binary(max_size=300), min_size=1, max_size=6))
 def test_any_bytes_get_one_answer(dealer: zmq.Socket[bytes], frames: list[bytes]) -> None:
     dealer.send_multipart(frames)
@@ -175,14 +177,12 @@ def test_many_connections_that_say_nothing(daemon: DaemonProcess) -> None:
 
 
 def test_bytes_after_the_opening_end_the_session(daemon: DaemonProcess) -> None:
-    client = Client.connect(daemon.runtime_dir)
-    channel = client._channel  # noqa: SLF001  what no client does
-    assert channel is not None
-    channel.socket.sendall(b"more")
-    channel.socket.setblocking(True)  # noqa: FBT003  socket's own signature
-    channel.socket.settimeout(REPLY_MS / 1000)
-    assert channel.socket.recv(10) == b""
-    client.close()
+    with raw_engine(daemon.runtime_dir) as engine:
+        channel = engine.channel.socket
+        channel.sendall(b"more")
+        channel.setblocking(True)  # noqa: FBT003  socket's own signature
+        channel.settimeout(REPLY_MS / 1000)
+        assert channel.recv(10) == b""
 
 
 def _connected(path: Path) -> socket.socket:

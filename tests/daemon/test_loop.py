@@ -68,7 +68,7 @@ async def serving() -> AsyncIterator[tuple[Path, RecordingServiceManager, asynci
 
 @pytest.fixture(autouse=True, scope="module")
 def _started() -> None:
-    """Do what blocks and comes before the loop: see ``kvferry.daemon.__main__``."""
+    """Do what blocks and comes before the loop: see ``kvferry.daemon.command``."""
     configure_logs(CONFIG.logging)
     daemon_version()
 

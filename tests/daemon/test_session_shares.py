@@ -21,6 +21,7 @@ from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame, u
 from kvferry.protocol.shares import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents, TorchShare, VmmShare
 from kvferry.protocol.table_messages import TablesFollow
 from tests.daemons import DaemonProcess, running_daemon
+from tests.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 WAIT_S = 20.0
@@ -35,6 +36,10 @@ SHARE = TorchShare(
     event_sync=False,
 )
 DRIVER_HANDLE = 0x5EC12E7C0DE
+ARRAYS = tuple(
+    LentArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
+    for role in ("k", "v")
+)
 
 
 @pytest.fixture(scope="module")
@@ -125,21 +130,20 @@ def test_a_share_that_makes_no_sense_is_refused_without_its_handle(frame: dict[s
 
 @pytest.mark.parametrize("given", [0, 1, 3])
 def test_as_many_shares_as_arrays(daemon: DaemonProcess, given: int) -> None:
-    arrays = (LentArrays(component="main", role="k"), LentArrays(component="main", role="v"))
-    with Client.connect(daemon.runtime_dir) as client:
+    with raw_engine(daemon.runtime_dir) as engine:
         frames = [ShareFollows(message_id=0, shares=(SHARE,) * given)]
         with pytest.raises(InvalidFieldError, match=f"{given} shares came over the session socket") as refused:
-            lend(client, arrays, frames)
+            lend(engine, ARRAYS, frames)
         assert refused.value.field == "arrays"
 
 
-def lend(client: Client, arrays: tuple[LentArrays, ...], frames: list[ShareFollows]) -> None:
+def lend(engine: RawEngine, arrays: tuple[LentArrays, ...], frames: list[ShareFollows]) -> None:
     """LEND_POOL, with these shares said before."""
 
     def said(message_id: int) -> list[ShareFollows]:
         return [msgspec.structs.replace(one, message_id=message_id) for one in frames]
 
-    client._round_trip(operations.lend_pool("lent", SPEC, "npu:0", arrays), said=said)  # noqa: SLF001  what no client says
+    engine.call(operations.lend_pool("lent", SPEC, "npu:0", arrays), said)
 
 
 # -- handles are secrets
@@ -164,12 +168,11 @@ def test_no_text_form_shows_a_handle() -> None:
 
 def test_no_log_shows_a_handle(tmp_path: Path) -> None:
     with running_daemon(tmp_path, '[logging]\nlevel = "debug"\n') as daemon:
-        arrays = (LentArrays(component="main", role="k"), LentArrays(component="main", role="v"))
         vmm = VmmShare(handle=DRIVER_HANDLE, size_bytes=2 << 20)
-        with Client.connect(daemon.runtime_dir) as client:
+        with raw_engine(daemon.runtime_dir) as engine:
             for shares in ((SHARE, SHARE), (vmm, vmm), (vmm,)):
                 with pytest.raises(KvferryError) as refused:
-                    lend(client, arrays, [ShareFollows(message_id=0, shares=shares)])
+                    lend(engine, ARRAYS, [ShareFollows(message_id=0, shares=shares)])
                 assert SECRET.decode() not in str(refused.value)
                 assert str(DRIVER_HANDLE) not in str(refused.value)
         with session(daemon) as rude:

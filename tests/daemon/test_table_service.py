@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -151,6 +151,33 @@ def test_they_are_on_the_pools_device_and_empty(tables: Tables, device: str) -> 
     assert tables.block_tables.device == tables.seq_lens.device == where
     assert contents(tables) == expected([], [])
     assert tables.host_lengths() == HostLengths(sequence=0, lengths=[], replayed_rows=0, extra_tokens=0)
+
+
+@pytest.mark.host_only
+def test_arrays_are_the_tensors_memory(client: Client, tables: Tables) -> None:
+    update(client, tables, [3], rows={0: [7]})
+    block_tables, seq_lens = tables.array("block_tables"), tables.array("seq_lens")
+    assert (block_tables.tolist(), seq_lens.tolist()) == contents(tables) == expected([[7]], [3])
+    assert block_tables.ctypes.data == tables.block_tables.data_ptr()
+    assert seq_lens.ctypes.data == tables.seq_lens.data_ptr()
+    for missing in ("block_tables_swa", "lengths"):
+        with pytest.raises(InvalidFieldError, match=f"no '{missing}'"):
+            tables.array(cast("Any", missing))
+
+
+@pytest.mark.host_only
+def test_the_windows_array_is_its_tensors_memory(client: Client, hybrid: str) -> None:
+    tables = new_tables(client, hybrid, window=WINDOW)
+    update(client, tables, [14], rows={0: [1, 2, 3, 4]}, bound=([3, 4], [5, 6]))
+    window = tables.array("block_tables_swa")
+    assert window[0].tolist() == [0, 0, 5, 6, 0, 0, 0, 0]
+    assert window.shape == (BATCH, COLUMNS)
+
+
+@pytest.mark.card_only
+def test_arrays_of_tables_on_a_card_are_refused(tables: Tables) -> None:
+    with pytest.raises(InvalidFieldError, match="use the tensors"):
+        tables.array("seq_lens")
 
 
 def test_a_name_is_taken_until_the_tables_are_deleted(client: Client, pool: str, tables: Tables) -> None:

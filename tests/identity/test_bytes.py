@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.attention.state_windows import window_of
+from tests.devices import DEVICE
 from tests.identity.models import DRAFTS, MODELS
 from tests.identity.topologies import PAGE_SIZE, TOPOLOGIES, Side, Topology
 from tests.rooms import test_room_oracle as oracle
@@ -81,7 +82,7 @@ def hand_off_of(topology: Topology, seed: int) -> HandOff:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda one: one.name)
-@settings(max_examples=4)
+@DEVICE.examples(4)
 @given(data=st.data())
 def test_every_byte_of_a_topology_arrives_and_no_other_changes(topology: Topology, data: st.DataObject) -> None:
     case = hand_off_of(topology, data.draw(st.integers(0, 99)))

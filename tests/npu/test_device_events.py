@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -111,11 +112,12 @@ def test_an_event_recorded_again_before_it_was_seen_counts_for_both(ring: Ring, 
 def test_after_closing_nothing_is_told(ring: Ring) -> None:
     ring.record(0)
     ring.until(1, 0, 0)
+    watching = [one for one in threading.enumerate() if one.name == "events"]
+    assert watching
     ring.events.close()
-    thread = ring.events._thread  # noqa: SLF001  it must end
-    assert thread is not None
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+    for thread in watching:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
     ring.record(0)
     assert ring.events.reached() == [1, 0, 0]
 

@@ -19,9 +19,13 @@ from kvferry.protocol.session_messages import ShareFollows
 from kvferry.protocol.shares import Share, SharedEvents, TorchShare, VmmShare
 from tests.cann_simulator.simulator import Simulator
 from tests.daemons import DaemonProcess, running_daemon
+from tests.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
-ARRAYS = (LentArrays(component="main", role="k"), LentArrays(component="main", role="v"))
+ARRAYS = tuple(
+    LentArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
+    for role in ("k", "v")
+)
 
 
 @pytest.fixture
@@ -46,15 +50,22 @@ def other(daemon: DaemonProcess) -> Iterator[Client]:
         yield one
 
 
+@pytest.fixture
+def raw(daemon: DaemonProcess) -> Iterator[RawEngine]:
+    """Return an engine that says what no client says."""
+    with raw_engine(daemon.runtime_dir) as one:
+        yield one
+
+
 def made(client: Client) -> Tables:
     """Return tables of a client."""
     return client.create_tables("tables", "pool", max_batch=4, max_context_tokens=64, deadline_s=60)
 
 
-def lend(client: Client, device: str, *shares: Share) -> None:
+def lend(engine: RawEngine, device: str, *shares: Share) -> None:
     """Lend a pool by these shares, whatever they are."""
     operation = operations.lend_pool("lent", SPEC, device, ARRAYS)
-    client._round_trip(operation, said=lambda message_id: [ShareFollows(message_id=message_id, shares=shares)])  # noqa: SLF001  what no client says
+    engine.call(operation, lambda message_id: [ShareFollows(message_id=message_id, shares=shares)])
 
 
 def test_an_engine_that_hangs_holds_up_no_other(
@@ -94,11 +105,10 @@ def test_tables_that_are_given_up_stay_mapped_until_their_copies_are_done(
     made(client)
 
 
-def test_what_is_no_share_costs_nobody_the_card(client: Client, other: Client, device: str) -> None:
-    said = other._round_trip(operations.attach_pool("pool", "", None))[0].message_id  # noqa: SLF001  what no client says
-    assert other._channel is not None  # noqa: SLF001  what no client says
-    other._channel.receive()  # noqa: SLF001  what no client says
-    [real] = other._channel.take_share(said).shares  # noqa: SLF001  what no client says
+def test_what_is_no_share_costs_nobody_the_card(client: Client, raw: RawEngine, device: str) -> None:
+    said, _ = raw.numbered(operations.attach_pool("pool", "", None))
+    raw.channel.receive()
+    [real] = raw.channel.take_share(said).shares
     assert isinstance(real, VmmShare)
     torch_share = TorchShare(
         handle=bytes(64),
@@ -117,13 +127,11 @@ def test_what_is_no_share_costs_nobody_the_card(client: Client, other: Client, d
         torch_share,
     ):
         with pytest.raises(KvferryError) as refused:
-            lend(other, device, share, share)
+            lend(raw, device, share, share)
         assert refused.value.code in {"DEVICE_UNAVAILABLE", "INVALID_FIELD", "OUT_OF_MEMORY"}, refused.value
     events = SharedEvents(handles=(bytes(64), os.urandom(64)))
     with pytest.raises(InvalidFieldError):
-        other._round_trip(  # noqa: SLF001  what no client says
-            operations.open_events(device), said=lambda number: [ShareFollows(message_id=number, events=events)]
-        )
+        raw.call(operations.open_events(device), lambda number: [ShareFollows(message_id=number, events=events)])
     assert client.status().devices[0].state == "ready"
     client.allocate("pool", 2)
 
@@ -136,7 +144,7 @@ def test_a_second_ring_on_a_card_is_refused(client: Client, device: str) -> None
 
 def test_a_lent_tensor_may_begin_at_any_element(client: Client, other: Client, device: str) -> None:
     count = 2 * 5 * 16 * 8
-    k, v = (torch.zeros(count + 1, dtype=torch.float16, device=device)[1:] for _ in range(2))
+    k, v = (torch.zeros(count + 1, dtype=torch.float16, device=device)[1:].view(2, 5, 16, 1, 8) for _ in range(2))
     other.lend_pool("lent", SPEC, {("main", "k"): k, ("main", "v"): v}, device=device)
     with pytest.raises(PoolExistsError):
         client.create_pool("lent", SPEC, device=device)
@@ -147,5 +155,5 @@ def test_a_lent_tensor_may_begin_at_any_element(client: Client, other: Client, d
     received = other.receive("lent", request_id, [pages(np.array([3, 1, 2]))])
     client.send("pool", request_id, [pages(ids)])
     other.wait_finished(received)
-    found = k.view(2, 5, 16, 1, 8)[:, [3, 1, 2]].cpu()
+    found = k[:, [3, 1, 2]].cpu()
     assert torch.equal(found, pool.tensor("main", "k").cpu()[:, ids])

@@ -27,7 +27,7 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.manifests import PoolSpec
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Simulator
-from tests.daemons import DaemonProcess, running_daemon, start_and_wait_until_ready
+from tests.daemons import COMMAND, DaemonProcess, running_daemon, start_and_wait_until_ready
 from tests.devices import DEVICE
 
 MIB = 1 << 20
@@ -279,7 +279,7 @@ def test_an_engine_killed_with_its_pool_lent_fails_its_rooms_only(
 
 def restarted(daemon: DaemonProcess, tmp_path: Path) -> DaemonProcess:
     """Start another daemon in the place of one that was killed."""
-    command = ["daemon", "--config", str(tmp_path / "daemon.toml"), "--runtime-dir", str(daemon.runtime_dir)]
+    command = [*COMMAND, "--config", str(tmp_path / "daemon.toml"), "--runtime-dir", str(daemon.runtime_dir)]
     log = tmp_path / "again.log"
     process = start_and_wait_until_ready(command, daemon.runtime_dir.parent / "again", log, {})
     return DaemonProcess(daemon.runtime_dir, process, log)

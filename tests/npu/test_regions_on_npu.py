@@ -119,7 +119,7 @@ def test_stagings_are_used_again(tiny: StagingPool) -> None:
     got = np.zeros(whole(side), np.uint8)
     for _ in range(5):
         region.gather(side, 0, total_segments(side), got.ctypes.data, copy_one_by_one)
-    assert len(tiny._free) == 1  # noqa: SLF001  what it is for
+    assert len(tiny) == 1
     region.close()
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -20,6 +19,7 @@ from kvferry.protocol.errors import (
     PageOutOfRangeError,
     PoolFullError,
 )
+from tests.devices import DEVICE
 
 PAGES = 9
 OWNERS = st.integers(1, 3)
@@ -172,7 +172,7 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorAgainstModel.TestCase
-TestAllocator.settings = settings(max_examples=60, stateful_step_count=40)
+TestAllocator.settings = DEVICE.examples(60, stateful_step_count=40)
 
 
 def test_only_what_the_owner_has_still_is_taken_back() -> None:

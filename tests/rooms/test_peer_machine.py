@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -416,4 +415,4 @@ class PeerMachine(RuleBasedStateMachine):
 
 
 TestPeers = PeerMachine.TestCase
-TestPeers.settings = settings(DEVICE.examples(60), stateful_step_count=50)
+TestPeers.settings = DEVICE.examples(60, stateful_step_count=50)

@@ -242,12 +242,11 @@ def differing(both: HandOff) -> set[str]:
 def test_an_announcement_that_is_said_again_changes_nothing(both: HandOff) -> None:
     both.greet()
     both.receive()
-    (room,) = both.home.book.sides.rooms.values()
     both.send()
     both.world.deliver_until(both.home, both.source, Announce)
     peer = both.home.links.connect(both.address(both.source))
     assert peer is not None
-    both.home.peers._announce(peer, room)  # noqa: SLF001  as at every new connection
+    both.home.links.on_up(peer)
     both.world.run()
     assert both.told() == (["OK", "settled"], ["OK", "settled"])
     assert both.same_bytes()

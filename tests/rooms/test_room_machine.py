@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -310,4 +309,4 @@ class RoomMachine(RuleBasedStateMachine):
 
 
 TestRooms = RoomMachine.TestCase
-TestRooms.settings = settings(DEVICE.examples(60), stateful_step_count=50)
+TestRooms.settings = DEVICE.examples(60, stateful_step_count=50)

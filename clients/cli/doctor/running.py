@@ -43,7 +43,7 @@ def ask_daemon(host: Host, runtime_dir: Path | None, configured: str | None, tim
             report = client.call(operations.status(), deadline_s=timeout_s, margin_s=0.0)
     except KvferryError as error:
         return Running(directory, error=error)
-    return Running(directory, report, pid=_pid(directory / CONTROL_SOCKET, report.pid, timeout_s))
+    return Running(directory, report, pid=process_behind(directory / CONTROL_SOCKET, report.pid, timeout_s))
 
 
 def check_directory(running: Running) -> Finding:
@@ -137,7 +137,7 @@ def _way_in(directory: Path) -> str:
     return f"usermod -aG {shlex.quote(group)} USER for who is to use it, then a new login"
 
 
-def _pid(control_socket: Path, reported: int, timeout_s: float) -> int:
+def process_behind(control_socket: Path, reported: int, timeout_s: float) -> int:
     """Return the daemon's process as this process would call it: in a container the daemon knows itself by another."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvferry.clients.cli.main import main
 from tests.clients.cli.json_commands import SPEC
+from tests.devices import DEVICE
 from tests.kvferry_command import run_kvferry
 
 ENTRY: Final[dict[str, Any]] = {"component": "main", "role": "k", "layer": 0, "base": 0, "pages": 40, "page_bytes": 64}
@@ -239,7 +240,7 @@ LAYERS = st.lists(st.sampled_from([(c, r, n) for c in ("main", "draft") for r in
 IDS = st.lists(st.integers(1, 39), unique=True, min_size=1, max_size=12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80)
+@DEVICE.examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(source=LAYERS, destination=LAYERS, ids=IDS, data=st.data())
 def test_it_tells_of_the_plan(
     command: Command,

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.clients.cli.json_commands import SPEC, refusal, run_main
+from tests.devices import DEVICE
 from tests.kvferry_command import run_kvferry
 
 ENTRY: Final[dict[str, Any]] = {"component": "main", "role": "k", "layer": 0, "base": 0, "pages": 10, "page_bytes": 64}
@@ -156,7 +157,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@DEVICE.examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(st.sampled_from([*SPEC, "kv"]), JSON_VALUES),
     st.sampled_from(["layout", "plan"]),

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import settings
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
@@ -36,6 +35,7 @@ from kvferry.protocol.requests import ErrorReply
 from kvferry.protocol.room_messages import Receive
 from kvferry.protocol.tier_messages import CancelWork, DropSnapshot, TierDone
 from tests.daemon.tiers.tier_world import POOL, Engine, World, names, new_pool, settle, tiers_config, until
+from tests.devices import DEVICE
 
 ANY = st.randoms(use_true_random=False)
 HASHES = 10
@@ -95,7 +95,8 @@ class _Machine(RuleBasedStateMachine):
     @initialize(target=engines, remote=st.booleans(), grains=st.integers(6, 24))
     def begin(self, *, remote: bool, grains: int) -> Any:  # noqa: ANN401
         async def make() -> World:
-            made = World(tiers_config(grains, snapshot_grace_s=0, tenant_bytes=None), remote=remote)
+            config = tiers_config(grains, snapshot_grace_s=0, tenant_bytes=None)
+            made = World(config, remote=remote, hasher=_AtOnce())  # no thread: each run is the same
             await made.lower.start()
             for tenant in (1, 2):
                 for pool in POOL_NAMES:
@@ -103,9 +104,8 @@ class _Machine(RuleBasedStateMachine):
             return made
 
         self.world = self.run(make())
-        if self.world.store is not None and self.world.remote is not None:
+        if self.world.store is not None:
             self.world.store.holds = True
-            self.world.remote._hasher = _AtOnce()  # type: ignore[assignment]  # noqa: SLF001  no thread: each run is the same
         return multiple(*(self.connect_as(uid) for uid in (1, 1, 2)))
 
     def connect_as(self, uid: int) -> Engine:
@@ -126,7 +126,7 @@ class _Machine(RuleBasedStateMachine):
     def some_pages(self, engine: Engine, count: int, pool: str) -> list[int]:
         """Return pages of the session, new ones if need be; perhaps fewer."""
         allocator = self.world.pool(pool, engine.session.tenant).allocator
-        mine = np.flatnonzero(allocator._owner == engine.session.session_id).tolist()  # noqa: SLF001
+        mine = allocator.pages_of(engine.session.session_id).tolist()
         if len(mine) < count and allocator.free_count >= count - len(mine):
             mine += self.run(_now(lambda: engine.allocate(count - len(mine), pool))).tolist()
         return [int(one) for one in mine[:count]]
@@ -330,8 +330,7 @@ class _Machine(RuleBasedStateMachine):
 
     def busy(self, engine: Engine, ids: list[int], pool: str) -> bool:
         """Return whether somebody reads or writes pages: their engine may not change them."""
-        allocator = self.world.pool(pool, engine.session.tenant).allocator
-        return bool((allocator._readers[ids] > 0).any() or allocator._writing[ids].any())  # noqa: SLF001
+        return self.world.pool(pool, engine.session.tenant).allocator.is_busy(np.asarray(ids))
 
     @invariant()
     def it_adds_up(self) -> None:
@@ -381,8 +380,8 @@ class _Machine(RuleBasedStateMachine):
 
         def over() -> bool:
             world.copier.finish_all()
-            demoting = world.remote is not None and (world.remote._waiting or world.remote._queued)  # noqa: SLF001
-            return not (list(world.works) or world.lower._coming or len(world.lookups._background) or demoting)  # noqa: SLF001
+            demoting = world.remote is not None and world.remote.waiting
+            return not (list(world.works) or world.lower.coming or world.lookups.under_way or demoting)
 
         await until(over)
         await until(lambda: not any(holder != OPERATOR for holder in world.host.index.pinned_by()))
@@ -400,7 +399,7 @@ class _Machine(RuleBasedStateMachine):
         await settle()
         world.check_empty()
         if world.store is not None:
-            await until(lambda: not world.lower._leaving)  # noqa: SLF001
+            await until(lambda: not world.lower.leaving)
         await world.close()
 
 
@@ -420,4 +419,4 @@ async def _now(act: Callable[[], T]) -> T:
 
 
 TestAllServices = _Machine.TestCase
-TestAllServices.settings = settings(max_examples=100, stateful_step_count=40)
+TestAllServices.settings = DEVICE.examples(100, stateful_step_count=40)

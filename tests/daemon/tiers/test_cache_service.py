@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvferry.daemon.dispatch import Call
 from kvferry.daemon.tiers import cache_reports, lookups
 from kvferry.protocol.cache_messages import (
     CacheChanges,
@@ -372,7 +373,7 @@ async def _load_gone(far: World, engine: Engine) -> int:
     lease = engine.lookup(names(1)).lease
     [block] = far.host.index.longest_prefix(next(iter(far.host.page_bytes)), names(1))
     far.host.free_all([*far.host.index.remove(block), *far.host.index.unpin_holder(engine.session.session_id)])
-    far.lookups._leases[engine.session.session_id][lease].blocks[:] = [block]  # noqa: SLF001
+    far.lookups.lease(Call(1, engine.session, Unpin(lease=lease), (), 1.0), lease).blocks[:] = [block]
     far.host.index.pin([block], engine.session.session_id)
     await stored(far, engine, 1)
     work = engine.load(lease, engine.allocate(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.scheduler import WorkClass
-from kvferry.daemon.tiers.disk_tier import DiskTier
+from kvferry.daemon.tiers.disk_tier import REST_S
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
+from kvferry.pools.tiers.disk import DiskStore
 from kvferry.pools.tiers.disk_errors import DiskFailedError, DiskFullError
 from kvferry.protocol.cache_messages import CacheEvict, CacheEvicted
 from kvferry.protocol.errors import CacheMissError
@@ -37,11 +37,6 @@ async def tiers(folder: Path) -> AsyncIterator[World]:
     """Return services over a host tier of 8 blocks and a disk."""
     async with world(8, disk=folder) as one:
         yield one
-
-
-def disk_of(tiers: World) -> DiskTier:
-    assert tiers.disk is not None
-    return tiers.disk
 
 
 def files(folder: Path) -> list[Path]:
@@ -121,7 +116,7 @@ async def test_the_next_daemon_finds_them(folder: Path) -> None:
 async def test_the_oldest_go_for_new_ones(folder: Path) -> None:
     async with world(8, disk=folder) as first:
         [one] = await written(first, 1)
-        size = next(iter(disk_of(first)._sizes.values()))  # noqa: SLF001
+        size = first.lower.status()[0].used_bytes
         assert one.on_disk
     async with world(8, disk=folder, disk_bytes=2 * size) as tiers:
         await until(lambda: len(tiers.host.index) == 1)
@@ -136,7 +131,7 @@ async def test_the_oldest_go_for_new_ones(folder: Path) -> None:
 async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:
     async with world(8, disk=folder) as first:
         await written(first, 1)
-        size = next(iter(disk_of(first)._sizes.values()))  # noqa: SLF001
+        size = first.lower.status()[0].used_bytes
     async with world(8, disk=folder, disk_bytes=size) as tiers:
         await until(lambda: len(tiers.host.index) == 1)
         [block] = blocks_of_any(tiers)
@@ -184,37 +179,35 @@ async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(tiers: W
 async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
     tiers: World, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Exception], state: str
 ) -> None:
-    store = disk_of(tiers)._store  # noqa: SLF001
-    real = store.begin_write
+    real = DiskStore.begin_write
 
     def fails(*_: object) -> Any:  # noqa: ANN401
         raise make()
 
-    monkeypatch.setattr(store, "begin_write", fails)
+    monkeypatch.setattr(DiskStore, "begin_write", fails)
     with capture_logs() as logs:
         await stored(tiers, 1, 2)
         await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
     assert [one["event"] for one in logs].count("the disk tier rests: cached blocks are kept in memory only") == 1
     assert tiers.lower.status()[0].state.startswith(state)
     assert all(not one.pins for one in blocks_of(tiers, 1, 2))
-    monkeypatch.setattr(store, "begin_write", real)
-    disk_of(tiers)._resting_until = 0.0  # noqa: SLF001
+    monkeypatch.setattr(DiskStore, "begin_write", real)
+    tiers.now_s += REST_S + 1
     await written(tiers, 3)
     assert tiers.lower.status()[0].state == "ready"
 
 
 async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = disk_of(tiers)._store  # noqa: SLF001
-    real = store.begin_write
+    real = DiskStore.begin_write
 
     def fails(*_: object) -> Any:  # noqa: ANN401
         raise ValueError
 
-    monkeypatch.setattr(store, "begin_write", fails)
+    monkeypatch.setattr(DiskStore, "begin_write", fails)
     with capture_logs() as logs:
         await stored(tiers, 1)
         await until(lambda: any(one["event"] == "a cached block was not written" for one in logs))
-    monkeypatch.setattr(store, "begin_write", real)
+    monkeypatch.setattr(DiskStore, "begin_write", real)
     await written(tiers, 2)
     assert not blocks_of(tiers, 1)[0].pins
 
@@ -228,11 +221,11 @@ async def test_a_block_that_goes_while_it_is_written_leaves_no_file(tiers: World
     tiers.scheduler.hand_off_ended()
     await until(lambda: block.state is BlockState.GONE)
     await settle()
-    await asyncio.get_running_loop().run_in_executor(disk_of(tiers)._writer, lambda: None)  # noqa: SLF001
-    assert not files(folder)
-    [again] = await written(tiers, 1)  # after that of the other
+    await written(tiers, 2)  # after it, by the same thread
+    assert [names(2)[0].hex() in one.name for one in files(folder)] == [True]
+    [again] = await written(tiers, 1)
     assert again is not block
-    assert len(files(folder)) == 1
+    assert len(files(folder)) == 2
     assert tiers.scheduler.bytes_in_flight == 0
 
 
@@ -279,7 +272,7 @@ async def test_the_same_blocks_are_not_queued_twice(tiers: World) -> None:
     await until(lambda: bool(blocks[0].pins))
     tiers.lower.stored(blocks)
     tiers.lower.stored(blocks)
-    assert "waiting=2" in repr(disk_of(tiers)) or "waiting=1" in repr(disk_of(tiers))
+    assert "waiting=2" in repr(tiers.disk) or "waiting=1" in repr(tiers.disk)
     tiers.scheduler.hand_off_ended()
     await until(lambda: all(one.on_disk for one in blocks))
     assert tiers.counters.snapshot()["tiers.disk.written_blocks"] == 2

@@ -25,9 +25,15 @@ def namespace(tenant: int = MINE, block_pages: int = 1) -> Namespace:
 
 
 @pytest.fixture
-def host() -> Iterator[HostTier]:
+def counters() -> Counters:
+    """Return what the tier counts with."""
+    return Counters()
+
+
+@pytest.fixture
+def host(counters: Counters) -> Iterator[HostTier]:
     """Return a tier of eight grains; a tenant may have six of them."""
-    one = HostTier(tiers_config(8, tenant_bytes=6 * GRAIN), Counters())
+    one = HostTier(tiers_config(8, tenant_bytes=6 * GRAIN), counters)
     yield one
     one.arena.check_integrity()
     one.index.check_integrity()
@@ -140,8 +146,7 @@ def test_what_the_index_gives_back_is_freed_at_once_whatever_its_size(host: Host
     host.free_all([])
 
 
-def test_a_block_that_is_on_disk_is_evicted_but_not_lost(host: HostTier) -> None:
-    counters = host._counters  # noqa: SLF001
+def test_a_block_that_is_on_disk_is_evicted_but_not_lost(host: HostTier, counters: Counters) -> None:
     first, second = cache(host, 1, 2)
     host.index.set_on_disk(first, present=True)
     host.reserve(MINE, 6, GRAIN)

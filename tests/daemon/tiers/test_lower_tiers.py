@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import cast
 
 import pytest
+import xxhash
 from structlog.testing import capture_logs
 
 from kvferry.daemon.testing.scripted_store import ScriptedStore
@@ -126,7 +127,7 @@ async def test_a_block_that_cannot_come_up_leaves_no_byte(far: Far, how: str, mo
         def fails(*_: object) -> bool:
             raise RuntimeError
 
-        monkeypatch.setattr(far.remote, "_digests", fails)
+        monkeypatch.setattr(xxhash, "xxh3_64_intdigest", fails)
     with capture_logs():
         far.store.holds = False
         far.store.let_go()

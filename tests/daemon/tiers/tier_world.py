@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -69,10 +69,12 @@ class World:
 
     Attributes:
         said: what was sent to whom, in order: the session's number, and ``reply`` or the event's kind.
+        now_s: what the disk tier's clock shows.
     """
 
-    def __init__(self, config: TiersConfig, *, remote: bool = False) -> None:
+    def __init__(self, config: TiersConfig, *, remote: bool = False, hasher: Executor | None = None) -> None:
         """Put it together, on the running loop."""
+        self.now_s = 0.0
         self.counters = Counters()
         self.sessions = SessionRegistry(LIMITS)
         self.boot = new_boot_id()
@@ -98,10 +100,9 @@ class World:
         self.landings = Landings(self.host, self.service, self.works)
         self.store = ScriptedStore(self.host.region) if remote else None
         self.disk = self._disk(config)
+        store = cast("RemoteStore", self.store)
         self.remote = (
-            None
-            if self.store is None
-            else RemoteTier(cast("RemoteStore", self.store), self.host, self.scheduler, self.counters, shared=False)
+            RemoteTier(store, self.host, self.scheduler, self.counters, shared=False, hasher=hasher) if remote else None
         )
         self.lower = LowerTiers(self.host, self.disk, self.remote, self.counters)
         self.lookups = Lookups(self.dispatcher, self.pools, self.sessions, self.host, self.lower, self.counters)
@@ -179,7 +180,13 @@ class World:
         if config.disk.path is None:
             return None
         opening = self.executor.submit(
-            DiskTier, config.disk, config.policy, self.host, self.scheduler, self.counters
+            DiskTier,
+            config.disk,
+            config.policy,
+            self.host,
+            self.scheduler,
+            self.counters,
+            clock=lambda: self.now_s,
         )  # it looks at files: the daemon does so before it serves
         return opening.result()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,12 +161,17 @@ class ScriptedEngine:
 
 
 class Factory:
-    """Makes scripted engines, on ports that rise, and remembers them; ``fail`` makes the next one fail."""
+    """Makes scripted engines, on ports that rise, and remembers them; ``fail`` makes the next one fail.
+
+    Attributes:
+        worker: of the wrapper; what else is given to it holds the wrapper up.
+    """
 
     def __init__(self) -> None:
         self.engines: list[ScriptedEngine] = []
         self.destroyed: list[ScriptedEngine] = []
         self.fail: KvferryError | None = None
+        self.worker = ThreadPoolExecutor(1)
 
     def create(self, settings: MooncakeSettings) -> NativeEngine:
         """Make the next engine."""

@@ -54,7 +54,10 @@ async def listener() -> AsyncIterator[str]:
 async def scripted(**settings: Any) -> AsyncIterator[tuple[MooncakeEngine, Factory]]:  # noqa: ANN401  any setting
     factory = Factory()
     engine = MooncakeEngine(
-        MooncakeSettings(address="127.0.0.1", **settings), create=factory.create, destroy=factory.destroy
+        MooncakeSettings(address="127.0.0.1", **settings),
+        create=factory.create,
+        destroy=factory.destroy,
+        worker=factory.worker,
     )
     mishaps: list[dict[str, Any]] = []  # an exception in a callback fails nothing by itself
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: mishaps.append(context))
@@ -73,11 +76,6 @@ async def eventually(condition: Callable[[], object]) -> None:
 def failure(error: KvferryError | None) -> WriteFailedError:
     assert isinstance(error, WriteFailedError)
     return error
-
-
-def pass_deadline(engine: MooncakeEngine, write_id: int) -> None:
-    """Do what the timer does, at a moment that the test picks."""
-    engine._deadline(engine._writes[write_id], 1.0)  # noqa: SLF001
 
 
 # --- on a scripted engine ---
@@ -139,7 +137,7 @@ async def test_a_late_write_stays_under_way_until_it_ends(listener: str) -> None
         late: list[int] = []
         write_id = engine.write(listener, 1, 7, 10, ends, timeout_s=WAIT_S, on_late=late.append)
         await eventually(lambda: factory.engines[0].submitted)
-        pass_deadline(engine, write_id)
+        engine.expire(write_id)
         assert late == [write_id]
         await asyncio.sleep(0)
         assert ends.errors == []
@@ -190,14 +188,14 @@ async def keep_the_worker_busy(engine: MooncakeEngine, factory: Factory, name: s
     await eventually(lambda: factory.engines[0].submitted)
     factory.engines[0].end(1, 1)
     await ends.wait(1)
-    engine._worker.submit(gate.wait, WAIT_S)  # noqa: SLF001
+    factory.worker.submit(gate.wait, WAIT_S)
 
 
 async def test_a_write_at_the_worker_whose_deadline_passes_does_not_begin(listener: str) -> None:
     async with scripted() as (engine, factory):
         ends, gate = Ends(), threading.Event()
         await keep_the_worker_busy(engine, factory, listener, gate)
-        pass_deadline(engine, engine.write(listener, 1, 2, 10, ends, timeout_s=WAIT_S))
+        engine.expire(engine.write(listener, 1, 2, 10, ends, timeout_s=WAIT_S))
         assert not failure((await ends.wait(1))[0]).may_still_land
         assert engine.bytes_in_flight == {}
         gate.set()
@@ -261,7 +259,7 @@ async def test_a_submission_that_hangs_blocks_neither_the_loop_nor_deadlines(lis
         engine.write(listener, 1, 2, 10, second, timeout_s=0.05)
         await eventually(lambda: native.hanging)
         assert not failure((await second.wait(1))[0]).may_still_land
-        pass_deadline(engine, write_id)
+        engine.expire(write_id)
         assert (first.errors, late) == ([], [write_id])
         hangs.set()
         await eventually(lambda: native.submitted == [1])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.pools.tiers.arena import GRAIN_BYTES, Arena, Freed, NotEnoughError, whole_grains
+from tests.devices import DEVICE
 
 GRAINS = 40
 SIZES = st.sampled_from([1, GRAIN_BYTES, GRAIN_BYTES + 64, 3 * GRAIN_BYTES, 7 * GRAIN_BYTES - 1])
@@ -104,7 +104,7 @@ class ArenaAgainstMap(RuleBasedStateMachine):
 
 
 TestArena = ArenaAgainstMap.TestCase
-TestArena.settings = settings(max_examples=80, stateful_step_count=40)
+TestArena.settings = DEVICE.examples(80, stateful_step_count=40)
 
 
 def test_what_does_not_fit_one_hole_takes_the_largest_and_then_the_one_that_fits_best() -> None:

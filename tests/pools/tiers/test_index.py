@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,6 +17,7 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.pools.tiers.index import OPERATOR, BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind, Tier
 from kvferry.pools.tiers.namespaces import Namespace
+from tests.devices import DEVICE
 
 SPACES = [Namespace(1, "d", "main", 1), Namespace(1, "d", "swa", 2), Namespace(2, "d", "main", 1)]
 HASHES = [bytes([number]) * 16 for number in range(6)]
@@ -391,7 +391,7 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
 
 
 TestIndex = IndexAgainstDictionaries.TestCase
-TestIndex.settings = settings(max_examples=100, stateful_step_count=60)
+TestIndex.settings = DEVICE.examples(100, stateful_step_count=60)
 
 
 def new_index(*, quota_bytes: int = 1 << 40, policy: str = "sieve") -> tuple[BlockIndex, CacheJournal]:

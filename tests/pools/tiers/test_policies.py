@@ -6,10 +6,11 @@ from typing import Protocol
 
 import pytest
 from cachetools import LRUCache
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.pools.tiers.policies import POLICY_NAMES, EvictionPolicy, Key, Lru, Sieve, make_policy
+from tests.devices import DEVICE
 
 KEYS = st.integers(0, 11)
 ACCESSES = st.lists(KEYS, max_size=120)
@@ -122,7 +123,7 @@ def take_all(policy: EvictionPolicy[Key]) -> list[Key]:
 
 
 @given(accesses=ACCESSES, capacity=st.integers(1, 6))
-@settings(max_examples=200)
+@DEVICE.examples(200)
 def test_lru_keeps_what_cachetools_keeps(accesses: list[int], capacity: int) -> None:
     policy: Lru[int] = Lru()
     cache: LRUCache[int, None] = LRUCache(capacity)
@@ -143,7 +144,7 @@ def test_lru_keeps_what_cachetools_keeps(accesses: list[int], capacity: int) -> 
 
 @BOTH
 @given(accesses=ACCESSES, capacity=st.integers(1, 8), data=st.data())
-@settings(max_examples=200)
+@DEVICE.examples(200)
 def test_a_cache_under_each_policy_evicts_what_the_plain_model_evicts(
     name: str, accesses: list[int], capacity: int, data: st.DataObject
 ) -> None:
@@ -198,7 +199,7 @@ def test_every_key_is_a_victim_once_a_call_and_skipped_ones_stay(
 
 @BOTH
 @given(steps=st.lists(st.tuples(st.sampled_from(["add", "hit", "remove", "next"]), KEYS), max_size=80))
-@settings(max_examples=200)
+@DEVICE.examples(200)
 def test_whatever_happens_meanwhile_no_key_comes_twice_and_the_end_comes(
     name: str, steps: list[tuple[str, int]]
 ) -> None:

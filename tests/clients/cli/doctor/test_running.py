@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.clients.cli.doctor import running as running_module
 from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.cli.doctor.running import (
     Running,
@@ -18,6 +17,7 @@ from kvferry.clients.cli.doctor.running import (
     check_devices,
     check_directory,
     check_tiers,
+    process_behind,
     used_bytes,
 )
 from kvferry.protocol.errors import AccessDeniedError
@@ -140,5 +140,5 @@ def test_where_it_looks(tmp_path: Path) -> None:
 
 def test_the_process_is_named_as_seen_from_here(daemon: DaemonProcess) -> None:
     """In a container the daemon calls itself otherwise: the kernel knows better."""
-    assert running_module._pid(daemon.runtime_dir / "control.sock", 1, 10.0) == daemon.process.pid  # noqa: SLF001
-    assert running_module._pid(daemon.runtime_dir / "none.sock", 7, 10.0) == 7  # noqa: SLF001
+    assert process_behind(daemon.runtime_dir / "control.sock", 1, 10.0) == daemon.process.pid
+    assert process_behind(daemon.runtime_dir / "none.sock", 7, 10.0) == 7

@@ -1,0 +1,74 @@
+"""An engine that speaks the protocol by itself: it says what no client would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from kvferry.clients import operations
+from kvferry.clients.connection import open_control_socket
+from kvferry.clients.operations import Operation
+from kvferry.clients.session_channel import SessionChannel
+from kvferry.protocol.client_core import ClientCore, ReplyArrived
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.requests import RequestBody
+from kvferry.protocol.session_messages import ShareFollows
+
+REPLY_MS = 60_000
+T = TypeVar("T")
+
+
+class RawEngine(NamedTuple):
+    """A session; ``channel`` is its end of the session socket."""
+
+    channel: SessionChannel
+    control: zmq.Socket[bytes]
+    core: ClientCore
+
+    def call(self, operation: Operation[T], said: Callable[[int], Sequence[ShareFollows]] | None = None) -> T:
+        """Send a request and return its reply; ``said`` goes over the session socket before, given its number."""
+        return self.numbered(operation, said)[1]
+
+    def numbered(
+        self, operation: Operation[T], said: Callable[[int], Sequence[ShareFollows]] | None = None
+    ) -> tuple[int, T]:
+        """As ``call``; return the request's number, too."""
+        outgoing = self.core.request(operation.body, operation.ids, deadline_ms=REPLY_MS)
+        if said is not None:
+            self.channel.say(said(outgoing.message_id))
+        self.control.send_multipart(outgoing.frames)
+        while self.control.poll(REPLY_MS):
+            news = self.core.feed(self.control.recv_multipart())
+            if isinstance(news, ReplyArrived) and news.message_id == outgoing.message_id:
+                if news.error is not None:
+                    raise news.error
+                return outgoing.message_id, operation.read(news)
+        raise TimeoutError(operation)
+
+    def ask(self, body: RequestBody, *ids: npt.ArrayLike, lent: ShareFollows | None = None) -> ReplyArrived:
+        """Send a body with its id arrays, after what it lends, and return the reply as it is."""
+        operation = Operation(body, tuple(np.asarray(one, np.int64) for one in ids), lambda reply: reply)
+        if lent is None:
+            return self.call(operation)
+        return self.call(operation, lambda message_id: [msgspec.structs.replace(lent, message_id=message_id)])
+
+
+@contextmanager
+def raw_engine(runtime_dir: Path, name: str = "raw") -> Iterator[RawEngine]:
+    """Open a session."""
+    with zmq.Context() as context, open_control_socket(context, runtime_dir) as control:
+        channel = SessionChannel.open(runtime_dir, name)
+        try:
+            core = ClientCore(BootId(channel.opened.boot_id), channel.opened.secret)
+            engine = RawEngine(channel, control, core)
+            engine.call(operations.hello(name))
+            yield engine
+        finally:
+            channel.close()
