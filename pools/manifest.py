@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvferry.pools.geometry import dtype_bytes, page_bytes_of
+from kvferry.pools.geometry import dtype_bytes
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError
 from kvferry.protocol.manifests import Component, Entry, Manifest
 
 MAX_REGION_BYTES = 1 << 50
-MAX_ADDRESS = (1 << 63) - 1
 DIGEST_BYTES = 16
 OPTIONAL_COMPONENTS = ("draft",)
 
@@ -79,22 +78,6 @@ def check_unique(entries: Iterable[Entry], field: str) -> None:
         first = seen.setdefault(key_of(entry), index)
         if first != index:
             raise DuplicateEntryError(f"{entry.name} is entry {first} and entry {index}", field=f"{field}[{index}]")
-
-
-def check_entry(entry: Entry, field: str) -> None:
-    """Check what an entry from outside says of itself: its end, its page's bytes, its heads.
-
-    Raises:
-        InvalidFieldError: it ends beyond any address, or has heads beyond the model's.
-        GeometryMismatchError: its shape and dtype give other bytes a page than it says.
-    """
-    if entry.base + entry.pages * entry.page_bytes > MAX_ADDRESS:
-        raise InvalidFieldError(f"{entry.name} ends beyond address {MAX_ADDRESS}", field=f"{field}.base")
-    if entry.shape is not None and entry.dtype is not None:
-        page_bytes_of(entry.shape, entry.dtype, entry.pages, entry.page_bytes, entry.name)
-    heads = (entry.head_start or 0) + (entry.heads or 0)
-    if entry.total_heads is not None and heads > entry.total_heads:
-        raise InvalidFieldError(f"{entry.name} has heads up to {heads} of {entry.total_heads}", field=f"{field}.heads")
 
 
 def key_of(entry: Entry) -> tuple[str, str, int]:

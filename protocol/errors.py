@@ -375,7 +375,7 @@ class DaemonLostError(DaemonError):
 
     code = "DAEMON_LOST"
     retryable = True
-    remedy = "check that the daemon runs: kvferry status"
+    remedy = "start it with kvferry daemon or systemctl, or name its folder in KVFERRY_RUNTIME_DIR"
 
 
 class InternalError(DaemonError):
