@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.protocol.codec import PageIds, invalid_field
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.complaints import invalid_field
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import PoolSpec
 
