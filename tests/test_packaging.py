@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -83,7 +84,7 @@ def test_package_list_equals_the_folders() -> None:
 
 def test_every_top_level_folder_with_code_is_a_layer() -> None:
     with_code = {path.parent.name for path in ROOT.glob("[a-z]*/*.py")}
-    assert with_code - {"benchmarks", "tests"} == set(LAYERS)
+    assert with_code - {"benchmarks", "examples", "tests"} == set(LAYERS)
     assert not (ROOT / "__init__.py").exists(), "kvferry is a namespace package"
 
 
@@ -111,6 +112,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
     run(sys.executable, "-c", BUILD_SDIST, folder, cwd=source)
     (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        assert any(name.endswith("/examples/scheduler.py") for name in packed.getnames())
     pip_wheel = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation")
     run(*pip_wheel, "--wheel-dir", folder, archive, cwd=folder)
     (built,) = folder.glob("*.whl")
