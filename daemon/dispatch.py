@@ -212,7 +212,11 @@ class Dispatcher:
     def _deadline_s(self, request: Request) -> float:
         deadline_ms = request.deadline_ms or self._limits.default_deadline_ms
         if deadline_ms > self._limits.max_deadline_ms:
-            raise InvalidFieldError(f"at most {self._limits.max_deadline_ms} ms", field="deadline_ms")
+            raise InvalidFieldError(
+                f"a deadline of {deadline_ms / 1000:g} s; at most {self._limits.max_deadline_ms / 1000:g} s, as "
+                "limits.max_deadline_ms has it",
+                field="deadline_ms",
+            )
         return deadline_ms / 1000
 
     def _refusal(self, request: Request, error: Exception) -> ErrorReply | Busy:
