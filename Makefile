@@ -19,7 +19,7 @@ LMCACHE := 0.5.6
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check bench peers clean
+.PHONY: help demo test test-full check bench mutants peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ WORKERS ?= 2
 SPREAD = $(if $(ARGS),,--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 # Both runs at the same time, so that no core waits. ARGS may select tests of one of them only (status 5).
-test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
+test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/wheels $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
 	@echo "==> tests on the host, and meanwhile on a simulated NPU (into $(VENV_NPU)/test.log)"
 	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" \
 	    $(NPU)/python -m pytest --device npu:0 $(FULL) $(ARGS) >$(VENV_NPU)/test.log 2>&1 & npu=$$!; \
@@ -52,8 +52,12 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another card)
-	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE))
+bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another card, STRICT=1 fails where a target is missed)
+	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE)) $(if $(STRICT),--strict)
+
+mutants: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu $(STAMPS)/mutants  ## put seeded faults into the code and see which no test notices
+	@$(BIN)/python -m tests.mutation map
+	@$(BIN)/python -m tests.mutation run
 
 peers: $(PEERS)/sglang/installed-$(SGLANG) $(PEERS)/lmcache/installed-$(LMCACHE)  ## fetch what else `make bench` can compare with, into .peers (some 1.6 GB)
 
@@ -101,6 +105,16 @@ $(STAMPS)/mooncake: $(STAMPS)/base
 
 $(STAMPS)/test: $(STAMPS)/base
 	$(call install,what the tests need,-e '.[test]')
+	@touch $@
+
+$(STAMPS)/mutants: $(STAMPS)/test
+	$(call install,what the mutants need,-e '.[mutants]')
+	@touch $@
+
+# What tests install into fresh environments, so that they need no network.
+$(STAMPS)/wheels: $(STAMPS)/base tests/installs.py
+	@echo "==> downloading what fresh environments need into $(VENV)/wheels"
+	@$(BIN)/python -m tests.installs
 	@touch $@
 
 $(STAMPS)/check: $(STAMPS)/base

@@ -14,7 +14,7 @@ from benchmarks.report import summary, table, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks named, or all; return the exit status: 0 also where a target is missed, 1 where a peer is."""
+    """Run the benchmarks named, or all; return the exit status: 1 where a peer is missing, or with --strict a miss."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure kvferry against its peers.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}; all by default")
     parser.add_argument(
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds in one process, to see that all works; figures mean nothing"
     )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="DIR", help="for the JSON files")
     parser.add_argument("--device", default="npu:0", help="the card of device_…; simulated where there is no NPU")
     options = parser.parse_args(arguments)
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no benchmark {unknown[0]!r}; known: {', '.join(BENCHMARKS)}")
     if TRACE in options.names and not options.trace:
         parser.error(f"{TRACE!r} needs --trace FILE")
+    if options.trace and not options.trace.is_file():
+        parser.error(f"no file {options.trace}")
     names = [name for name in options.names if name != TRACE] or ([] if options.trace else list(BENCHMARKS))
     if options.trace:
         names.append(TRACE)
@@ -49,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(found), flush=True)
         rows += found
     print(summary(rows))
-    return 1 if skipped else 0
+    missed = options.strict and any(row.met is False for row in rows)
+    return 1 if skipped or missed else 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from benchmarks import (
     allocation,
     cache_replay,
     coalescing,
+    command_line,
     contention,
     control_messages,
     device_overlap,
@@ -34,6 +35,7 @@ TRACE = "trace"
 """The benchmark that needs a file."""
 
 BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
+    "command_line": command_line.measure,
     "round_trip": control_messages.round_trip,
     "pipelined": control_messages.pipelined,
     "page_ids": page_ids.measure,

@@ -10,24 +10,31 @@ An engine needs three names: ``Client`` or ``AsyncClient``, and ``pages`` to des
         client.wait_settled(hand_off)
         client.free("prefill", ids)
 
-Torch is imported only where a tensor is asked for.
+What is named here is loaded when it is first used; torch only where a tensor is asked for.
 """
 
 from __future__ import annotations
 
-from kvferry.clients.async_client import AsyncClient
-from kvferry.clients.events import EventRing
-from kvferry.clients.hashing import block_hashes
-from kvferry.clients.operations import Cells, Pages, no_pages, pages, pages_wanted
-from kvferry.clients.pool import AttachedPool
-from kvferry.clients.slots import pages_from_slots, slots_from_pages
-from kvferry.clients.sync_client import Client
-from kvferry.clients.tables import Tables
-from kvferry.protocol.client_core import HandOff
-from kvferry.protocol.client_works import TierWork
-from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.ids import new_request_id
-from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
+import importlib
+from typing import TYPE_CHECKING
+
+if __name__ != "kvferry.clients":
+    raise ImportError(f"import kvferry.clients, not {__name__}: that would be a second copy of it")
+
+if TYPE_CHECKING:
+    from kvferry.clients.async_client import AsyncClient
+    from kvferry.clients.events import EventRing
+    from kvferry.clients.hashing import block_hashes
+    from kvferry.clients.operations import Cells, Pages, no_pages, pages, pages_wanted
+    from kvferry.clients.pool import AttachedPool
+    from kvferry.clients.slots import pages_from_slots, slots_from_pages
+    from kvferry.clients.sync_client import Client
+    from kvferry.clients.tables import Tables
+    from kvferry.protocol.client_core import HandOff
+    from kvferry.protocol.client_works import TierWork
+    from kvferry.protocol.errors import KvferryError
+    from kvferry.protocol.ids import new_request_id
+    from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
 
 __all__ = [
     "AsyncClient",
@@ -53,3 +60,35 @@ __all__ = [
     "pages_wanted",
     "slots_from_pages",
 ]
+
+_MODULES = {
+    "kvferry.clients.async_client": ("AsyncClient",),
+    "kvferry.clients.events": ("EventRing",),
+    "kvferry.clients.hashing": ("block_hashes",),
+    "kvferry.clients.operations": ("Cells", "Pages", "no_pages", "pages", "pages_wanted"),
+    "kvferry.clients.pool": ("AttachedPool",),
+    "kvferry.clients.slots": ("pages_from_slots", "slots_from_pages"),
+    "kvferry.clients.sync_client": ("Client",),
+    "kvferry.clients.tables": ("Tables",),
+    "kvferry.protocol.client_core": ("HandOff",),
+    "kvferry.protocol.client_works": ("TierWork",),
+    "kvferry.protocol.errors": ("KvferryError",),
+    "kvferry.protocol.ids": ("new_request_id",),
+    "kvferry.protocol.manifests": ("DraftSpec", "HybridSwaSpec", "MambaSpec", "MhaSpec", "MlaSpec"),
+}
+"""Where each name is: the imports above, as the interpreter needs them."""
+
+
+def __getattr__(name: str) -> object:
+    """Load a name when it is first used: ``kvferry ping`` imports this package too, and needs none of them."""
+    for module, names in _MODULES.items():
+        if name in names:
+            value: object = getattr(importlib.import_module(module), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the names also before they are loaded."""
+    return sorted({*globals(), *__all__})

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from kvferry.clients.events import RingEvent
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
+from kvferry.pools.arrays import viewed_as
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.npu import NpuVendor
 from kvferry.pools.devices.staging import StagingPool
+from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.ids import HOST
-from kvferry.protocol.pool_messages import LentArrays, PoolAttached
+from kvferry.protocol.manifests import PoolSpec
+from kvferry.protocol.pool_messages import PoolAttached
 from kvferry.protocol.session_messages import ShareFollows
 from kvferry.protocol.shares import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents
 
@@ -73,18 +76,24 @@ class EngineDevices:
             mapped = accelerator.vendor.map(share, accelerator.index, size_bytes)
         return AcceleratorRegion(accelerator, [RegionPart(0, mapped)], size_bytes, StagingPool(accelerator))
 
-    def lend(self, name: str, tensors: Sequence[torch.Tensor], message_id: int) -> list[ShareFollows]:
-        """Return the frames by which tensors of this process are lent to the daemon.
+    def lend(self, name: str, tensors: Mapping[str, torch.Tensor], message_id: int) -> list[ShareFollows]:
+        """Return the frames by which tensors of this process, by their arrays' names, are lent to the daemon.
 
         Raises:
-            InvalidFieldError: a tensor is on another device, or not contiguous.
+            InvalidFieldError: a tensor is on another device, or its bytes do not lie as its shape says.
         """
         accelerator = self.open(name)
-        for number, tensor in enumerate(tensors):
+        for array, tensor in tensors.items():
             if (tensor.device.type, tensor.device.index) != (accelerator.kind, accelerator.index):
-                raise InvalidFieldError(f"the tensor is on {tensor.device}, not on {name}", field=f"tensors[{number}]")
+                raise InvalidFieldError(f"{array} is on {tensor.device}, not on {name}", field=f"{array}.device")
+        shares = []
         with accelerator.calling():
-            shares = [accelerator.vendor.lend(tensor) for tensor in tensors]
+            for array, tensor in tensors.items():
+                try:
+                    shares.append(accelerator.vendor.lend(tensor))
+                except InvalidFieldError as error:
+                    error.field = f"{array}.{error.field}"
+                    raise
         return [
             ShareFollows(message_id=message_id, shares=tuple(shares[at : at + MAX_SHARES]))
             for at in range(0, len(shares), MAX_SHARES)
@@ -98,7 +107,7 @@ class EngineDevices:
         with accelerator.calling():
             made = [accelerator.vendor.shared_event() for _ in range(count)]
         shared = SharedEvents(handles=tuple(handle for _, handle in made))
-        ring = [RingEvent(accelerator.vendor, event) for event, _ in made]
+        ring = [RingEvent(accelerator, event) for event, _ in made]
         return ring, ShareFollows(message_id=message_id, events=shared)
 
     def open_event(self, name: str, said: ShareFollows) -> torch.Event:
@@ -136,19 +145,15 @@ def attached_pool(
     return AttachedPool(name, attached.manifest, region)
 
 
-def lent_arrays(tensors: Mapping[tuple[Any, ...], torch.Tensor]) -> tuple[LentArrays, ...]:
-    """Return what each tensor of ``lend_pool`` holds: by (component, role), or (component, role, layer).
+def seen_as(pool: AttachedPool, spec: PoolSpec) -> AttachedPool:
+    """Return a pool in the view that this engine asks for: whoever made it may have asked for another one.
 
     Raises:
-        InvalidFieldError: a key is neither.
+        PoolExistsError: it is another pool by now; it is closed.
     """
-    arrays = []
-    for key in tensors:
-        match key:
-            case (str(component), str(role)):
-                arrays.append(LentArrays(component=component, role=role))
-            case (str(component), str(role), int(layer)):
-                arrays.append(LentArrays(component=component, role=role, layer=layer))
-            case _:
-                raise InvalidFieldError(f"{key!r} is no (component, role) or (component, role, layer)", field="tensors")
-    return tuple(arrays)
+    try:
+        pool.manifest = viewed_as(pool.manifest, manifest_of(spec), pool.name)
+    except KvferryError:
+        pool.close()
+        raise
+    return pool

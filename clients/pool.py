@@ -1,9 +1,13 @@
-"""A pool as an engine sees it: its manifest and its memory, as torch tensors without a copy."""
+"""A pool as an engine sees it: its manifest and its memory, as torch tensors or numpy arrays without a copy."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
+
+from kvferry.clients.elements import array_dtype, import_torch, torch_dtype
+from kvferry.pools.arrays import Array, array_of
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -16,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class AttachedPool:
-    """A mapped pool. On the host, tensors stay valid as long as they are referenced, also after the pool is deleted.
+    """A mapped pool. On the host, what is seen of it stays valid as long as it is referenced, also after its deletion.
 
-    On a card they are valid until ``close``: graphs that were captured over them need it mapped as long as they live.
+    On a card it is valid until ``close``: graphs that were captured over tensors need it mapped as long as they live.
 
     Attributes:
         name: the pool's name.
@@ -79,9 +83,7 @@ class AttachedPool:
 
     def entry_tensor(self, entry: Entry) -> torch.Tensor:
         """Return one entry as a tensor of ``entry.shape`` and ``entry.dtype``, sharing the pool's memory."""
-        if entry.dtype is None or entry.shape is None:
-            raise InvalidFieldError(f"{entry.name} has no dtype or shape", field="entry")
-        return self._elements(entry, 1).view(entry.shape)
+        return self._tensor(array_of(self.manifest, entry.component, entry.role, entry.layer))
 
     def tensor(self, component: str, role: str) -> torch.Tensor:
         """Return all layers of a role as one tensor, sharing the pool's memory.
@@ -93,32 +95,46 @@ class AttachedPool:
 
         Raises:
             InvalidFieldError: the pool has no such entries.
+            TorchMissingError: torch is not installed, or older than the pool's dtype; on the host ``array`` needs none.
         """
-        entries = [e for e in self.manifest.entries if (e.component, e.role) == (component, role)]
-        if not entries:
-            raise InvalidFieldError(f"pool {self.name!r} has no {component}/{role}", field="role")
-        first = self.entry_tensor(entries[0])
-        step = entries[0].pages * entries[0].page_bytes
-        if any(entry.base != entries[0].base + number * step for number, entry in enumerate(entries)):
-            raise InvalidFieldError(f"the layers of {component}/{role} are not evenly apart", field="role")
-        return self._elements(entries[0], len(entries)).view(len(entries), *first.shape)
+        return self._tensor(array_of(self.manifest, component, role))
+
+    def entry_array(self, entry: Entry) -> npt.NDArray[Any]:
+        """Return one entry as an array of ``entry.shape``, sharing the pool's memory; see ``array``."""
+        return self._array(array_of(self.manifest, entry.component, entry.role, entry.layer))
+
+    def array(self, component: str, role: str) -> npt.NDArray[Any]:
+        """Return all layers of a role as one numpy array of ``tensor``'s shape, sharing the pool's memory.
+
+        It needs no torch. numpy has no bfloat16 and no float8: of these it has the elements' bits, as uint16 and uint8.
+
+        Raises:
+            InvalidFieldError: the pool has no such entries, or is on a card.
+        """
+        return self._array(array_of(self.manifest, component, role))
 
     def close(self) -> None:
         """Give the descriptor back; host memory stays mapped while tensors use it, a card's is unmapped at once."""
         self.region.close()
 
-    def _elements(self, entry: Entry, count: int) -> torch.Tensor:
-        """Return the elements of ``count`` entries that begin with this one, one after another."""
-        import torch  # noqa: PLC0415  an engine chooses its backend before torch is first imported
-
-        size = entry.pages * entry.page_bytes * count
-        if not isinstance(self.region, HostRegion):
-            on_card = _on_card(self.region).tensor[entry.base : entry.base + size]
-            return on_card.view(getattr(torch, entry.dtype or ""))
-        # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
-        raw = torch.from_numpy(self.region.view()[entry.base : entry.base + size])
-        elements: torch.Tensor = raw.view(getattr(torch, entry.dtype or ""))
+    def _tensor(self, array: Array) -> torch.Tensor:
+        backend = import_torch()
+        here = slice(array.start, array.start + array.size_bytes)
+        if isinstance(self.region, HostRegion):
+            # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
+            raw = backend.from_numpy(self.region.view()[here])
+        else:
+            raw = _on_card(self.region).tensor[here]
+        elements: torch.Tensor = raw.view(torch_dtype(array.dtype)).view(array.shape)
         return elements
+
+    def _array(self, array: Array) -> npt.NDArray[Any]:
+        if not isinstance(self.region, HostRegion):
+            raise InvalidFieldError(
+                f"pool {self.name!r} is on {self.device}, and numpy sees host memory only: use tensor()", field="device"
+            )
+        here = slice(array.start, array.start + array.size_bytes)
+        return self.region.view()[here].view(array_dtype(array.dtype)).reshape(array.shape)
 
 
 def _on_card(region: Region) -> AcceleratorRegion:

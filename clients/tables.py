@@ -1,4 +1,4 @@
-"""Graph tables as an engine sees them: tensors at fixed addresses, the host lengths, and the order with its replays.
+"""Graph tables as an engine sees them: memory at fixed addresses, the host lengths, and the order with its replays.
 
 One decode step::
 
@@ -12,20 +12,31 @@ One decode step::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.attention.host_lengths import HostLengths, HostLengthsReader
+from kvferry.clients.arguments import wrong_kind
 from kvferry.clients.devices import EngineDevices
+from kvferry.clients.elements import import_torch
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.session_messages import ShareFollows
 from kvferry.protocol.table_messages import TablesCreated
 
 if TYPE_CHECKING:
     import torch
+
+
+_SHAPES: Final = {"block_tables": 2, "block_tables_swa": 2, "seq_lens": 1}
+"""Dimensions of each table."""
 
 
 class Tables:
@@ -78,8 +89,32 @@ class Tables:
         """Return ``(max_batch,)`` int32: tokens of each row, extra ones included; 0 where it is not in use."""
         return self._int32(self._created.seq_lens, self._max_batch)
 
+    def array(self, name: Literal["block_tables", "block_tables_swa", "seq_lens"]) -> npt.NDArray[np.int32]:
+        """Return one of the tables, by its tensor's name, as a numpy array of the same shape and memory; on the host.
+
+        Raises:
+            InvalidFieldError: there is no such table, or they are on a card.
+        """
+        if not isinstance(self._region, HostRegion):
+            raise InvalidFieldError(
+                f"the tables are on {self.device}, and numpy sees host memory only: use the tensors", field="device"
+            )
+        start: int | None = getattr(self._created, name) if name in _SHAPES else None
+        if start is None:
+            raise InvalidFieldError(f"these tables have no {name!r}", field="name")
+        shape = (self._max_batch, self.columns)[: _SHAPES[name]]
+        return self._region.view()[start : start + 4 * math.prod(shape)].view(np.int32).reshape(shape)
+
     def host_lengths(self) -> HostLengths:
-        """Return the lengths of the last update, as Python lists."""
+        """Return the lengths of the last update, as Python lists.
+
+        Raises:
+            ClientClosedError: the tables are closed.
+            ForkedError: a forked child has no tables.
+        """
+        self._host.check_process()
+        if self._host.fd < 0:
+            raise ClientClosedError(f"{self!r} was closed")
         return self._lengths.read()
 
     def graph_inputs(self, *, draft_step: int | None = None, operators: int = 1) -> list[dict[str, Any]]:
@@ -94,10 +129,10 @@ class Tables:
         return [{"actual_seq_lengths_kv": kv} for _ in range(operators)]
 
     def order(self, stream: torch.Stream | None = None) -> None:
-        """Let a stream, by default the current one, wait for the last update's copies. On the host they are done."""
+        """Let a stream, by default the card's current one, wait for the last update's copies. The host needs none."""
         if self._ordered is not None:
             accelerator, event = self._ordered
-            (stream or accelerator.torch.get_device_module(accelerator.kind).current_stream()).wait_event(event)
+            (stream or accelerator.current_stream()).wait_event(event)
 
     def update_graph(self, graph: Any, *, draft_step: int | None = None, operators: int = 1) -> None:  # noqa: ANN401
         """Rewrite the lengths that a captured graph has baked in; nothing where graphs read them from ``seq_lens``."""
@@ -111,13 +146,24 @@ class Tables:
         self._region.close()
 
     def _int32(self, start: int, count: int) -> torch.Tensor:
-        import torch  # noqa: PLC0415  see ``order``
-
+        backend = import_torch()
         end = start + 4 * count
         if isinstance(self._region, AcceleratorRegion):
-            on_card: torch.Tensor = self._region.tensor[start:end].view(torch.int32)
-            return on_card
-        return torch.from_numpy(self._region.view()[start:end]).view(torch.int32)
+            return self._region.tensor[start:end].view(backend.int32)
+        on_host: torch.Tensor = backend.from_numpy(self._region.view()[start:end]).view(backend.int32)
+        return on_host
+
+
+def tables_name(tables: Tables) -> str:
+    """Return the name of tables that somebody gives as an argument.
+
+    Raises:
+        InvalidFieldError: they are none.
+        ClientClosedError: they were deleted or closed.
+    """
+    if not isinstance(tables, Tables):
+        raise wrong_kind(tables, "Tables, as create_tables returns them", "tables")
+    return tables.name
 
 
 def mapped_tables(

@@ -1,42 +1,11 @@
-"""``kvferry daemon``: read the configuration, take the runtime directory, serve."""
+"""``python -m kvferry.daemon``: signals are held back before anything else is imported, which takes a while."""
 
-from __future__ import annotations
-
-import argparse
-import os
 import sys
-from pathlib import Path
 
-import uvloop
-
-from kvferry.daemon.access import RuntimeDirectory
-from kvferry.daemon.config import Config, load_config
-from kvferry.daemon.logs import configure_logs
-from kvferry.daemon.loop import run_daemon
-from kvferry.daemon.service_manager import ServiceManager
-from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.paths import default_runtime_dir
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the daemon; return its exit status: 0 after SIGTERM, 1 where it could not start, 3 after a card was lost."""
-    parser = argparse.ArgumentParser(prog="kvferry daemon", description="Run the daemon of this node.")
-    parser.add_argument("--config", type=Path, help="a TOML file; see systemd/kvferry.toml for every key")
-    parser.add_argument("--runtime-dir", type=Path, help="where the sockets go; overrides the configuration")
-    options = parser.parse_args(arguments)
-    # A torch_npu without CANN would make torch itself fail: cards are asked for when a pool needs one.
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    try:
-        config = load_config(options.config) if options.config else Config()
-        configure_logs(config.logging)
-        path = options.runtime_dir or Path(config.runtime_dir or default_runtime_dir(os.environ))
-        with RuntimeDirectory(path.absolute()) as directory:
-            uvloop.run(run_daemon(config, directory, ServiceManager()))
-    except KvferryError as error:
-        print(f"kvferry daemon: {error}", file=sys.stderr)
-        return 1
-    return 0
-
+from kvferry.daemon.signals import hold_back
 
 if __name__ == "__main__":
+    hold_back()
+    from kvferry.daemon.command import main
+
     sys.exit(main())

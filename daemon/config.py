@@ -1,4 +1,8 @@
-"""The daemon's configuration: one TOML file, every key optional, every mistake named by its key."""
+"""The daemon's configuration: one TOML file, every key optional, every mistake named by its key.
+
+Every number is bounded on both sides, so that a slip of the finger is a message at the start and not a daemon that
+refuses everybody.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,15 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
-from kvferry.daemon.sections import Section
+from kvferry.daemon.config_file import read_file
+from kvferry.daemon.conflicts import check_together
+from kvferry.daemon.sections import MIB, MOST_BYTES, Host, Section
+from kvferry.daemon.sections import Path as PathText
 from kvferry.daemon.tiers.config import TiersConfig
-from kvferry.protocol.codec import in_words
-from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.ids import HOST, DeviceName, PeerAddress
+from kvferry.protocol.ids import DeviceName, PeerAddress
 from kvferry.protocol.limits import Limits
-
-Positive = Annotated[int, Meta(ge=1)]
 
 
 class LoggingConfig(Section, frozen=True, kw_only=True):
@@ -29,7 +31,7 @@ class LoggingConfig(Section, frozen=True, kw_only=True):
 class PoolsConfig(Section, frozen=True, kw_only=True):
     """``max_bytes`` bounds all regions together; by default 80 % of the host's memory."""
 
-    max_bytes: Positive | None = None
+    max_bytes: Annotated[int, Meta(ge=MIB, le=MOST_BYTES)] | None = None
     populate: bool = True
 
 
@@ -57,7 +59,7 @@ class TransfersConfig(Section, frozen=True, kw_only=True):
 
     threads: Annotated[int, Meta(ge=1, le=64)] | None = None
     chunk_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 30)] = 4 << 20
-    whole_below_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
+    whole_below_bytes: Annotated[int, Meta(ge=0, le=MOST_BYTES)] = 4 << 20
 
 
 class PeersConfig(Section, frozen=True, kw_only=True):
@@ -85,13 +87,13 @@ class LandingConfig(Section, frozen=True, kw_only=True):
 
     transport: Literal["none", "mooncake"] = "none"
     protocol: Literal["tcp", "ascend"] = "tcp"
-    address: str | None = None
+    address: Host | None = None
     direct: bool = False
     slots: Annotated[int, Meta(ge=1, le=65_536)] = 16
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
     staging: Annotated[int, Meta(ge=1, le=65_536)] = 4
     write_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
-    quarantined_bytes: Annotated[int, Meta(ge=0)] | None = None
+    quarantined_bytes: Annotated[int, Meta(ge=0, le=MOST_BYTES)] | None = None
     quarantined_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     drain_timeout_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
 
@@ -102,10 +104,29 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
 
 
+class LimitsConfig(Section, frozen=True, kw_only=True):
+    """What one client may send: the file's form of ``protocol.limits.Limits``, which has the words."""
+
+    max_frame_bytes: Annotated[int, Meta(ge=128 << 10, le=1 << 30)] = Limits().max_frame_bytes
+    max_frames: Annotated[int, Meta(ge=2, le=4096)] = Limits().max_frames
+    max_message_bytes: Annotated[int, Meta(ge=128 << 10, le=1 << 34)] = Limits().max_message_bytes
+    max_requests_per_session: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_requests_per_session
+    max_rooms_per_session: Annotated[int, Meta(ge=1, le=1 << 20)] = Limits().max_rooms_per_session
+    max_rooms: Annotated[int, Meta(ge=1, le=1 << 24)] = Limits().max_rooms
+    max_sessions: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_sessions
+    max_deadline_ms: Annotated[int, Meta(ge=1, le=7 * 86_400_000)] = Limits().max_deadline_ms
+    default_deadline_ms: Annotated[int, Meta(ge=1, le=7 * 86_400_000)] = Limits().default_deadline_ms
+
+    @property
+    def announced(self) -> Limits:
+        """Return the limits as HELLO's reply says them."""
+        return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
+
+
 class Config(Section, frozen=True, kw_only=True):
     """The whole file."""
 
-    runtime_dir: str | None = None
+    runtime_dir: PathText | None = None
     logging: LoggingConfig = LoggingConfig()
     pools: PoolsConfig = PoolsConfig()
     devices: DevicesConfig = DevicesConfig()
@@ -114,7 +135,7 @@ class Config(Section, frozen=True, kw_only=True):
     landing: LandingConfig = LandingConfig()
     tiers: TiersConfig = TiersConfig()
     service: ServiceConfig = ServiceConfig()
-    limits: Limits = Limits()
+    limits: LimitsConfig = LimitsConfig()
 
     @property
     def max_pool_bytes(self) -> int:
@@ -133,37 +154,9 @@ def load_config(path: Path) -> Config:
     """Return the configuration in a TOML file.
 
     Raises:
-        ConfigError: the file cannot be read or parsed, or a key is unknown or has a wrong value; names the key.
+        ConfigError: the file cannot be read or parsed, a key is unknown or has a wrong value, or two keys exclude each
+            other; names the keys, their values and what is allowed.
     """
-    try:
-        return _checked(msgspec.toml.decode(path.read_bytes(), type=Config), path)
-    except OSError as cause:
-        raise ConfigError(f"{path}: {cause.strerror}") from cause
-    except msgspec.ValidationError as cause:
-        what, _, where = in_words(cause).partition(" - at `$")
-        key = where.rstrip("`").lstrip(".")
-        if "unknown field" in what:
-            key = ".".join(part for part in (key, what.split("`")[1]) if part)
-        raise ConfigError(f"{path}: {what}", field=key) from cause
-    except (msgspec.MsgspecError, ValueError) as cause:
-        raise ConfigError(f"{path}: {cause}") from cause
-
-
-def _checked(config: Config, path: Path) -> Config:
-    """Check what no key tells by itself.
-
-    Raises:
-        ConfigError: two keys do not go together; names one of them.
-    """
-    peers, landing = config.peers, config.landing
-    if peers.timeout_ms <= peers.heartbeat_ms:
-        raise ConfigError(
-            f"{path}: a peer would be lost after {peers.timeout_ms} ms, before the sign of life asked for after "
-            f"{peers.heartbeat_ms} ms can come",
-            field="peers.timeout_ms",
-        )
-    if HOST in config.devices.open:
-        raise ConfigError(f"{path}: the host is no card", field="devices.open")
-    if landing.direct and landing.transport == "none":
-        raise ConfigError(f"{path}: there is no transport that could write pages directly", field="landing.direct")
+    config = read_file(path, Config)
+    check_together(config, path)
     return config

@@ -13,12 +13,14 @@ from typing import Final, NamedTuple
 import structlog
 
 from kvferry.daemon.config import DevicesConfig
+from kvferry.pools.arrays import Array, Held, check_apart
 from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, Accelerator, DeviceMemory
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
 from kvferry.pools.devices.staging import StagingPool
-from kvferry.protocol.errors import DeviceLostError, KvferryError, OutOfMemoryError
+from kvferry.pools.devices.vendor import Mapped
+from kvferry.protocol.errors import DeviceLostError, InvalidFieldError, KvferryError, OutOfMemoryError
 from kvferry.protocol.session_messages import DeviceStatus
-from kvferry.protocol.shares import Share
+from kvferry.protocol.shares import TorchShare
 
 CHECK_S: Final = 1.0
 log = structlog.get_logger(__name__)
@@ -32,6 +34,7 @@ class _Card:
         self.stagings = StagingPool(accelerator)
         self.memory = DeviceMemory(0, 0)
         self.pool_bytes = 0
+        self.lent: list[Held] = []
         self.failed: KvferryError | None = None
 
     @property
@@ -41,11 +44,10 @@ class _Card:
 
 
 class LentPart(NamedTuple):
-    """What an engine lends of a pool: by which share, where in the pool's region, how many bytes."""
+    """What an engine lends of a pool: which array, and by which share."""
 
-    share: Share
-    start: int
-    size_bytes: int
+    array: Array
+    share: TorchShare
 
 
 class Devices:
@@ -117,23 +119,33 @@ class Devices:
         )
 
     def borrow(self, name: str, lent: Sequence[LentPart], size_bytes: int) -> AcceleratorRegion:
-        """Return memory of a card that an engine lends.
+        """Return memory of a card that an engine lends, once the driver has said that it is there.
 
         Raises:
             DeviceUnavailableError: no such card, or a share cannot be mapped.
+            InvalidFieldError: it is another card's, or less than was said, or lent already; names the array.
         """
         card = self._open(name)
         parts: list[RegionPart] = []
+        held: list[Held] = []
         try:
             with card.accelerator.calling():
-                for share, start, size in lent:
-                    mapped = card.accelerator.vendor.map(share, card.accelerator.index, size)
-                    parts.append(RegionPart(start, mapped))
-        finally:
-            region = AcceleratorRegion(card.accelerator, parts, size_bytes, card.stagings)
-            if len(parts) < len(lent):
-                region.close()
-        return region
+                for one in lent:
+                    parts.append(RegionPart(one.array.start, _mapped(card.accelerator, one)))
+                    start = int(parts[-1].mapped.tensor.data_ptr())
+                    _check_mapped(card.accelerator, one, start)
+                    held.append(Held(start, start + one.array.size_bytes, one.array.name))
+            check_apart([*card.lent, *held])
+        except BaseException:
+            AcceleratorRegion(card.accelerator, parts, size_bytes, card.stagings).close()
+            parts.clear()  # the error may be held elsewhere; the memory goes now, on this thread
+            raise
+        card.lent += held
+
+        def returned() -> None:
+            card.lent = [one for one in card.lent if one not in held]
+
+        return AcceleratorRegion(card.accelerator, parts, size_bytes, card.stagings, returned)
 
     def check(self, now_s: float) -> None:
         """Look for calls that do not come back; every ``CHECK_S`` or so."""
@@ -168,3 +180,32 @@ class Devices:
     def _give_back(self, card: _Card, size_bytes: int) -> None:
         with self._lock:
             card.pool_bytes -= size_bytes
+
+
+def _mapped(accelerator: Accelerator, lent: LentPart) -> Mapped:
+    try:
+        return accelerator.vendor.map(lent.share, accelerator.index, lent.array.size_bytes)
+    except KvferryError as error:
+        error.field = f"{lent.array.name}.storage"
+        raise
+
+
+def _check_mapped(accelerator: Accelerator, lent: LentPart, start: int) -> None:
+    """Check that what is mapped for an array is what was said, by the driver's word: all of its storage, on this card.
+
+    Raises:
+        InvalidFieldError: it is not.
+    """
+    array, share = lent
+    card, found_bytes = accelerator.vendor.memory_at(start - share.offset_bytes, share.storage_bytes)
+    if card != accelerator.index:
+        where = "memory of no card" if card is None else f"on {accelerator.kind}:{card}"
+        raise InvalidFieldError(
+            f"{array.name} is {where} by the driver's word, not on {accelerator.name}", field=f"{array.name}.device"
+        )
+    if found_bytes < share.storage_bytes:
+        raise InvalidFieldError(
+            f"{array.name} is said to be in a storage of {share.storage_bytes} bytes, of which the driver has mapped "
+            f"{found_bytes}",
+            field=f"{array.name}.storage",
+        )

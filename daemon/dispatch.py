@@ -10,6 +10,7 @@ import structlog
 
 from kvferry.daemon.control_socket import ReceivedMessage
 from kvferry.daemon.metrics import Counters
+from kvferry.daemon.request_ids import about
 from kvferry.daemon.sessions import Session, SessionRegistry
 from kvferry.protocol.base import Body
 from kvferry.protocol.codec import Frames, IncomingRequest, PageIds, UnreadableRequest, decode_request, encode
@@ -66,12 +67,16 @@ SendFrames = Callable[[bytes, Frames], bool]
 
 
 class Dispatcher:
-    """Knows which handler has which type; the handlers know nothing of envelopes."""
+    """Knows which handler has which type; the handlers know nothing of envelopes.
+
+    Attributes:
+        sessions: those that live.
+    """
 
     def __init__(self, boot_id: BootId, limits: Limits, sessions: SessionRegistry, counters: Counters) -> None:
         self._boot_id = boot_id
         self._limits = limits
-        self._sessions = sessions
+        self.sessions = sessions
         self._counters = counters
         self._open_handlers: dict[type[Body], OpenHandler] = {}
         self._handlers: dict[type[Body], Handler] = {}
@@ -168,7 +173,7 @@ class Dispatcher:
     def _session_of(self, request: Request) -> Session | None:
         if not request.secret:
             return None
-        session = self._sessions.by_secret(request.secret)
+        session = self.sessions.by_secret(request.secret)
         if session is None:
             raise NoSessionError("no live session has this secret", field="secret")
         return session
@@ -199,6 +204,7 @@ class Dispatcher:
             self.answer(session, message_id, answer)
         elif session.is_pending(message_id):
             late = DeadlineError(f"no answer within {deadline_s:g} s")
+            late.request_id = about(request.body).get("request_id", "")
             self._deadlines[session.session_id, message_id] = asyncio.get_running_loop().call_later(
                 deadline_s, self.answer_error, session, message_id, late
             )
@@ -213,8 +219,9 @@ class Dispatcher:
         """Return what to answer where handling a request raised, and count it."""
         name = type(request.body).__name__
         if not isinstance(error, KvferryError):
-            log.error("request failed", request=name, exc_info=error)
+            log.error("request failed", type=name, exc_info=error, **about(request.body))
             error = InternalError(f"{name} failed: {type(error).__name__}")
+        error.request_id = about(request.body).get("request_id", "")
         self._counters.add(f"requests.refused.{error.code.lower()}")
         return _error_body(error)
 

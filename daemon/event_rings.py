@@ -23,6 +23,7 @@ import structlog
 from kvferry.daemon.device_events import DeviceEvents
 from kvferry.daemon.devices import Devices
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler, expect
+from kvferry.daemon.request_ids import about
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
@@ -185,7 +186,7 @@ class EventRings:
             self._dispatcher.answer_error(call.session, call.message_id, error)
         except Exception as error:  # a bug must not keep the requests behind it waiting
             name = type(call.body).__name__
-            log.exception("request failed", request=name)
+            log.exception("request failed", type=name, **about(call.body))
             internal = InternalError(f"{name} failed: {type(error).__name__}")
             self._dispatcher.answer_error(call.session, call.message_id, internal)
         else:

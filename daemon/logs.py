@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from typing import TextIO
 
 import structlog
 
@@ -18,7 +20,7 @@ _json = structlog.processors.JSONRenderer()
 
 
 def configure_logs(config: LoggingConfig) -> None:
-    """Set structlog up for this process; lines go to standard error."""
+    """Set structlog up for this process; lines go to standard error, for as long as somebody takes them."""
     console = config.format == "console" or (config.format == "auto" and sys.stderr.isatty())
     processors: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
@@ -32,8 +34,24 @@ def configure_logs(config: LoggingConfig) -> None:
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(config.level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: LineLogger(sys.stderr),
     )
+
+
+class LineLogger:
+    """Writes a line a call. Whoever read them may be gone, a terminal or a pipe: the daemon serves all the same."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._fd = file.fileno()
+
+    def msg(self, message: str) -> None:
+        """Write one line, past all buffers: what a reader that is gone did not take is not kept for the next."""
+        rest = f"{message}\n".encode(errors="backslashreplace")
+        with contextlib.suppress(OSError):
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+
+    debug = info = warning = warn = error = critical = fatal = exception = log = msg
 
 
 def _journal_line(

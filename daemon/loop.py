@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from kvferry.daemon.rooms.service import RoomService
 from kvferry.daemon.service_manager import ServiceManager
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.daemon.sessions import Session, SessionRegistry
+from kvferry.daemon.signals import answered
 from kvferry.daemon.table_service import TableService
 from kvferry.daemon.tiers.tiers import Tiers
 from kvferry.daemon.transports.landing import Landing
@@ -59,12 +59,13 @@ class Daemon:
     def __init__(self, config: Config, directory: RuntimeDirectory, stopping: asyncio.Event) -> None:
         self.boot_id = new_boot_id()
         self._config = config
+        limits = config.limits.announced
         self._loop = asyncio.get_running_loop()
         self._started_at = time.monotonic()
         self._stopping = stopping
         self.counters = Counters()
-        self._sessions = SessionRegistry(config.limits)
-        self._dispatcher = Dispatcher(self.boot_id, config.limits, self._sessions, self.counters)
+        self._sessions = SessionRegistry(limits)
+        self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, self.counters)
         self._session_socket = SessionSocket(
             directory.session_socket,
             self.boot_id,
@@ -73,9 +74,7 @@ class Daemon:
             self._session_opened,
             self._session_lost,
         )
-        self._control = ControlSocket(
-            directory.control_socket, config.limits, self.counters, self._dispatcher.on_message
-        )
+        self._control = ControlSocket(directory.control_socket, limits, self.counters, self._dispatcher.on_message)
         self._dispatcher.connect(self._control.send)
         self._devices = Devices(config.devices, self._device_lost)
         self._pools = PoolService(
@@ -90,7 +89,7 @@ class Daemon:
             self._dispatcher,
             self._pools,
             self._sessions,
-            config.limits,
+            limits,
             self.counters,
             config.transfers.whole_below_bytes,
         )
@@ -106,7 +105,7 @@ class Daemon:
             directory.peer_socket,
             config.peers.listen,
             Heartbeat(config.peers.heartbeat_ms, config.peers.timeout_ms),
-            config.limits,
+            limits,
             self.counters,
         )
         self._executor = ThreadPoolExecutor(config.copy_threads, "landing")
@@ -232,7 +231,7 @@ class Daemon:
             protocol=agree(body.protocol_min, body.protocol_max),
             daemon_version=daemon_version(),
             features=FEATURES,
-            limits=self._config.limits,
+            limits=self._config.limits.announced,
         )
 
     def _status(self, _body: Body) -> StatusReport:
@@ -269,10 +268,8 @@ class Daemon:
 
 
 async def run_daemon(config: Config, directory: RuntimeDirectory, manager: ServiceManager) -> None:
-    """Serve in a locked runtime directory until SIGTERM or SIGINT."""
-    keep_freed_memory()
-    loop = asyncio.get_running_loop()
+    """Serve in a locked runtime directory until a signal asks to end; see ``signals``."""
     stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    await Daemon(config, directory, stopping).serve(manager)
+    with answered(asyncio.get_running_loop(), stopping):
+        keep_freed_memory()
+        await Daemon(config, directory, stopping).serve(manager)

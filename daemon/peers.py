@@ -28,6 +28,7 @@ from kvferry.daemon.control_socket import ControlSocket, ReceivedMessage
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.peer_addresses import is_numeric, scheme, wrong_address, wrong_port
 from kvferry.daemon.peer_link import SOCKETS_PER_LINK, Heartbeat, PeerLink
+from kvferry.daemon.request_ids import about
 from kvferry.daemon.rooms.remote import Incarnation
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError
@@ -180,14 +181,16 @@ class PeerLinks:
 
     def _received(self, message: ReceivedMessage) -> None:
         self.counters.add("peers.received")
+        incoming = None
         try:
-            self._take(decode_peer([] if message.too_large else message.frames))
+            incoming = decode_peer([] if message.too_large else message.frames)
+            self._take(incoming)
         except KvferryError as error:
             self.counters.add("peers.malformed")
-            log.warning("a peer's message was dropped", cause=str(error))
+            log.warning("a peer's message was dropped", cause=str(error), **_about(incoming))
         except Exception as error:  # a bug must not end the loop
             self.counters.add("peers.failed")
-            log.exception("a peer's message failed", cause=str(error))
+            log.exception("a peer's message failed", cause=str(error), **_about(incoming))
 
     def _take(self, incoming: IncomingPeerMessage) -> None:
         envelope = incoming.envelope
@@ -262,3 +265,7 @@ def _most_peers() -> int:
     """Return how many peers may be known, so that files are left for sessions."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_PEERS if files == resource.RLIM_INFINITY else min(MAX_PEERS, files // FILES_PER_PEER)
+
+
+def _about(incoming: IncomingPeerMessage | None) -> dict[str, str]:
+    return about(incoming.envelope) if incoming else {}

@@ -1,8 +1,22 @@
-"""What every table of the configuration file is."""
+"""What every table of the configuration file is, and what its keys may be; every number is bounded on both sides."""
 
 from __future__ import annotations
 
+from typing import Annotated, Final
+
 import msgspec
+from msgspec import Meta
+
+MIB: Final = 1 << 20
+MOST_BYTES: Final = 1 << 50
+
+Bytes = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
+"""A size that may be 0; one that is not must be at least a MiB: see ``conflicts``."""
+Path = Annotated[str, Meta(pattern="^[^\\x00]+\\Z", max_length=4096, description="a path")]
+Host = Annotated[
+    str,
+    Meta(pattern="^[0-9A-Za-z_.:-]+\\Z", max_length=256, description="an address or name of this host, without a port"),
+]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

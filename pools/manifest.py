@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvferry.pools.geometry import dtype_bytes, page_bytes_of
+from kvferry.pools.geometry import dtype_bytes
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError
 from kvferry.protocol.manifests import Component, Entry, Manifest
 
 MAX_REGION_BYTES = 1 << 50
-MAX_ADDRESS = (1 << 63) - 1
 DIGEST_BYTES = 16
 OPTIONAL_COMPONENTS = ("draft",)
 
@@ -81,22 +80,6 @@ def check_unique(entries: Iterable[Entry], field: str) -> None:
             raise DuplicateEntryError(f"{entry.name} is entry {first} and entry {index}", field=f"{field}[{index}]")
 
 
-def check_entry(entry: Entry, field: str) -> None:
-    """Check what an entry from outside says of itself: its end, its page's bytes, its heads.
-
-    Raises:
-        InvalidFieldError: it ends beyond any address, or has heads beyond the model's.
-        GeometryMismatchError: its shape and dtype give other bytes a page than it says.
-    """
-    if entry.base + entry.pages * entry.page_bytes > MAX_ADDRESS:
-        raise InvalidFieldError(f"{entry.name} ends beyond address {MAX_ADDRESS}", field=f"{field}.base")
-    if entry.shape is not None and entry.dtype is not None:
-        page_bytes_of(entry.shape, entry.dtype, entry.pages, entry.page_bytes, entry.name)
-    heads = (entry.head_start or 0) + (entry.heads or 0)
-    if entry.total_heads is not None and heads > entry.total_heads:
-        raise InvalidFieldError(f"{entry.name} has heads up to {heads} of {entry.total_heads}", field=f"{field}.heads")
-
-
 def key_of(entry: Entry) -> tuple[str, str, int]:
     """Return what an entry is paired by: (component, role, layer)."""
     return (entry.component, entry.role, entry.layer)
@@ -105,14 +88,25 @@ def key_of(entry: Entry) -> tuple[str, str, int]:
 def layout_digest(entries: Iterable[Entry]) -> str:
     """Return 32 hexadecimal digits over what a page of each entry is.
 
-    Covers component, role, layer, dtype, format and the geometry of a page (its bytes, tokens and heads); leaves out
-    where entries lie, how many pages there are, and how engines view them.
+    Covers component, role, layer, dtype, format and the geometry of a page (its bytes, tokens and heads; the shape of a
+    state's slot); leaves out where entries lie, how many pages there are, and how engines view them.
     """
     pages = sorted(
-        (*key_of(e), e.dtype, e.format, e.page_bytes, e.page_tokens, e.head_start, e.heads, e.total_heads)
+        (
+            *(*key_of(e), e.dtype, e.format, e.page_bytes, e.page_tokens, e.head_start, e.heads, e.total_heads),
+            *(() if slot_shape(e) is None else (slot_shape(e),)),
+        )
         for e in entries
     )
     return hashlib.blake2b(msgspec.json.encode(pages), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def slot_shape(entry: Entry) -> tuple[int, ...] | None:
+    """Return the shape of a page without tokens, a slot: windows by channels are as many bytes as channels by windows.
+
+    None where its bytes and heads say all about a page, or where the shape is not known.
+    """
+    return None if entry.page_tokens is not None or entry.shape is None else entry.shape[1:]
 
 
 def bytes_per_page(manifest: Manifest, space: str | None = None) -> int:

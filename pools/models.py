@@ -9,7 +9,7 @@ import msgspec
 from kvferry.pools.heads import RankHeads, rank_heads
 from kvferry.pools.layouts.mla import PACKED_DTYPE
 from kvferry.pools.model_facts import MODELS, Attention, DeltaNet, Latent, ModelFacts
-from kvferry.protocol.codec import invalid_field
+from kvferry.protocol.complaints import invalid_field
 from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 

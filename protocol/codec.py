@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.protocol.base import Body
+from kvferry.protocol.complaints import invalid_field
 from kvferry.protocol.envelope import BodyHead, Event, FromDaemon, Reply, Request, RequestHead
-from kvferry.protocol.errors import CallerError, InvalidFieldError, KvferryError, MalformedError, UnknownTypeError
-from kvferry.protocol.ids import PATTERNS
-from kvferry.protocol.limits import INT64_BYTES
+from kvferry.protocol.errors import CallerError, KvferryError, MalformedError, UnknownTypeError
+from kvferry.protocol.page_frames import check_frames
 from kvferry.protocol.requests import REQUEST_TYPES
 
 PageIds: TypeAlias = npt.NDArray[np.int64]
@@ -28,7 +28,6 @@ Frames: TypeAlias = list[bytes | memoryview]
 
 WIRE_IDS: Final = np.dtype("<i8")
 UNKNOWN_MESSAGE: Final = 0
-_ENVELOPE_FIELDS: Final = {f"[{place}]": name for place, name in enumerate(Request.__struct_fields__) if name != "body"}
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
@@ -112,16 +111,7 @@ def page_lists(body: Body, frames: Sequence[bytes]) -> tuple[PageIds, ...]:
     Raises:
         MalformedError: they are not those that the body announces.
     """
-    counts = body.page_counts()
-    if not counts and not frames:
-        return ()
-    if len(counts) != len(frames):
-        raise MalformedError(f"{len(frames)} id frames for {len(counts)} page lists", field="pages")
-    for number, (count, frame) in enumerate(zip(counts, frames, strict=True)):
-        if len(frame) != count * INT64_BYTES:
-            raise MalformedError(
-                f"id frame {number} has {len(frame)} bytes; {count} pages need {count * INT64_BYTES}", field="pages"
-            )
+    check_frames(body, frames)
     return tuple(np.frombuffer(frame, WIRE_IDS) for frame in frames)
 
 
@@ -146,21 +136,3 @@ def _explain_body(body: msgspec.Raw, cause: BaseException) -> CallerError:
     if isinstance(cause, msgspec.ValidationError):
         return invalid_field(cause)
     return MalformedError(f"the body of {kind} cannot be read: {cause}")
-
-
-def in_words(cause: msgspec.ValidationError) -> str:
-    """Return msgspec's complaint, with what a pattern asks for in place of the pattern."""
-    text = str(cause)
-    for pattern, words in PATTERNS.items():
-        text = text.replace(f"`str` matching regex {pattern!r}", words)
-    return text
-
-
-def invalid_field(cause: msgspec.ValidationError) -> InvalidFieldError:
-    """Return msgspec's complaint as an error that names the field: ``Expected `int` - at `$[5].count```."""
-    what, _, where = in_words(cause).partition(" - at `$")
-    path = where.rstrip("`")
-    field = _ENVELOPE_FIELDS.get(path, path.removeprefix("[5]").lstrip("."))
-    if not field and "`" in what:
-        field = what.rsplit("`", 2)[-2]
-    return InvalidFieldError(what, field=field)

@@ -26,6 +26,13 @@ class TablesBusyError(BusyError):
     remedy = "let the update before it end: record its replay event, then send the next one"
 
 
+class TorchMissingError(CallerError):
+    """A tensor was asked for where torch is not installed, or is older than its dtype; the client's own, never sent."""
+
+    code = "TORCH_MISSING"
+    remedy = "on the host use array(), which needs numpy alone; or install torch, or a newer one"
+
+
 class DeviceUnavailableError(DaemonError):
     """No such device on this host, or what drives it is missing."""
 

@@ -8,7 +8,10 @@ from kvferry.protocol.error_info import ErrorInfo
 
 
 class KvferryError(Exception):
-    """The base of every error here. ``detail`` says what happened, with the values concerned."""
+    """The base of every error here. ``detail`` says what happened, with the values concerned.
+
+    ``request_id`` is that of the hand-off that it is about, by which logs are joined; empty where it is about none.
+    """
 
     by_code: ClassVar[dict[str, type[KvferryError]]] = {}
     code: str = "INTERNAL"
@@ -23,14 +26,21 @@ class KvferryError(Exception):
         super().__init__(detail)
         self.detail = detail
         self.field = field
+        self.request_id = ""
 
     def __str__(self) -> str:
-        return f"{self.code}{self.field and f' [{self.field}]'}: {self.detail}{self.remedy and f' ({self.remedy})'}"
+        where = f"{self.field and f' [{self.field}]'}{self.request_id and f' request {self.request_id}'}"
+        return f"{self.code}{where}: {self.detail}{self.remedy and f' ({self.remedy})'}"
 
     def info(self) -> ErrorInfo:
         """Return the error as it travels."""
         return ErrorInfo(
-            code=self.code, detail=self.detail, retryable=self.retryable, field=self.field, remedy=self.remedy
+            code=self.code,
+            detail=self.detail,
+            retryable=self.retryable,
+            field=self.field,
+            remedy=self.remedy,
+            request_id=self.request_id,
         )
 
 

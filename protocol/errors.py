@@ -41,11 +41,16 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- CancelledError            CANCELLED            cancelled by its own side
     |   +-- UnknownTablesError        UNKNOWN_TABLES       no graph tables of that name in this session
     |   +-- TablesExistError          TABLES_EXIST         the session has graph tables of that name
+    |   +-- TorchMissingError         TORCH_MISSING        a tensor without torch, or an older one than its dtype
     |   +-- ConfigError               CONFIG               the daemon's configuration is wrong
     |   +-- UnknownSnapshotError      UNKNOWN_SNAPSHOT     no snapshot of that name for this tenant
     |   +-- UnknownLeaseError         UNKNOWN_LEASE        no lease of that number in this session
     |   +-- UnknownWorkError          UNKNOWN_WORK         no work of that number in this session
     |   +-- TierOffError              TIER_OFF             the daemon has no such tier
+    |   +-- ClientClosedError         CLIENT_CLOSED        the client was closed
+    |   +-- ConcurrentUseError        CONCURRENT_USE       a client is used by two threads at a time
+    |   +-- ForkedError               FORKED               a client, or what it mapped, in a forked process
+    |   +-- MisuseError               MISUSE               a call that makes no sense where it stands
     +-- PeerError               the other side of a hand-off
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
     |   +-- PeerCancelledError        PEER_CANCELLED       it cancelled
@@ -70,12 +75,14 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
 
 from __future__ import annotations
 
+from kvferry.protocol.client_errors import ClientClosedError, ConcurrentUseError, ForkedError, MisuseError
 from kvferry.protocol.device_errors import (
     DeviceLostError,
     DeviceUnavailableError,
     PoolLostError,
     TablesBusyError,
     TablesExistError,
+    TorchMissingError,
     UnknownTablesError,
 )
 from kvferry.protocol.error_base import BusyError, CallerError, DaemonError, KvferryError, PeerError
@@ -116,6 +123,8 @@ __all__ = [
     "CacheMissError",
     "CallerError",
     "CancelledError",
+    "ClientClosedError",
+    "ConcurrentUseError",
     "ConfigError",
     "DaemonError",
     "DaemonLostError",
@@ -127,6 +136,7 @@ __all__ = [
     "EmptyPagesError",
     "EmptyStateError",
     "FirstTokenTwiceError",
+    "ForkedError",
     "GeometryMismatchError",
     "HeadsIndivisibleError",
     "IncompleteError",
@@ -136,6 +146,7 @@ __all__ = [
     "LayoutMismatchError",
     "LengthMismatchError",
     "MalformedError",
+    "MisuseError",
     "NoSessionError",
     "NotOwnerError",
     "OutOfMemoryError",
@@ -162,6 +173,7 @@ __all__ = [
     "TablesExistError",
     "TierOffError",
     "TooLargeError",
+    "TorchMissingError",
     "TransferFailedError",
     "UncoveredEntryError",
     "UnexpectedSourceError",
@@ -239,14 +251,14 @@ class UnknownPoolError(CallerError):
     """No pool of that name for this tenant."""
 
     code = "UNKNOWN_POOL"
-    remedy = "create it first; STATUS lists the pools"
+    remedy = "create it first, or name one that is there: kvferry status lists the pools"
 
 
 class PoolExistsError(CallerError):
     """The name is taken by a pool of another layout or size."""
 
     code = "POOL_EXISTS"
-    remedy = "take another name, the same spec, or delete the old pool"
+    remedy = "take another name, the same spec, or delete_pool first; kvferry status shows the pools and their sessions"
 
 
 class PoolInUseError(CallerError):
@@ -254,7 +266,7 @@ class PoolInUseError(CallerError):
 
     code = "POOL_IN_USE"
     retryable = True
-    remedy = "free the pages, or end the sessions that own them, and try again"
+    remedy = "free the pages, or end the sessions that own them, and try again; kvferry status shows them"
 
 
 class LayoutMismatchError(CallerError):
@@ -319,7 +331,7 @@ class PoolFullError(BusyError):
     """Fewer free pages than asked for."""
 
     code = "POOL_FULL"
-    remedy = "free pages, ask for fewer, or wait"
+    remedy = "free pages, ask for fewer, or wait; kvferry status shows which sessions hold them"
 
 
 class PageBusyError(BusyError):
@@ -363,7 +375,7 @@ class DaemonLostError(DaemonError):
 
     code = "DAEMON_LOST"
     retryable = True
-    remedy = "check that the daemon runs: kvferry status"
+    remedy = "start it with kvferry daemon or systemctl, or name its folder in KVFERRY_RUNTIME_DIR"
 
 
 class InternalError(DaemonError):
@@ -377,4 +389,5 @@ def raised(info: ErrorInfo) -> KvferryError:
     """Return the exception that ``info`` describes, of its own class where the code is known."""
     error = KvferryError.by_code.get(info.code, InternalError)(info.detail, field=info.field)
     error.code, error.retryable, error.remedy = info.code, info.retryable, info.remedy or error.remedy
+    error.request_id = info.request_id
     return error

@@ -5,7 +5,7 @@ Knows nothing of what the identifiers refer to.
 
 from __future__ import annotations
 
-import secrets
+import os
 from typing import Annotated, NewType
 
 from msgspec import Meta
@@ -45,14 +45,14 @@ MAIN = "main"
 
 def new_request_id() -> str:
     """Return a fresh request id: 128 random bits as 32 hexadecimal digits."""
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def new_boot_id() -> BootId:
     """Return a fresh boot id: 128 random bits as 32 hexadecimal digits."""
-    return BootId(secrets.token_hex(16))
+    return BootId(os.urandom(16).hex())
 
 
 def new_secret() -> bytes:
     """Return a fresh session secret: 16 random bytes. Never log it."""
-    return secrets.token_bytes(16)
+    return os.urandom(16)

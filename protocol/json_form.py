@@ -10,22 +10,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from kvferry.protocol.base import Body, PageList
-from kvferry.protocol.codec import PageIds, invalid_field
-from kvferry.protocol.errors import InvalidFieldError, UnknownTypeError
-from kvferry.protocol.requests import REQUEST_TYPES, RequestBody
+from kvferry.protocol.complaints import invalid_field
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.limits import INT64_BYTES
+from kvferry.protocol.message_types import request_type
+from kvferry.protocol.page_frames import pack_ids, unpack_ids
 
 PAGES = "pages"
 IDS = "ids"
 
 
 class BodyWithIds(NamedTuple):
-    """A request's body and its page lists."""
+    """A request's body, and the frames of its page lists."""
 
-    body: RequestBody
-    ids: tuple[PageIds, ...]
+    body: Body
+    frames: tuple[bytes, ...]
 
 
 def request_from_json(kind: str, text: bytes | str) -> BodyWithIds:
@@ -35,45 +36,76 @@ def request_from_json(kind: str, text: bytes | str) -> BodyWithIds:
         UnknownTypeError: no such type.
         InvalidFieldError: the text is no JSON object, or a field is unknown or wrong; names the field.
     """
-    row = REQUEST_TYPES.get(kind)
-    if row is None:
-        raise UnknownTypeError(f"no request type {kind!r}; there are {', '.join(REQUEST_TYPES)}", field="type")
+    request_type(kind)
+    return request_from_fields(kind, object_from_json(text))
+
+
+def object_from_json(text: bytes | str) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        InvalidFieldError: the text is none.
+    """
     try:
-        fields = msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
         raise InvalidFieldError(f"the message is no JSON object: {cause}") from cause
-    _check_known(fields, row.request, "")
-    ids: tuple[PageIds, ...] = ()
-    if row.request.one_frame:
-        ids = (_take(fields, IDS, IDS),)
+
+
+def request_from_fields(kind: str, given: dict[str, Any]) -> BodyWithIds:
+    """Return the request of type ``kind`` with these fields, as JSON has them; leaves them as they are.
+
+    Raises:
+        UnknownTypeError: no such type.
+        InvalidFieldError: a field is unknown or wrong; names the field.
+    """
+    request = request_type(kind)
+    check_known_fields(kind, given)
+    fields = {**given}
+    if isinstance(given.get("lists"), list | tuple):
+        fields["lists"] = [{**one} if isinstance(one, dict) else one for one in given["lists"]]
+    frames: tuple[bytes, ...] = ()
+    if request.one_frame:
+        frames = (_take(fields, IDS, IDS),)
     elif fields.get("land") != "host":  # whose lists hold counts, in JSON too
-        ids = tuple(_take_ids(fields))
+        frames = tuple(_take_ids(fields))
     try:
-        body = msgspec.convert({"type": kind, **fields}, RequestBody)
+        body = msgspec.convert({"type": kind, **fields}, request)
     except msgspec.ValidationError as cause:
         raise invalid_field(cause) from cause
-    given, announced = tuple(len(one) for one in ids), body.page_counts()
-    if given != announced:
-        raise InvalidFieldError(f"{len(ids[0])} ids; the counts say {announced[0]}", field=IDS)
-    return BodyWithIds(body, ids)
+    lengths, announced = tuple(len(one) // INT64_BYTES for one in frames), body.page_counts()
+    if lengths != announced:
+        raise InvalidFieldError(f"{lengths[0]} ids; the counts say {announced[0]}", field=IDS)
+    return BodyWithIds(body, frames)
 
 
-def body_to_json(body: Body, ids: Sequence[PageIds]) -> bytes:
-    """Return a reply or event as one line of JSON, page ids in place."""
-    fields = msgspec.to_builtins(body, enc_hook=str)
+def body_to_json(body: Body, frames: Sequence[bytes]) -> bytes:
+    """Return a message as one line of JSON, page ids in place."""
+    return msgspec.json.encode(body_to_fields(body, frames))
+
+
+def body_to_fields(body: Body, frames: Sequence[bytes]) -> dict[str, Any]:
+    """Return a message's fields as JSON has them, page ids in place."""
+    fields: dict[str, Any] = msgspec.to_builtins(body, enc_hook=str)
     if body.one_frame:
-        fields[IDS] = ids[0].tolist()
-        return msgspec.json.encode(fields)
-    remaining = iter(ids)
-    _put_ids(fields, remaining)
-    return msgspec.json.encode(fields)
+        fields[IDS] = unpack_ids(frames[0])
+    else:
+        _put_ids(fields, iter(frames))
+    return fields
 
 
-def _check_known(fields: dict[str, Any], kind: type[Body], where: str) -> None:
-    unknown = sorted(set(fields) - set(kind.__struct_fields__) - ({IDS} if kind.one_frame else set()))
+def check_known_fields(kind: str, fields: dict[str, Any]) -> None:
+    """Check that a request of that type has these fields, whatever their values.
+
+    Raises:
+        UnknownTypeError: no such type.
+        InvalidFieldError: it has not; names the field.
+    """
+    request = request_type(kind)
+    unknown = sorted(set(fields) - set(request.__struct_fields__) - ({IDS} if request.one_frame else set()))
     if unknown:
-        known = ", ".join(kind.__struct_fields__) or "none"
-        raise InvalidFieldError(f"unknown field {unknown[0]!r}; known: {known}", field=f"{where}{unknown[0]}")
+        known = ", ".join(request.__struct_fields__) or "none"
+        raise InvalidFieldError(f"unknown field {unknown[0]!r}; known: {known}", field=unknown[0])
     for index, one in enumerate(_lists_of(fields)):
         _check_known_list(one, f"lists[{index}].")
 
@@ -97,24 +129,24 @@ def _holders(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"lists[{index}].", one
 
 
-def _take_ids(fields: dict[str, Any]) -> Iterator[PageIds]:
+def _take_ids(fields: dict[str, Any]) -> Iterator[bytes]:
     for where, holder in _holders(fields):
         if PAGES not in holder:
             continue
-        ids = _take(holder, PAGES, f"{where}{PAGES}")
-        holder[PAGES] = len(ids)
-        yield ids
+        frame = _take(holder, PAGES, f"{where}{PAGES}")
+        holder[PAGES] = len(frame) // INT64_BYTES
+        yield frame
 
 
-def _take(holder: dict[str, Any], key: str, field: str) -> PageIds:
+def _take(holder: dict[str, Any], key: str, field: str) -> bytes:
     try:
-        return np.array(msgspec.convert(holder.pop(key, []), list[int]), np.int64)
+        return pack_ids(msgspec.convert(holder.pop(key, []), list[int]))
     except (msgspec.ValidationError, OverflowError) as cause:
         raise InvalidFieldError(f"page ids are a list of integers: {cause}", field=field) from cause
 
 
-def _put_ids(fields: dict[str, Any], remaining: Iterator[PageIds]) -> None:
+def _put_ids(fields: dict[str, Any], remaining: Iterator[bytes]) -> None:
     for _, holder in _holders(fields):
-        ids = next(remaining, None) if PAGES in holder else None
-        if ids is not None:
-            holder[PAGES] = ids.tolist()
+        frame = next(remaining, None) if PAGES in holder else None
+        if frame is not None:
+            holder[PAGES] = unpack_ids(frame)

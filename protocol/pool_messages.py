@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -10,7 +10,10 @@ from msgspec import Meta
 from kvferry.protocol.base import Body, PageCount
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolName, ProcessId
-from kvferry.protocol.manifests import Index, Manifest, PoolSpec, RoleName
+from kvferry.protocol.manifests import Index, Manifest, PoolSpec, RoleName, Size
+
+MAX_DIMENSIONS: Final = 16
+Stride = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class CreatePool(Body, frozen=True, kw_only=True, tag="CREATE_POOL"):
@@ -40,11 +43,18 @@ class AttachPool(Body, frozen=True, kw_only=True, tag="ATTACH_POOL"):
 
 
 class LentArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one share holds of a lent pool: a role of a component, all its layers one after another, or one layer."""
+    """What one share holds of a lent pool: a role of a component, all its layers one after another, or one layer.
+
+    ``shape``, ``strides`` (in elements) and ``dtype`` are the tensor's, as its engine has it. They must be what the
+    spec needs; where the tensor begins in its storage, and how large that is, the share says.
+    """
 
     component: ComponentName
     role: RoleName
     layer: Index | None = None
+    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)] = ()
+    strides: Annotated[tuple[Stride, ...], Meta(max_length=MAX_DIMENSIONS)] = ()
+    dtype: Annotated[str, Meta(max_length=32)] = ""
 
 
 class LendPool(Body, frozen=True, kw_only=True, tag="LEND_POOL"):
@@ -58,7 +68,7 @@ class LendPool(Body, frozen=True, kw_only=True, tag="LEND_POOL"):
     spec: PoolSpec
     device: DeviceName
     arrays: Annotated[tuple[LentArrays, ...], Meta(min_length=1, max_length=16_384)]
-    """What each share holds, in their order; together every entry of the pool, once."""
+    """What each share holds, in their order; together every entry of the pool, once. Each share is a tensor's."""
 
 
 class PoolLent(Body, frozen=True, kw_only=True, tag="POOL_LENT"):

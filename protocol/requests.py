@@ -1,6 +1,6 @@
 """The table of request types: each one's reply, and whether it needs a session.
 
-A type's name is never reused or changed. This is the one place to add a type.
+A type's name is never reused or changed. A new one stands here and in ``message_types``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from kvferry.protocol.cache_messages import (
     Unpin,
     Unpinned,
 )
-from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.pool_messages import (
     Allocate,
@@ -40,6 +39,7 @@ from kvferry.protocol.pool_messages import (
     PoolDeleted,
     PoolLent,
 )
+from kvferry.protocol.refusals import Busy, ErrorReply
 from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, Receive, Result, RoomResult, Send
 from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
 from kvferry.protocol.table_messages import (
@@ -64,6 +64,8 @@ from kvferry.protocol.tier_messages import (
     WorkStarted,
 )
 
+__all__ = ["REQUEST_TYPES", "Busy", "ErrorReply", "EventBody", "ReplyBody", "RequestBody", "RequestType"]
+
 
 class RequestType(NamedTuple):
     """One row: the request's and the reply's body, and whether a session is needed."""
@@ -71,19 +73,6 @@ class RequestType(NamedTuple):
     request: type[Body]
     reply: type[Body]
     needs_session: bool
-
-
-class ErrorReply(Body, frozen=True, kw_only=True, tag="ERROR"):
-    """The request was refused, or failed."""
-
-    error: ErrorInfo
-
-
-class Busy(Body, frozen=True, kw_only=True, tag="BUSY"):
-    """The request is right but a bound on work in flight is reached: try again, unchanged, after a while."""
-
-    retry_after_ms: int
-    detail: str
 
 
 REQUEST_TYPES: dict[str, RequestType] = {

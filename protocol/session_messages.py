@@ -91,7 +91,7 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoomStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a live hand-off in STATUS. ``request`` holds the first 8 digits of the request id only."""
+    """One side of a live hand-off in STATUS. ``request`` is ``request_id`` too, for readers older than that field."""
 
     request: str
     side: str
@@ -101,6 +101,7 @@ class RoomStatus(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
     arrived: int
     waits_for: str
+    request_id: str = ""
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):

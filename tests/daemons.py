@@ -45,6 +45,7 @@ def running_daemon(
     config: str = "",
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
+    python: Path | None = None,
 ) -> Iterator[DaemonProcess]:
     """Run a daemon with this TOML configuration; on leaving it must end with status 0, unless it was killed.
 
@@ -53,6 +54,7 @@ def running_daemon(
         config: the configuration file's text.
         environment: added to this process's.
         prefix: a command that runs the daemon's, in another network namespace say.
+        python: another environment's interpreter.
     """
     log = tmp_path / "daemon.log"
     file = tmp_path / "daemon.toml"
@@ -60,7 +62,7 @@ def running_daemon(
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         runtime_dir = Path(folder) / "run"
         command = [*COMMAND, "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
-        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {}, prefix)
+        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {}, prefix, python)
         daemon = DaemonProcess(runtime_dir, process, log)
         try:
             yield daemon
@@ -70,14 +72,19 @@ def running_daemon(
 
 
 def start_and_wait_until_ready(
-    command: Sequence[str], notify: Path, log: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()
+    command: Sequence[str],
+    notify: Path,
+    log: Path,
+    environment: Mapping[str, str],
+    prefix: Sequence[str] = (),
+    python: Path | None = None,
 ) -> Started:
     """Start a daemon and return once it says READY, as a service manager would wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, log.open("wb") as output:
         notifications.bind(os.fspath(notify))
         notifications.settimeout(START_S)
         more = {**environment, "NOTIFY_SOCKET": os.fspath(notify)}
-        process = started(command, environment=more, prefix=prefix, stderr=output.fileno(), pipes=False)
+        process = started(command, environment=more, prefix=prefix, python=python, stderr=output.fileno(), pipes=False)
         try:
             said = notifications.recv(4096)
         except TimeoutError:

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from kvferry.clients import operations
@@ -15,6 +18,7 @@ from kvferry.clients.operations import Operation
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.client_core import ClientCore, ReplyArrived
 from kvferry.protocol.ids import BootId
+from kvferry.protocol.requests import RequestBody
 from kvferry.protocol.session_messages import ShareFollows
 
 REPLY_MS = 60_000
@@ -48,16 +52,23 @@ class RawEngine(NamedTuple):
                 return outgoing.message_id, operation.read(news)
         raise TimeoutError(operation)
 
+    def ask(self, body: RequestBody, *ids: npt.ArrayLike, lent: ShareFollows | None = None) -> ReplyArrived:
+        """Send a body with its id arrays, after what it lends, and return the reply as it is."""
+        operation = Operation(body, tuple(np.asarray(one, np.int64) for one in ids), lambda reply: reply)
+        if lent is None:
+            return self.call(operation)
+        return self.call(operation, lambda message_id: [msgspec.structs.replace(lent, message_id=message_id)])
+
 
 @contextmanager
-def raw_engine(runtime_dir: Path) -> Iterator[RawEngine]:
+def raw_engine(runtime_dir: Path, name: str = "raw") -> Iterator[RawEngine]:
     """Open a session."""
     with zmq.Context() as context, open_control_socket(context, runtime_dir) as control:
-        channel = SessionChannel.open(runtime_dir, "raw")
+        channel = SessionChannel.open(runtime_dir, name)
         try:
             core = ClientCore(BootId(channel.opened.boot_id), channel.opened.secret)
             engine = RawEngine(channel, control, core)
-            engine.call(operations.hello("raw"))
+            engine.call(operations.hello(name))
             yield engine
         finally:
             channel.close()

@@ -1,30 +1,55 @@
-"""The package as others get it: its list of packages, and a wheel installed away from the checkout."""
+"""The package as others get it: what is built and what is installed; nothing is imported under a second name."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 import tomllib
-import venv
 import zipfile
+from collections.abc import Callable
+from importlib import util
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-ROOT: Final = Path(__file__).resolve().parents[1]
-LAYERS: Final = ("attention", "clients", "daemon", "pools", "protocol")
+from tests.installs import LAYERS, ROOT, build_sdist, build_wheel, copy_checkout, new_environment, run
+
 DATA_FILES: Final = ("hosts.conf", "kvferry.toml", "kvferry@.service", "npu.conf")
 
-BUILD_SDIST: Final = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-IMPORT_ALL: Final = (
-    "import importlib, json, sys; "
-    "print(json.dumps({name: importlib.import_module(name).__file__ for name in sys.argv[1:]}))"
-)
+IMPORT_ALL: Final = """
+import importlib, json, sys
+print(json.dumps({name: importlib.import_module(name).__file__ for name in sys.argv[1:]}))
+"""
+FIND_ALL: Final = """
+import json, sys
+from importlib import util
+files = {name: util.find_spec(name).origin for name in sys.argv[1:]}
+print(json.dumps({"files": files, "path": sys.path, "finders": [str(finder) for finder in sys.meta_path]}))
+"""
+WALK: Final = """
+import json, pkgutil
+import kvferry
+print(json.dumps(sorted(found.name for found in pkgutil.walk_packages(kvferry.__path__, "kvferry."))))
+"""
+IMPORT_BY_WRONG_NAMES: Final = """
+import importlib, json, sys
+said = {}
+for folder, name in json.loads(sys.argv[1]):
+    sys.path.insert(0, folder)
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        said[name] = str(error)
+    sys.path.remove(folder)
+    importlib.invalidate_caches()
+print(json.dumps(said))
+"""
+CONSUMER: Final = """
+from kvferry.clients import Client
+from kvferry.clients.pool import AttachedPool
+from kvferry.protocol.manifests import MhaSpec
+"""
 
 LAYOUT_SPEC: Final = {
     "kind": "mha",
@@ -38,23 +63,6 @@ LAYOUT_SPEC: Final = {
     "dtype": "float16",
     "view": "paged",
 }
-
-
-def run(*command: str | Path, cwd: Path, stdin: str = "") -> str:
-    """Run a command without this environment's Python settings and return its output; it must succeed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"{command} exited with {done.returncode}:\n{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 def project() -> dict[str, Any]:
@@ -75,9 +83,8 @@ def module_name(path: str) -> str:
 
 def test_package_list_equals_the_folders() -> None:
     folders = {Path(path).parent for path in source_files()}
-    assert sorted(project()["tool"]["setuptools"]["packages"]) == sorted(
-        ".".join(("kvferry", *folder.parts)) for folder in folders
-    )
+    expected = {"kvferry", *(".".join(("kvferry", *folder.parts)) for folder in folders)}
+    assert sorted(project()["tool"]["setuptools"]["packages"]) == sorted(expected)
     assert [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()] == []
 
 
@@ -92,47 +99,53 @@ def test_every_layer_is_typed(layer: str) -> None:
     assert (ROOT / layer / "py.typed").is_file()
 
 
-def test_typing_links_equal_the_layers() -> None:
+def test_the_source_folder_has_links_to_the_layers_and_nothing_else() -> None:
     links = {link.name: str(link.readlink()) for link in (ROOT / "src" / "kvferry").iterdir()}
     assert links == {layer: f"../../{layer}" for layer in LAYERS}
+
+
+def test_git_keeps_the_links(require: Callable[[object, str], None]) -> None:
+    require((ROOT / ".git").exists(), "a checkout by git")
+    listed = run("git", "ls-files", "--stage", "src", cwd=ROOT).splitlines()
+    assert {line.split()[0] for line in listed} == {"120000"}
+    assert {line.rpartition("/")[2] for line in listed} == set(LAYERS)
 
 
 def test_tools_know_every_layer() -> None:
     tools = project()["tool"]
     assert set(tools["importlinter"]["root_packages"]) == {f"kvferry.{layer}" for layer in LAYERS}
-    assert set(tools["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]) == set(LAYERS)
+    assert set(tools["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]) == {*LAYERS, "src"}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel as an index would: from a source distribution of a clean copy."""
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a clean copy of the checkout."""
+    return copy_checkout(tmp_path_factory.mktemp("clean"))
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel as an index would: from a source distribution."""
     folder = tmp_path_factory.mktemp("dist")
-    source = folder / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
-    run(sys.executable, "-c", BUILD_SDIST, folder, cwd=source)
-    (archive,) = folder.glob("*.tar.gz")
-    pip_wheel = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation")
-    run(*pip_wheel, "--wheel-dir", folder, archive, cwd=folder)
-    (built,) = folder.glob("*.whl")
-    return built
+    return build_wheel(build_sdist(checkout, folder), folder)
 
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make an environment with the wheel, and return its folder.
+    """Make an environment with the wheel, and return its folder."""
+    return new_environment(tmp_path_factory.mktemp("environment"), wheel).parents[1]
 
-    Its dependencies are the running environment's: a path in a .pth file makes them visible. The .pth files
-    there are not read, so the hook of an editable install does not come along, and kvferry is the wheel's.
-    """
-    home = tmp_path_factory.mktemp("environment")
-    venv.create(home, with_pip=False, symlinks=True)
-    python = home / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index")
-    run(*pip, wheel, cwd=home)
-    site_packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home).strip())
-    dependencies = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (site_packages / "dependencies.pth").write_text("\n".join(sorted(dependencies)) + "\n")
-    return home
+
+@pytest.fixture(scope="module")
+def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make an environment with an editable install of the checkout, and return its folder."""
+    return new_environment(tmp_path_factory.mktemp("editable"), "-e", checkout).parents[1]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make an environment without kvferry, but with what it needs, and return its folder."""
+    return new_environment(tmp_path_factory.mktemp("bare")).parents[1]
 
 
 def test_wheel_holds_the_package_and_the_unit_files_only(wheel: Path) -> None:
@@ -144,10 +157,89 @@ def test_wheel_holds_the_package_and_the_unit_files_only(wheel: Path) -> None:
     assert {name for name in names if not name.startswith(f"kvferry-{version}.dist-info/")} == expected
 
 
+def test_wheel_of_a_checkout_is_that_of_its_source_distribution(
+    wheel: Path, checkout: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    direct = build_wheel(checkout, tmp_path_factory.mktemp("direct"))
+    assert contents(direct) == contents(wheel)
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Return a wheel's files."""
+    archive = zipfile.ZipFile(wheel)
+    return {name: archive.read(name) for name in archive.namelist()}
+
+
+def all_modules() -> list[str]:
+    """Return the names of all modules; what is run by ``python -m`` is not imported."""
+    return sorted(module_name(path) for path in source_files() if not path.endswith("__main__.py"))
+
+
 def test_every_module_is_imported_from_the_wheel(environment: Path) -> None:
-    names = sorted(module_name(path) for path in source_files() if not path.endswith("__main__.py"))
+    names = all_modules()
     files = json.loads(run(environment / "bin" / "python", "-c", IMPORT_ALL, *names, cwd=environment))
     assert [name for name in names if not Path(files[name]).is_relative_to(environment)] == []
+
+
+def test_an_editable_install_is_a_path_and_no_import_hook(editable: Path, checkout: Path, environment: Path) -> None:
+    names = all_modules()
+    found = json.loads(run(editable / "bin" / "python", "-c", FIND_ALL, *names, cwd=editable))
+    source = checkout / "src"
+    assert [name for name in names if not Path(found["files"][name]).is_relative_to(source)] == []
+    assert str(source) in found["path"]
+    assert str(checkout) not in found["path"]
+    plain = json.loads(run(environment / "bin" / "python", "-c", FIND_ALL, cwd=environment))
+    assert len(found["finders"]) == len(plain["finders"])
+    assert not list(source.glob("*.egg-info")), "a second distribution on sys.path"
+
+
+def test_checkout_editable_install_and_wheel_have_the_same_modules(
+    environment: Path, editable: Path, checkout: Path, bare: Path
+) -> None:
+    installed = run(environment / "bin" / "python", "-c", WALK, cwd=environment)
+    assert run(editable / "bin" / "python", "-c", WALK, cwd=editable) == installed
+    assert run(bare / "bin" / "python", "-c", WALK, cwd=bare, PYTHONPATH=str(checkout / "src")) == installed
+    assert set(json.loads(installed)) == {module_name(path) for path in source_files()}
+
+
+def test_no_package_is_imported_under_a_second_name(editable: Path, checkout: Path) -> None:
+    """From the root, as under ``python -m pytest``; from the folder around it; from a folder within."""
+    packages = [Path(path).parent for path in source_files() if path.endswith("__init__.py")]
+    wrong = []
+    for package in packages:
+        dotted = ".".join(package.parts)
+        wrong += [
+            (checkout, dotted),
+            (checkout, f"src.kvferry.{dotted}"),
+            (checkout.parent, f"{checkout.name}.{dotted}"),
+            (checkout.parent, f"{checkout.name}.src.kvferry.{dotted}"),
+        ]
+        wrong += [
+            (checkout / Path(*package.parts[:at]), ".".join(package.parts[at:])) for at in range(1, len(package.parts))
+        ]
+    arguments = json.dumps([(str(folder), name) for folder, name in wrong])
+    said = json.loads(run(editable / "bin" / "python", "-I", "-c", IMPORT_BY_WRONG_NAMES, arguments, cwd=editable))
+    assert [name for _, name in wrong if name not in said] == []
+    assert [text for text in said.values() if not text.startswith("import kvferry.")] == []
+
+
+def test_type_checkers_resolve_it_everywhere(
+    environment: Path,
+    editable: Path,
+    checkout: Path,
+    bare: Path,
+    tmp_path: Path,
+    require: Callable[[object, str], None],
+) -> None:
+    """By mypy, which like an editor runs no code of an environment; what is imported is resolved and not checked."""
+    require(util.find_spec("mypy"), "mypy")
+    (tmp_path / "consumer.py").write_text(CONSUMER)
+    mypy = (sys.executable, "-m", "mypy", "--follow-imports=skip", "--cache-dir", tmp_path / "cache")
+    for home in (environment, editable):
+        run(*mypy, "--strict", "--python-executable", home / "bin" / "python", "consumer.py", cwd=tmp_path)
+    run(*mypy, "--python-executable", bare / "bin" / "python", "-m", "kvferry.clients", cwd=checkout)
+    with pytest.raises(AssertionError, match=r"import-not-found"):  # it does say so where there is none
+        run(*mypy, "--python-executable", bare / "bin" / "python", "consumer.py", cwd=tmp_path)
 
 
 def test_installed_unit_files_are_those_of_the_repository(environment: Path) -> None:

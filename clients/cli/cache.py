@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvferry.clients.cli.arguments import add_daemon
 from kvferry.clients.cli.tables import table
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.cache_messages import HASH_BYTES, CacheChange, CachedBlockStatus
@@ -15,6 +16,7 @@ from kvferry.protocol.tier_messages import SnapshotStatus
 
 MIB = 1 << 20
 WATCH_S = 5.0
+TIMEOUT_S = 10.0
 
 
 def add_cache(command: argparse.ArgumentParser) -> None:
@@ -31,8 +33,7 @@ def add_cache(command: argparse.ArgumentParser) -> None:
         ("drop", "drop snapshots", _drop),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("--runtime-dir", help="where the daemon's sockets are")
-        action.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="how long to wait (10)")
+        add_daemon(action, TIMEOUT_S)
         if name in {"list", "snapshots"}:
             action.add_argument("--json", action="store_true", help="for programs: a JSON object a line")
         if name in {"pin", "unpin", "evict"}:

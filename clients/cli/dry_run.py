@@ -86,9 +86,9 @@ def dry_run(given: PlanInput) -> DryRun:
             if ours and (name is None or _of_component(pairing, name).pairs):
                 parts.append(_align(name, ours, theirs))
         if not given.partial:
-            check_covered(pairing, given.destination.optional_components)
+            check_covered(pairing, given.destination.optional)
             for part in parts:
-                _check_heads(destination_entries, pairing, part, given.destination.optional_components)
+                _check_heads(destination_entries, pairing, part, given.destination.optional)
         for index, part in enumerate(parts):
             parts[index] = _planned(pairing if part.component is None else _of_component(pairing, part.component), part)
     except KvferryError as refused:

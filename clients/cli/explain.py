@@ -195,7 +195,7 @@ def _uncovered(given: PlanInput, run: DryRun) -> Iterable[Uncovered]:
         if index in paired:
             continue
         coverage: Coverage = "other source" if given.partial else "missing"
-        if entry.component in given.destination.optional_components:
+        if entry.component in given.destination.optional:
             coverage = "optional"
         yield Uncovered(entry.name, index, coverage)
 

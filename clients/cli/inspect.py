@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterable
 
 import msgspec
 
+from kvferry.clients.cli.arguments import add_daemon
+from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.tables import table
-from kvferry.clients.sync_client import Client
-from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport, TablesStatus, TierStatus
+from kvferry.protocol.session_messages import (
+    DeviceStatus,
+    Ping,
+    Pong,
+    PoolStatus,
+    Status,
+    StatusReport,
+    TablesStatus,
+    TierStatus,
+)
 
 MIB = 1 << 20
 GIB = 1 << 30
 
 
+def add_ping(command: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_daemon(command)
+
+
 def ping(options: argparse.Namespace) -> int:
     """Print which daemon answers, and how fast."""
-    with Client.connect(options.runtime_dir, name="ping", session=False, timeout_s=options.timeout) as client:
-        elapsed_us = client.ping() * 1e6
-        version = client.welcome.daemon_version if client.welcome else "?"
-        print(f"kvferry {version} boot {client.boot_id[:8]} answers in {elapsed_us:.0f} us")
+    with Connection.open(options.runtime_dir, "ping", timeout_s=options.timeout) as connection:
+        started = time.perf_counter()
+        connection.call(Ping(), Pong, timeout_s=options.timeout)
+        elapsed_us = (time.perf_counter() - started) * 1e6
+        version = connection.welcome.daemon_version
+        print(f"kvferry {version} boot {connection.boot_id[:8]} answers in {elapsed_us:.0f} us")
     return 0
+
+
+def add_status(command: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_daemon(command)
+    command.add_argument("--json", action="store_true", help="for programs")
 
 
 def status(options: argparse.Namespace) -> int:
     """Print the daemon's pools, sessions, hand-offs, devices, graph tables and counters."""
-    with Client.connect(options.runtime_dir, name="status", session=False, timeout_s=options.timeout) as client:
-        report = client.status()
-        boot_id = client.boot_id
+    with Connection.open(options.runtime_dir, "status", timeout_s=options.timeout) as connection:
+        report = connection.call(Status(), StatusReport, timeout_s=options.timeout)
+        boot_id = connection.boot_id
     if options.json:
         print(msgspec.json.encode({"boot_id": boot_id, **msgspec.to_builtins(report)}).decode())
     else:
@@ -57,7 +81,10 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     yield from table(
         "hand-offs",
         ("request", "side", "pool", "state", "age ms", "pages", "arrived", "waits for"),
-        [(r.request, r.side, r.pool, r.state, r.age_ms, r.pages, r.arrived, r.waits_for) for r in report.rooms],
+        [
+            (r.request_id or r.request, r.side, r.pool, r.state, r.age_ms, r.pages, r.arrived, r.waits_for)
+            for r in report.rooms
+        ],
     )
     if report.devices:
         of_device = ("device", "GiB", "free GiB", "pools GiB", "state")

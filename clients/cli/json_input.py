@@ -1,4 +1,4 @@
-"""JSON in and out of commands that need no daemon: one object from a file, one object printed, also of an error."""
+"""JSON in and out of commands that need no daemon: one object from a file, one object printed; errors as asked for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.protocol.codec import invalid_field
+from kvferry.clients.cli.exit_codes import BAD_INPUT
+from kvferry.protocol.complaints import invalid_field
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 
 T = TypeVar("T")
-REFUSED = 2
 
 
 def read_json(name: str, kind: type[T]) -> T:
@@ -42,10 +42,13 @@ def shown(error: KvferryError) -> dict[str, str]:
     return {name: text for name, text in fields.items() if text}
 
 
-def print_refusal(error: KvferryError) -> int:
-    """Print why the input was refused; return the exit status of that."""
-    print_json({"error": shown(error)})
-    return REFUSED
+def refuse(command: str, error: KvferryError, *, as_json: bool) -> int:
+    """Say why the input was refused: as JSON in place of the result, else in one line; return the exit status."""
+    if as_json:
+        print_json({"error": shown(error)})
+    else:
+        print(f"kvferry {command}: {error}", file=sys.stderr)
+    return BAD_INPUT
 
 
 def _read(name: str) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.clients.cli.json_input import print_json, print_refusal, read_json
+from kvferry.clients.cli.json_input import print_json, read_json, refuse
 from kvferry.clients.cli.tables import table
 from kvferry.pools.engine_lists import engine_lists
 from kvferry.pools.layouts import manifest_of
@@ -29,7 +29,9 @@ def add_layout(command: argparse.ArgumentParser) -> None:
     what.add_argument("file", nargs="?", metavar="FILE", help="a JSON file with a pool spec, or - for standard input")
     what.add_argument("--model", metavar="NAME", help="the pool of a well-known model: what memory it needs")
     what.add_argument("--models", action="store_true", help="list the models")
-    command.add_argument("--json", action="store_true", help="with --model: the spec and its manifest, for programs")
+    command.add_argument(
+        "--json", action="store_true", help="for programs: errors, and with --model its spec and manifest"
+    )
     of_model = command.add_argument_group("of the model's pool")
     of_model.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help=f"capacity ({DEFAULT_TOKENS})")
     of_model.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help=f"in tokens ({DEFAULT_PAGE_SIZE})")
@@ -55,7 +57,7 @@ def layout(options: argparse.Namespace) -> int:
         spec = _spec_of(options)
         manifest = manifest_of(spec)
     except KvferryError as error:
-        return print_refusal(error)
+        return refuse("layout", error, as_json=options.json)
     if options.json:
         return print_json({"spec": spec, **_as_json(manifest)})
     print("\n".join(_size_lines(options, spec, manifest)))

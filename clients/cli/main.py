@@ -1,99 +1,111 @@
-"""``kvferry``: the command line. Exit status 0; 1 where it failed; 2 where the input was refused."""
+"""``kvferry``: the command line. A command's module is loaded when it is asked for, so that ``ping`` starts fast.
+
+Exit status 0 where it worked, 1 where it did not, 2 where the input is wrong: see ``exit_codes``.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import os
 import sys
-from collections.abc import Sequence
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Final
 
-from kvferry.clients.cli import inspect, layouts, planning, probing
-from kvferry.clients.cli.cache import add_cache, cache
-from kvferry.clients.cli.doctor.command import add_doctor, doctor
-from kvferry.protocol.errors import KvferryError
+from kvferry.clients.cli.arguments import Help
+from kvferry.protocol.release import VERSION
+
+DAEMON: Final = "daemon"
+DEMO: Final = "demo"
+PURPOSES: Final = {
+    DAEMON: "run the daemon of this node",
+    DEMO: "hand a real model's KV cache from prefill to decode",
+    "ping": "ask whether the daemon answers",
+    "status": "show what the daemon holds and does",
+    "probe": "send any messages, written as JSON, and print the replies and events",
+    "layout": "print the manifest of a pool spec, or what a model's pool takes",
+    "cache": "list, pin, evict and watch cached blocks and snapshots",
+    "plan": "print the copies of a hand-off, without a daemon",
+    "doctor": "say what this host has and lacks, each with the fix",
+}
+MODULES: Final = {
+    "ping": "kvferry.clients.cli.inspect",
+    "status": "kvferry.clients.cli.inspect",
+    "probe": "kvferry.clients.cli.probing",
+    "layout": "kvferry.clients.cli.layouts",
+    "cache": "kvferry.clients.cli.cache",
+    "plan": "kvferry.clients.cli.planning",
+    "doctor": "kvferry.clients.cli.doctor.command",
+}
+"""Where each command is: two functions, ``add_NAME`` for its arguments and ``NAME`` to run it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line; return the exit status. Without ``arguments`` it has this process for itself."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["daemon"]:
+    name = given[0] if given else ""
+    if name == DAEMON:
         return _become_daemon(given[1:])
-    if given[:1] == ["demo"]:
+    if name == DEMO:
         from kvferry.clients.demo.main import main as demo  # noqa: PLC0415  needs the demo extra
 
         return demo(given[1:])
-    options = _parser().parse_args(given)
+    if name not in MODULES:
+        _front_parser().parse_args(given)  # --help, --version, or a complaint: each ends the process
+        raise AssertionError(given)
+    if arguments is not None:
+        return _run(importlib.import_module(MODULES[name]), name, given[1:])
+    gc.disable()  # nothing that is loaded is ever garbage; looking for some would take a fifth of a ping's time
+    module = importlib.import_module(MODULES[name])
+    gc.freeze()
+    gc.enable()
     try:
-        status: int = options.run(options)
+        return _run(module, name, given[1:])
+    finally:
+        gc.freeze()
+
+
+def _run(module: ModuleType, name: str, arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"kvferry {name}", description=PURPOSES[name], formatter_class=Help)
+    run: Callable[[argparse.Namespace], int] = getattr(module, name)
+    getattr(module, f"add_{name}")(parser)
+    options = parser.parse_args(arguments)
+
+    from kvferry.clients.cli.exit_codes import FAILED, INTERRUPTED, status_of  # noqa: PLC0415  --help does without
+    from kvferry.protocol.error_base import KvferryError  # noqa: PLC0415  the same
+
+    try:
+        return run(options)
     except KvferryError as error:
-        print(f"kvferry {options.command}: {error}", file=sys.stderr)
-        return 1
+        print(f"kvferry {name}: {error}", file=sys.stderr)
+        return status_of(error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return FAILED
     except KeyboardInterrupt:
-        return 130
-    return status
+        return INTERRUPTED
 
 
 def _become_daemon(arguments: Sequence[str]) -> int:
+    import signal  # noqa: PLC0415  the quick commands do without
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})  # until it can log them
     os.execv(sys.executable, [sys.executable, "-P", "-m", "kvferry.daemon", *arguments])  # noqa: S606  ourselves, no shell
 
 
-def _parser() -> argparse.ArgumentParser:
+def _front_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvferry", description="The KV-cache daemon of a node, and the tools to look at it."
+        prog="kvferry",
+        description="The KV-cache daemon of a node, and the tools to look at it.",
+        formatter_class=Help,
     )
-    parser.add_argument("--version", action="version", version=f"kvferry {metadata.version('kvferry')}")
+    parser.add_argument("--version", action="version", version=f"kvferry {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("daemon", help="run the daemon of this node", add_help=False)
-    commands.add_parser("demo", help="hand a real model's KV cache from prefill to decode", add_help=False)
-    for name, text, run, arguments in (
-        ("ping", "ask whether the daemon answers", inspect.ping, _add_runtime_dir),
-        ("status", "show what the daemon holds and does", inspect.status, _add_status),
-        ("probe", "send any message, written as JSON, and print the reply", probing.probe, _add_probe),
-        (
-            "layout",
-            "print the manifest of a pool spec, or what a model's pool takes",
-            layouts.layout,
-            layouts.add_layout,
-        ),
-        ("cache", "list, pin, evict and watch cached blocks and snapshots", cache, add_cache),
-        ("plan", "print the copies of a hand-off, without a daemon", planning.plan, _add_plan),
-        ("doctor", "say what this host has and lacks, each with the fix", doctor, add_doctor),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        arguments(command)
-        command.set_defaults(run=run)
+    for name, purpose in PURPOSES.items():
+        commands.add_parser(name, help=purpose, add_help=False, formatter_class=Help)
     return parser
-
-
-def _add_runtime_dir(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--runtime-dir", type=Path, help="where the daemon's sockets are")
-    command.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="how long to wait (2)")
-
-
-def _add_status(command: argparse.ArgumentParser) -> None:
-    _add_runtime_dir(command)
-    command.add_argument("--json", action="store_true", help="for programs")
-
-
-def _add_probe(command: argparse.ArgumentParser) -> None:
-    _add_runtime_dir(command)
-    command.add_argument("type", metavar="TYPE", help="the message's type, such as STATUS or ALLOCATE")
-    command.add_argument("message", nargs="?", default="{}", metavar="JSON", help="its fields; page ids as lists")
-
-
-def _add_file(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", metavar="FILE", help="a JSON file, or - for standard input")
-
-
-def _add_plan(command: argparse.ArgumentParser) -> None:
-    _add_file(command)
-    command.add_argument("--explain", action="store_true", help="show what pairs with what, what is left out, and why")
-    command.add_argument("--json", action="store_true", help="the explanation for programs")
 
 
 if __name__ == "__main__":

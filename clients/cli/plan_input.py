@@ -12,8 +12,9 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.attention.state_windows import StateList
+from kvferry.pools.entry_checks import check_entry
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.manifest import check_entry
+from kvferry.pools.manifest import OPTIONAL_COMPONENTS
 from kvferry.pools.page_checks import check_range
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import InvalidFieldError, UnknownComponentError
@@ -50,9 +51,20 @@ class PlanSource(_Strict, frozen=True, kw_only=True):
 
 
 class PlanDestination(PlanSource, frozen=True, kw_only=True):
-    """The receiving side; no source has to cover its optional components."""
+    """The receiving side; no source has to cover its optional components.
 
-    optional_components: tuple[str, ...] = ("draft",)
+    ``optional_components`` are those of its manifest, which stand beside the entries in it; left out, they are the
+    spec's, or where there is no spec those of a pool that says nothing of them.
+    """
+
+    optional_components: tuple[str, ...] | None = None
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Return the optional components, whoever says them."""
+        if self.optional_components is not None:
+            return self.optional_components
+        return OPTIONAL_COMPONENTS if self.spec is None else self.spec.optional_components
 
 
 class PlanInput(_Strict, frozen=True, kw_only=True):

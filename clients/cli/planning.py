@@ -7,8 +7,9 @@ import argparse
 import msgspec
 
 from kvferry.clients.cli.dry_run import DryRun, dry_run
-from kvferry.clients.cli.explain import explain, lines_of, refusal_line
-from kvferry.clients.cli.json_input import REFUSED, print_json, print_refusal, read_json, shown
+from kvferry.clients.cli.exit_codes import BAD_INPUT, WORKED
+from kvferry.clients.cli.explain import explain, lines_of
+from kvferry.clients.cli.json_input import print_json, read_json, refuse, shown
 from kvferry.clients.cli.plan_input import PlanInput
 from kvferry.protocol.errors import KvferryError
 
@@ -20,6 +21,13 @@ class PlanOutput(msgspec.Struct, frozen=True):
     skipped_source_entries: int
 
 
+def add_plan(command: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    command.add_argument("file", metavar="FILE", help="a JSON file with both sides, or - for standard input")
+    command.add_argument("--explain", action="store_true", help="show what pairs with what, what is left out, and why")
+    command.add_argument("--json", action="store_true", help="errors, and the explanation, for programs")
+
+
 def plan(options: argparse.Namespace) -> int:
     """Print the copies between two manifests for two page lists, or with ``--explain`` how they come about."""
     try:
@@ -29,10 +37,7 @@ def plan(options: argparse.Namespace) -> int:
             return _print_explanation(given, run, as_json=options.json)
         return print_json(_planned(run))
     except KvferryError as error:
-        if options.explain and not options.json:
-            print(refusal_line(shown(error)))
-            return REFUSED
-        return print_refusal(error)
+        return refuse("plan", error, as_json=options.json)
 
 
 def _planned(run: DryRun) -> PlanOutput:
@@ -48,4 +53,4 @@ def _print_explanation(given: PlanInput, run: DryRun, *, as_json: bool) -> int:
         print_json(explanation)
     else:
         print("\n".join(lines_of(explanation)).lstrip("\n"))
-    return REFUSED if run.error else 0
+    return BAD_INPUT if run.error else WORKED

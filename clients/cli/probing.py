@@ -1,41 +1,167 @@
-"""``kvferry probe TYPE [JSON]``: any message of the protocol, by hand."""
+"""``kvferry probe``: any messages of the protocol by hand, in one session."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import select
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from kvferry.clients.operations import Operation
-from kvferry.clients.sync_client import Client
-from kvferry.protocol.client_core import ReplyArrived
-from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.json_form import body_to_json, request_from_json
-from kvferry.protocol.requests import REQUEST_TYPES
+from kvferry.clients.cli.arguments import seconds
+from kvferry.clients.cli.connection import Connection
+from kvferry.clients.cli.exit_codes import BAD_INPUT, WORKED
+from kvferry.clients.cli.probe_messages import ProbeMessage, Reader
+from kvferry.clients.cli.probe_run import ProbeRun
+from kvferry.protocol.error_base import KvferryError
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.message_types import WITHOUT_SESSION
+
+DEFAULT_TIMEOUT_S = 30.0
+OPENING_TIMEOUT_S = 5.0
+STANDARD_INPUT = "-"
+READ_BYTES = 1 << 16
+
+GUIDE = """\
+Messages are sent in their order, in one session, each once the one before it
+is answered. Every reply and every event is printed as it comes, a JSON object
+a line; its "message" says to which message it belongs. The end comes when all
+that was accepted has settled; pages that the session has then go back, pools
+stay.
+
+A message is TYPE and its fields as JSON; page ids are lists. In a file or on
+standard input it is a line: TYPE JSON, or an object with a "type". It has a
+number, from 1, or the name that its field "as" gives it. In later messages
+
+  "$1.pages"              is a field of the reply to message 1
+  "$mine.pages.0:2"       the first two of a list; .0 is the first, .-1 the last
+  "$3.TIER_DONE.lists.0"  is of its event (FINISHED, SETTLED or TIER_DONE),
+                          for which the message waits
+  WAIT                    as TYPE: go on when all before it has settled
+
+  kvferry probe ALLOCATE '{"as": "mine", "pool": "p", "count": 2}' \\
+                FREE '{"pool": "p", "pages": "$mine.pages"}'
+
+After a failure nothing more is sent, unless with --keep-going or where
+messages are typed at a terminal. Exit status: 0 all went well, 1 something
+failed or was refused, 2 a message is wrong and was not sent.
+"""
+
+
+def add_probe(command: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    command.epilog = GUIDE
+    command.set_defaults(complain=command.error)
+    command.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the daemon's sockets are")
+    command.add_argument(
+        "--timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help=f"what each message, and the end, may take ({DEFAULT_TIMEOUT_S:g}); with --events, how long to follow",
+    )
+    command.add_argument("--file", metavar="FILE", help="more messages, one a line; - for standard input, as it comes")
+    command.add_argument("--events", action="store_true", help="at the end stay, and print events until interrupted")
+    command.add_argument("--keep-going", action="store_true", help="send on after a failure")
+    command.add_argument(
+        "words", nargs="*", metavar="TYPE [JSON]", help="messages: STATUS, or ALLOCATE '{\"pool\": …}', one or more"
+    )
 
 
 def probe(options: argparse.Namespace) -> int:
-    """Send one message and print the reply as JSON; 2 where it was refused, here or by the daemon."""
-    kind = options.type.upper()
+    """Send the messages and print what comes."""
+    if not options.words and options.file is None:
+        options.complain("no message: give TYPE [JSON], or --file")
+    reader = Reader()
+    streamed = options.file == STANDARD_INPUT
     try:
-        body, ids = request_from_json(kind, options.message)
+        messages = list(reader.words(options.words))
+        if options.file is not None and not streamed:
+            messages += reader.lines(_text_of(options.file).splitlines())
     except KvferryError as error:
-        _print_error(error)
-        return 2
-    needs_session = REQUEST_TYPES[kind].needs_session
-    with Client.connect(options.runtime_dir, name="probe", session=needs_session, timeout_s=options.timeout) as client:
+        return _refuse(reader.number, error)
+    session = streamed or options.events or any(one.kind not in WITHOUT_SESSION for one in messages)
+    timeout_s = options.timeout or DEFAULT_TIMEOUT_S
+    opening_s = min(timeout_s, OPENING_TIMEOUT_S)
+    with Connection.open(options.runtime_dir, "probe", timeout_s=opening_s, session=session) as connection:
+        run = ProbeRun(connection, timeout_s, _say)
+        keep_going = options.keep_going or (streamed and sys.stdin.isatty())
+        bad = _send(run, messages, keep_going=keep_going)
+        if streamed and (keep_going or not (bad or run.status)):
+            bad = _send_lines(run, reader, keep_going=keep_going) or bad
+        if options.events:
+            _follow(run, options.timeout or math.inf)
+        else:
+            run.settle()
+    return run.status or bad
+
+
+def _send(run: ProbeRun, messages: Sequence[ProbeMessage], *, keep_going: bool) -> int:
+    """Send messages until one fails; return BAD_INPUT where one turned out to be wrong."""
+    status = WORKED
+    for message in messages:
+        if not keep_going and (status or run.status):
+            break
         try:
-            reply = client.call(Operation(body, ids, _whole), deadline_s=options.timeout)
+            run.send(message)
+        except InvalidFieldError as error:
+            status = _refuse(message.name, error)
+    return status
+
+
+def _send_lines(run: ProbeRun, reader: Reader, *, keep_going: bool) -> int:
+    """Send what comes on standard input, until it ends."""
+    status = WORKED
+    for line in _lines_of(sys.stdin.fileno(), run):
+        try:
+            messages = list(reader.lines([line]))
         except KvferryError as error:
-            _print_error(error)
-            return 2
-    print(body_to_json(reply.body, reply.ids).decode())
-    return 0
+            status = _refuse(reader.number, error)
+        else:
+            status = _send(run, messages, keep_going=keep_going) or status
+        if not keep_going and (status or run.status):
+            break
+    return status
 
 
-def _whole(reply: ReplyArrived) -> ReplyArrived:
-    return reply
+def _lines_of(descriptor: int, run: ProbeRun) -> Iterator[str]:
+    """Yield lines as they come; while none does, what the daemon says is told."""
+    pending = b""
+    while True:
+        run.take(also=descriptor)
+        if not select.select([descriptor], [], [], 0)[0]:
+            continue
+        data = os.read(descriptor, READ_BYTES)
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines if data else [pending]:
+            yield line.decode(errors="replace")
+        if not data:
+            return
 
 
-def _print_error(error: KvferryError) -> None:
-    print(msgspec.json.encode({"type": "ERROR", "error": error.info()}).decode())
+def _follow(run: ProbeRun, timeout_s: float) -> None:
+    try:
+        run.follow(timeout_s)
+    except KeyboardInterrupt:
+        return
+
+
+def _text_of(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        what = cause.strerror if isinstance(cause, OSError) else "is no UTF-8 text"
+        raise InvalidFieldError(f"{name}: {what}", field="FILE") from cause
+
+
+def _refuse(name: str, error: KvferryError) -> int:
+    _say({"message": name, "type": "ERROR", "error": msgspec.to_builtins(error.info())})
+    return BAD_INPUT
+
+
+def _say(fields: dict[str, Any]) -> None:
+    print(msgspec.json.encode(fields).decode(), flush=True)

@@ -21,6 +21,7 @@ class StartPiece(NamedTuple):
     source: SourcePool
     destination: Pool
     plans: tuple[Plan, ...]
+    request_id: str = ""
 
 
 class StopPiece(NamedTuple):

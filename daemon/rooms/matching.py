@@ -157,7 +157,7 @@ def _state_span(one: PageRange, target: PageRange, room: Room) -> _Span:
         StateList(one.first_page, one.ids, one.none),
         StateList(target.first_page, target.ids, target.none),
         one.component,
-        room.request_id[:8],
+        room.request_id,
     )
     skipped = 0 if found.trimmed else found.dropped_source
     return _Span(found.source_start, found.destination_start, found.count, skipped, found.trimmed)

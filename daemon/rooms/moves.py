@@ -83,4 +83,4 @@ class Moves:
             for side in (room, piece.offer):
                 side.first_copy_at = now if side.first_copy_at is None else side.first_copy_at
             plans = tuple(promise.plan for promise in piece.promises)
-            self._sides.effects.append(StartPiece(piece.piece_id, piece.offer.pool, room.pool, plans))
+            self._sides.effects.append(StartPiece(piece.piece_id, piece.offer.pool, room.pool, plans, room.request_id))

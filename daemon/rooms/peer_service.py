@@ -28,6 +28,7 @@ from kvferry.daemon.rooms.remote import Incarnation, Origin, RemotePool
 from kvferry.daemon.rooms.sides import Room
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.base import Region
+from kvferry.pools.entry_checks import check_entry
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
@@ -287,11 +288,13 @@ def check_manifest(manifest: Manifest) -> None:
 
     Raises:
         InvalidFieldError: no entry, or one that lies beyond the region or whose component is not described.
+        GeometryMismatchError: an entry that contradicts itself.
     """
     names = {one.name for one in manifest.components}
     for index, entry in enumerate(manifest.entries):
         beyond = entry.base + entry.pages * entry.page_bytes > manifest.region_bytes
         if beyond or entry.component not in names:
             raise InvalidFieldError(f"{entry.name} does not fit its manifest", field=f"manifest.entries[{index}]")
+        check_entry(entry, f"manifest.entries[{index}]")
     if not manifest.entries:
         raise InvalidFieldError("a pool without entries", field="manifest.entries")

@@ -70,7 +70,7 @@ class Announcement:
 
     def __repr__(self) -> str:
         """Show which room, and how many offers joined."""
-        return f"<Announcement {self.room.request_id[:8]} of {self.home.address} offers={len(self.targets)}>"
+        return f"<Announcement {self.room.request_id} of {self.home.address} offers={len(self.targets)}>"
 
 
 class Target:

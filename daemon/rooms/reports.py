@@ -1,4 +1,4 @@
-"""What the daemon's log and counters say of hand-offs. Request ids are shown in part only."""
+"""What the daemon's log and counters say of hand-offs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from kvferry.daemon.metrics import Counters
 from kvferry.daemon.rooms.effects import WarnTrimmed
 from kvferry.protocol.events import Finished
 
-REQUEST_DIGITS_SHOWN = 8
 log = structlog.get_logger(__name__)
 
 
@@ -20,7 +19,7 @@ def record_finished(event: Finished, counters: Counters) -> None:
         counters.add("transfers.moved_bytes", event.moved_bytes)
     log.info(
         "hand-off finished",
-        request=event.request_id[:REQUEST_DIGITS_SHOWN],
+        request_id=event.request_id,
         side=event.side,
         pool=event.pool,
         outcome=outcome,
@@ -38,7 +37,7 @@ def warn_trimmed(effect: WarnTrimmed, counters: Counters) -> None:
     counters.add("rooms.trimmed")
     log.warning(
         "lists of unequal length were cut to the shorter one; give first_page on both sides",
-        request=room.request_id[:REQUEST_DIGITS_SHOWN],
+        request_id=room.request_id,
         component=trim.component,
         source=offer.pool.name,
         source_daemon=offer.origin.peer.address if offer.origin else "",

@@ -12,11 +12,12 @@ from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.event_rings import EventRings
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
+from kvferry.daemon.request_ids import about
 from kvferry.daemon.rooms.book import RoomBook, Sender
 from kvferry.daemon.rooms.effects import Effect, StartPiece, StopPiece, Tell, WarnTrimmed
 from kvferry.daemon.rooms.page_ranges import PageRange, page_ranges
 from kvferry.daemon.rooms.peer_service import PeerService
-from kvferry.daemon.rooms.reports import REQUEST_DIGITS_SHOWN, record_finished, warn_trimmed
+from kvferry.daemon.rooms.reports import record_finished, warn_trimmed
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Room, SideKey, State
 from kvferry.daemon.scheduler import Scheduler
 from kvferry.daemon.sessions import Session, SessionRegistry
@@ -156,7 +157,8 @@ class RoomService:
         now = time.monotonic()
         return tuple(
             RoomStatus(
-                request=side.request_id[:REQUEST_DIGITS_SHOWN],
+                request=side.request_id,
+                request_id=side.request_id,
                 side=side.side,
                 pool=side.source_or_destination.name,
                 state=side.state.value,
@@ -303,7 +305,7 @@ class RoomService:
                 self._do_one(effect, told)
             except Exception as cause:  # a bug in one hand-off must not become the end of the others
                 self._counters.add("rooms.effects_failed")
-                log.exception("an effect failed", effect=type(effect).__name__, cause=str(cause))
+                log.exception("an effect failed", effect=type(effect).__name__, cause=str(cause), **about(effect))
                 if isinstance(effect, StartPiece):
                     known = cause if isinstance(cause, KvferryError) else None
                     not_started[effect.piece_id] = known or InternalError(f"no copy began: {cause!r}")

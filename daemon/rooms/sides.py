@@ -164,7 +164,7 @@ class Side:
             pool=self.source_or_destination.name,
             side=self.side,
             generation=self.generation,
-            error=error.info() if error else None,
+            error=msgspec.structs.replace(error.info(), request_id=self.request_id) if error else None,
             pages=self.pages,
             moved_bytes=self.moved_bytes,
             skipped_source_entries=self.skipped_source_entries,

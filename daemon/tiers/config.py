@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvferry.daemon.sections import Section
+from kvferry.daemon.sections import MIB, MOST_BYTES, Bytes, Path, Section
 from kvferry.daemon.tiers.remote_config import RemoteTierConfig
 
-Bytes = Annotated[int, Meta(ge=0, lt=1 << 62)]
+UserId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 HOST_FRACTION = 10
 """By default the host tier may take a tenth of the host's memory."""
 
@@ -22,8 +22,8 @@ class DiskTierConfig(Section, frozen=True, kw_only=True):
     do not reach the disk are computed again: nothing else depends on them.
     """
 
-    path: str | None = None
-    max_bytes: Bytes = 64 << 30
+    path: Path | None = None
+    max_bytes: Annotated[int, Meta(ge=MIB, le=MOST_BYTES)] = 64 << 30
     fsync: Literal["never", "interval", "block"] = "interval"
 
 
@@ -41,13 +41,13 @@ class TiersConfig(Section, frozen=True, kw_only=True):
     host_bytes: Bytes | None = None
     populate: bool = False
     tenant_bytes: Bytes | None = None
-    quotas: dict[int, Bytes] = {}  # noqa: RUF012  msgspec copies it
+    quotas: dict[UserId, Bytes] = {}  # noqa: RUF012  msgspec copies it
     policy: Literal["sieve", "lru"] = "sieve"
     checksums: bool = True
     threads: Annotated[int, Meta(ge=1, le=16)] | None = None
     snapshot_grace_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     patience_s: Annotated[float, Meta(ge=0, le=60)] = 0.1
-    max_flight_bytes: Annotated[int, Meta(ge=1 << 20)] = 64 << 20
+    max_flight_bytes: Annotated[int, Meta(ge=MIB, le=MOST_BYTES)] = 64 << 20
     disk: DiskTierConfig = DiskTierConfig()
     remote: RemoteTierConfig = RemoteTierConfig()
 

@@ -6,10 +6,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvferry.daemon.sections import Section
+from kvferry.daemon.sections import Bytes, Host, Section
 
-MasterAddress = Annotated[str, Meta(pattern="^[^ :]+:[0-9]{1,5}\\Z|^\\[[0-9a-f:.]+\\]:[0-9]{1,5}\\Z", max_length=256)]
-"""``HOST:PORT``, with an IPv6 address in brackets."""
+MasterAddress = Annotated[
+    str,
+    Meta(
+        pattern="^[^ :]+:[0-9]{1,5}\\Z|^\\[[0-9a-f:.]+\\]:[0-9]{1,5}\\Z",
+        max_length=256,
+        description="HOST:PORT, with an IPv6 address in brackets",
+    ),
+]
 
 
 class RemoteTierConfig(Section, frozen=True, kw_only=True):
@@ -30,8 +36,8 @@ class RemoteTierConfig(Section, frozen=True, kw_only=True):
     transport: Literal["none", "mooncake_store"] = "none"
     master: MasterAddress = "127.0.0.1:50051"
     protocol: Literal["tcp", "ascend"] = "tcp"
-    address: str | None = None
-    segment_bytes: Annotated[int, Meta(ge=0, lt=1 << 62)] = 4 << 30
+    address: Host | None = None
+    segment_bytes: Bytes = 4 << 30
     shared: bool = False
     threads: Annotated[int, Meta(ge=1, le=16)] = 2
     lookup_timeout_s: Annotated[float, Meta(gt=0, le=60)] = 0.5

@@ -17,7 +17,7 @@ import xxhash
 
 from kvferry.daemon.rooms.page_ranges import PageRange, page_tokens_of
 from kvferry.daemon.tiers.copier import Digests
-from kvferry.pools.manifest import component_of, key_of
+from kvferry.pools.manifest import component_of, key_of, slot_shape
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.pools.tiers.arena import Offsets
@@ -259,6 +259,8 @@ def _difference(ours: Entry | None, theirs: Entry | None) -> str:
         one, other = getattr(ours, name), getattr(theirs, name)
         if one != other:
             return f"{name} is {one} in the snapshot, {other} in the pool"
+    if slot_shape(ours) != slot_shape(theirs):
+        return f"a slot is {slot_shape(ours)} in the snapshot, {slot_shape(theirs)} in the pool"
     return ""
 
 

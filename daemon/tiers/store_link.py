@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import structlog
 
+from kvferry.daemon.signals import ENDING, IGNORED, held_back
 from kvferry.daemon.tiers.store_messages import LENGTH, Answer, Began, Begin, FromProcess, Request, framed
 
 MODULE: Final = "kvferry.daemon.tiers.store_process"
@@ -154,15 +155,16 @@ class StoreLink:
         self._output_fd, output = os.pipe()
         try:
             command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(self._arena_fd)]
-            self._process = subprocess.Popen(  # noqa: S603  nothing of it comes from outside
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno(), self._arena_fd],
-                env=self._environment,
-                start_new_session=True,  # a terminal's signals are for the daemon, which ends it in order
-            )
+            with held_back(ENDING + IGNORED):  # for its whole life: they are for the daemon, which ends it in order
+                self._process = subprocess.Popen(  # noqa: S603  nothing of it comes from outside
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[theirs.fileno(), self._arena_fd],
+                    env=self._environment,
+                    start_new_session=True,  # nor are a terminal's
+                )
         finally:
             theirs.close()
             os.close(output)

@@ -18,6 +18,7 @@ import structlog
 import xxhash
 
 from kvferry.daemon.metrics import Counters
+from kvferry.daemon.request_ids import about
 from kvferry.daemon.rooms.peer_book import PeerBook
 from kvferry.daemon.rooms.remote import Incarnation, Target
 from kvferry.daemon.transports.landing_receiver import Say
@@ -262,7 +263,8 @@ class LandingSender:
         if error is None:
             self._counters.add("landing.sent_bytes", grant.size_bytes)
         else:
-            log.warning("a grant was not written", home=key.peer.address, cause=str(error))
+            named = about(self._sendings[key].target)
+            log.warning("a grant was not written", home=key.peer.address, cause=str(error), **named)
         self._answer(key.peer, grant, error, checksum)
         sending = self._sendings[key]
         sending.under_way -= 1

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from kvferry.daemon.request_ids import about
 from kvferry.daemon.rooms.effects import StartPiece
 from kvferry.daemon.rooms.remote import RemotePool
 from kvferry.daemon.rooms.sides import SourcePool
@@ -184,7 +185,7 @@ class LocalTransport:
         except KvferryError as error:
             return error
         except Exception as error:  # a thread that dies would leave its piece unsettled for ever
-            log.exception("copy failed", piece=job.piece.piece_id)
+            log.exception("copy failed", piece=job.piece.piece_id, **about(job.piece))
             return InternalError(f"the copy failed: {type(error).__name__}: {error}")
         return None
 

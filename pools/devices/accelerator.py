@@ -97,6 +97,8 @@ class Accelerator:
     def open(self) -> None:
         """Import what drives the card and make its streams. Seconds, the first time; then nothing.
 
+        The thread's current device stays what it was, also where this fails: it may be an engine's own.
+
         Raises:
             DeviceUnavailableError: no such card, or what drives it is missing.
         """
@@ -112,13 +114,18 @@ class Accelerator:
                 )
             device = torch.device(self.kind, self.index)
             try:
-                torch.accelerator.set_device_index(self.index)
-                # The maker's own class: his interprocess events take no other, and it is a torch.Stream all the same.
-                make = torch.get_device_module(device).Stream
-                self._streams = Streams(*(make(device=device) for _ in Streams._fields))
+                with self._as_current(torch):
+                    # The maker's own class: his interprocess events take no other, and it is a torch.Stream as well.
+                    make = torch.get_device_module(device).Stream
+                    self._streams = Streams(*(make(device=device) for _ in Streams._fields))
             except RuntimeError as cause:
                 raise DeviceUnavailableError(f"{self.name}: {_first_line(cause)}", field="device") from cause
             self.torch = torch
+
+    def current_stream(self) -> torch.Stream:
+        """Return this thread's current stream of this card, whichever card is the current one; after ``open``."""
+        stream: torch.Stream = self.torch.get_device_module(self.kind).current_stream(self.index)
+        return stream
 
     def lend_stream(self, borrower: object) -> torch.Stream:
         """Return a stream for work that may wait for an engine, until ``take_stream_back``; within ``calling``.
@@ -154,7 +161,7 @@ class Accelerator:
         if self.lost is not None:
             raise DeviceLostError(self.lost.detail)
         try:
-            with self._timed(more_s), self._as_current():
+            with self._timed(more_s), self._as_current(self.torch):
                 yield
         except DeviceLostError as error:
             self.lose(error)
@@ -167,18 +174,16 @@ class Accelerator:
             raise lost from cause
 
     @contextlib.contextmanager
-    def _as_current(self) -> Iterator[None]:
-        """Make the card this thread's current one, and what was so before again: an engine's own, say."""
-        accelerator = self.torch.accelerator
-        before = accelerator.current_device_index()
-        if before != self.index or not getattr(self._threads, "known", False):
-            accelerator.set_device_index(self.index)  # a thread's first call needs it: raw ones know no default
-            self._threads.known = True
-        try:
+    def _as_current(self, torch: Any) -> Iterator[None]:  # noqa: ANN401  where ``open`` has not finished
+        """Make the card this thread's current one, and what was so before again: an engine's own, say.
+
+        A card that was current by default only is not opened by that: it would cost its memory a context.
+        """
+        with torch.accelerator.device_index(self.index):
+            if not getattr(self._threads, "known", False):
+                torch.accelerator.set_device_index(self.index)  # a thread's first call: raw ones know no default
+                self._threads.known = True
             yield
-        finally:
-            if before != self.index:
-                accelerator.set_device_index(before)
 
     @contextlib.contextmanager
     def _timed(self, more_s: float = 0.0) -> Iterator[None]:

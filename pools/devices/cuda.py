@@ -6,17 +6,22 @@ killed engine had mapped comes back with the daemon's end only.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvferry.pools.devices.torch_shares import borrow, lend, open_event
-from kvferry.pools.devices.vendor import Mapped, on_stream
+from kvferry.pools.devices.vendor import Mapped, MemoryAt, on_stream
 from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError, OutOfMemoryError
 from kvferry.protocol.shares import Share, TorchShare
 
 if TYPE_CHECKING:
     import torch
+
+
+_DEVICE_ORDINAL: Final = 9
+"""CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
 
 
 class CudaVendor:
@@ -29,7 +34,10 @@ class CudaVendor:
 
     def load(self) -> None:
         """See ``Vendor.load``."""
-        torch = importlib.import_module("torch")
+        try:
+            torch = importlib.import_module("torch")
+        except ImportError as cause:
+            raise DeviceUnavailableError(f"pools on a card need torch: {cause}", field="device") from cause
         if not torch.cuda.is_available():
             raise DeviceUnavailableError("torch sees no CUDA device: a CPU build, or no driver", field="device")
         torch.cuda.init()
@@ -53,6 +61,20 @@ class CudaVendor:
 
     def unmap(self, mapped: Mapped) -> None:
         """See ``Vendor.unmap``: it goes with the last tensor."""
+
+    def memory_at(self, address: int, size_bytes: int) -> MemoryAt:
+        """See ``Vendor.memory_at``: by the driver's own library, which torch does not offer."""
+        driver = ctypes.CDLL("libcuda.so.1")
+        at, base, length = ctypes.c_uint64(address), ctypes.c_uint64(), ctypes.c_size_t()
+        card = ctypes.c_int(-1)
+        if driver.cuPointerGetAttribute(ctypes.byref(card), _DEVICE_ORDINAL, at):
+            return MemoryAt(None, 0)
+        while at.value < address + size_bytes:  # it may be mapped in several pieces
+            failed = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(length), at)
+            if failed or base.value + length.value <= at.value:
+                break
+            at.value = base.value + length.value
+        return MemoryAt(card.value, min(at.value - address, size_bytes))
 
     def lend(self, tensor: torch.Tensor) -> TorchShare:
         """See ``Vendor.lend``."""

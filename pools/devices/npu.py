@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvferry.pools.devices.torch_shares import borrow, lend, open_event
-from kvferry.pools.devices.vendor import Mapped
+from kvferry.pools.devices.vendor import Mapped, MemoryAt
 from kvferry.protocol.errors import (
     DeviceLostError,
     DeviceUnavailableError,
@@ -36,6 +36,8 @@ _PLAIN_FORMATS: Final = frozenset({0, 1, 2, 27, 30, 35, 47})
 """NCHW, NHWC, ND, NDHWC, NCDHW, NC, NCL: row after row. All others are laid out in fractals."""
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_NOT_SUPPORTED: Final = 207000
+"""ACL_ERROR_RT_FEATURE_NOT_SUPPORT."""
 
 
 class _Location(ctypes.Structure):
@@ -52,6 +54,12 @@ class _PhysicalMemory(ctypes.Structure):
         ("location", _Location),
         ("reserved", ctypes.c_uint64),
     )
+
+
+class _Attributes(ctypes.Structure):
+    """aclrtPtrAttributes."""
+
+    _fields_ = (("location", _Location), ("page_bytes", ctypes.c_uint32), ("reserved", ctypes.c_uint32 * 4))
 
 
 class _Physical(NamedTuple):
@@ -174,11 +182,34 @@ class NpuVendor:
             self._acl.aclrtReleaseMemAddress(physical.address)
             self._acl.aclrtFreePhysical(physical.handle)
 
+    def memory_at(self, address: int, size_bytes: int) -> MemoryAt:
+        """See ``Vendor.memory_at``. Where CANN gives no address ranges, the first and the last byte are looked at."""
+        card, stop = self._card_of(address), address + size_bytes
+        at, base, length = address, ctypes.c_void_p(), ctypes.c_size_t()
+        while card is not None and at < stop and self._card_of(at) == card:  # it may be mapped in several pieces
+            failed = self._range_of(at, ctypes.byref(base), ctypes.byref(length))
+            if failed == _NOT_SUPPORTED:
+                return MemoryAt(card, size_bytes if self._card_of(stop - 1) == card else 0)
+            if failed or (base.value or 0) + length.value <= at:
+                break
+            at = (base.value or 0) + length.value
+        return MemoryAt(card, min(at, stop) - address)
+
+    def _card_of(self, address: int) -> int | None:
+        found = _Attributes()
+        failed = self._acl.aclrtPointerGetAttributes(address, ctypes.byref(found))
+        return None if failed or found.location.type != _ON_DEVICE else int(found.location.id)
+
+    def _range_of(self, address: int, base: Any, length: Any) -> int:  # noqa: ANN401  ctypes
+        if not hasattr(self._acl, "aclrtMemGetAddressRange"):  # of an older CANN
+            return _NOT_SUPPORTED
+        return int(self._acl.aclrtMemGetAddressRange(address, base, length))
+
     def lend(self, tensor: torch.Tensor) -> TorchShare:
         """See ``Vendor.lend``; only of tensors whose bytes lie as their shape says."""
         form = int(importlib.import_module("torch_npu").get_npu_format(tensor))
         if form not in _PLAIN_FORMATS:
-            raise InvalidFieldError(f"the tensor has the private format {form}: cast it to ND (2)", field="tensor")
+            raise InvalidFieldError(f"the tensor has the private format {form}: cast it to ND (2)", field="format")
         return lend(self.kind, tensor)
 
     def process_id(self) -> int:
@@ -278,6 +309,9 @@ def _typed(acl: ctypes.CDLL) -> ctypes.CDLL:
     acl.aclrtMemExportToShareableHandle.argtypes = (pointer, ctypes.c_int, uint64, pointer)
     acl.aclrtMemImportFromShareableHandle.argtypes = (uint64, ctypes.c_int32, pointer)
     acl.aclrtMemSetPidToShareableHandle.argtypes = (uint64, pointer, size)
+    acl.aclrtPointerGetAttributes.argtypes = (pointer, pointer)
+    if hasattr(acl, "aclrtMemGetAddressRange"):
+        acl.aclrtMemGetAddressRange.argtypes = (pointer, pointer, pointer)
     acl.aclrtDeviceGetBareTgid.argtypes = (pointer,)
     acl.aclrtMemcpyAsync.argtypes = (pointer, size, pointer, size, ctypes.c_int, pointer)
     return acl

@@ -27,9 +27,9 @@ def lend(kind: str, tensor: torch.Tensor) -> TorchShare:
         InvalidFieldError: it is not on such a device, or not contiguous.
     """
     if tensor.device.type != kind:
-        raise InvalidFieldError(f"the tensor is on {tensor.device}, not on {kind}", field="tensor")
+        raise InvalidFieldError(f"the tensor is on {tensor.device}, not on {kind}", field="device")
     if not tensor.is_contiguous():
-        raise InvalidFieldError("only a contiguous tensor can be lent", field="tensor")
+        raise InvalidFieldError("only a contiguous tensor can be lent", field="strides")
     fields = getattr(tensor.untyped_storage(), f"_share_{kind}_")()
     _, handle, size_bytes, offset_bytes, counter, counter_offset, event, sync = fields
     return TorchShare(

@@ -42,6 +42,18 @@ class Mapped(NamedTuple):
     keep: Any
 
 
+class MemoryAt(NamedTuple):
+    """What a driver knows of an address: whose memory is there, and how much of what was asked for.
+
+    Attributes:
+        card: the one that has the memory, as torch counts; None: no card has.
+        size_bytes: from the address on, without a hole.
+    """
+
+    card: int | None
+    size_bytes: int
+
+
 class Vendor(Protocol):
     """One maker's cards."""
 
@@ -74,11 +86,15 @@ class Vendor(Protocol):
     def unmap(self, mapped: Mapped) -> None:
         """Give up what ``allocate`` or ``map`` gave."""
 
+    def memory_at(self, address: int, size_bytes: int) -> MemoryAt:
+        """Return what the driver has at an address, up to ``size_bytes``: whoever shared it may say otherwise."""
+
     def lend(self, tensor: torch.Tensor) -> TorchShare:
         """Return what another process needs to map a tensor of torch's own allocator; its owner has to outlive it.
 
         Raises:
-            InvalidFieldError: it is elsewhere, not contiguous, or its bytes do not lie as its shape says.
+            InvalidFieldError: it is elsewhere, not contiguous, or its bytes do not lie as its shape says; the field is
+                ``device``, ``strides`` or ``format``.
         """
 
     def process_id(self) -> int:

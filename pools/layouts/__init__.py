@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+if __name__ != "kvferry.pools.layouts":
+    raise ImportError(f"import kvferry.pools.layouts, not {__name__}: that would be a second copy of it")
+
 from kvferry.pools.layouts import hybrid_swa, mamba, mha, mla
 from kvferry.protocol.manifests import HybridSwaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
 

@@ -112,6 +112,27 @@ def test_the_daemons_cache_hits_what_the_simulated_one_does(reports: dict[str, R
     assert all(row.ratio == pytest.approx(1) for row in rows), rows
 
 
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--strict"], 1)])
+def test_a_missed_target_is_a_failure_only_when_asked(
+    arguments: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object) -> list[Row]:
+        one = compare("x", LOWER, ours=lambda: 2.0, peer=lambda: 1.0, peer_is="one", rounds=1, target=Target(1.5))
+        return [one, msgspec.structs.replace(one, met=True), msgspec.structs.replace(one, met=None)]
+
+    monkeypatch.setattr("benchmarks.__main__.run_apart", measure)
+    assert main(["plan", "--output", str(tmp_path), *arguments]) == status
+    monkeypatch.setattr("benchmarks.__main__.run_apart", lambda *_: measure()[1:])
+    assert main(["plan", "--output", str(tmp_path), *arguments]) == 0
+
+
+@pytest.mark.parametrize("arguments", [["nosuch"], ["trace"], ["--trace", "no/such/file"], ["--fast"]])
+def test_wrong_arguments_end_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
 def test_what_cannot_be_measured_is_said_and_does_not_stop_the_others(tmp_path: Path) -> None:
     broken = tmp_path / "mooncake"
     broken.mkdir()

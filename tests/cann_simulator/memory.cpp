@@ -1,5 +1,6 @@
 // See memory.h. Pages of hicann/runtime docs/api_docs that are followed: aclrtMalloc, aclrtFree, aclrtGetMemInfo,
-// aclrtMallocHost, aclrtHostRegister, aclrtHostRegisterV2, aclrtHostUnregister, aclrtPointerGetAttributes.
+// aclrtMallocHost, aclrtHostRegister, aclrtHostRegisterV2, aclrtHostUnregister, aclrtPointerGetAttributes,
+// aclrtMemGetAddressRange.
 #include "memory.h"
 
 #include <fcntl.h>
@@ -340,16 +341,29 @@ SIMULATED aclError aclrtHostUnregister(void *pointer) {
   return ACL_SUCCESS;
 }
 
+// The card that the memory is on, also where another one uses it.
 SIMULATED aclError aclrtPointerGetAttributes(const void *pointer, aclrtPtrAttributes *attributes) {
   *attributes = aclrtPtrAttributes{};
   Mapping found{};
   if (find_mapping(pointer, found)) {
-    attributes->location = {static_cast<uint32_t>(found.physical->device), ACL_MEM_LOCATION_TYPE_DEVICE};
+    attributes->location = {static_cast<uint32_t>(found.physical->owner_device), ACL_MEM_LOCATION_TYPE_DEVICE};
     attributes->pageSize = kGranularity;
   } else {
     bool pinned = is_pinned(pointer, 1);
     attributes->location.type = pinned ? ACL_MEM_LOCATION_TYPE_HOST : ACL_MEM_LOCATION_TYPE_UNREGISTERED;
     attributes->pageSize = kHostPage;
   }
+  return ACL_SUCCESS;
+}
+
+// The block that was allocated, imported or mapped in one go (ACL's header, which older ones do not have).
+SIMULATED aclError aclrtMemGetAddressRange(void *pointer, void **base, size_t *size) {
+  RETURN_IF_IT_CANNOT_CALL();
+  if (cann_older_than(9, 0)) return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtMemGetAddressRange");
+  Mapping found{};
+  if (!find_mapping(pointer, found))
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMemGetAddressRange: %p is no device memory", pointer);
+  *base = found.address;
+  *size = found.size;
   return ACL_SUCCESS;
 }

@@ -77,6 +77,23 @@ def test_vmm_memory_lives_as_long_as_one_holder(simulator: Simulator, owner: Chi
     assert used - simulator.memory_used(0) == 4 * MIB
 
 
+def test_imported_memory_is_on_its_owners_card_and_as_large_as_there(owner: Child, engine: Child) -> None:
+    shareable = owner.do("handle, result = export(0)")
+    owner.do(f"allow({shareable}, {engine.pid})")
+    looked = f"""
+        torch.npu.set_device(1)
+        handle, status = import_({shareable}, 1)
+        pool = pool_of(handle, 1)
+        class Attributes(ctypes.Structure): _fields_ = [("location", Location), ("rest", ctypes.c_uint32 * 5)]
+        found, base, size = Attributes(), ctypes.c_void_p(), ctypes.c_size_t()
+        inside = ctypes.c_void_p(pool.data_ptr() + 100)
+        check(acl.aclrtPointerGetAttributes(inside, ctypes.byref(found)))
+        check(acl.aclrtMemGetAddressRange(inside, ctypes.byref(base), ctypes.byref(size)))
+        result = [status, found.location.id, base.value == pool.data_ptr(), size.value]
+    """
+    assert engine.do(looked) == [0, 0, True, 4 * MIB]
+
+
 def test_a_killed_importer_lets_go(simulator: Simulator, owner: Child, engine: Child) -> None:
     shareable = owner.do("handle, result = export(1); pool = pool_of(handle); pool.fill_(5); torch.npu.synchronize()")
     engine.do(f"handle, status = import_({shareable}); pool = pool_of(handle)")

@@ -1,7 +1,10 @@
-"""An attached pool's tensors in every layout: shapes, and that each element lies where the manifest says."""
+"""An attached pool's tensors and arrays in every layout: shapes, and that each element lies where the manifest says."""
 
 from __future__ import annotations
 
+import gc
+import re
+import sys
 from typing import Any, Final
 
 import numpy as np
@@ -11,8 +14,8 @@ from hypothesis import given
 
 from kvferry.clients.pool import AttachedPool
 from kvferry.pools.layouts import manifest_of
-from kvferry.protocol.errors import InvalidFieldError
-from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MlaSpec, PoolSpec
+from kvferry.protocol.errors import InvalidFieldError, TorchMissingError
+from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 from tests.devices import DEVICE, new_region
 from tests.pools.layouts.pool_specs import pool_specs
 from tests.region_bytes import write_region
@@ -45,6 +48,83 @@ def test_a_page_of_a_tensor_is_the_entrys_page(spec: PoolSpec) -> None:
         assert set(np.unique(pages[1].numpy())) == {number % 251 + 1}
         assert not pages[0].any()
     pool.close()
+
+
+@pytest.mark.host_only
+@DEVICE.examples(30)
+@given(pool_specs())
+def test_an_array_is_the_tensors_memory(spec: PoolSpec) -> None:
+    """Write each entry's bytes as an array and read them back as a tensor; the two have one shape."""
+    pool = attached(spec)
+    for number, entry in enumerate(pool.manifest.entries):
+        layer = pool.layers(entry.component, entry.role).index(entry.layer)
+        array, tensor = pool.array(entry.component, entry.role), pool.tensor(entry.component, entry.role)
+        assert array.shape == tuple(tensor.shape)
+        assert array.itemsize == tensor.element_size()
+        array.view(np.uint8)[layer] = number % 251 + 1
+        assert set(np.unique(tensor[layer].contiguous().view(torch.uint8).numpy())) == {number % 251 + 1}
+        assert np.shares_memory(pool.entry_array(entry), array[layer])
+        assert pool.entry_array(entry).shape == tuple(pool.entry_tensor(entry).shape)
+    pool.close()
+
+
+@pytest.mark.host_only
+@pytest.mark.parametrize(
+    ("dtype", "seen"),
+    [
+        ("float64", "float64"),
+        ("float32", "float32"),
+        ("float16", "float16"),
+        ("int8", "int8"),
+        ("uint8", "uint8"),
+        ("bfloat16", "uint16"),
+        ("float8_e4m3fn", "uint8"),
+        ("float8_e5m2", "uint8"),
+    ],
+)
+def test_the_bits_of_what_numpy_lacks(dtype: str, seen: str) -> None:
+    pool = attached(MhaSpec(layers=1, tokens=4, page_size=4, kv_heads=1, head_dim=32, dtype=dtype))
+    k = pool.array("main", "k")
+    assert k.dtype == seen
+    pool.tensor("main", "k")[0, 1] = 1
+    assert k[0, 1, 0, 0, 0] == torch.ones(1, dtype=getattr(torch, dtype)).view(getattr(torch, seen)).item()
+
+
+@pytest.mark.host_only
+def test_an_array_outlives_its_pool() -> None:
+    pool = attached(MlaSpec(layers=1, kv_lora_rank=32, qk_rope_head_dim=8, **SMALL))
+    k = pool.array("main", "k")
+    k[:] = 7
+    pool.close()
+    del pool
+    gc.collect()
+    assert (k == 7).all()
+
+
+@pytest.mark.card_only
+def test_an_array_of_a_pool_on_a_card_is_refused() -> None:
+    pool = attached(MlaSpec(layers=1, kv_lora_rank=32, qk_rope_head_dim=8, **SMALL))
+    with pytest.raises(InvalidFieldError, match=r"use tensor\(\)"):
+        pool.array("main", "k")
+
+
+@pytest.mark.host_only
+def test_without_torch_a_tensor_is_refused_and_an_array_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = attached(MlaSpec(layers=1, kv_lora_rank=32, qk_rope_head_dim=8, **SMALL))
+    monkeypatch.setitem(sys.modules, "torch", None)  # what an import of it finds
+    with pytest.raises(TorchMissingError, match=r"not installed.*array\(\)"):
+        pool.tensor("main", "k")
+    with pytest.raises(TorchMissingError, match="not installed"):
+        pool.entry_tensor(pool.manifest.entries[0])
+    assert pool.array("main", "k").shape == (1, 5, 16, 1, 32)
+
+
+@pytest.mark.host_only
+def test_a_dtype_that_an_older_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = attached(MhaSpec(layers=1, tokens=4, page_size=4, kv_heads=1, head_dim=32, dtype="float8_e5m2"))
+    monkeypatch.delattr(torch, "float8_e5m2")
+    with pytest.raises(TorchMissingError, match=re.escape(f"torch {torch.__version__} has no float8_e5m2")):
+        pool.tensor("main", "k")
 
 
 def test_shapes_by_layout() -> None:
@@ -93,3 +173,5 @@ def test_a_component_that_is_not_there_is_named() -> None:
             ask("swa")
     with pytest.raises(InvalidFieldError, match="no main/index_k"):
         pool.tensor("main", "index_k")
+    with pytest.raises(InvalidFieldError, match="no main/index_k"):
+        pool.array("main", "index_k")

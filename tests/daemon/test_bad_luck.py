@@ -222,6 +222,9 @@ def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
         ("[pools]\nmax_byte = 1\n", "pools.max_byte"),
         ("[pools]\nmax_bytes = 'much'\n", "pools.max_bytes"),
         ("[transfers]\nthreads = 0\n", "transfers.threads"),
+        ("[limits]\nmax_sessions = -1\n", "limits.max_sessions"),
+        ("[tiers.disk]\nmax_bytes = 0\n", "tiers.disk.max_bytes"),
+        ("[landing]\ndirect = true\n", "landing.transport"),
         ("colour = 'red'\n", "colour"),
         ("[pools\n", "broken.toml"),
         (None, "No such file"),
@@ -233,7 +236,7 @@ def test_a_wrong_configuration_is_one_line(tmp_path: Path, config: str | None, n
     if config is not None:
         file.write_text(config)
     done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "run"))
-    assert done.returncode == 1
+    assert done.returncode == 2, "no restart mends it: RestartPreventExitStatus"
     (line,) = done.stderr.splitlines()
     assert named in line
 

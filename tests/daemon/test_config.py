@@ -1,26 +1,272 @@
-"""Keys that are right by themselves and wrong together."""
+"""Every key of the configuration, from its schema: what is too small, too large or of a wrong type is refused in words.
+
+Then the keys that are right by themselves and wrong together.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
+from msgspec import inspect
 
-from kvferry.daemon.config import load_config
+from kvferry.daemon.config import Config, LimitsConfig, load_config
+from kvferry.daemon.config_file import read_file
+from kvferry.daemon.sections import Section
 from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.sizes import size_bytes, size_text, with_sizes
+
+HUGE = 10**30
+
+
+class Key(NamedTuple):
+    """One key of the file."""
+
+    name: str
+    kind: inspect.Type
+
+    def text(self, value: object) -> str:
+        """Return a file that gives this key alone."""
+        *tables, key = self.name.split(".")
+        table = f"[{'.'.join(tables)}]\n" if tables else ""
+        return f"{table}{key} = {toml(value)}\n"
+
+
+def toml(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value)
+
+
+def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
+    for field in msgspec.structs.fields(section):
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            yield from keys(field.type, f"{prefix}{field.name}.")
+        else:
+            yield Key(f"{prefix}{field.name}", plain(inspect.type_info(field.type)))
+
+
+def plain(kind: inspect.Type) -> inspect.Type:
+    """Return what a key is that may be left out, without what is said of it."""
+    if isinstance(kind, inspect.Metadata):
+        return plain(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        (one,) = (one for one in kind.types if not isinstance(one, inspect.NoneType))
+        return plain(one)
+    return kind
+
+
+class Wrong(NamedTuple):
+    """Values that a key may not have, and what the refusal must say of those that it may."""
+
+    values: tuple[object, ...]
+    said: tuple[str, ...]
+
+
+def wrong(key: Key) -> Wrong:
+    match key.kind:
+        case inspect.IntType() | inspect.FloatType() as number:
+            return wrong_number(key, number)
+        case inspect.BoolType():
+            return Wrong((0, 1, "true"), ("true or false",))
+        case inspect.LiteralType(values=values):
+            return Wrong(("", "x", 1, str(values[0]).upper()), tuple(f'"{one}"' for one in values))
+        case inspect.StrType(pattern=pattern):
+            assert pattern is not None, f"{key.name} takes any text"
+            return Wrong(("", "\0", 1, True, "x" * 5000), ())
+        case inspect.VarTupleType():
+            return Wrong(("npu:0", ["card"], [1]), ("npu:N",))
+        case inspect.DictType():
+            return Wrong(
+                ({"x": 1}, {"1": -1}, {"-1": 1 << 20}, {"1": "8GB"}, {"1": HUGE}, 1, [1]), ("each key a whole number",)
+            )
+        case _:
+            pytest.fail(f"{key.name}: a new kind of key: say here what is wrong for it")
+
+
+def wrong_number(key: Key, number: inspect.IntType | inspect.FloatType) -> Wrong:
+    assert number.le is not None, f"{key.name} has no upper bound"
+    assert (number.ge is None) != (number.gt is None), f"{key.name} has no lower bound"
+    low = number.gt if number.ge is None else number.ge - 1
+    values: tuple[object, ...] = (
+        low,
+        -1,
+        -HUGE,
+        number.le + 1,
+        HUGE,
+        math.nan,
+        math.inf,
+        True,
+        "1",
+        "x",
+        [1],
+        {"y": 1},
+    )
+    if isinstance(number, inspect.IntType):
+        values = (*values, 1.5)
+    if not key.name.endswith("_bytes"):
+        return Wrong(values, (f"{number.le:.15g}",))
+    sizes = ("8GB", "8 gib", "GiB", "-1GiB", "1e3MiB", "0.3KiB", f"{HUGE}TiB", "1GiB ")
+    return Wrong((*values, *sizes), (size_text(int(number.le)), 'as "8GiB", "512 MiB" or "1.5GiB"'))
+
+
+def right(key: Key) -> Iterator[tuple[object, Any]]:
+    """Yield values at the bounds, and as what they are read."""
+    match key.kind:
+        case inspect.IntType(ge=low, le=high):
+            yield from ((low, low), (high, high))
+            if key.name.endswith("_bytes"):
+                assert high is not None
+                yield size_text(high), high
+                yield f"{high // 1024} KiB", high
+        case inspect.FloatType(le=high):
+            yield high, high
+        case inspect.BoolType():
+            yield from ((True, True), (False, False))
+        case inspect.LiteralType(values=values):
+            yield from ((one, one) for one in values)
+        case inspect.DictType():
+            yield {"1001": "8GiB", "0": 0}, {1001: 8 << 30, 0: 0}
+
+
+ALL = [pytest.param(key, id=key.name) for key in keys()]
+
+
+def refused(tmp_path: Path, text: str) -> ConfigError:
+    file = tmp_path / "kvferry.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert caught.value.detail.startswith(f"{file}: ")
+    return caught.value
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_a_wrong_value_is_refused_with_file_key_value_and_what_is_right(tmp_path: Path, key: Key) -> None:
+    values, said = wrong(key)
+    for value in values:
+        error = refused(tmp_path, key.text(value))
+        shown = (toml(value) if not isinstance(value, dict) else json.dumps(value, separators=(",", ":")))[:60]
+        assert error.field == key.name, value
+        assert f" {key.name} = {shown}" in error.detail.replace("1e+30", str(HUGE)), value
+        assert ": must be " in error.detail
+        assert all(one in error.detail for one in said), value
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_a_value_at_the_bounds_is_taken(tmp_path: Path, key: Key) -> None:
+    file = tmp_path / "kvferry.toml"
+    for value, read in right(key):
+        file.write_text(key.text(value))
+        config: Any = read_file(file, Config)
+        for name in key.name.split("."):
+            config = getattr(config, name)
+        assert config == read
+
+
+@pytest.mark.parametrize("table", ["", "limits", "tiers", "tiers.disk"])
+def test_an_unknown_key_is_refused_with_the_known_ones(tmp_path: Path, table: str) -> None:
+    error = refused(tmp_path, Key(f"{table}.max_byte".lstrip("."), inspect.AnyType()).text(1))
+    assert error.field == f"{table}.max_byte".lstrip(".")
+    known = [key.name.removeprefix(f"{table}.") for key in keys() if key.name.startswith(table)]
+    assert all(one.partition(".")[0] in error.detail for one in known)
+    assert ("did you mean max_bytes?" in error.detail) == (table == "tiers.disk")
 
 
 @pytest.mark.parametrize(
-    ("text", "field"),
+    ("text", "said"),
     [
-        ("[peers]\nheartbeat_ms = 5000", "peers.timeout_ms"),
-        ("[peers]\nheartbeat_ms = 100\ntimeout_ms = 100", "peers.timeout_ms"),
-        ("[landing]\ndirect = true", "landing.direct"),
+        ("[pools\n", "line 1"),
+        ("limits = 3\n", "[limits]"),
+        ("a = " + "[" * 10_000, ""),
+        ("x = '\udce4'", "utf-8"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(tmp_path: Path, text: str, field: str) -> None:
+def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "kvferry.toml"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(file) in caught.value.detail
+    assert said in caught.value.detail
+
+
+MOONCAKE = '[peers]\nlisten = "tcp://10.0.0.3:7801"\n[landing]\ntransport = "mooncake"\n'
+STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "other"),
+    [
+        ("[peers]\nheartbeat_ms = 5000", "peers.timeout_ms", "peers.heartbeat_ms = 5000"),
+        ("[peers]\nheartbeat_ms = 100\ntimeout_ms = 100", "peers.timeout_ms", "peers.heartbeat_ms = 100"),
+        ('[peers]\nlisten = "tcp://10.0.0.3:70000"', "peers.listen", "65535"),
+        ('[devices]\nopen = ["host"]', "devices.open", "npu:N"),
+        ('[limits]\nmax_frame_bytes = "32MiB"', "limits.max_message_bytes", "limits.max_frame_bytes = 33554432"),
+        ("[limits]\nmax_deadline_ms = 1000", "limits.default_deadline_ms", "limits.max_deadline_ms = 1000"),
+        ("[landing]\ndirect = true", "landing.direct", "landing.transport"),
+        ('[landing]\nprotocol = "ascend"', "landing.protocol", "landing.transport"),
+        ('[landing]\ntransport = "mooncake"', "landing.address", "peers.listen"),
+        (MOONCAKE + 'slots = 65536\nslot_bytes = "1GiB"', "landing.slots", "landing.slot_bytes = 1GiB"),
+        (MOONCAKE + 'staging = 65536\nslot_bytes = "1GiB"', "landing.staging", "landing.slot_bytes = 1GiB"),
+        (MOONCAKE + 'quarantined_bytes = "1TiB"', "landing.quarantined_bytes", "landing.slots = 16"),
+        ('[tiers]\nhost_bytes = 0\n[tiers.disk]\npath = "/srv"', "tiers.disk.path", "tiers.host_bytes = 0"),
+        ("[tiers]\nhost_bytes = 0\n" + STORE, "tiers.remote.transport", "tiers.host_bytes = 0"),
+        ('[tiers]\nhost_bytes = 0\ntenant_bytes = "1GiB"', "tiers.tenant_bytes", "tiers.host_bytes = 0"),
+        ('[tiers]\nhost_bytes = 0\nquotas = { 7 = "1GiB" }', "tiers.quotas", "tiers.host_bytes = 0"),
+        ("[tiers]\nhost_bytes = 8", "tiers.host_bytes", '"8GiB"?'),
+        ('[tiers]\nhost_bytes = "1GiB"\ntenant_bytes = "2GiB"', "tiers.tenant_bytes", "tiers.host_bytes = 1GiB"),
+        ('[tiers]\nhost_bytes = "1GiB"\nquotas = { 7 = "2GiB" }', "tiers.quotas.7", "tiers.host_bytes = 1GiB"),
+        ("[tiers]\ntenant_bytes = 0", "tiers.tenant_bytes", "tiers.quotas"),
+        ('[tiers.remote]\nprotocol = "ascend"', "tiers.remote.protocol", "tiers.remote.transport"),
+        ('[tiers.remote]\ntransport = "mooncake_store"', "tiers.remote.address", "landing.address"),
+        (STORE + "timeout_s = 2", "tiers.remote.timeout_s", "tiers.remote.progress_timeout_s = 3"),
+        (STORE + "retry_s = 60", "tiers.remote.retry_at_most_s", "tiers.remote.retry_s = 60"),
+    ],
+)
+def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field: str, other: str) -> None:
+    error = refused(tmp_path, text)
+    assert error.field == field
+    assert field in error.detail
+    assert other in error.detail
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MOONCAKE + 'protocol = "ascend"\ndirect = true\nquarantined_bytes = "1TiB"',
+        STORE + 'protocol = "ascend"',
+        '[landing]\naddress = "10.0.0.3"\n[tiers.remote]\ntransport = "mooncake_store"',
+        "[tiers]\nhost_bytes = 0\ntenant_bytes = 0",
+        '[tiers]\ntenant_bytes = 0\nquotas = { 7 = "1GiB" }',
+        "[limits]\nmax_rooms = 1",
+    ],
+)
+def test_keys_that_go_together_are_taken(tmp_path: Path, text: str) -> None:
     file = tmp_path / "kvferry.toml"
     file.write_text(text)
-    with pytest.raises(ConfigError) as refused:
-        load_config(file)
-    assert refused.value.field == field
+    load_config(file)
+
+
+def test_the_limits_of_the_file_are_those_of_the_wire() -> None:
+    assert Config().limits.announced == Limits()
+    assert set(LimitsConfig.__struct_fields__) >= set(Limits.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 << 30), ("512 MiB", 512 << 20), ("1.5GiB", 3 << 29), ("0.5KiB", 512), ("0TiB", 0), ("007KiB", 7 << 10)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert size_bytes(text) == size
+    assert with_sizes({"a": {"x_bytes": text, "name": text}}) == {"a": {"x_bytes": size, "name": text}}
+    if size % 1024 == 0 and size:
+        assert size_bytes(size_text(size)) == size

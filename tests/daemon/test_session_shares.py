@@ -36,6 +36,10 @@ SHARE = TorchShare(
     event_sync=False,
 )
 DRIVER_HANDLE = 0x5EC12E7C0DE
+ARRAYS = tuple(
+    LentArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
+    for role in ("k", "v")
+)
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +130,10 @@ def test_a_share_that_makes_no_sense_is_refused_without_its_handle(frame: dict[s
 
 @pytest.mark.parametrize("given", [0, 1, 3])
 def test_as_many_shares_as_arrays(daemon: DaemonProcess, given: int) -> None:
-    arrays = (LentArrays(component="main", role="k"), LentArrays(component="main", role="v"))
     with raw_engine(daemon.runtime_dir) as engine:
         frames = [ShareFollows(message_id=0, shares=(SHARE,) * given)]
         with pytest.raises(InvalidFieldError, match=f"{given} shares came over the session socket") as refused:
-            lend(engine, arrays, frames)
+            lend(engine, ARRAYS, frames)
         assert refused.value.field == "arrays"
 
 
@@ -165,12 +168,11 @@ def test_no_text_form_shows_a_handle() -> None:
 
 def test_no_log_shows_a_handle(tmp_path: Path) -> None:
     with running_daemon(tmp_path, '[logging]\nlevel = "debug"\n') as daemon:
-        arrays = (LentArrays(component="main", role="k"), LentArrays(component="main", role="v"))
         vmm = VmmShare(handle=DRIVER_HANDLE, size_bytes=2 << 20)
         with raw_engine(daemon.runtime_dir) as engine:
             for shares in ((SHARE, SHARE), (vmm, vmm), (vmm,)):
                 with pytest.raises(KvferryError) as refused:
-                    lend(engine, arrays, [ShareFollows(message_id=0, shares=shares)])
+                    lend(engine, ARRAYS, [ShareFollows(message_id=0, shares=shares)])
                 assert SECRET.decode() not in str(refused.value)
                 assert str(DRIVER_HANDLE) not in str(refused.value)
         with session(daemon) as rude:

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -151,6 +151,33 @@ def test_they_are_on_the_pools_device_and_empty(tables: Tables, device: str) -> 
     assert tables.block_tables.device == tables.seq_lens.device == where
     assert contents(tables) == expected([], [])
     assert tables.host_lengths() == HostLengths(sequence=0, lengths=[], replayed_rows=0, extra_tokens=0)
+
+
+@pytest.mark.host_only
+def test_arrays_are_the_tensors_memory(client: Client, tables: Tables) -> None:
+    update(client, tables, [3], rows={0: [7]})
+    block_tables, seq_lens = tables.array("block_tables"), tables.array("seq_lens")
+    assert (block_tables.tolist(), seq_lens.tolist()) == contents(tables) == expected([[7]], [3])
+    assert block_tables.ctypes.data == tables.block_tables.data_ptr()
+    assert seq_lens.ctypes.data == tables.seq_lens.data_ptr()
+    for missing in ("block_tables_swa", "lengths"):
+        with pytest.raises(InvalidFieldError, match=f"no '{missing}'"):
+            tables.array(cast("Any", missing))
+
+
+@pytest.mark.host_only
+def test_the_windows_array_is_its_tensors_memory(client: Client, hybrid: str) -> None:
+    tables = new_tables(client, hybrid, window=WINDOW)
+    update(client, tables, [14], rows={0: [1, 2, 3, 4]}, bound=([3, 4], [5, 6]))
+    window = tables.array("block_tables_swa")
+    assert window[0].tolist() == [0, 0, 5, 6, 0, 0, 0, 0]
+    assert window.shape == (BATCH, COLUMNS)
+
+
+@pytest.mark.card_only
+def test_arrays_of_tables_on_a_card_are_refused(tables: Tables) -> None:
+    with pytest.raises(InvalidFieldError, match="use the tensors"):
+        tables.array("seq_lens")
 
 
 def test_a_name_is_taken_until_the_tables_are_deleted(client: Client, pool: str, tables: Tables) -> None:
@@ -470,24 +497,25 @@ async def test_the_asynchronous_client_does_the_same(daemon: DaemonProcess, pool
     async with await AsyncClient.connect(daemon.runtime_dir, name="async") as client:
         tables = await client.create_tables("decode", pool, max_batch=BATCH, max_context_tokens=32, captured=(2, 6))
         ring = await client.open_events(device)
-        updated = await client.update_tables(tables, [5, 4], rows={0: [11, 12], 1: [21]}, after=ring.mark())
+        sent = client.update_tables(tables, [5, 4], rows={0: [11, 12], 1: [21]}, after=ring.mark())
+        updated = await client.wait(sent)
         assert updated == TablesUpdated(sequence=1, replayed_rows=2)
         tables.order()
         replayed = ring.point()
         waiting = asyncio.ensure_future(
-            client.update_tables(tables, [9, 4, 1], cells=Cells([0, 2], [2, 0], [13, 31]), after=replayed)
+            client.wait(client.update_tables(tables, [9, 4, 1], cells=Cells([0, 2], [2, 0], [13, 31]), after=replayed))
         )
         while not [one for one in (await client.status()).tables if one.waiting]:
             pass
         with pytest.raises(TablesBusyError):
-            await client.update_tables(tables, [])
+            await client.wait(client.update_tables(tables, []))
         assert await asyncio.to_thread(contents, tables) == expected([[11, 12], [21]], [5, 4])
         ring.record(replayed)
         assert await waiting == TablesUpdated(sequence=2, replayed_rows=6)
         tables.order()
         assert await asyncio.to_thread(contents, tables) == expected([[11, 12, 13], [21], [31]], [9, 4, 1])
         with pytest.raises(TableOverflowError, match="row 0"):
-            await client.update_tables(tables, [33])
+            await client.wait(client.update_tables(tables, [33]))
         await client.delete_tables(tables)
         with pytest.raises(UnknownTablesError):
-            await client.update_tables(tables, [])
+            await client.wait(client.update_tables(tables, []))

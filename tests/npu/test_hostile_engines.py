@@ -22,7 +22,10 @@ from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
-ARRAYS = (LentArrays(component="main", role="k"), LentArrays(component="main", role="v"))
+ARRAYS = tuple(
+    LentArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
+    for role in ("k", "v")
+)
 
 
 @pytest.fixture
@@ -141,7 +144,7 @@ def test_a_second_ring_on_a_card_is_refused(client: Client, device: str) -> None
 
 def test_a_lent_tensor_may_begin_at_any_element(client: Client, other: Client, device: str) -> None:
     count = 2 * 5 * 16 * 8
-    k, v = (torch.zeros(count + 1, dtype=torch.float16, device=device)[1:] for _ in range(2))
+    k, v = (torch.zeros(count + 1, dtype=torch.float16, device=device)[1:].view(2, 5, 16, 1, 8) for _ in range(2))
     other.lend_pool("lent", SPEC, {("main", "k"): k, ("main", "v"): v}, device=device)
     with pytest.raises(PoolExistsError):
         client.create_pool("lent", SPEC, device=device)
@@ -152,5 +155,5 @@ def test_a_lent_tensor_may_begin_at_any_element(client: Client, other: Client, d
     received = other.receive("lent", request_id, [pages(np.array([3, 1, 2]))])
     client.send("pool", request_id, [pages(ids)])
     other.wait_finished(received)
-    found = k.view(2, 5, 16, 1, 8)[:, [3, 1, 2]].cpu()
+    found = k[:, [3, 1, 2]].cpu()
     assert torch.equal(found, pool.tensor("main", "k").cpu()[:, ids])

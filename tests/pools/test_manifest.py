@@ -1,4 +1,4 @@
-"""Manifests: uniqueness, what an entry from outside may say, the layout digest."""
+"""Manifests: uniqueness, their size, what is optional, the layout digest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.manifest import MAX_ADDRESS, check_entry, check_unique, lay_out, layout_digest
-from kvferry.protocol.errors import DuplicateEntryError, GeometryMismatchError, InvalidFieldError, KvferryError
+from kvferry.pools.manifest import check_unique, lay_out, layout_digest
+from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError
 from kvferry.protocol.manifests import Entry
 
 PLAIN = Entry(
@@ -78,25 +78,6 @@ def test_the_digest_covers_how_many_entries_there_are() -> None:
 
 def test_the_digest_is_32_digits_and_never_changes() -> None:
     assert layout_digest([PLAIN]) == "3018d55864f00d0e8b28a59d91de5f75"
-
-
-@pytest.mark.parametrize(
-    ("error", "field", "changes"),
-    [
-        (InvalidFieldError, "x[1].base", {"base": MAX_ADDRESS}),
-        (InvalidFieldError, "x[1].base", {"pages": (1 << 31) - 1, "page_bytes": (1 << 62) - 1, "shape": None}),
-        (GeometryMismatchError, "page_bytes", {"page_bytes": 128}),
-        (GeometryMismatchError, "page_bytes", {"page_bytes": 64, "shape": (20, 1, 2, 16)}),  # a FIA row, not a page
-        (GeometryMismatchError, "page_bytes", {"dtype": "float32"}),
-        (InvalidFieldError, "dtype", {"dtype": "float12"}),
-        (InvalidFieldError, "x[1].heads", {"head_start": 7}),
-    ],
-)
-def test_an_entry_that_contradicts_itself(error: type[KvferryError], field: str, changes: dict[str, Any]) -> None:
-    check_entry(PLAIN, "x[1]")
-    with pytest.raises(error) as refused:
-        check_entry(msgspec.structs.replace(PLAIN, **changes), "x[1]")
-    assert refused.value.field == field
 
 
 def test_a_second_entry_of_one_name_is_refused() -> None:

@@ -254,7 +254,7 @@ REPORT: Final = StatusReport(
     ),
     rooms=(
         RoomStatus(
-            request="ffeeddcc",
+            request=REQUEST,
             side="receive",
             pool="decode",
             state="open",
@@ -262,6 +262,7 @@ REPORT: Final = StatusReport(
             pages=1,
             arrived=0,
             waits_for="1 of 1 sources: no SEND yet",
+            request_id=REQUEST,
         ),
     ),
     counters={"messages.received": 9},

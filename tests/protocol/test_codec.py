@@ -13,15 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.protocol import ids
-from kvferry.protocol.codec import (
-    IncomingRequest,
-    UnreadableRequest,
-    decode_from_daemon,
-    decode_request,
-    encode,
-    in_words,
-    invalid_field,
-)
+from kvferry.protocol.codec import IncomingRequest, UnreadableRequest, decode_from_daemon, decode_request, encode
+from kvferry.protocol.complaints import in_words, invalid_field
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.errors import CallerError, InvalidFieldError, MalformedError
 from kvferry.protocol.ids import NO_BOOT

@@ -177,7 +177,7 @@ def test_destination_pages_missing_at_the_source_are_a_mismatch_with_both_ranges
     first(wanted if receive_first else sent)
     with pytest.raises(WindowMismatchError) as caught:
         second(sent if receive_first else wanted)
-    for part in ("swa", REQUEST[:8], f"source has {ranges[0]}", f"wants pages {ranges[1]}"):
+    for part in ("swa", REQUEST, f"source has {ranges[0]}", f"wants pages {ranges[1]}"):
         assert part in caught.value.detail
     assert not ferry.world.transport.under_way
 
@@ -434,8 +434,8 @@ def test_the_daemon_logs_a_warning_and_counts(tmp_path: Path) -> None:
     (line,) = [one for one in daemon.log.read_text().splitlines() if "cut to the shorter" in one]
     said = json.loads(line[line.index("{") :])
     assert said["level"] == "warning"
-    assert {name: said[name] for name in ("request", "component", "source", "destination")} == {
-        "request": request_id[:8],
+    assert {name: said[name] for name in ("request_id", "component", "source", "destination")} == {
+        "request_id": request_id,
         "component": "swa",
         "source": "prefill",
         "destination": "decode",

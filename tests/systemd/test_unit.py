@@ -13,8 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvferry.daemon.command import EXIT_BAD_INPUT
 from kvferry.daemon.config import Config, load_config
 from kvferry.daemon.loop import EXIT_DEVICE_LOST
+from kvferry.protocol.sizes import with_sizes
 
 FOLDER = Path(__file__).parents[2] / "systemd"
 INSTALLED = "/usr/bin/kvferry"
@@ -132,6 +134,12 @@ def test_only_the_daemon_is_told_to_end() -> None:
     assert settings["KillMode"] == ["mixed"], "the store process would end at the beginning of the drain"
 
 
+def test_a_wrong_configuration_is_not_tried_again_for_ever() -> None:
+    settings = assignments((FOLDER / "kvferry@.service").read_text())
+    assert settings["RestartPreventExitStatus"] == [str(EXIT_BAD_INPUT)]
+    assert str(EXIT_DEVICE_LOST) not in settings["RestartPreventExitStatus"]
+
+
 def test_stopping_takes_longer_than_draining() -> None:
     unit = (FOLDER / "kvferry@.service").read_text()
     stop = re.search(r"TimeoutStopSec=(\d+)s", unit)
@@ -158,7 +166,7 @@ DEPENDING = {
 def test_the_example_shows_every_key_with_its_default(tmp_path: Path) -> None:
     text = (FOLDER / "kvferry.toml").read_text()
     assert load_config(FOLDER / "kvferry.toml") == Config()
-    shown = tomllib.loads(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
+    shown = with_sizes(tomllib.loads(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE)))
     defaults = msgspec.json.decode(msgspec.json.encode(Config()))  # TOML knows lists, no tuples
     assert _without(shown, DEPENDING) == _without(defaults, DEPENDING)
     assert {*_keys(shown)} == {*_keys(defaults)}

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from kvferry.clients.cli.arguments import add_daemon
 from kvferry.clients.cli.doctor import cann, driver, limits, memory, mooncake, npus, ports, running, tiers, unit
 from kvferry.clients.cli.doctor.findings import Finding, exit_status, summary
 from kvferry.clients.cli.doctor.host import Host
@@ -23,6 +24,7 @@ from kvferry.clients.cli.doctor.needs import Needs, read_needs
 from kvferry.clients.cli.doctor.sockets import listeners
 from kvferry.clients.cli.doctor.torch_probe import check_torch_npu, check_without_npu, probe_torch
 from kvferry.clients.cli.tables import table
+from kvferry.protocol.errors import InvalidFieldError
 
 Found = Finding | Iterable[Finding] | None
 Check = tuple[str, Callable[[], Found]]
@@ -32,16 +34,22 @@ _HEAD: Final = ("check", "state", "found")
 
 def add_doctor(command: argparse.ArgumentParser) -> None:
     """Add what ``kvferry doctor`` takes."""
-    command.add_argument("--config", type=Path, help="the daemon's configuration; without it the defaults")
-    command.add_argument("--runtime-dir", type=Path, help="where the daemon's sockets are")
-    command.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="how long the daemon has (2)")
+    command.add_argument(
+        "--config", type=Path, metavar="FILE", help="the daemon's configuration; without it the defaults"
+    )
+    add_daemon(command)
     command.add_argument("--user", metavar="NAME", help="who is to use the devices; by default this user")
     command.add_argument("--npu", action="store_true", help="an NPU is needed, even where none can be seen")
     command.add_argument("--json", action="store_true", help="for programs")
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what this host has and lacks; return 1 where something that is needed is missing."""
+    """Print what this host has and lacks; return 1 where something that is needed is missing.
+
+    Raises:
+        InvalidFieldError: no such user, or the configuration cannot be read.
+    """
+    _check_readable(options.config)
     host = Host.this_one(options.user)
     findings = examine(host, options)
     status = exit_status(findings)
@@ -98,6 +106,15 @@ def lines(findings: Sequence[Finding], columns: int = 0) -> Iterable[str]:
     yield from list(table("host", _HEAD, rows))[2:]
     yield ""
     yield summary(findings)
+
+
+def _check_readable(config: Path | None) -> None:
+    """Tell a file that is not there, which is a slip of whoever asks, from one that the daemon would refuse."""
+    try:
+        if config is not None:
+            config.open("rb").close()
+    except OSError as cause:
+        raise InvalidFieldError(f"{config}: {cause.strerror}", field="--config") from cause
 
 
 def _host_checks(host: Host, needs: Needs, daemon: running.Running, *, npu: bool) -> list[Check]:

@@ -53,7 +53,7 @@ def check_health(smi: Outcome | None) -> Finding:
     if smi is None:
         return Finding(name, "unknown", "no npu-smi here", "in a container mount /usr/local/bin/npu-smi from the host")
     if smi.status is None:
-        fix = "the driver hangs: look at dmesg, end what uses the NPUs, reset the card or reboot"
+        fix = "the driver hangs: look at dmesg; when nobody needs the NPUs any more, reset the card or reboot"
         return Finding(name, "missing", f"npu-smi did not answer within {SMI_TIMEOUT_S:g} s", fix)
     cards = _SMI_HEALTH.findall(smi.output)
     if smi.status or not cards:

@@ -67,7 +67,7 @@ def check_files(host: Host, daemon_pid: int | None) -> Finding:
         return Finding(name, "unknown", f"the limits of {whose} cannot be read", "run as root, or as the daemon's user")
     if limit >= FILES_WANTED:
         return Finding(name, "ok", f"{_number(limit)} for {whose}")
-    fix = "LimitNOFILE=65536 in the unit, or ulimit -n before the start"
+    fix = "LimitNOFILE=65536 in the unit, or ulimit -n 65536 before the start"
     return Finding(name, "warning", f"{limit} for {whose}, wanted: {FILES_WANTED}", fix)
 
 

@@ -47,13 +47,16 @@ def check_huge_pages(host: Host) -> Finding:
 def check_shm(host: Host, *, npu: bool) -> Finding:
     """Look at /dev/shm, through which processes that share device memory count its holders."""
     name = "shared memory"
-    fix = "mount -t tmpfs tmpfs /dev/shm; in containers share the host's (docker run --ipc=host)"
     try:
         folder = os.statvfs(host.path(_SHM))
     except OSError as error:
+        fix = "mount -t tmpfs tmpfs /dev/shm; in containers share the host's (docker run --ipc=host)"
         return Finding(name, "missing" if npu else "warning", f"{_SHM}: {error.strerror}", fix)
     free = folder.f_bavail * folder.f_frsize
     said = f"{_SHM}: {size(folder.f_blocks * folder.f_frsize)}, {size(free)} free"
     if free < SHM_WANTED_BYTES:
-        return Finding(name, "warning", said, f"remove what is left over in /dev/shm, or {fix}")
+        # Never a new mount over it, nor a removal: what is there may be the memory of processes that run.
+        wanted = (folder.f_blocks * folder.f_frsize + SHM_WANTED_BYTES >> 20) + 1
+        fix = f"mount -o remount,size={wanted}m /dev/shm; in containers docker run --shm-size={wanted}m, or --ipc=host"
+        return Finding(name, "warning", said, fix)
     return Finding(name, "ok", said)

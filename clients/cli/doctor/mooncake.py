@@ -14,6 +14,7 @@ from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.cli.doctor.needs import Needs
 
 VERBS: Final = "libibverbs.so.1"
+INSTALL_VERBS: Final = "apt-get install libibverbs1 (openEuler: yum install libibverbs)"
 PLAIN_WHEEL: Final = "mooncake-transfer-engine-non-cuda"
 NPU_WHEEL: Final = "mooncake-transfer-engine-npu"
 CUDA_WHEEL: Final = "mooncake-transfer-engine"
@@ -52,7 +53,10 @@ def check_wheel(host: Host, needs: Needs) -> Finding:
     if done.status == 0:
         return Finding(name, "ok", said)
     reason = f"the import took longer than {_TIMEOUT_S:g} s" if done.status is None else done.last_error
-    return Finding(name, "missing", f"{said}, but: {reason}", f"apt-get install libibverbs1, then {install}")
+    if "libibverbs" in reason:
+        return Finding(name, "missing", f"{said}, but: {reason}", INSTALL_VERBS)
+    fix = f'install what it misses (docs/operations.md, "Several hosts"), or the wheel anew: {install}'
+    return Finding(name, "missing", f"{said}, but: {reason}", fix)
 
 
 def check_verbs(host: Host, needs: Needs) -> Finding | None:
@@ -61,9 +65,7 @@ def check_verbs(host: Host, needs: Needs) -> Finding | None:
         return None
     problem = loading_problem(host, VERBS)
     if problem:
-        return Finding(
-            "libibverbs", "missing", problem, "apt-get install libibverbs1 (openEuler: yum install libibverbs)"
-        )
+        return Finding("libibverbs", "missing", problem, INSTALL_VERBS)
     return Finding("libibverbs", "ok", f"{VERBS} loads")
 
 

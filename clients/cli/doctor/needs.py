@@ -6,6 +6,7 @@ code can say, which runs as a child: clients do not import the daemon.
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,7 @@ import msgspec
 from kvferry.clients.cli.doctor.children import run_child
 from kvferry.clients.cli.doctor.findings import Finding
 from kvferry.clients.cli.doctor.host import Host
+from kvferry.protocol.sizes import with_sizes
 
 LOAD: Final = (
     "import pathlib, sys; from kvferry.daemon.config import load_config; load_config(pathlib.Path(sys.argv[1]))"
@@ -126,7 +128,8 @@ def read_needs(host: Host, config: Path | None, *, npu: bool) -> tuple[Needs, Fi
         return Needs(npu_asked=npu), Finding("configuration", "ok", f"none given, defaults{hint}")
     problem = _problem(host, config)
     try:
-        needs = msgspec.toml.decode(host.path(config.absolute()).read_bytes(), type=Needs)
+        table = tomllib.loads(host.path(config.absolute()).read_text(encoding="utf-8"))
+        needs = msgspec.convert(with_sizes(table), Needs)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         return Needs(npu_asked=npu), _refused(config, problem or str(error))
     needs = msgspec.structs.replace(needs, npu_asked=npu)

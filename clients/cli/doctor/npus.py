@@ -6,6 +6,7 @@ Reads files only; nothing here can hang on a driver that does.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -84,8 +85,7 @@ def check_nodes(host: Host) -> Finding:
     closed = [one for one in nodes if not host.user.may_use(host.path(f"/dev/{one}").stat())]
     if closed:
         found = f"{host.user.name} may not read and write {', '.join(f'/dev/{one}' for one in closed)}"
-        fix = f"usermod -aG {npu_group(host)} {host.user.name}, then a new login, or restart the service"
-        return Finding(name, "missing", found, fix)
+        return Finding(name, "missing", found, _join(host))
     return Finding(name, "ok", f"{_span(npus)} and their managers, open to {host.user.name}")
 
 
@@ -100,8 +100,15 @@ def check_group(host: Host) -> Finding:
         return Finding(name, "ok", f"{host.user.name} is in {group}")
     if host.user.uid == 0:
         return Finding(name, "ok", "root needs none; give --user NAME to look as the daemon's user")
-    fix = f"usermod -aG {group} {host.user.name}, then a new login, or restart the service"
-    return Finding(name, "warning", f"{host.user.name} is not in {group}", fix)
+    return Finding(name, "warning", f"{host.user.name} is not in {group}", _join(host))
+
+
+def _join(host: Host) -> str:
+    """Return how a user comes into the driver's group; root's group would give far more than the cards."""
+    group, user = npu_group(host), host.user.name
+    if host.group_id(group) == 0:
+        return "install the driver for a group of its own (--install-usergroup=HwHiAiUser): now it is root's"
+    return f"usermod -aG {shlex.quote(group)} {shlex.quote(user)}, then a new login, or Group={group} in the unit"
 
 
 def npu_group(host: Host) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvferry.clients.cli.doctor.findings import Finding
 from kvferry.clients.cli.doctor.needs import Needs
+from kvferry.clients.cli.doctor.running import RESTART
 from kvferry.clients.cli.doctor.sockets import Listener
 
 _FENCE = "let only the cluster's hosts reach them: systemd/hosts.conf, or the firewall"
@@ -50,11 +51,11 @@ def _held(listen: str, holders: Sequence[Listener], daemon_pid: int | None) -> F
     if not holders:
         if daemon_pid is None:
             return Finding(name, "ok", f"{listen} is free")
-        fix = "restart the daemon with this configuration"
+        fix = f"with this configuration: {RESTART}"
         return Finding(name, "warning", f"nothing listens at {listen}, though a daemon runs", fix)
     if daemon_pid is not None and (not daemon_pid or any(one.pid in {daemon_pid, None} for one in holders)):
         return Finding(name, "ok", f"{listen}, held by the daemon (pid {daemon_pid or 'not seen from here'})")
-    fix = "end what holds the port, or choose another one and tell the other hosts"
+    fix = "choose another port and tell the other hosts, or end what holds it if nobody needs that"
     return Finding(name, "missing", f"{listen} is held by {holders[0].owner}", fix)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grp
+import shlex
 import socket
 import struct
 from importlib import metadata
@@ -13,9 +15,11 @@ from kvferry.clients import operations
 from kvferry.clients.cli.doctor.findings import Finding
 from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.sync_client import Client
-from kvferry.protocol.errors import AccessDeniedError, KvferryError
+from kvferry.protocol.errors import AccessDeniedError, KvferryError, VersionMismatchError
 from kvferry.protocol.paths import CONTROL_SOCKET, default_runtime_dir
 from kvferry.protocol.session_messages import StatusReport
+
+RESTART = "systemctl restart kvferry@NAME, once engines can do without its pools: those go with it"
 
 
 class Running(msgspec.Struct, frozen=True):
@@ -46,9 +50,7 @@ def check_directory(running: Running) -> Finding:
     """Look whether the directory is there and this user may use it."""
     name, directory = "runtime directory", running.directory
     if isinstance(running.error, AccessDeniedError):
-        return Finding(
-            name, "warning", running.error.detail, "add this user to the directory's group, then a new login"
-        )
+        return Finding(name, "warning", running.error.detail, _way_in(directory))
     try:
         group = directory.group()
     except KeyError:
@@ -66,10 +68,10 @@ def check_daemon(running: Running) -> Finding:
         return _no_answer(running)
     said = f"{report.daemon_version}, pid {report.pid}, up for {report.uptime_ms // 1000} s"
     if report.landing and report.landing.state == "broken":
-        return Finding(name, "missing", f"{said}; landing is broken: nothing comes in from other hosts", "restart it")
+        return Finding(name, "missing", f"{said}; landing is broken: nothing comes in from other hosts", RESTART)
     own = metadata.version("kvferry")
     if report.daemon_version != own:
-        return Finding(name, "warning", f"{said}; this command is {own}", "restart the daemon after an upgrade")
+        return Finding(name, "warning", f"{said}; this command is {own}", f"after an upgrade: {RESTART}")
     if report.draining:
         return Finding(name, "warning", f"{said}; it drains and takes no new hand-offs", "wait for its end")
     return Finding(name, "ok", said)
@@ -84,10 +86,10 @@ def check_devices(running: Running) -> tuple[Finding, ...]:
             said = f"ready, {device.free_bytes >> 20} of {device.total_bytes >> 20} MiB free"
             findings.append(Finding(name, "ok", said))
         elif device.state.startswith("unavailable"):  # somebody asked for a pool on it; that alone takes no card
-            fix = "--npu tells what is missing, if this host is to have one"
+            fix = "kvferry doctor --npu tells what is missing, if this host is to have one"
             findings.append(Finding(name, "warning", device.state, fix))
         else:
-            fix = "look at the card (npu-smi); the daemon ends by itself and is to be started anew"
+            fix = "look at the card (npu-smi info, nvidia-smi); the daemon ends by itself and is to be started anew"
             findings.append(Finding(name, "missing", device.state, fix))
     return tuple(findings)
 
@@ -113,10 +115,26 @@ def _no_answer(running: Running) -> Finding:
     if isinstance(error, AccessDeniedError):
         return Finding(name, "unknown", "not to be asked by this user", "see runtime directory")
     if (running.directory / CONTROL_SOCKET).exists():
-        fix = "systemctl restart kvferry@NAME; its log says what it did last (journalctl -u kvferry@NAME)"
+        if isinstance(error, VersionMismatchError):
+            return Finding(name, "missing", error.detail, error.remedy)
+        fix = f"its log says what it did last: journalctl -u kvferry@NAME; {RESTART}"
         reason = error.detail if error else "no reason given"
         return Finding(name, "missing", f"its socket is there, but nobody answers: {reason}", fix)
     return Finding(name, "warning", "none runs here", "systemctl start kvferry@NAME, or kvferry daemon")
+
+
+def _way_in(directory: Path) -> str:
+    """Return how this user comes to use the directory: by its group, unless that is root's."""
+    try:
+        number = directory.stat().st_gid
+        group = grp.getgrgid(number).gr_name
+    except (OSError, KeyError):
+        return "run as the daemon's user, or as root, to see whose it is"
+    if number == 0:
+        return (
+            "let the daemon run as a user and group of its own (User= and Group= in the unit): its group is root's now"
+        )
+    return f"usermod -aG {shlex.quote(group)} USER for who is to use it, then a new login"
 
 
 def process_behind(control_socket: Path, reported: int, timeout_s: float) -> int:

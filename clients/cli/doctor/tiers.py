@@ -9,11 +9,14 @@ from typing import Final
 
 from kvferry.clients.cli.doctor.children import run_child
 from kvferry.clients.cli.doctor.findings import Finding
+from kvferry.clients.cli.doctor.folders import STATE_FOLDER, close_to_others, make_own
 from kvferry.clients.cli.doctor.host import Host, User
 from kvferry.clients.cli.doctor.limits import size
 from kvferry.clients.cli.doctor.needs import Needs, memory_bytes
 
 LIBRARIES: Final = "apt-get install libcurl4 libibverbs1 libnuma1"
+KEY: Final = "tiers.disk.path"
+ANOTHER: Final = f"name a folder of the daemon's own in {KEY}, such as {STATE_FOLDER}"
 CONNECT_S: Final = 2.0
 _IMPORT_S: Final = 30.0
 
@@ -51,9 +54,8 @@ def check_disk_tier(host: Host, needs: Needs, used_bytes: int) -> Finding | None
         folder = host.path(disk.path).stat()
         space = os.statvfs(host.path(disk.path))
     except OSError as error:
-        fix = f"install -d -m 0700 -o {host.user.name} {disk.path}; in the unit StateDirectory=kvferry makes its own"
-        return Finding(name, "missing", f"{disk.path}: {error.strerror}", fix)
-    fault = _folder_fault(disk.path, folder, host.user)
+        return _no_folder(disk.path, error, host.user)
+    fault = _folder_fault(host, disk.path, folder)
     if fault is not None:
         return fault
     free = space.f_bavail * space.f_frsize
@@ -105,20 +107,30 @@ def _no_host_tier(needs: Needs, total: int) -> Finding:
     return Finding(name, "ok", "none: tiers.host_bytes is 0")
 
 
-def _folder_fault(path: str, folder: os.stat_result, user: User) -> Finding | None:
+def _no_folder(path: str, error: OSError, user: User) -> Finding:
+    said = f"{path}: {error.strerror}"
+    if isinstance(error, PermissionError):
+        return Finding("disk tier", "unknown", said, "run as root, or as the daemon's user")
+    if not isinstance(error, FileNotFoundError):
+        return Finding("disk tier", "missing", said, ANOTHER)
+    fix = f"{make_own(path, user)}; in the unit StateDirectory=kvferry makes its own, {STATE_FOLDER}"
+    return Finding("disk tier", "missing", said, fix)
+
+
+def _folder_fault(host: Host, path: str, folder: os.stat_result) -> Finding | None:
     """Return why the daemon would refuse the folder, or who else looks into it."""
-    name, mode = "disk tier", stat.S_IMODE(folder.st_mode)
-    own = f"chown {user.name} {path}; chmod 0700 {path}"
+    name, user, mode = "disk tier", host.user, stat.S_IMODE(folder.st_mode)
     if not stat.S_ISDIR(folder.st_mode):
-        return Finding(name, "missing", f"{path} is no directory", f"another tiers.disk.path, or rm {path}")
+        return Finding(name, "missing", f"{path} is no directory", ANOTHER)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         said = f"{path} has mode {mode:04o}: others could slip in blocks, so the daemon refuses it"
-        return Finding(name, "missing", said, own)
+        return Finding(name, "missing", said, close_to_others(host, path, user, KEY))
     if folder.st_uid != user.uid:
         said = f"{path} belongs to user {folder.st_uid}, not to {user.name}"
         if user.uid == 0:  # most likely asked by an operator, not by the daemon's user
-            return Finding(name, "warning", said, "--user NAME judges for the daemon's user")
-        return Finding(name, "missing", said, own)
+            return Finding(name, "warning", said, "kvferry doctor --user NAME judges for the daemon's user")
+        return Finding(name, "missing", said, close_to_others(host, path, user, KEY))
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        return Finding(name, "warning", f"{path} has mode {mode:04o}: others may look into it", f"chmod 0700 {path}")
+        said = f"{path} has mode {mode:04o}: others may look into it"
+        return Finding(name, "warning", said, close_to_others(host, path, user, KEY))
     return None

@@ -117,7 +117,9 @@ def _torch(found: TorchFound) -> str:
 
 def _fix(found: TorchFound) -> str:
     if "nothing came back" in found.reason or found.step == "counting devices":
-        return "the driver does not answer: npu-smi info, then dmesg; end what uses the NPUs, reset the card or reboot"
+        return (
+            "the driver does not answer: npu-smi info, then dmesg; when nobody needs the NPUs, reset the card or reboot"
+        )
     if found.step == "importing torch":
-        return "torch itself is broken: install it anew"
+        return f"torch itself is broken: install the same version anew ({found.torch})"
     return loader_fix(found.reason)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import PurePosixPath
 from typing import Final
 
 import msgspec
 
 from kvferry.clients.cli.doctor.findings import Finding
+from kvferry.clients.cli.doctor.folders import STATE_FOLDER, is_of_all
 from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.npus import MANAGER_NODES, davinci_nodes
+from kvferry.clients.cli.doctor.running import RESTART
 
 NAME: Final = "kvferry@.service"
 FOLDERS: Final = ("/etc/systemd/system", "/run/systemd/system", "/usr/local/lib/systemd/system",
                   "/usr/lib/systemd/system", "/lib/systemd/system")  # fmt: skip
+DROP_INS: Final = f"/etc/systemd/system/{NAME}.d"
+"""Where an operator's own settings go: what is below /usr belongs to packages."""
+
+PRIVATE: Final = ("/tmp", "/var/tmp")  # noqa: S108  looked at as names
+HOMES: Final = ("/home", "/root", "/run/user")
 _BOOTED: Final = "/run/systemd/system"
 
 
@@ -64,13 +72,16 @@ def check_unit(host: Host, needs: Needs, *, npu: bool) -> Finding:
     if unit is None:
         if not host.path(_BOOTED).is_dir():
             return Finding(name, "ok", "no systemd runs here")
-        fix = "copy share/kvferry/systemd/kvferry@.service to /etc/systemd/system, then systemctl daemon-reload"
+        fix = (
+            f"copy share/kvferry/systemd/{NAME} (below {sys.prefix}; in a checkout systemd/) to {FOLDERS[0]}, "
+            "name this kvferry in its ExecStart=, then systemctl daemon-reload"
+        )
         return Finding(name, "warning", f"{NAME} is not installed", fix)
     npu_faults = _npu_faults(host, unit) if npu else []
     faults = [*_network_faults(unit, needs), *_disk_faults(unit, needs), *npu_faults]
     if faults:
         said, fixes = ("; ".join(texts) for texts in zip(*faults, strict=True))
-        return Finding(name, "missing", f"{unit.path}: {said}", f"{fixes}; then systemctl daemon-reload and a restart")
+        return Finding(name, "missing", f"{unit.path}: {said}", f"{fixes}; then systemctl daemon-reload; {RESTART}")
     return Finding(name, "ok", f"{unit.path}, user {unit.last('User') or 'root'}")
 
 
@@ -84,7 +95,7 @@ def check_unit_environment(host: Host) -> Finding | None:
     if "LD_LIBRARY_PATH" in given or unit.settings.get("EnvironmentFile") or "set_env.sh" in unit.last("ExecStart"):
         return Finding(name, "ok", "the unit sets an environment")
     fix = (
-        "bash -c 'source …/set_env.sh; env' | grep -E '^(ASCEND|LD_LIBRARY_PATH)' > /etc/kvferry/cann.env, "
+        "env -i bash -c 'source …/set_env.sh; env' | grep -E '^(ASCEND|LD_LIBRARY_PATH)' > /etc/kvferry/cann.env, "
         "and a drop-in with EnvironmentFile=/etc/kvferry/cann.env"
     )
     return Finding(name, "warning", "the unit sets no LD_LIBRARY_PATH: the daemon finds CANN only by ld.so.conf", fix)
@@ -100,7 +111,8 @@ def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
     )
     denied = "any" in unit.words("IPAddressDeny") and not unit.words("IPAddressAllow")
     if closed or denied:
-        return [("it lets the daemon speak to no other host", f"put systemd/hosts.conf into {unit.path}.d")]
+        fix = f"copy hosts.conf from beside the unit's file to {DROP_INS} and name your network in it"
+        return [("it lets the daemon speak to no other host", fix)]
     return []
 
 
@@ -115,9 +127,16 @@ def _disk_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
         for one in unit.words(key)
     ]
     given = [PurePosixPath(one.lstrip("-+")) for one in unit.words("ReadWritePaths")]
+    if any(path.is_relative_to(one) for one in PRIVATE) and unit.last("PrivateTmp") in {"yes", "true", "1"}:
+        fix = f"a tiers.disk.path that stays, such as {STATE_FOLDER}"
+        return [(f"it gives the daemon a /tmp of its own, which goes with it, and {path} is there", fix)]
     if any(path.is_relative_to(one) for one in (*own, *given)):
         return []
-    return [(f"it lets the daemon write nothing in {path} (tiers.disk.path)", f"ReadWritePaths={path}")]
+    said = f"it lets the daemon write nothing in {path} (tiers.disk.path)"
+    hidden = any(path.is_relative_to(one) for one in HOMES) and unit.last("ProtectHome") not in {"", "no", "false"}
+    if is_of_all(path) or hidden:
+        return [(said, f"a tiers.disk.path of the daemon's own outside of /home, such as {STATE_FOLDER}")]
+    return [(said, f"ReadWritePaths={path} in a drop-in in {DROP_INS}")]
 
 
 def _npu_faults(host: Host, unit: Unit) -> list[tuple[str, str]]:
@@ -125,10 +144,15 @@ def _npu_faults(host: Host, unit: Unit) -> list[tuple[str, str]]:
     faults = []
     locked = unit.last("LimitMEMLOCK")
     if locked != "infinity":
-        faults.append((f"LimitMEMLOCK is {locked or 'not set'}", "LimitMEMLOCK=infinity"))
+        faults.append((f"LimitMEMLOCK is {locked or 'not set'}", f"LimitMEMLOCK=infinity in a drop-in in {DROP_INS}"))
     closed = [node for node in (*davinci_nodes(host), *MANAGER_NODES) if not unit.allows(node)]
     if closed:
-        faults.append((f"DeviceAllow leaves out {', '.join(closed)}", f"DeviceAllow=/dev/{closed[0]} rw, and so on"))
+        faults.append(
+            (
+                f"DeviceAllow leaves out {', '.join(closed)}",
+                f"DeviceAllow=/dev/{closed[0]} rw, and so on, in a drop-in in {DROP_INS}",
+            )
+        )
     return faults
 
 

@@ -28,7 +28,7 @@ def run_main(capsys: pytest.CaptureFixture[str], command: str, text: str, folder
     """Run a command in this process on a file with this text; return its status and what it printed, parsed."""
     file = folder / "input.json"
     file.write_text(text)
-    status = main([command, str(file)])
+    status = main([command, str(file), "--json"])
     printed = capsys.readouterr()
     assert printed.err == ""
     return status, json.loads(printed.out)

@@ -75,7 +75,7 @@ def test_status_for_programs(daemon: DaemonProcess, busy: str) -> None:
         (session,) = [one for one in status["sessions"] if one["name"] == "holder"]
         assert (session["pages"], session["rooms"], session["pid"]) == (5, 1, os.getpid())
         (room,) = [one for one in status["rooms"] if one["pool"] == busy]
-        assert (room["request"], room["side"], room["state"]) == (request_id[:8], "receive", "open")
+        assert (room["request_id"], room["side"], room["state"]) == (request_id, "receive", "open")
         assert room["waits_for"] == "1 of 1 sources: no SEND yet"
         assert status["counters"]["messages.received"] > 0
 

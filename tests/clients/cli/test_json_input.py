@@ -22,5 +22,5 @@ def test_what_is_no_json_object(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 @pytest.mark.parametrize("command", ["layout", "plan"])
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
-    assert main([command, str(tmp_path / "nothing.json")]) == 2
+    assert main([command, str(tmp_path / "nothing.json"), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["field"] == "FILE"

@@ -230,9 +230,14 @@ def test_a_model_that_cannot_be_laid_out(
     capsys: pytest.CaptureFixture[str], code: str, field: str, arguments: str
 ) -> None:
     given = arguments.replace("--layers -1", "--layers=-1").split()
-    assert main(["layout", *given]) == 2
+    assert main(["layout", *given, "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert (error["code"], error["field"]) == (code, field)
+    assert main(["layout", *given]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"kvferry layout: {code} [{field}]: ")
+    assert printed.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["spec.json", "--models"], ["--models", "--model", "x"]])

@@ -32,10 +32,14 @@ def test_the_documented_plan() -> None:
     }
 
 
-def test_a_refused_plan_is_json_too() -> None:
-    done = run_kvferry("plan", "-", stdin=json.dumps({**PLAN, "destination_pages": [7, 7, 9]}))
+def test_a_refused_plan_is_json_where_json_is_asked_for() -> None:
+    text = json.dumps({**PLAN, "destination_pages": [7, 7, 9]})
+    done = run_kvferry("plan", "-", "--json", stdin=text)
     assert (done.returncode, done.stderr) == (2, "")
     assert json.loads(done.stdout)["error"]["code"] == "DUPLICATE_PAGE"
+    done = run_kvferry("plan", "-", stdin=text)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("kvferry plan: DUPLICATE_PAGE [destination_pages]: ")
 
 
 def entry(**changes: object) -> dict[str, object]:
@@ -74,8 +78,18 @@ def entry(**changes: object) -> dict[str, object]:
         ),
         (
             "GEOMETRY_MISMATCH",
-            "page_bytes",
+            "source.entries[0].page_bytes",
             {"source": {"entries": [entry(dtype="float16", shape=[20, 1, 2, 16], page_bytes=64)]}},
+        ),
+        (
+            "GEOMETRY_MISMATCH",
+            "destination.entries[0].page_bytes",
+            {"destination": {"entries": [entry(page_tokens=16, heads=3)]}},
+        ),
+        (
+            "GEOMETRY_MISMATCH",
+            "destination.entries[0].shape",
+            {"destination": {"entries": [entry(page_tokens=16, heads=2, dtype="int8", shape=[10, 16, 1, 4])]}},
         ),
         ("INVALID_FIELD", "source.entries[0].base", {"source": {"entries": [entry(base=(1 << 63) - 1)]}}),
         ("INVALID_FIELD", "source.entries[0].layer", {"source": {"entries": [entry(layer=-1)]}}),
@@ -109,6 +123,31 @@ def test_draft_is_optional_by_default(capsys: pytest.CaptureFixture[str], tmp_pa
     given_ = {**PLAN, "destination": {"entries": [entry(component="draft"), entry()]}}
     status, made = run_main(capsys, "plan", json.dumps(given_), tmp_path)
     assert (status, len(made["blocks"])) == (0, 2)
+
+
+DRAFT: Final = {"layers": 1, "kv_heads": 1, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("said", "covered"),
+    [
+        ({"spec": {**SPEC, "draft": DRAFT}}, True),
+        ({"spec": {**SPEC, "draft": DRAFT, "optional_components": []}}, False),
+        ({"spec": {**SPEC, "draft": DRAFT, "optional_components": ["draft"]}}, True),
+        ({"entries": [entry(), entry(component="draft")]}, True),
+        ({"entries": [entry(), entry(component="draft")], "optional_components": []}, False),
+        ({"entries": [entry(), entry(component="extra")], "optional_components": ["extra"]}, True),
+        ({"entries": [entry(), entry(component="extra")]}, False),
+    ],
+)
+def test_what_is_optional_is_the_destinations_to_say(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, said: dict[str, Any], *, covered: bool
+) -> None:
+    source = {"spec": SPEC} if "spec" in said else {"entries": [ENTRY]}
+    made = {"source": source, "destination": said, "source_pages": [1], "destination_pages": [1]}
+    status, printed = run_main(capsys, "plan", json.dumps(made), tmp_path)
+    assert status == (0 if covered else 2)
+    assert covered or printed["error"]["code"] == "UNCOVERED_ENTRY"
 
 
 JSON_VALUES = st.recursive(

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from kvferry.daemon.signals import ENDING, IGNORED
 from tests.daemon.tiers.store_world import (
     ARENA_BYTES,
     AT,
@@ -111,6 +112,17 @@ async def test_a_process_that_is_killed_is_started_again(master: Master) -> None
         assert warnings_of(logs) == ["remote tier away"]
         assert "SIGKILL" in next(line["cause"] for line in logs if line["log_level"] == "warning")
         assert await node.store.get("a", pages_at(AT, 3), pages=3) == header
+
+
+async def test_signals_for_the_daemon_do_not_end_the_process(master: Master) -> None:
+    """``systemctl kill`` sends to all processes of the unit, and Mooncake ends its own at some signals."""
+    async with running_node(master) as node:
+        pid = node.store.process_id
+        for number in (*ENDING, *IGNORED):
+            node.signal(number)
+        header = await put_pages(node, "a")
+        assert await node.store.get("a", pages_at(AT, 3), pages=3) == header
+        assert (node.store.process_id, node.counters.snapshot()["remote.processes_started"]) == (pid, 1)
 
 
 async def test_a_process_that_hangs_is_killed(master: Master) -> None:

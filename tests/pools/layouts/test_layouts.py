@@ -8,9 +8,10 @@ import msgspec
 import pytest
 from hypothesis import given
 
+from kvferry.pools.entry_checks import check_entry
 from kvferry.pools.geometry import DTYPE_BYTES
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.manifest import check_entry, component_of, spaces_of
+from kvferry.pools.manifest import component_of, spaces_of
 from kvferry.pools.pairing import pair_entries
 from kvferry.pools.sizing import space_sizes
 from kvferry.protocol.errors import GeometryMismatchError

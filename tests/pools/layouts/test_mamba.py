@@ -73,6 +73,16 @@ def test_conv_and_ssm_may_be_alone() -> None:
     assert {one.role for one in only_ssm.entries if one.component == "mamba"} == {"ssm"}
 
 
+def test_slots_of_as_many_bytes_in_another_form_are_another_layout() -> None:
+    digests = [
+        changed(conv_window=4, conv_channels=6, ssm_shape=(2, 4, 8)).layout_digest,
+        changed(conv_window=6, conv_channels=4, ssm_shape=(2, 4, 8)).layout_digest,
+        changed(conv_window=4, conv_channels=6, ssm_shape=(2, 8, 4)).layout_digest,
+    ]
+    assert len(set(digests)) == 3
+    assert changed(slots=7).layout_digest == changed().layout_digest
+
+
 def test_ranks_of_one_split_pair_with_themselves_only() -> None:
     state = [one for one in rank_of(2, 1).entries if one.component == "mamba"]
     assert len(pair_entries(state, state).pairs) == len(state)

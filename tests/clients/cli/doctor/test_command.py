@@ -177,7 +177,7 @@ def test_for_programs(daemon: DaemonProcess) -> None:
 
 
 def test_an_unknown_user(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--user", "no-such-user"]) == 1
+    assert main(["doctor", "--user", "no-such-user"]) == 2
     assert "INVALID_FIELD [user]" in capsys.readouterr().err
 
 

@@ -17,21 +17,22 @@ from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, make_host, script
 FULL = """
 runtime_dir = "/run/other"
 [pools]
-max_bytes = 1000
+max_bytes = "1.5GiB"
 [peers]
 listen = "tcp://127.0.0.1:7801"
 [landing]
 transport = "mooncake"
 protocol = "ascend"
 [tiers]
-host_bytes = 1000
+host_bytes = "1 GiB"
 [tiers.disk]
 path = "/srv/blocks"
-max_bytes = 2000
+max_bytes = 2000000
 [tiers.remote]
 transport = "mooncake_store"
 master = "10.0.0.9:50051"
-segment_bytes = 3000
+segment_bytes = "16MiB"
+address = "10.0.0.3"
 """
 
 
@@ -47,20 +48,20 @@ def test_none_given_where_there_is_one(tmp_path: Path) -> None:
 
 
 def test_a_file_that_the_daemon_accepts(tmp_path: Path) -> None:
-    host = make_host(tmp_path, {"/etc/kvferry/a.toml": FULL}, environ={"PATH": os.environ["PATH"]})
+    host = make_host(tmp_path, {"/etc/kvferry/a.toml": FULL}, environ=dict(os.environ))
     needs, finding = read_needs(host, Path("/etc/kvferry/a.toml"), npu=False)
     assert (finding.state, finding.found) == ("ok", "/etc/kvferry/a.toml")
     assert (needs.runtime_dir, needs.peers.listen) == ("/run/other", "tcp://127.0.0.1:7801")
     assert needs.mooncake
     assert needs.asks_for_npu  # ascend works on nothing else
-    assert needs.pool_bytes(host) == 1000
+    assert needs.pool_bytes(host) == 3 << 29
     assert (needs.host_tier_bytes(host), needs.tiers.disk.path, needs.tiers.disk.max_bytes) == (
-        1000,
+        1 << 30,
         "/srv/blocks",
-        2000,
+        2_000_000,
     )
     assert needs.store
-    assert (needs.tiers.remote.master, needs.tiers.remote.segment_bytes) == ("10.0.0.9:50051", 3000)
+    assert (needs.tiers.remote.master, needs.tiers.remote.segment_bytes) == ("10.0.0.9:50051", 16 << 20)
 
 
 @pytest.mark.parametrize(
@@ -68,12 +69,14 @@ def test_a_file_that_the_daemon_accepts(tmp_path: Path) -> None:
     [
         ("[pools]\nmax_byte = 1\n", "max_byte"),
         ("[landing]\ndirect = true\n", "landing.direct"),
+        ("[limits]\nmax_sessions = -1\n", "limits.max_sessions = -1: must be a whole number from 1 to 65536"),
+        ("[tiers]\npolicy = 'fifo'\n", 'tiers.policy = "fifo": must be "lru" or "sieve"'),
         ("[pools]\nmax_bytes = 'x'\n", "max_bytes"),
         ("[pools\n", ""),
     ],
 )
 def test_a_file_that_the_daemon_refuses(tmp_path: Path, text: str, reason: str) -> None:
-    host = make_host(tmp_path, {"/a.toml": text}, environ={"PATH": os.environ["PATH"]})
+    host = make_host(tmp_path, {"/a.toml": text}, environ=dict(os.environ))
     _, finding = read_needs(host, Path("/a.toml"), npu=False)
     assert finding.state == "missing"
     assert finding.found.startswith("/a.toml: the daemon refuses it: ")

@@ -1,16 +1,17 @@
-"""Which stretch of a region each array of a lent pool holds."""
+"""What each array of a pool is, and where in its region; what is said of lent ones is compared with it."""
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.pools.arrays import Held, array_of, arrays_of, check_apart, check_storage, viewed_as
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.stretches import stretches_of
-from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError, UncoveredEntryError
-from kvferry.protocol.manifests import MhaSpec, PoolSpec
+from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError, PoolExistsError, UncoveredEntryError
+from kvferry.protocol.manifests import Entry, MhaSpec, PoolSpec
 from tests.pools.layouts.pool_specs import pool_specs
 
 SPEC = MhaSpec(layers=2, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32")
@@ -29,7 +30,7 @@ def test_arrays_hold_every_entry_where_the_manifest_has_it(spec: PoolSpec, data:
         arrays += [(component, role, layer) for layer in layers] if apart else [(component, role, None)]
     arrays = data.draw(st.permutations(arrays))
     held = np.zeros(manifest.region_bytes, int)
-    for (component, role, layer), stretch in zip(arrays, stretches_of(manifest, arrays), strict=True):
+    for (component, role, layer), stretch in zip(arrays, arrays_of(manifest, arrays), strict=True):
         held[stretch.start : stretch.start + stretch.size_bytes] += 1
         at = stretch.start
         for entry in manifest.entries:
@@ -59,10 +60,56 @@ def test_arrays_hold_every_entry_where_the_manifest_has_it(spec: PoolSpec, data:
 )
 def test_what_is_wrong_is_named(arrays: list[tuple[str, str, int | None]], error: type[Exception], field: str) -> None:
     with pytest.raises(error) as refused:
-        stretches_of(MANIFEST, arrays)
+        arrays_of(MANIFEST, arrays)
     assert refused.value.field == field  # type: ignore[attr-defined]
 
 
 def test_which_entry_is_missing_is_said() -> None:
     with pytest.raises(UncoveredEntryError, match=r"main/v/4 is in no array"):
-        stretches_of(MANIFEST, [K, ("main", "v", 3)])
+        arrays_of(MANIFEST, [K, ("main", "v", 3)])
+
+
+def test_an_array_of_layers_that_lie_apart_is_none() -> None:
+    first, *rest = MANIFEST.entries
+    moved = msgspec.structs.replace(MANIFEST, entries=(first, *(_moved(one) for one in rest)))
+    with pytest.raises(InvalidFieldError, match="the layers of main/k are not evenly apart"):
+        array_of(moved, "main", "k")
+    assert array_of(moved, "main", "k", 4).shape == (17, 4, 2, 4)
+    assert array_of(moved, "main", "v").shape == (2, 17, 4, 2, 2)
+
+
+def _moved(entry: Entry) -> Entry:
+    return msgspec.structs.replace(entry, base=entry.base + 64)
+
+
+@pytest.mark.parametrize(
+    ("offset_bytes", "storage_bytes", "fits"),
+    [(0, 4352, True), (4, 4356, True), (0, 4351, False), (4, 4352, False), (2, 8192, False), (1 << 60, 1 << 20, False)],
+)
+def test_an_array_ends_within_its_storage(offset_bytes: int, storage_bytes: int, fits: bool) -> None:  # noqa: FBT001
+    array = array_of(MANIFEST, "main", "k")
+    assert array.size_bytes == 4352
+    if fits:
+        check_storage(array, offset_bytes, storage_bytes)
+        return
+    with pytest.raises(InvalidFieldError) as refused:
+        check_storage(array, offset_bytes, storage_bytes)
+    assert refused.value.field == "main/k.storage"
+
+
+@given(st.permutations([Held(0, 10, "a"), Held(10, 20, "b"), Held(25, 30, "c")]))
+def test_arrays_may_touch_and_not_overlap(held: list[Held]) -> None:
+    check_apart(held)
+    with pytest.raises(InvalidFieldError) as refused:
+        check_apart([*held, Held(29, 40, "d")])
+    assert refused.value.field == "d.storage"
+    with pytest.raises(InvalidFieldError) as refused:
+        check_apart([*held, Held(-5, 100, "all")])
+    assert refused.value.field == "a.storage"
+
+
+def test_another_view_is_the_same_pool_and_another_size_is_not() -> None:
+    fia = manifest_of(msgspec.structs.replace(SPEC, view="fia"))
+    assert array_of(viewed_as(MANIFEST, fia, "pool"), "main", "k").shape == (2, 68, 1, 2, 4)
+    with pytest.raises(PoolExistsError):
+        viewed_as(MANIFEST, manifest_of(msgspec.structs.replace(SPEC, tokens=32)), "pool")

@@ -1,0 +1,45 @@
+"""Arguments that several commands have, and the reading of their values."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+DEFAULT_TIMEOUT_S = 2.0
+PIPE_COLUMNS = 80
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """argparse's help as wide as the terminal; by itself it loads shutil and four compressors to learn the width."""
+
+    def __init__(self, prog: str) -> None:
+        """Ask the terminal for its width."""
+        try:
+            columns = int(os.environ.get("COLUMNS", "0")) or os.get_terminal_size().columns
+        except (OSError, ValueError):
+            columns = PIPE_COLUMNS
+        super().__init__(prog, width=columns - 2)
+
+
+def add_daemon(command: argparse.ArgumentParser, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Add which daemon is meant, and how long to wait for it."""
+    command.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the daemon's sockets are")
+    command.add_argument(
+        "--timeout", type=seconds, default=timeout_s, metavar="SECONDS", help=f"how long to wait ({timeout_s:g})"
+    )
+
+
+def seconds(text: str) -> float:
+    """Return a span of time.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or longer than a day.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 86_400:  # noqa: PLR2004  a day; nan and inf are neither
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and 86400")
+    return value

@@ -1,0 +1,159 @@
+"""The daemon as the quick commands talk to it: one conversation over its control socket, with a session or without.
+
+Knows no kind of message, and loads neither the clients nor numpy nor an event loop: see ``conversation``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import zmq
+
+from kvferry.clients.connection import LAST_WORDS_MS, find_runtime_dir, milliseconds, open_control_socket
+from kvferry.protocol.base import Body
+from kvferry.protocol.conversation import Arrived, Conversation
+from kvferry.protocol.errors import DaemonLostError, DeadlineError, MalformedError
+from kvferry.protocol.session_messages import Hello, Welcome
+from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
+
+if TYPE_CHECKING:
+    from kvferry.clients.session_channel import SessionChannel
+
+BodyT = TypeVar("BodyT", bound=Body)
+NOBLOCK = int(zmq.NOBLOCK)
+
+
+class Connection:
+    """A conversation with the daemon of this node. Leaving it ends its session."""
+
+    welcome: Welcome
+
+    def __init__(self, runtime_dir: Path, channel: SessionChannel | None) -> None:
+        """Use ``open``."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = open_control_socket(self._context, runtime_dir)
+        self._channel = channel
+        opened = channel.opened if channel else None
+        self._conversation = Conversation(opened.boot_id, opened.secret) if opened else Conversation()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if channel is not None:
+            self._poller.register(channel.socket.fileno(), zmq.POLLIN)
+
+    @classmethod
+    def open(cls, runtime_dir: Path | None, name: str, *, timeout_s: float, session: bool = False) -> Connection:
+        """Connect and agree on the protocol.
+
+        Args:
+            runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
+            name: shown in the daemon's status and logs.
+            timeout_s: how long to wait for the daemon's first reply.
+            session: whether to open one.
+
+        Raises:
+            DaemonLostError: no daemon answers.
+            AccessDeniedError: this user may not use it.
+            VersionMismatchError: it speaks other versions of the protocol.
+        """
+        directory = find_runtime_dir(runtime_dir)
+        channel = None
+        if session:
+            from kvferry.clients.session_channel import SessionChannel  # noqa: PLC0415  ping and status need none
+
+            channel = SessionChannel.open(directory, name)
+        connection = cls(directory, channel)
+        hello = Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=name)
+        try:
+            connection.welcome = connection.call(hello, Welcome, timeout_s=timeout_s)
+        except DeadlineError as cause:
+            connection.close()
+            raise DaemonLostError(f"no daemon answers at {directory} within {timeout_s:g} s") from cause
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def __enter__(self) -> Self:
+        """Return self."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show the session."""
+        return f"<Connection session={self._channel.opened.session if self._channel else None}>"
+
+    @property
+    def boot_id(self) -> str:
+        """Return which incarnation of the daemon this is."""
+        return self._conversation.boot_id
+
+    def close(self) -> None:
+        """End the session. Closing twice does nothing."""
+        if self._channel is not None:
+            self._channel.close()
+        self._socket.close()
+        self._context.term()
+
+    def send(self, body: Body, frames: Sequence[bytes] = (), *, deadline_s: float) -> int:
+        """Send a request that has so much time; return its number."""
+        number, outgoing = self._conversation.request(body, frames, deadline_ms=milliseconds(deadline_s))
+        self._socket.send_multipart(outgoing, NOBLOCK)
+        return number
+
+    def take(self, timeout_s: float, also: int | None = None) -> Arrived | None:
+        """Return what comes next within the time; None where nothing does, or ``also`` is readable before.
+
+        Args:
+            timeout_s: how long to wait; ``math.inf`` for ever.
+            also: another descriptor to wait for, such as standard input's.
+
+        Raises:
+            DaemonLostError: the daemon has gone.
+        """
+        waited_ms = None if math.isinf(timeout_s) else math.ceil(timeout_s * 1000)
+        if also is not None:
+            self._poller.register(also, zmq.POLLIN)
+        try:
+            ready = dict(self._poller.poll(waited_ms))
+        finally:
+            if also is not None:
+                self._poller.unregister(also)
+        if self._channel is not None and self._channel.socket.fileno() in ready:
+            try:
+                self._channel.receive()
+            except DaemonLostError:
+                if not self._socket.poll(LAST_WORDS_MS):
+                    raise
+                ready[self._socket] = zmq.POLLIN
+        if self._socket in ready:
+            return self._conversation.feed(self._socket.recv_multipart(NOBLOCK))
+        return None
+
+    def call(self, body: Body, kind: type[BodyT], *, timeout_s: float) -> BodyT:
+        """Send a request and return its reply, which must be of that kind.
+
+        Raises:
+            KvferryError: it was refused, or no reply came in time, or the daemon has gone.
+        """
+        ends_at = time.monotonic() + timeout_s
+        number = self.send(body, deadline_s=timeout_s)
+        while (left_s := ends_at - time.monotonic()) > 0:
+            arrived = self.take(left_s)
+            if arrived is None or arrived.message_id != number:
+                continue
+            if arrived.error is not None:
+                raise arrived.error
+            if not isinstance(arrived.body, kind):
+                raise MalformedError(f"the daemon answered with {type(arrived.body).__name__}, not {kind.__name__}")
+            return arrived.body
+        raise DeadlineError(f"the daemon's reply did not come within {timeout_s:g} s")

@@ -1,0 +1,126 @@
+"""One run of ``kvferry probe``: sends messages in their order, and says what comes until all of it has settled."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.clients.cli.connection import Connection
+from kvferry.clients.cli.exit_codes import FAILED, WORKED
+from kvferry.clients.cli.probe_messages import WAIT, Answers, ProbeMessage, Reference, references, resolved
+from kvferry.clients.connection import REPLY_MARGIN_S
+from kvferry.protocol.conversation import EVENT, Arrived
+from kvferry.protocol.errors import DeadlineError
+from kvferry.protocol.json_form import body_to_fields, request_from_fields
+
+Say = Callable[[dict[str, Any]], None]
+
+
+class ProbeRun:
+    """What was sent and has not ended. ``status`` is the exit status so far: FAILED once anything has failed."""
+
+    def __init__(self, connection: Connection, timeout_s: float, say: Say) -> None:
+        self.status = WORKED
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._say = say
+        self._answers = Answers()
+        self._sent: dict[int, ProbeMessage] = {}
+        self._open: dict[str, list[str]] = {}
+        self._cancelled: set[str] = set()
+
+    def send(self, message: ProbeMessage) -> None:
+        """Send a message once what it refers to has come, and wait for its reply.
+
+        Raises:
+            InvalidFieldError: it is wrong, now that it is known what it refers to.
+            KvferryError: no reply came in time, or the daemon has gone.
+        """
+        if message.kind == WAIT:
+            self.settle()
+            return
+        for one in references(message.fields):
+            if one.event:
+                self._wait(functools.partial(self._is_known, one), f"{one.event} of message {one.name}")
+        fields = resolved(message.fields, self._answers)
+        body, frames = request_from_fields(message.kind, fields)
+        if message.kind == "CANCEL":
+            self._cancelled.add(_hand_off(fields))
+        if message.kind == "CANCEL_WORK":
+            self._cancelled.add(_work(fields))
+        number = self._connection.send(body, frames, deadline_s=self._timeout_s)
+        self._sent[number] = ProbeMessage(message.name, message.kind, fields)
+        self._wait(lambda: number not in self._sent, f"the reply to {message.kind}")
+
+    def settle(self) -> None:
+        """Wait until everything that was accepted has settled.
+
+        Raises:
+            DeadlineError: it has not, within the time.
+            DaemonLostError: the daemon has gone.
+        """
+        self._wait(lambda: not self._open, "the end of what was accepted")
+
+    def follow(self, timeout_s: float) -> None:
+        """Say what comes, for so long; for ever where that is infinite."""
+        ends_at = time.monotonic() + timeout_s
+        while (left_s := ends_at - time.monotonic()) > 0:
+            self.take(left_s)
+
+    def take(self, timeout_s: float = math.inf, also: int | None = None) -> None:
+        """Wait for what comes next, and say it; return early where ``also`` is readable."""
+        arrived = self._connection.take(timeout_s, also)
+        if arrived is None:
+            return
+        fields = body_to_fields(arrived.body, arrived.frames)
+        if arrived.message_id == EVENT:
+            self._event(fields)
+        elif arrived.message_id in self._sent:
+            self._reply(self._sent.pop(arrived.message_id), arrived, fields)
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        ends_at = time.monotonic() + self._timeout_s + REPLY_MARGIN_S
+        while not condition():
+            left_s = ends_at - time.monotonic()
+            if left_s <= 0:
+                waiting = f"; open: {', '.join(self._open)}" if self._open else ""
+                raise DeadlineError(f"{what} did not come within {self._timeout_s:g} s{waiting}")
+            self.take(left_s)
+
+    def _is_known(self, event: Reference) -> bool:
+        """Return whether an event has come, or will not come any more."""
+        return self._answers.has(event) or not any(event.name in names for names in self._open.values())
+
+    def _reply(self, message: ProbeMessage, arrived: Arrived, fields: dict[str, Any]) -> None:
+        self._say({"message": message.name, **fields})
+        if arrived.error is not None:
+            self.status = FAILED
+            return
+        self._answers.put(message.name, "", fields)
+        if fields["type"] == "ACCEPTED":
+            side = message.kind.lower()
+            self._open.setdefault(_hand_off({**message.fields, "side": side}), []).append(message.name)
+        elif fields["type"] in {"OFFLOADING", "WORK_STARTED"}:
+            self._open[_work(fields)] = [message.name]
+
+    def _event(self, fields: dict[str, Any]) -> None:
+        what = _work(fields) if fields["type"] == "TIER_DONE" else _hand_off(fields)
+        names = self._open.get(what, [])
+        self._say({"message": names[-1], **fields} if names else fields)
+        for name in names:
+            self._answers.put(name, fields["type"], fields)
+        if "error" in fields and not (what in self._cancelled and fields["error"]["code"] == "CANCELLED"):
+            self.status = FAILED
+        if fields["type"] != "FINISHED":
+            self._open.pop(what, None)
+
+
+def _hand_off(fields: dict[str, Any]) -> str:
+    return f"{fields['side']} {fields['request_id']} of {fields['pool']}"
+
+
+def _work(fields: dict[str, Any]) -> str:
+    return f"work {fields['work']}"

@@ -1,0 +1,27 @@
+"""Which request a log line is about: always all of its 32 digits, always under ``request_id``.
+
+So that one search finds a hand-off in the logs of both its daemons, of its engines and of the router.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_PARTS: Final = ("room", "event", "target", "announcement", "offer", "piece", "body")
+"""Where messages and effects keep what they are about."""
+
+
+def about(thing: object) -> dict[str, str]:
+    """Return the field of a log line that names the request; none where ``thing`` is about no single request.
+
+    Args:
+        thing: a message, an effect, a side of a hand-off, or whatever else has a ``request_id`` in it.
+    """
+    found = getattr(thing, "request_id", None)
+    if isinstance(found, str):
+        return {"request_id": found} if found else {}
+    for part in _PARTS:
+        inside = getattr(thing, part, None)
+        if inside is not None and not isinstance(inside, int) and (named := about(inside)):
+            return named
+    return {}

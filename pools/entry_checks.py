@@ -1,0 +1,86 @@
+"""What an entry from outside says of itself: whether its fields can all be true of one array.
+
+Our own layouts derive every field from a spec. What an operator writes for ``kvferry plan``, or another daemon says of
+its pool, is only as good as whoever wrote it; addresses and cuts by heads are reckoned from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvferry.pools.geometry import dtype_bytes, page_bytes_of
+from kvferry.pools.layouts.parts import FIA_NZ, ND
+from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError
+from kvferry.protocol.manifests import Entry
+
+MAX_ADDRESS = (1 << 63) - 1
+_ND_AXES = {"page_tokens": 1, "heads": 2}
+"""Of ``(pages, page_size, heads, dim)``, ``format`` ND or not given."""
+
+_NZ_AXES = {"page_tokens": 3, "heads": 1}
+"""Of ``(pages, heads, dim / n, page_size, n)``."""
+
+
+def check_entry(entry: Entry, field: str) -> None:
+    """Check that an entry does not contradict itself; fields that are left out contradict nothing.
+
+    Raises:
+        InvalidFieldError: it ends beyond any address, has heads beyond the model's, or a dtype that nobody knows.
+        GeometryMismatchError: ``page_bytes``, ``page_tokens``, ``heads``, ``dtype`` and ``shape`` do not go together.
+    """
+    if entry.base + entry.pages * entry.page_bytes > MAX_ADDRESS:
+        raise InvalidFieldError(f"{entry.name} ends beyond address {MAX_ADDRESS}", field=f"{field}.base")
+    heads = (entry.head_start or 0) + (entry.heads or 0)
+    if entry.total_heads is not None and heads > entry.total_heads:
+        raise InvalidFieldError(f"{entry.name} has heads up to {heads} of {entry.total_heads}", field=f"{field}.heads")
+    try:
+        _check_page(entry)
+        _check_shape(entry)
+    except KvferryError as cause:
+        raise type(cause)(cause.detail, field=f"{field}.{cause.field}") from cause
+
+
+def _check_page(entry: Entry) -> None:
+    """Check that a page divides into its elements, and into its tokens' heads."""
+    element_bytes = 1 if entry.dtype is None else dtype_bytes(entry.dtype)
+    if entry.shape is not None and entry.dtype is not None:
+        page_bytes_of(entry.shape, entry.dtype, entry.pages, entry.page_bytes, entry.name)
+    cells = 1
+    if entry.page_tokens is not None and not _is_of_pages(entry):
+        cells = entry.page_tokens * (entry.heads or 1)
+    if entry.page_bytes % (cells * element_bytes):
+        dtype = f" of {entry.dtype}" if entry.dtype else ""
+        parts = f"{entry.page_tokens} tokens x {entry.heads or 1} heads" if cells > 1 else "elements"
+        raise GeometryMismatchError(
+            f"{entry.name}: {entry.page_bytes} bytes do not divide into {parts}{dtype}", field="page_bytes"
+        )
+
+
+def _check_shape(entry: Entry) -> None:
+    """Check that the shape has the pages, tokens and heads that the entry says, where its axes are known."""
+    if entry.shape is None:
+        return
+    axes = _axes(entry, entry.shape)
+    for field, axis in axes.items():
+        said = getattr(entry, field)
+        if said is not None and entry.shape[axis] != said:
+            raise GeometryMismatchError(
+                f"{entry.name}: its shape {list(entry.shape)} says {field} are {entry.shape[axis]}, not {said}",
+                field="shape",
+            )
+
+
+def _axes(entry: Entry, shape: tuple[int, ...]) -> Mapping[str, int]:
+    """Return at which axis of the shape which field stands; none of an array whose form is not one of ours."""
+    if entry.format == FIA_NZ:
+        return {"pages": 0, **_NZ_AXES} if len(shape) == 5 else {}  # noqa: PLR2004  see _NZ_AXES
+    if entry.format not in {None, ND} or len(shape) != 4 or entry.page_tokens is None:  # noqa: PLR2004  see _ND_AXES
+        return {}
+    if shape[:2] == (entry.pages * entry.page_tokens, 1):  # fused infer attention's view: a row is a token
+        return {"heads": 2}
+    return {"pages": 0, **_ND_AXES}
+
+
+def _is_of_pages(entry: Entry) -> bool:
+    """Return whether the array has a row a page, and no axis of tokens: scales of whole pages, say."""
+    return entry.shape is not None and len(entry.shape) <= 2  # noqa: PLR2004  (pages, something)

@@ -1,0 +1,112 @@
+"""A conversation with a daemon that loads only the message types it meets, for commands that must start fast.
+
+``client_core`` knows every type, and follows hand-offs and works as engines need it; loading all types takes longer
+than a ping. This only numbers requests and reads what comes. Sans I/O: knows no clock and no socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvferry.protocol.base import Body
+from kvferry.protocol.errors import KvferryError, MalformedError, OverloadedError, raised
+from kvferry.protocol.ids import NO_BOOT
+from kvferry.protocol.message_types import type_from_daemon
+from kvferry.protocol.page_frames import check_frames
+from kvferry.protocol.refusals import Busy, ErrorReply
+
+EVENT = 0
+"""The message number of what came unasked."""
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    message_id: int
+    boot_id: str
+    secret: bytes
+    deadline_ms: int
+    acknowledged: int
+    body: Body
+
+
+class _Reply(msgspec.Struct, frozen=True, array_like=True, tag="R"):
+    message_id: int
+    boot_id: str
+    body: msgspec.Raw
+
+
+class _Event(msgspec.Struct, frozen=True, array_like=True, tag="E"):
+    cursor: int
+    boot_id: str
+    body: msgspec.Raw
+
+
+class _BodyHead(msgspec.Struct, frozen=True):
+    type: str
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """A reply to ``message_id``, or an event (``EVENT``): its body, and the frames of its page lists."""
+
+    message_id: int
+    body: Body
+    frames: tuple[bytes, ...] = ()
+
+    @property
+    def error(self) -> KvferryError | None:
+        """Return why the request was refused; None where it was not."""
+        if isinstance(self.body, ErrorReply):
+            return raised(self.body.error)
+        if isinstance(self.body, Busy):
+            return OverloadedError(f"{self.body.detail}; try again after {self.body.retry_after_ms} ms")
+        return None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[_Reply | _Event] = msgspec.msgpack.Decoder(_Reply | _Event)
+_head_decoder = msgspec.msgpack.Decoder(_BodyHead)
+
+
+class Conversation:
+    """Numbers requests, and reads replies and events. It acknowledges no event: RESULT tells of each until the end."""
+
+    def __init__(self, boot_id: str = NO_BOOT, secret: bytes = b"") -> None:
+        self.boot_id = boot_id
+        self._secret = secret
+        self._last_message = 0
+        self._last_cursor = 0
+
+    def request(self, body: Body, frames: Sequence[bytes] = (), *, deadline_ms: int = 0) -> tuple[int, list[bytes]]:
+        """Return a new request's number and its frames.
+
+        Args:
+            body: the message.
+            frames: the page lists that it announces.
+            deadline_ms: the time left to it; 0 for the daemon's default.
+        """
+        self._last_message += 1
+        envelope = _Request(self._last_message, self.boot_id, self._secret, deadline_ms, 0, body)
+        return self._last_message, [_encoder.encode(envelope), *frames]
+
+    def feed(self, frames: Sequence[bytes]) -> Arrived | None:
+        """Take a message from the daemon; return it, or None where it is an event that was told before.
+
+        Raises:
+            MalformedError: the bytes are no message of a daemon, or of a newer one.
+        """
+        try:
+            message = _decoder.decode(frames[0])
+            kind = type_from_daemon(_head_decoder.decode(message.body).type)
+            body = msgspec.msgpack.decode(message.body, type=kind)
+        except (msgspec.MsgspecError, ValueError, IndexError, RecursionError, KvferryError) as cause:
+            raise MalformedError(f"the daemon's message cannot be read: {cause}") from cause
+        check_frames(body, frames[1:])
+        if not self.boot_id:
+            self.boot_id = message.boot_id
+        if isinstance(message, _Reply):
+            return Arrived(message.message_id, body, tuple(frames[1:]))
+        if message.cursor <= self._last_cursor or message.boot_id != self.boot_id:
+            return None
+        self._last_cursor = message.cursor
+        return Arrived(EVENT, body, tuple(frames[1:]))

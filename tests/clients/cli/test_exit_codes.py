@@ -1,0 +1,174 @@
+"""The exit status of every command: 2 for input that is wrong, 1 where it did not work; the error where it belongs.
+
+That 0 is for what worked, the tests of each command say.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from kvferry.clients.cli import exit_codes
+from kvferry.clients.cli.main import MODULES, main
+from kvferry.protocol.error_base import KvferryError
+from kvferry.protocol.errors import DaemonLostError
+from tests.daemons import DaemonProcess
+from tests.kvferry_command import run_kvferry
+
+HASH: Final = "00" * 16
+WRONG_USAGE: Final = (
+    "",
+    "pong",
+    "--fast",
+    "ping --fast",
+    "ping more",
+    "ping --timeout",
+    "ping --timeout x",
+    "ping --timeout -1",
+    "ping --timeout 0",
+    "ping --timeout nan",
+    "ping --timeout inf",
+    "status --timeout 1e9",
+    "status all",
+    "probe",
+    "probe --timeout x PING",
+    "probe --file",
+    "cache",
+    "cache burn",
+    "cache pin",
+    "cache drop",
+    "cache list --timeout -3",
+    "cache watch --from now",
+    "layout",
+    "layout --model",
+    "layout --model llama-3-8b --tokens many",
+    "layout --model llama-3-8b --packed tightly",
+    "layout a b",
+    "plan",
+    "plan a b",
+    "doctor --timeout no",
+    "doctor more",
+    "daemon --fast",
+    "demo --fast",
+)
+WRONG_INPUT: Final = {
+    "probe PINGG": True,
+    "probe ALLOCATE {": True,
+    "probe ALLOCATE [1]": True,
+    "probe ALLOCATE {}": True,
+    "probe PING --file DIR/none": True,
+    "probe PING --file DIR": True,
+    "probe PING --file DIR/broken": True,
+    "cache pin zz": False,
+    f"cache evict {HASH}00": False,
+    "layout DIR/none": False,
+    "layout DIR": False,
+    "layout DIR/broken": False,
+    "layout DIR/broken --json": True,
+    "layout DIR/wrong": False,
+    "layout --model llama-9": False,
+    "layout --model llama-9 --json": True,
+    "layout --model llama-3-8b --layers 3": False,
+    "plan DIR/none": False,
+    "plan DIR/none --json": True,
+    "plan DIR/broken": False,
+    "plan DIR/wrong --explain": False,
+    "plan DIR/wrong --explain --json": True,
+    "doctor --config DIR/none": False,
+    "doctor --config DIR/none --json": False,
+    "doctor --user nobody-of-that-name": False,
+}
+"""And whether the error is JSON on standard output."""
+
+FAILING: Final = (
+    "ping --runtime-dir DIR",
+    "status --runtime-dir DIR",
+    "status --json --runtime-dir DIR",
+    "probe PING --runtime-dir DIR",
+    "probe SNAPSHOTS --runtime-dir DIR",
+    "cache list --runtime-dir DIR",
+    f"cache pin {HASH} --runtime-dir DIR",
+    "daemon --runtime-dir /proc/none",
+)
+"""No daemon is there."""
+
+
+class Command:
+    """Runs a command line: in this process, but for the daemon, which would take its place."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: str) -> tuple[int, str, str]:
+        """Return the exit status, and what was printed on standard output and standard error."""
+        if words[:1] == ("daemon",):
+            done = run_kvferry(*words)
+            return done.returncode, done.stdout, done.stderr
+        try:
+            status = main(words)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        printed = self._capsys.readouterr()
+        return status, printed.out, printed.err
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+@pytest.mark.parametrize("line", WRONG_USAGE)
+def test_wrong_usage_ends_with_2(line: str, command: Command) -> None:
+    status, out, err = command(*line.split())
+    assert (status, out) == (2, "")
+    assert err.startswith("usage: kvferry")
+
+
+@pytest.mark.parametrize("line", WRONG_INPUT)
+def test_wrong_input_ends_with_2(line: str, command: Command, daemon: DaemonProcess, tmp_path: Path) -> None:
+    (tmp_path / "broken").write_text("{")
+    (tmp_path / "wrong").write_text('{"kind": "mha", "layers": 0}')
+    words = line.replace("DIR", str(tmp_path)).split()
+    if words[0] in {"probe", "cache"}:
+        words += ["--runtime-dir", str(daemon.runtime_dir)]
+    status, out, err = command(*words)
+    assert status == 2
+    if WRONG_INPUT[line]:
+        assert err == ""
+        error = json.loads(out)["error"]
+        assert error["code"]
+        assert error["detail"]
+    else:
+        assert out == ""
+        assert err.startswith(f"kvferry {words[0]}: ")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", FAILING)
+def test_what_did_not_work_ends_with_1_and_one_line(line: str, command: Command, tmp_path: Path) -> None:
+    words = line.replace("DIR", str(tmp_path)).split()
+    status, out, err = command(*words)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"kvferry {words[0]}: ")
+    assert err.count("\n") == 1
+
+
+def test_a_refusal_by_the_daemon_is_no_wrong_input(command: Command, daemon: DaemonProcess) -> None:
+    where = ("--runtime-dir", str(daemon.runtime_dir))
+    status, _, err = command("cache", "drop", HASH, *where)
+    assert (status, "UNKNOWN_SNAPSHOT" in err) == (1, True)
+    assert command("cache", "pin", HASH, *where)[:2] == (1, "0 blocks pinned\n")
+    status, out, _ = command("probe", "ALLOCATE", '{"pool": "nobodys", "count": 1}', *where)
+    assert (status, json.loads(out)["error"]["code"]) == (1, "UNKNOWN_POOL")
+
+
+def test_no_error_advises_the_command_that_it_ended() -> None:
+    assert not any(f"kvferry {name}" in DaemonLostError.remedy for name in MODULES)
+
+
+def test_input_is_told_from_failure_by_the_errors_code() -> None:
+    codes = {code for code, kind in KvferryError.by_code.items() if exit_codes.status_of(kind("")) == 2}
+    assert codes == {"INVALID_FIELD", "UNKNOWN_TYPE", "CONFIG"}

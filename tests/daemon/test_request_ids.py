@@ -1,0 +1,170 @@
+"""A request's id is the same 32 digits wherever a daemon speaks of it: one search joins two daemons' logs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from kvferry.clients import Client, MhaSpec, new_request_id, pages
+from kvferry.daemon.request_ids import about
+from kvferry.daemon.rooms.effects import CloseRoom, StopPiece, Withdraw
+from kvferry.daemon.rooms.remote import Announcement, Incarnation, RemotePool, Target
+from kvferry.daemon.rooms.sides import Clocked, Offer, State
+from kvferry.pools.manifest import lay_out
+from kvferry.protocol.errors import CancelledError, KvferryError, NotOwnerError, PeerCancelledError, raised
+from kvferry.protocol.peer_messages import Announce, RoomName
+from tests.daemons import DaemonProcess, running_daemon
+from tests.kvferry_command import run_kvferry
+from tests.rooms.room_world import layers
+
+SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
+CONFIG = "[logging]\nformat = 'json'\nlevel = 'debug'\n"
+WHOLE = re.compile(r"[0-9a-f]{32}\Z")
+REQUEST = "0123456789abcdef" * 2
+
+
+class Side(NamedTuple):
+    """A daemon, and an engine of its."""
+
+    daemon: DaemonProcess
+    client: Client
+
+    def lines(self, request_id: str) -> list[dict[str, Any]]:
+        """Return the log's lines of a request."""
+        lines = [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line.get("request_id") == request_id]
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side]]:
+    """Return prefill's side and decode's, with daemons of their own."""
+    with (
+        running_daemon(tmp_path_factory.mktemp("prefill"), CONFIG) as source,
+        running_daemon(tmp_path_factory.mktemp("decode"), CONFIG) as home,
+        Client.connect(source.runtime_dir) as prefill,
+        Client.connect(home.runtime_dir) as decode,
+    ):
+        prefill.create_pool("prefill", SPEC)
+        decode.create_pool("decode", SPEC)
+        yield Side(source, prefill), Side(home, decode)
+
+
+def check_uncut(text: str, request_id: str) -> None:
+    """Check that wherever the id begins in a text all of it follows."""
+    assert text.count(request_id[:6]) == text.count(request_id) > 0
+
+
+def test_the_logs_of_two_daemons_are_joined_by_the_request_id(sides: tuple[Side, Side]) -> None:
+    source, home = sides
+    request_id = new_request_id()
+    sent, received = source.client.allocate("prefill", 2), home.client.allocate("decode", 2)
+    (address,) = source.client.status().addresses
+    sending = source.client.send("prefill", request_id, [pages(sent)])
+    receiving = home.client.receive("decode", request_id, [pages(received)], source_daemons=[address])
+    assert home.client.wait_finished(receiving).request_id == request_id
+    assert source.client.wait_finished(sending).request_id == request_id
+    home.client.wait_settled(receiving)
+    source.client.wait_settled(sending)
+    told = {line["side"]: line for side in sides for line in side.lines(request_id) if "side" in line}
+    assert {side: (line["event"], line["pool"], line["outcome"]) for side, line in told.items()} == {
+        "send": ("hand-off finished", "prefill", "OK"),
+        "receive": ("hand-off finished", "decode", "OK"),
+    }
+    for side in sides:
+        check_uncut(side.daemon.log.read_text(), request_id)
+    source.client.free("prefill", sent)
+    home.client.free("decode", received)
+
+
+def test_status_errors_and_events_have_all_of_it(sides: tuple[Side, Side]) -> None:
+    source, home = sides
+    request_id = new_request_id()
+    sent, received = source.client.allocate("prefill", 2), home.client.allocate("decode", 2)
+    (address,) = source.client.status().addresses
+    receiving = home.client.receive("decode", request_id, [pages(received)], source_daemons=[address])
+    sending = source.client.send("prefill", request_id, [pages(sent[:1])], last=False)
+    source.client.ping()
+    refused = source.client.send("prefill", new_request_id(), [pages(sent + 5)])
+    with pytest.raises(NotOwnerError) as caught:
+        source.client.wait_finished(refused)
+    assert caught.value.request_id == refused.key.request_id
+    for side in sides:
+        shown = run_kvferry("status", "--runtime-dir", str(side.daemon.runtime_dir))
+        check_uncut(shown.stdout, request_id)
+        shown = run_kvferry("status", "--json", "--runtime-dir", str(side.daemon.runtime_dir))
+        (room,) = json.loads(shown.stdout)["rooms"]
+        assert room["request_id"] == request_id
+    home.client.cancel(receiving)
+    for client, hand_off, kind in (
+        (home.client, receiving, CancelledError),
+        (source.client, sending, PeerCancelledError),
+    ):
+        with pytest.raises(kind) as failed:
+            client.wait_finished(hand_off)
+        assert failed.value.request_id == request_id
+        check_uncut(f"{failed.value} {hand_off!r}", request_id)
+        client.wait_settled(hand_off)
+    for side in sides:
+        assert {line["outcome"] for line in side.lines(request_id)} <= {"CANCELLED", "PEER_CANCELLED"}
+        check_uncut(side.daemon.log.read_text(), request_id)
+    source.client.free("prefill", sent)
+    home.client.free("decode", received)
+
+
+def test_every_request_id_in_the_logs_is_whole(sides: tuple[Side, Side]) -> None:
+    """After the tests above."""
+    for side in sides:
+        lines = [json.loads(line) for line in side.daemon.log.read_text().splitlines() if line.startswith("{")]
+        named = [line["request_id"] for line in lines if "request_id" in line]
+        assert named
+        assert all(WHOLE.match(one) for one in named)
+        assert not any("request" in line or "room" in line for line in lines), "one name for it"
+
+
+def test_no_code_cuts_a_request_id() -> None:
+    """Whatever is not reached by the tests above."""
+    root = Path(__file__).parents[2]
+    cut = re.compile(r"request(_id)?\[\s*:|request_id\}?:\.\d|REQUEST_DIGITS")
+    found = [
+        f"{path.relative_to(root)}:{number}"
+        for folder in ("daemon", "protocol", "pools", "attention", "clients")
+        for path in (root / folder).rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if cut.search(line)
+    ]
+    assert not found
+
+
+PEER = Incarnation("ipc:///x", "")
+OFFER = Offer(RemotePool(0, "prefill", lay_out(layers(1)), PEER, 0), REQUEST, 1, Clocked(0.0, 0.0), 1)
+ROOM = RoomName(request_id=REQUEST, pool="decode", tenant=0, arming=1)
+
+
+@pytest.mark.parametrize(
+    ("thing", "named"),
+    [
+        (Announce(room=ROOM, deadline_ms=1), True),
+        (CloseRoom("ipc:///x", ROOM, None, ()), True),
+        (Withdraw(Target(Announcement(PEER, ROOM, 0.0), OFFER, 1, State.OPEN), KvferryError("late")), True),
+        (OFFER, True),
+        (StopPiece(1), False),
+        (None, False),
+    ],
+)
+def test_what_a_line_is_about(thing: object, *, named: bool) -> None:
+    assert about(thing) == ({"request_id": REQUEST} if named else {})
+
+
+def test_an_error_keeps_its_request_on_the_way() -> None:
+    error = KvferryError("late")
+    assert REQUEST not in str(error)
+    error.request_id = REQUEST
+    again = raised(msgspec.msgpack.decode(msgspec.msgpack.encode(error.info()), type=type(error.info())))
+    assert again.request_id == REQUEST
+    assert f"request {REQUEST}: late" in str(again)

@@ -1,0 +1,155 @@
+"""Signals at every stage of a real daemon: those that ask to end it do, in order; no other takes anything away."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.clients import Client, MhaSpec, new_request_id, pages
+from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
+from tests.daemons import END_S, START_S, DaemonProcess, running_daemon
+
+IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
+CONFIG = "[logging]\nformat = 'json'\n"
+LOOKS = 2000
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with running_daemon(tmp_path_factory.mktemp("signals"), CONFIG) as one:
+        yield one
+
+
+def events(log: Path, name: str) -> list[dict[str, Any]]:
+    """Return the log's lines of one event."""
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    return [line for line in lines if line["event"] == name]
+
+
+def ignored(log: Path) -> set[str]:
+    """Return which signals the log says were ignored."""
+    return {line["signal"] for line in events(log, "signal ignored")}
+
+
+@pytest.mark.parametrize("number", IGNORED)
+def test_a_signal_that_means_nothing_here_is_logged_and_takes_nothing(
+    daemon: DaemonProcess, number: signal.Signals
+) -> None:
+    with Client.connect(daemon.runtime_dir) as client:
+        pool = f"kept-{number.name}"
+        client.create_pool(pool, SPEC)
+        held = client.allocate(pool, 2)
+        daemon.process.send_signal(number)
+        for _ in range(LOOKS):
+            client.ping()
+            if number.name in ignored(daemon.log):
+                break
+        (line,) = [one for one in events(daemon.log, "signal ignored") if one["signal"] == number.name]
+        assert line["level"] == "warning"
+        assert "reload" in line["cause"]
+        assert "restart" in line["remedy"]
+        client.free(pool, held)
+        client.delete_pool(pool)
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_to_end_is_logged_and_leaves_no_socket(tmp_path: Path, number: signal.Signals) -> None:
+    with running_daemon(tmp_path, CONFIG) as daemon:
+        daemon.process.send_signal(number)
+        assert daemon.process.wait(END_S) == 0
+        assert [line["signal"] for line in events(daemon.log, "asked to end")] == [number.name]
+        assert [one.name for one in daemon.runtime_dir.iterdir()] == ["daemon.lock"]
+
+
+def held_back(pid: int) -> set[int]:
+    """Return the signals that a process's first thread holds back."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk:")]
+    return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
+
+
+def test_signals_before_the_daemon_serves_are_logged_once_it_does(tmp_path: Path) -> None:
+    """What the daemon imports takes most of a second: a signal in it must not be its end."""
+    log, notify = tmp_path / "log", tmp_path / "notify"
+    file = tmp_path / "daemon.toml"
+    file.write_text(CONFIG)
+    command = [sys.executable, "-P", "-m", "kvferry.clients.cli.main", "daemon", "--config", os.fspath(file)]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, log.open("wb") as output:
+        notifications.bind(os.fspath(notify))
+        notifications.settimeout(START_S)
+        process = subprocess.Popen(
+            [*command, "--runtime-dir", os.fspath(tmp_path / "run")],
+            env={**os.environ, "NOTIFY_SOCKET": os.fspath(notify)},
+            stderr=output,
+        )
+        try:
+            while held_back(process.pid) != set(IGNORED):
+                assert process.poll() is None, log.read_text()
+            for number in IGNORED:
+                process.send_signal(number)
+            assert b"READY=1" in notifications.recv(4096), log.read_text()
+            process.terminate()
+            assert process.wait(END_S) == 0, log.read_text()
+        finally:
+            process.kill()
+            process.wait(END_S)
+    assert ignored(log) == {number.name for number in IGNORED}
+
+
+def test_signals_while_it_drains_do_not_cut_it_short(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, CONFIG) as daemon, Client.connect(daemon.runtime_dir) as client:
+        client.create_pool("pool", SPEC)
+        sent, received, waiting = (client.allocate("pool", 2) for _ in range(3))
+        ring = client.open_events()
+        step = ring.step(0, 1)
+        request_id = new_request_id()
+        receiving = client.receive("pool", request_id, [pages(received)])
+        sending = client.send("pool", request_id, [pages(sent)], steps=[step])  # runs until its step is recorded
+        late = client.receive("pool", new_request_id(), [pages(waiting)])
+        client.ping()
+        daemon.process.terminate()
+        with pytest.raises(ShuttingDownError):
+            client.wait_finished(late)  # it drains
+        for number in (*IGNORED, signal.SIGTERM):
+            daemon.process.send_signal(number)
+        for _ in range(LOOKS):
+            client.ping()
+            if len(ignored(daemon.log)) == len(IGNORED):
+                break
+        assert ignored(daemon.log) == {number.name for number in IGNORED}
+        ring.record(step)
+        assert client.wait_finished(receiving).error is None
+        client.wait_settled(sending)
+        with pytest.raises(DaemonLostError):  # noqa: PT012  some pings are answered before the end
+            while True:
+                client.ping()
+        assert daemon.process.wait(END_S) == 0
+
+
+def test_a_reader_of_the_log_who_is_gone_does_not_matter(tmp_path: Path) -> None:
+    """As a terminal that was closed, which sends SIGHUP and takes no lines any more."""
+    fifo = tmp_path / "lines"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    prefix = ["sh", "-c", f'exec "$@" 2> {fifo}', "sh"]
+    with (
+        running_daemon(tmp_path, CONFIG, prefix=prefix) as daemon,
+        Client.connect(daemon.runtime_dir) as client,
+    ):
+        os.close(reader)
+        client.create_pool("pool", SPEC)
+        for number in IGNORED:
+            daemon.process.send_signal(number)
+        client.delete_pool("pool")
+        assert daemon.end() == 0

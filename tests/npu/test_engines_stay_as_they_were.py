@@ -1,0 +1,272 @@
+"""The client library leaves an engine's thread as it found it, also where it uses another card and where it fails.
+
+Current device, current streams, default dtype and grad mode: whoever finds them changed runs its next kernel on the
+wrong card.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
+
+import pytest
+import torch
+
+from kvferry.clients import AsyncClient, AttachedPool, Client, MhaSpec
+from kvferry.pools.devices.accelerator import Accelerator
+from kvferry.pools.devices.npu import NpuVendor
+from kvferry.protocol.errors import DeviceUnavailableError, KvferryError
+from tests.daemons import DaemonProcess, running_daemon
+
+SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
+SHAPE: Final = (2, 5, 16, 2, 8)
+CARDS: Final = ("npu:0", "npu:1")
+DEADLINE_S: Final = 120.0
+
+_numbers = itertools.count()
+
+
+class State(NamedTuple):
+    """What an engine's thread computes with."""
+
+    device: int
+    driver_device: int
+    streams: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    @classmethod
+    def now(cls) -> State:
+        """Return this thread's."""
+        found = ctypes.c_int32(-1)
+        ctypes.CDLL("libascendcl.so").aclrtGetDevice(ctypes.byref(found))
+        streams = tuple(int(torch.accelerator.current_stream(card).stream_id) for card in CARDS)
+        return cls(
+            torch.accelerator.current_device_index(),
+            found.value,
+            streams,
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+        )
+
+
+class Engine(NamedTuple):
+    """A thread whose current card is one, and a pool on the other: by turns."""
+
+    client: Client
+    card: str
+    pool: str
+    made: AttachedPool | None = None
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Return a daemon with a pool on each card."""
+    with running_daemon(tmp_path_factory.mktemp("cards")) as one, Client.connect(one.runtime_dir) as client:
+        for card in CARDS:
+            client.create_pool(f"pool-{card[-1]}", SPEC, device=card, deadline_s=DEADLINE_S).close()
+        yield one
+
+
+@pytest.fixture(params=CARDS)
+def engine(daemon: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Return an engine on its own streams that computes without gradients, on the other card than its pool's."""
+    before, dtype = [torch.accelerator.current_stream(card) for card in CARDS], torch.get_default_dtype()
+    card: str = request.param
+    torch.accelerator.set_device_index(1 - int(card[-1]))
+    own = [torch.npu.Stream(device=one) for one in CARDS]  # type: ignore[attr-defined]
+    for stream in own:
+        _set_stream(stream)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.no_grad(), Client.connect(daemon.runtime_dir, name="engine") as client:
+            yield Engine(client, card, f"pool-{card[-1]}")
+    finally:
+        torch.set_default_dtype(dtype)
+        for stream in before:
+            _set_stream(stream)
+        torch.accelerator.set_device_index(0)
+
+
+def _set_stream(stream: torch.Stream) -> None:
+    with torch.accelerator.device_index(stream.device_index):
+        torch.accelerator.set_stream(stream)
+
+
+def new_name() -> str:
+    """Return a name that no other pool has."""
+    return f"new-{next(_numbers)}"
+
+
+def lend(engine: Engine) -> None:
+    """Lend a pool, and take it back."""
+    tensors = {("main", role): torch.zeros(SHAPE, dtype=torch.float16, device=engine.card) for role in ("k", "v")}
+    name = new_name()
+    engine.client.lend_pool(name, SPEC, tensors, device=engine.card, deadline_s=DEADLINE_S)
+    engine.client.delete_pool(name)
+
+
+def record(engine: Engine) -> None:
+    """Open a ring, and record an event of it."""
+    ring = engine.client.open_events(engine.card, events=2, deadline_s=DEADLINE_S)
+    ring.mark()
+
+
+def use_tables(engine: Engine) -> None:
+    """Make tables, change them, order the change, and give them up."""
+    client = engine.client
+    tables = client.create_tables("tables", engine.pool, max_batch=4, max_context_tokens=64, deadline_s=DEADLINE_S)
+    client.wait(client.update_tables(tables, [1], rows={0: [1]}))
+    tables.order()
+    assert tables.block_tables.device == torch.device(engine.card)
+    client.delete_tables(tables)
+
+
+def attach(engine: Engine) -> None:
+    """Attach a pool, look at it, and close it."""
+    pool = engine.client.attach_pool(engine.pool)
+    assert pool.tensor("main", "k").device == torch.device(engine.card)
+    pool.close()
+
+
+def create(engine: Engine) -> None:
+    """Create a pool and delete it."""
+    name = new_name()
+    engine.client.create_pool(name, SPEC, device=engine.card, deadline_s=DEADLINE_S).close()
+    engine.client.delete_pool(name)
+
+
+USES: Final = (create, attach, lend, record, use_tables)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_engine_stays_as_it_was(engine: Engine, use: Callable[[Engine], None]) -> None:
+    before = State.now()
+    assert (before.device, before.dtype, before.grad) == (1 - int(engine.card[-1]), torch.bfloat16, False)
+    use(engine)
+    assert State.now() == before
+    assert torch.zeros(1, device="npu").device.index == before.device, "its next kernel is on its own card"
+
+
+def failing(*_arguments: object, **_more: object) -> Any:  # noqa: ANN401  whatever it stands for
+    """Fail as a driver does."""
+    raise RuntimeError("no more of these")
+
+
+def refusing(*_arguments: object) -> Any:  # noqa: ANN401  whatever it stands for
+    """Refuse as a vendor does."""
+    raise DeviceUnavailableError("the shared memory cannot be imported", field="share")
+
+
+FAULTS: Final = {
+    "no stream can be made": (torch.npu, "Stream", failing),  # type: ignore[attr-defined]
+    "the share cannot be mapped": (NpuVendor, "map", refusing),
+    "the driver fails": (NpuVendor, "map", failing),
+    "nothing can be lent": (NpuVendor, "lend", refusing),
+    "no event can be made": (NpuVendor, "shared_event", failing),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "use"),
+    [
+        ("no stream can be made", attach),
+        ("no stream can be made", record),
+        ("the share cannot be mapped", attach),
+        ("the share cannot be mapped", use_tables),
+        ("the driver fails", attach),
+        ("nothing can be lent", lend),
+        ("no event can be made", record),
+    ],
+)
+def test_an_engine_stays_as_it_was_where_that_fails(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, use: Callable[[Engine], None]
+) -> None:
+    before = State.now()
+    monkeypatch.setattr(*FAULTS[fault])
+    with pytest.raises(KvferryError):
+        use(engine)
+    monkeypatch.undo()
+    assert State.now() == before
+
+
+def test_a_card_that_is_not_there_changes_nothing(daemon: DaemonProcess, engine: Engine) -> None:
+    before = State.now()
+    with (
+        Client.connect(daemon.runtime_dir, devices={engine.card: "npu:9"}) as elsewhere,
+        pytest.raises(DeviceUnavailableError),
+    ):
+        elsewhere.attach_pool(engine.pool)
+    assert State.now() == before
+
+
+def test_what_is_recorded_by_default_is_the_stream_of_the_rings_own_card(engine: Engine) -> None:
+    ring = engine.client.open_events(engine.card, events=2, deadline_s=DEADLINE_S)
+    pool = engine.client.attach_pool(engine.pool)
+    ids = engine.client.allocate(engine.pool, 1)
+    pool.tensor("main", "k")[:, ids] = 1  # on the pool's card, whose stream is not this thread's current device's
+    assert engine.client.free(engine.pool, ids, after=ring.mark()).freed == 1
+
+
+def test_the_async_client_leaves_a_loops_thread_as_it_was(daemon: DaemonProcess, engine: Engine) -> None:
+    async def use() -> None:
+        client = await AsyncClient.connect(daemon.runtime_dir)
+        before = State.now()
+        pool = await client.attach_pool(engine.pool)
+        ring = await client.open_events(engine.card, events=2, deadline_s=DEADLINE_S)
+        ring.mark()
+        pool.close()
+        assert State.now() == before
+        client.close()
+
+    asyncio.run(use())
+
+
+def driver_device() -> int:
+    """Return the card that raw calls of this thread go to; below 0 where it has set none."""
+    found = ctypes.c_int32(-1)
+    ctypes.CDLL("libascendcl.so").aclrtGetDevice(ctypes.byref(found))
+    return found.value
+
+
+def test_a_thread_without_a_card_opens_the_one_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    set_device = torch.accelerator.set_device_index
+
+    def noted(index: int) -> None:
+        opened.append(index)
+        set_device(index)
+
+    def use() -> int:
+        one = Accelerator("npu:1")
+        one.open()
+        with one.calling():
+            assert driver_device() == 1
+        return torch.accelerator.current_device_index()
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", noted)
+    with ThreadPoolExecutor(1) as fresh:
+        assert fresh.submit(use).result() == 0
+    assert set(opened) == {1}, "card 0 is current by default only, and a context on it costs memory"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0), (1, 0, 1), (1, 1, 0), (0, 0, 1)])
+def test_raw_calls_go_to_the_card_that_is_meant(order: tuple[int, ...]) -> None:
+    cards = [Accelerator(card) for card in CARDS]
+    found: list[int] = []
+
+    def use() -> None:
+        for number in order:
+            cards[number].open()
+            with cards[number].calling():
+                found.append(driver_device())
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert tuple(found) == order

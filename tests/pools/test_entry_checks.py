@@ -1,0 +1,72 @@
+"""Entries from outside: each contradiction between two of their fields is found, and what may be left out is no lie."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from kvferry.pools.entry_checks import MAX_ADDRESS, check_entry
+from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError
+from kvferry.protocol.manifests import Entry
+
+PAGED: Final = Entry(
+    component="main", role="k", layer=4, base=1000, pages=10, page_bytes=16 * 2 * 8 * 2, page_tokens=16,
+    head_start=2, heads=2, total_heads=8, dtype="float16", shape=(10, 16, 2, 8), format="ND",
+)  # fmt: skip
+FIA: Final = msgspec.structs.replace(PAGED, shape=(160, 1, 2, 8))
+NZ: Final = msgspec.structs.replace(PAGED, shape=(10, 2, 1, 16, 16), page_bytes=16 * 2 * 16 * 2, format="FIA_NZ")
+STATE: Final = msgspec.structs.replace(PAGED, shape=(10, 2, 16, 8), page_tokens=None)
+OPTIONAL: Final = ("page_tokens", "head_start", "heads", "total_heads", "dtype", "shape", "format")
+
+
+@pytest.mark.parametrize("entry", [PAGED, FIA, NZ, STATE], ids=["paged", "fia", "nz", "state"])
+def test_whatever_is_left_out_the_rest_goes_together(entry: Entry) -> None:
+    for count in range(len(OPTIONAL) + 1):
+        for names in itertools.combinations(OPTIONAL, count):
+            if "format" in names and entry is NZ and "shape" not in names:
+                continue  # fractals that are not called so are no array of ours
+            check_entry(msgspec.structs.replace(entry, **dict.fromkeys(names)), "x[1]")
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "entry", "changes"),
+    [
+        (InvalidFieldError, "base", PAGED, {"base": MAX_ADDRESS}),
+        (InvalidFieldError, "base", PAGED, {"pages": (1 << 31) - 1, "page_bytes": (1 << 62) - 1, "shape": None}),
+        (InvalidFieldError, "heads", PAGED, {"head_start": 7}),
+        (InvalidFieldError, "dtype", PAGED, {"dtype": "float12"}),
+        (InvalidFieldError, "dtype", PAGED, {"dtype": "float12", "shape": None}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 1024}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 32, "shape": (160, 1, 2, 8)}),  # a row, not a page
+        (GeometryMismatchError, "page_bytes", PAGED, {"dtype": "float32"}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"pages": 5}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 511, "shape": None}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 511, "shape": None, "page_tokens": None}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"page_tokens": 24, "shape": None}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"page_tokens": 24, "shape": None, "dtype": None}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"heads": 3, "shape": None}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"heads": 32, "total_heads": 64, "shape": None}),
+        (GeometryMismatchError, "shape", PAGED, {"page_tokens": 8}),
+        (GeometryMismatchError, "shape", PAGED, {"heads": 1}),
+        (GeometryMismatchError, "shape", PAGED, {"heads": 4}),
+        (GeometryMismatchError, "shape", PAGED, {"format": None, "heads": 1}),
+        (GeometryMismatchError, "shape", PAGED, {"dtype": None, "shape": (10, 8, 2, 16)}),
+        (GeometryMismatchError, "shape", PAGED, {"shape": (16, 10, 2, 8)}),
+        (GeometryMismatchError, "shape", PAGED, {"shape": (10, 2, 16, 8)}),
+        (GeometryMismatchError, "shape", FIA, {"heads": 1}),
+        (GeometryMismatchError, "shape", FIA, {"page_tokens": 8}),
+        (GeometryMismatchError, "shape", NZ, {"heads": 1}),
+        (GeometryMismatchError, "shape", NZ, {"page_tokens": 8}),
+        (GeometryMismatchError, "shape", NZ, {"shape": (2, 10, 1, 16, 16)}),
+    ],
+)
+def test_an_entry_that_contradicts_itself(
+    error: type[KvferryError], field: str, entry: Entry, changes: dict[str, Any]
+) -> None:
+    check_entry(entry, "x[1]")
+    with pytest.raises(error) as refused:
+        check_entry(msgspec.structs.replace(entry, **changes), "x[1]")
+    assert refused.value.field == f"x[1].{field}"

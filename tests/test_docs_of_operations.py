@@ -1,0 +1,103 @@
+"""What docs/operations.md does by hand, done by exactly its commands: each terminal is a shell of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from kvferry.clients import Client, MhaSpec
+from tests.daemons import DaemonProcess, running_daemon
+from tests.kvferry_command import COMMAND
+
+TEXT: Final = (Path(__file__).parents[1] / "docs/operations.md").read_text()
+SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=8, dtype="float16")
+WAIT_S: Final = 60
+
+
+def commands(title: str) -> list[str]:
+    """Return the shell code of one section."""
+    [found] = [one for one in re.split(r"^## ", TEXT, flags=re.MULTILINE) if one.startswith(f"{title}\n")]
+    return re.findall(r"^```sh\n(.*?)^```", found, re.MULTILINE | re.DOTALL)
+
+
+DECODE, PREFILL, OFFLOAD, RESTORE = commands("By hand")
+
+
+class Terminal:
+    """A shell that runs one block of the text."""
+
+    def __init__(self, daemon: DaemonProcess, code: str) -> None:
+        path = f"{COMMAND.parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "KVFERRY_RUNTIME_DIR": str(daemon.runtime_dir)}
+        self._shell = subprocess.Popen(
+            ["sh", "-c", code], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.said: list[dict[str, Any]] = []
+
+    def until(self, kind: str) -> dict[str, Any]:
+        """Read what is printed up to a line of this type, and return that."""
+        assert self._shell.stdout is not None
+        for line in self._shell.stdout:
+            self.said.append(json.loads(line))
+            if self.said[-1]["type"] == kind:
+                return self.said[-1]
+        pytest.fail(f"no {kind} among {[one['type'] for one in self.said]}")
+
+    def end(self, status: int = 0) -> list[str]:
+        """Wait for its end, with this status; return the types of all that it printed."""
+        text, _ = self._shell.communicate(timeout=WAIT_S)
+        self.said += [json.loads(line) for line in text.splitlines()]
+        assert self._shell.returncode == status, self.said
+        return [one["type"] for one in self.said]
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C: whatever the command makes of it, its shell ends by it."""
+        os.killpg(self._shell.pid, signal.SIGINT)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """Return a daemon with a host tier."""
+    with running_daemon(tmp_path, "[tiers]\nhost_bytes = 16777216\n") as one:
+        yield one
+
+
+def test_a_hand_off_and_an_offload_by_hand(daemon: DaemonProcess) -> None:
+    with Client.connect(daemon.runtime_dir, name="observer") as client:
+        source, destination = (client.create_pool(name, SPEC) for name in "pd")
+        filled = source.tensor("main", "k").numpy()
+        filled[...] = np.arange(filled.size, dtype=np.float16).reshape(filled.shape)
+        arrived = destination.tensor("main", "k").numpy()
+
+        decode = Terminal(daemon, DECODE)
+        pages = decode.until("ALLOCATED")["pages"]
+        decode.until("ACCEPTED")
+        prefill = Terminal(daemon, PREFILL)
+        sent = prefill.until("ALLOCATED")["pages"]
+        assert prefill.end()[2:] == ["ACCEPTED", "FINISHED", "SETTLED", "ROOM_RESULT", "FREED"]
+        assert prefill.said[-2]["state"] == "settled"
+        assert decode.end()[-3:] == ["FINISHED", "SETTLED", "FREED"]
+        assert decode.said[-3]["first_token"] == 42
+        assert decode.said[-1]["freed"] == 2
+        assert (arrived[:, pages] == filled[:, sent]).all()
+
+        offload = Terminal(daemon, OFFLOAD)
+        away = offload.until("ALLOCATED")["pages"]
+        snapshot = offload.until("TIER_DONE")["snapshot"]
+        restore = Terminal(daemon, RESTORE)
+        restored = restore.until("TIER_DONE")
+        assert restored["snapshot"] == snapshot
+        assert (arrived[:, restored["lists"][0]["pages"]] == filled[:, away]).all()
+        assert restore.end() == ["SNAPSHOT_REPORT", "WORK_STARTED", "TIER_DONE", "FREED"]
+        offload.interrupt()
+        assert offload.end(-signal.SIGINT) == ["ALLOCATED", "OFFLOADING", "TIER_DONE"]
+        assert not client.snapshots()
