@@ -29,7 +29,7 @@ demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two e
 
 # The tests of a file stay together: they share daemons. What ARGS selects is seldom worth more than a process.
 WORKERS ?= 2
-SPREAD = $(if $(ARGS),,--numprocesses $(WORKERS) --dist loadfile)
+SPREAD = $(if $(ARGS),,--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 # Both runs at the same time, so that no core waits. ARGS may select tests of one of them only (status 5).
 test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/wheels $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")

@@ -33,6 +33,7 @@ hypothesis.settings.load_profile("ci" if IN_CI else "dev")
 UVLOOP: Final = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
 DEBUG_LOOP: Final = pytest.param(("asyncio", {"use_uvloop": False, "debug": True}), id="asyncio-debug")
 
+LONG: Final = ("tests/demo/test_command", "tests/benchmarks/test_benchmarks", "tests/demo/test_hosts_", "tests/hosts/")
 CARD_FOLDERS: Final = tuple(Path(__file__).with_name(name) for name in ("npu", "cann_simulator"))
 simulated_host = pytest.StashKey[SimulatedHost | None]()
 
@@ -61,7 +62,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests that are for the device."""
+    """Keep the tests that are for the device; those of long files come first, since processes share files out."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     on_host = DEVICE.name == HOST
     left_out = [item for item in items if (_is_for_cards_only(item) if on_host else not _is_for_cards(item))]
     if left_out:
