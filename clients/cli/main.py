@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _become_daemon(arguments: Sequence[str]) -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})  # until it can log them
+    for number in (ignored := {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}):
+        signal.signal(number, signal.SIG_IGN)  # threads of what was imported take signals as well
+    signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # until the daemon can log them
     os.execv(sys.executable, [sys.executable, "-P", "-m", "kvferry.daemon", *arguments])  # noqa: S606  ourselves, no shell
 
 
