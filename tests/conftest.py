@@ -61,6 +61,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         host.close()
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave modules out that are for cards alone: on the host some cannot even be imported."""
+    return True if DEVICE.name == HOST and collection_path in CARD_FOLDERS else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests that are for the device; those of long files come first, since processes share files out."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
