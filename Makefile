@@ -19,25 +19,32 @@ LMCACHE := 0.5.6
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench mutants peers clean
+.PHONY: help demo test test-full check bench mutants peers clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
 	@$(BIN)/kvferry demo $(ARGS)
 
-# Both runs at the same time: each has one core's work at most. ARGS may select tests of one of them only (status 5).
+# The tests of a file stay together: they share daemons. What ARGS selects is seldom worth more than a process.
+WORKERS ?= 2
+SPREAD = $(if $(ARGS),,--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder)
+
+# Both runs at the same time, so that no core waits. ARGS may select tests of one of them only (status 5).
 test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/wheels $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU (ARGS="tests/protocol -k codec")
 	@echo "==> tests on the host, and meanwhile on a simulated NPU (into $(VENV_NPU)/test.log)"
 	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" \
-	    $(NPU)/python -m pytest --device npu:0 $(ARGS) >$(VENV_NPU)/test.log 2>&1 & npu=$$!; \
+	    $(NPU)/python -m pytest --device npu:0 $(FULL) $(ARGS) >$(VENV_NPU)/test.log 2>&1 & npu=$$!; \
 	trap 'kill $$npu 2>/dev/null' EXIT; \
-	$(BIN)/python -m pytest $(ARGS); host=$$?; \
+	$(BIN)/python -m pytest $(SPREAD) $(FULL) $(ARGS); host=$$?; \
 	echo "==> tests on a simulated NPU"; \
 	tail -n +1 -f --pid=$$npu $(VENV_NPU)/test.log; wait $$npu; card=$$?; trap - EXIT; \
 	for status in $$host $$card; do \
 	    [ $$status = 0 ] || { [ $$status = 5 ] && $(if $(ARGS),true,false); } || exit $$status; done
+
+test-full: FULL := --full
+test-full: test  ## run the tests with four times the examples of property tests
 
 check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and layers
 	$(BIN)/ruff check

@@ -33,7 +33,7 @@ def measure(effort: Effort) -> list[Row]:
     rounds, repeats = effort.pick(15, 2), effort.pick(200, 2)
     ids = np.random.default_rng(0).permutation(PAGES * 4)[:PAGES].astype(np.int64)
     listed = pages(ids)
-    body = send_body(
+    body, _ = send_body(
         "prefill", new_request_id(), [listed], last=True, destinations=1, first_token=7, payload=b"", steps=()
     )
     request = Request(1, new_boot_id(), new_secret(), 1000, 0, body)

@@ -1,8 +1,9 @@
-"""The asynchronous client: the same calls as ``Client``, awaited, on any asyncio loop."""
+"""The asynchronous client: the same calls as ``Client``, on any asyncio loop; what waits there is awaited here."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,20 +12,19 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients import operations
+from kvferry.clients.arguments import device_names, seconds, whole
 from kvferry.clients.async_tiers import AsyncTiers
-from kvferry.clients.connection import (
-    find_runtime_dir,
-    milliseconds,
-)
+from kvferry.clients.connecting import Connecting
+from kvferry.clients.connection import Connection, find_runtime_dir
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.lending import lent_tensors
-from kvferry.clients.operations import Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S
+from kvferry.clients.submissions import DEFAULT_DEADLINE_S
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.client_core import HandOff
+from kvferry.protocol.client_works import TierWork
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.event_points import EventPoint
@@ -32,7 +32,7 @@ from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.room_messages import Cancelled, Landing, LayerStep, RoomResult, Side
+from kvferry.protocol.room_messages import Cancelled, RoomResult, Side
 from kvferry.protocol.session_messages import ShareFollows, StatusReport, Welcome
 
 if TYPE_CHECKING:
@@ -40,12 +40,19 @@ if TYPE_CHECKING:
 
 
 class AsyncClient(AsyncTiers):
-    """One session with the daemon of this node; see ``Client`` for what each call means and raises."""
+    """One session with the daemon of this node. Leaving it gives back everything that the session owns.
+
+    What waits is awaited: ``connect``, ``wait_finished`` and all other calls but those that return at once, as they do
+    in ``Client``: ``send``, ``receive``, ``offload``, ``restore``, ``store``, ``load``, ``update_tables``, ``begin``,
+    ``is_ready`` and ``close``. Any number of tasks of the event loop that connected it may use it at a time; a call on
+    another loop, or in a thread without one, raises ConcurrentUseError and sends nothing. Any thread may ``close`` it.
+    A forked child has neither the session nor the pools: every call there is a ForkedError; connect and attach anew.
+    """
 
     welcome: Welcome | None = None
 
     @classmethod
-    async def connect(
+    def connect(
         cls,
         runtime_dir: Path | str | None = None,
         *,
@@ -53,13 +60,41 @@ class AsyncClient(AsyncTiers):
         session: bool = True,
         devices: Mapping[str, str] | None = None,
         timeout_s: float = 5.0,
+    ) -> Connecting[AsyncClient]:
+        """Connect, open a session and agree on the protocol.
+
+        Args:
+            runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
+            name: shown in the daemon's status and logs.
+            session: without one, only ping and status work.
+            devices: what this process calls the daemon's cards, where it sees others: ``{"npu:3": "npu:0"}`` with
+                ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
+            timeout_s: how long to wait for the daemon's first reply.
+
+        Raises:
+            DaemonLostError: no daemon answers.
+            AccessDeniedError: this user may not use it.
+            VersionMismatchError: it speaks other versions of the protocol.
+        """
+        return Connecting(cls._connect(runtime_dir, name, devices, timeout_s, session=session))
+
+    @classmethod
+    async def _connect(
+        cls,
+        runtime_dir: Path | str | None,
+        name: str,
+        devices: Mapping[str, str] | None,
+        timeout_s: float,
+        *,
+        session: bool,
     ) -> AsyncClient:
-        """Connect, open a session and agree on the protocol; see ``Client.connect``."""
+        hello, names = operations.hello(name), device_names(devices)
+        timeout_s = seconds(timeout_s, "timeout_s")
         directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
         channel = await asyncio.to_thread(SessionChannel.open, directory, name) if session else None
-        client = cls(directory, channel, devices)
+        client = cls(Connection(directory, channel, names))
         try:
-            client.welcome = await client.call(operations.hello(name), deadline_s=timeout_s, margin_s=0.0)
+            client.welcome = await client.call(hello, deadline_s=timeout_s, margin_s=0.0)
         except DeadlineError as cause:
             client.close()
             raise DaemonLostError(f"no daemon answers at {directory} within {timeout_s:g} s") from cause
@@ -81,20 +116,38 @@ class AsyncClient(AsyncTiers):
     async def create_pool(
         self, name: str, spec: PoolSpec, *, device: str = HOST, deadline_s: float = DEFAULT_DEADLINE_S
     ) -> AttachedPool:
-        """See ``Client.create_pool``."""
+        """Create a pool, or find it as it was created before, and map it.
+
+        Args:
+            name: unique for the user.
+            spec: what it holds.
+            device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
+            deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
+
+        Raises:
+            PoolExistsError: the name has another layout or size, or is on another device.
+            InvalidFieldError: the spec makes no sense.
+            OutOfMemoryError: the host or the card cannot give it.
+            DeviceUnavailableError: no such card, or what drives it is missing, there or here.
+        """
         created = await self.call(operations.create_pool(name, spec, device), deadline_s=deadline_s)
         pool = await self.attach_pool(name, created.manifest.layout_digest)
         return seen_as(pool, spec)
 
     async def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
-        """See ``Client.attach_pool``."""
+        """Map a pool of this user.
+
+        Raises:
+            UnknownPoolError: none of that name.
+            LayoutMismatchError: it has another layout than the digest given.
+            PoolLostError: it was on a card, and its memory is gone.
+        """
         operation = operations.attach_pool(name, layout_digest, self._devices.process_id())
         outgoing, attached = await self._round_trip(operation)
-        if self._channel is None:
-            raise ValueError("attaching a pool needs a session")
+        channel = self._open_channel()
         if attached.device == HOST:
-            return attached_pool(name, attached, outgoing.message_id, self._channel, self._devices)
-        return await asyncio.to_thread(attached_pool, name, attached, outgoing.message_id, self._channel, self._devices)
+            return attached_pool(name, attached, outgoing.message_id, channel, self._devices)
+        return await asyncio.to_thread(attached_pool, name, attached, outgoing.message_id, channel, self._devices)
 
     async def lend_pool(
         self,
@@ -105,7 +158,21 @@ class AsyncClient(AsyncTiers):
         device: str,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Manifest:
-        """See ``Client.lend_pool``."""
+        """Let the daemon use a pool whose memory this process owns: it ends with this session.
+
+        Args:
+            name: unique for the user.
+            spec: what it holds; ``kvferry layout`` prints the arrays that it needs.
+            tensors: by (component, role), all layers one after another, or by (component, role, layer); contiguous.
+            device: where they are.
+            deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
+
+        Raises:
+            PoolExistsError: the name is taken.
+            UncoveredEntryError, DuplicateEntryError, InvalidFieldError: the tensors are not what the spec needs; the
+                field is a tensor and what of it: ``main/k.shape``, ``main/v/3.dtype``.
+            DeviceUnavailableError: the daemon cannot use the card, or not map the memory.
+        """
         arrays, by_name = lent_tensors(spec, tensors)
 
         def said(message_id: int) -> Sequence[ShareFollows]:
@@ -118,7 +185,14 @@ class AsyncClient(AsyncTiers):
     async def open_events(
         self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float = DEFAULT_DEADLINE_S
     ) -> EventRing:
-        """See ``Client.open_events``."""
+        """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready.
+
+        Args:
+            device: of the pools it speaks of. On a card it has ``events`` interprocess events, recorded on its streams.
+            events: how many, on a card; one is used again once its work is done.
+            deadline_s: for the daemon's reply; the first use of a card takes it some seconds more.
+        """
+        events = whole(events, "events", least=1)
         made: list[RingEvent] = []
 
         def said(message_id: int) -> Sequence[ShareFollows]:
@@ -129,85 +203,93 @@ class AsyncClient(AsyncTiers):
             return (frame,)
 
         outgoing, opened = await self._round_trip(operations.open_events(device), deadline_s=deadline_s, said=said)
-        if self._channel is None:
-            raise ValueError("an event ring needs a session")
-        self._channel.receive()
-        counters, eventfd = self._channel.take_fds(outgoing.message_id)
+        channel = self._open_channel()
+        channel.receive()
+        counters, eventfd = channel.take_fds(outgoing.message_id)
         return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
 
     async def delete_pool(self, name: str) -> None:
-        """See ``Client.delete_pool``."""
+        """Delete a pool that has no owned page.
+
+        Raises:
+            PoolInUseError: pages are owned or in flight.
+        """
         await self.call(operations.delete_pool(name))
 
     async def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
-        """See ``Client.allocate``."""
+        """Return ``count`` pages for this session, ascending, ``(count,)`` int64.
+
+        Raises:
+            PoolFullError: fewer are free; says how many.
+        """
         return await self.call(operations.allocate(pool, count, space))
 
     async def free(self, pool: str, ids: npt.ArrayLike, space: str = MAIN, *, after: EventPoint | None = None) -> Freed:
-        """See ``Client.free``."""
+        """Give pages back; those in flight follow when their hand-offs settle.
+
+        ``after``: work that still uses the pages, see ``EventRing.mark``; nobody gets them before it is done.
+
+        Raises:
+            NotOwnerError, DuplicatePageError, PageOutOfRangeError, EmptyPagesError: nothing was freed.
+        """
         return await self.call(operations.free(pool, ids, space, after))
 
-    def send(
-        self,
-        pool: str,
-        request_id: str,
-        lists: Sequence[Pages],
-        *,
-        first_token: int | None = None,
-        payload: bytes = b"",
-        last: bool = True,
-        destinations: int = 1,
-        steps: Sequence[LayerStep] = (),
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> HandOff:
-        """See ``Client.send``; await ``finished`` or ``settled``."""
-        body = operations.send_body(
-            pool,
-            request_id,
-            lists,
-            last=last,
-            destinations=destinations,
-            first_token=first_token,
-            payload=payload,
-            steps=steps,
-        )
-        hand_off, outgoing = self._core.hand_off(body, [one.ids for one in lists], deadline_ms=milliseconds(deadline_s))
-        self._put(outgoing)
-        return hand_off
-
-    def receive(
-        self,
-        pool: str,
-        request_id: str,
-        lists: Sequence[Pages],
-        *,
-        sources: int = 1,
-        source_daemons: Sequence[str] = (),
-        after: EventPoint | None = None,
-        land: Landing = "pages",
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> HandOff:
-        """See ``Client.receive``; await ``finished`` or ``settled``."""
-        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after, land)
-        ids = [one.ids for one in lists] if land == "pages" else []
-        hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=milliseconds(deadline_s))
-        self._put(outgoing)
-        return hand_off
-
     async def cancel(self, hand_off: HandOff, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Cancelled:
-        """See ``Client.cancel``."""
+        """Give up this side; returns when no byte can move any more.
+
+        Raises:
+            UnknownRoomError: the daemon has no such side, or its end was acknowledged before.
+        """
+        self._check_hand_off(hand_off)
         key = hand_off.key
         return await self.call(operations.cancel(key.pool, key.request_id, key.side), deadline_s=deadline_s)
 
     async def result(self, pool: str, request_id: str, side: Side) -> RoomResult:
-        """See ``Client.result``."""
+        """Return a side's state by the daemon's word.
+
+        Raises:
+            UnknownRoomError: neither live nor unacknowledged.
+        """
         return await self.call(operations.result(pool, request_id, side))
 
-    async def finished(self, hand_off: HandOff, timeout_s: float = DEFAULT_DEADLINE_S) -> Finished:
-        """See ``Client.wait_finished``."""
+    async def poll(self, timeout_s: float = 0.0) -> list[HandOff | TierWork]:
+        """Take what has arrived; wait for the first change up to ``timeout_s``, not at all by default.
+
+        Returns:
+            The hand-offs and works that changed since the last call, each once.
+
+        Raises:
+            DaemonLostError: the daemon has gone; every hand-off and work of this session has failed.
+        """
+        timeout_s = seconds(timeout_s, "timeout_s")
+        with self._use:
+            self._drain()
+        if timeout_s > 0.0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while not self._changed:
+                        await self._next_news()
+        else:
+            await asyncio.sleep(0)  # the loop has to see that the daemon goes, too
+        if self._lost is not None and not self._changed:
+            raise self._lost
+        return self._take_changes()
+
+    async def wait_finished(self, hand_off: HandOff, timeout_s: float = DEFAULT_DEADLINE_S) -> Finished:
+        """Wait until the outcome is known and return it.
+
+        Raises:
+            KvferryError: the hand-off failed or was refused; or DEADLINE, and it is still under way.
+        """
+        self._check_hand_off(hand_off)
         await self._wait_until(lambda: hand_off.is_finished, timeout_s, "the outcome of the hand-off")
         return hand_off.outcome()
 
-    async def settled(self, hand_off: HandOff, timeout_s: float = DEFAULT_DEADLINE_S) -> None:
-        """See ``Client.wait_settled``."""
+    async def wait_settled(self, hand_off: HandOff, timeout_s: float = DEFAULT_DEADLINE_S) -> None:
+        """Wait until the daemon holds the hand-off's pages no longer, whatever its outcome.
+
+        Raises:
+            DeadlineError: it is still under way.
+        """
+        self._check_hand_off(hand_off)
         await self._wait_until(lambda: hand_off.is_settled, timeout_s, "the end of the hand-off")

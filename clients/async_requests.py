@@ -1,26 +1,25 @@
 """One session's requests on an asyncio loop: each awaits its reply. Knows no kind of request.
 
-The client's own methods are in ``async_client``. See ``SyncRequests`` for what each call means and raises.
+The client's own methods are in ``async_client``. On the event loop that connected it, see ``LoopUse``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import NoReturn, Self, TypeVar, cast
 
 import zmq
 
-from kvferry.clients.connection import LAST_WORDS_MS, REPLY_MARGIN_S, milliseconds, open_control_socket
-from kvferry.clients.devices import EngineDevices
+from kvferry.clients.arguments import seconds
+from kvferry.clients.connection import LAST_WORDS_MS, REPLY_MARGIN_S, Connection, milliseconds, open_control_socket
+from kvferry.clients.loop_use import LoopUse, running_loop
 from kvferry.clients.operations import Operation
-from kvferry.clients.session_channel import SessionChannel
-from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S
-from kvferry.protocol.client_core import ClientCore, HandOffChanged, Outgoing, ReplyArrived, WorkChanged
-from kvferry.protocol.errors import DaemonLostError, DeadlineError, KvferryError
-from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions
+from kvferry.protocol.client_core import Outgoing, ReplyArrived
+from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, MisuseError
 from kvferry.protocol.session_messages import ShareFollows
 
 DRAIN_BOUND = 64
@@ -28,28 +27,25 @@ NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # 
 T = TypeVar("T")
 
 
-class AsyncRequests:
+class AsyncRequests(Submissions):
     """The connection of one session."""
 
-    def __init__(
-        self, runtime_dir: Path, channel: SessionChannel | None, devices: Mapping[str, str] | None = None
-    ) -> None:
-        """Use ``AsyncClient.connect``."""
+    _use: LoopUse
+
+    def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
+        super().__init__(connection)
+        assert connection is not None
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_control_socket(self._context, runtime_dir)
-        self._channel = channel
-        self._devices = EngineDevices(devices or {})
-        self._core = (
-            ClientCore(BootId(channel.opened.boot_id), channel.opened.secret) if channel else ClientCore(NO_BOOT)
-        )
+        self._socket = open_control_socket(self._context, connection.runtime_dir)
         self._replies: dict[int, asyncio.Future[ReplyArrived]] = {}
-        self._changed = asyncio.Event()
+        self._news = asyncio.Event()
         self._drain_scheduled = False
-        self._lost: DaemonLostError | None = None
+        self._lost: KvferryError | None = None
+        self._use = LoopUse(self._loop)
         self._loop.add_reader(self._socket.FD, self._drain)
-        if channel is not None:
-            self._loop.add_reader(channel.socket, self._session_readable)
+        if self._channel is not None:
+            self._loop.add_reader(self._channel.socket, self._session_readable)
 
     async def __aenter__(self) -> Self:
         """Return self."""
@@ -61,22 +57,76 @@ class AsyncRequests:
         """Close the client."""
         self.close()
 
-    def __repr__(self) -> str:
-        """Show the session and what is pending."""
-        session = self._channel.opened.session if self._channel else None
-        return f"<AsyncClient session={session} {self._core!r}>"
+    def __enter__(self) -> NoReturn:
+        """Say what to write instead."""
+        self.close()
+        raise MisuseError("an AsyncClient is entered by `async with AsyncClient.connect(...) as client`")
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: it cannot be entered so."""
 
     def close(self) -> None:
-        """End the session. Closing twice does nothing."""
-        if self._socket.closed:
+        """End the session. Closing twice does nothing.
+
+        Any thread may close a client: a call that waits in another one ends with a ClientClosedError. In a forked child
+        this gives back the child's copies only, and the parent's session goes on.
+        """
+        if self._use.in_child:
+            if self._channel is not None:
+                self._channel.close()
+        elif self._loop.is_running() and running_loop() is not self._loop:
+            self._loop.call_soon_threadsafe(self._release)
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        if self._use.closed:
             return
-        self._loop.remove_reader(self._socket.FD)
+        self._use.closed = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.FD)
+            if self._channel is not None:
+                self._loop.remove_reader(self._channel.socket)
         if self._channel is not None:
-            self._loop.remove_reader(self._channel.socket)
+            self._channel.end()
             self._channel.close()
-        self._fail_all(DaemonLostError("the client was closed"))
+        self._fail_all(ClientClosedError("the client was closed while this call waited"))
         self._socket.close()
         self._context.term()
+
+    def is_ready(self, pending: PendingReply[T]) -> bool:
+        """Return whether ``wait`` would return at once; never waits.
+
+        Raises:
+            DaemonLostError: the daemon has gone.
+        """
+        self._check_pending(pending)
+        with self._use:
+            self._drain()
+            if self._lost is not None:
+                raise self._lost
+            return self._replies[pending.message_id].done()
+
+    async def wait(self, pending: PendingReply[T]) -> T:
+        """Return what the daemon replies; once only.
+
+        Raises:
+            KvferryError: it was refused, or no reply came in time, or the daemon has gone.
+        """
+        self._check_pending(pending)
+        with self._use:
+            future, pending.taken = self._replies[pending.message_id], True
+        try:
+            async with asyncio.timeout(max(0.0, pending.ends_at - time.monotonic())):
+                reply = await future
+        except TimeoutError as cause:
+            raise DeadlineError(f"the daemon's reply did not come within {pending.timeout_s:g} s") from cause
+        finally:
+            self._replies.pop(pending.message_id, None)
+            self._core.forget(pending.message_id)
+        if reply.error is not None:
+            raise reply.error
+        return pending.operation.read(reply)
 
     async def call(
         self,
@@ -85,7 +135,11 @@ class AsyncRequests:
         deadline_s: float = DEFAULT_DEADLINE_S,
         margin_s: float = REPLY_MARGIN_S,
     ) -> T:
-        """See ``Client.call``."""
+        """Send a request and wait for its reply.
+
+        Raises:
+            KvferryError: it was refused, or no reply came in time, or the daemon has gone.
+        """
         return (await self._round_trip(operation, deadline_s=deadline_s, margin_s=margin_s))[1]
 
     async def _round_trip(
@@ -97,36 +151,44 @@ class AsyncRequests:
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
         """Send a request and wait for its reply; ``said`` is what the session socket has to say of it before."""
-        outgoing = self._core.request(operation.body, operation.ids, deadline_ms=milliseconds(deadline_s))
-        if said is not None:
-            frames = await asyncio.to_thread(said, outgoing.message_id)
-            if frames and self._channel is not None:
-                await asyncio.to_thread(self._channel.say, frames)
+        deadline_ms = milliseconds(deadline_s)
+        with self._use:
+            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
+            if said is not None:
+                frames = await asyncio.to_thread(said, outgoing.message_id)
+                if frames and self._channel is not None:
+                    await asyncio.to_thread(self._channel.say, frames)
+            self._expect(outgoing.message_id)
+            try:
+                self._put(outgoing)
+            except BaseException:
+                del self._replies[outgoing.message_id]
+                raise
+        return outgoing, await self.wait(
+            PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + margin_s)
+        )
+
+    def _expect(self, message_id: int) -> None:
         future: asyncio.Future[ReplyArrived] = self._loop.create_future()
-        self._replies[outgoing.message_id] = future
-        try:
-            self._put(outgoing)
-            async with asyncio.timeout(deadline_s + margin_s):
-                reply = await future
-        except TimeoutError as cause:
-            raise DeadlineError(f"the daemon's reply did not come within {deadline_s + margin_s:g} s") from cause
-        finally:
-            self._replies.pop(outgoing.message_id, None)
-            self._core.forget(outgoing.message_id)
-        if reply.error is not None:
-            raise reply.error
-        return outgoing, operation.read(reply)
+        future.add_done_callback(_seen)  # nobody may come for it
+        self._replies[message_id] = future
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        timeout_s = seconds(timeout_s, "timeout_s")
+        with self._use:
+            self._drain()
         try:
             async with asyncio.timeout(timeout_s):
                 while not condition():
-                    if self._lost is not None:
-                        raise self._lost
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self._next_news()
         except TimeoutError as cause:
             raise DeadlineError(f"{what} did not come within {timeout_s:g} s") from cause
+
+    async def _next_news(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        self._news.clear()
+        await self._news.wait()
 
     def _put(self, outgoing: Outgoing) -> None:
         if self._lost is not None:
@@ -163,8 +225,9 @@ class AsyncRequests:
             future = self._replies.get(news.message_id)
             if future is not None and not future.done():
                 future.set_result(news)
-        elif isinstance(news, HandOffChanged | WorkChanged):
-            self._changed.set()
+        elif news is not None:
+            self._note(news)
+            self._news.set()
 
     def _session_readable(self) -> None:
         if self._channel is None:
@@ -176,9 +239,14 @@ class AsyncRequests:
             lost = error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail)
             self._loop.call_later(LAST_WORDS_MS / 1000, self._fail_all, lost)
 
-    def _fail_all(self, error: DaemonLostError) -> None:
+    def _fail_all(self, error: KvferryError) -> None:
         self._lost = error
-        self._changed.set()
+        self._news.set()
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def _seen(future: asyncio.Future[ReplyArrived]) -> None:
+    if not future.cancelled():
+        future.exception()

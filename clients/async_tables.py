@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-
-import numpy.typing as npt
+from collections.abc import Sequence
 
 from kvferry.clients import operations
+from kvferry.clients.arguments import sequence
 from kvferry.clients.async_requests import AsyncRequests
-from kvferry.clients.operations import Cells
-from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S
-from kvferry.clients.tables import Tables, mapped_tables
-from kvferry.protocol.event_points import EventPoint
-from kvferry.protocol.table_messages import CreateTables, TablesUpdated
+from kvferry.clients.submissions import DEFAULT_DEADLINE_S
+from kvferry.clients.tables import Tables, mapped_tables, tables_name
+from kvferry.protocol.table_messages import CreateTables
 
 
 class AsyncTables(AsyncRequests):
@@ -32,7 +29,24 @@ class AsyncTables(AsyncRequests):
         window: int | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Tables:
-        """See ``Client.create_tables``."""
+        """Make the tables that captured graphs read, on the pool's device, and map them; before the first capture.
+
+        Args:
+            name: unique in this session.
+            pool: whose pages they name.
+            max_batch: rows.
+            max_context_tokens: the longest request.
+            draft_tokens: the most that speculation adds to a length.
+            request_row_tokens: the width of the engine's own token map, which is wider than the context in practice.
+            captured: the captured batch sizes; none: every batch is replayed as it is.
+            window: the sliding window of a hybrid pool, in tokens.
+            deadline_s: for the daemon's reply.
+
+        Raises:
+            UnknownPoolError, UnknownComponentError, InvalidFieldError: what the request names does not fit together.
+            TablesExistError: the session has tables of that name.
+            OutOfMemoryError: no memory for them.
+        """
         body = CreateTables(
             tables=name,
             pool=pool,
@@ -40,47 +54,20 @@ class AsyncTables(AsyncRequests):
             max_context_tokens=max_context_tokens,
             draft_tokens=draft_tokens,
             request_row_tokens=request_row_tokens,
-            captured=tuple(captured),
+            captured=sequence(captured, "batch sizes", "captured"),
             window=window,
             device_pid=self._devices.process_id(),
         )
         outgoing, created = await self._round_trip(operations.create_tables(body), deadline_s=deadline_s)
-        if self._channel is None:
-            raise ValueError("graph tables need a session")
-        arguments = (created, max_batch, outgoing.message_id, self._channel, self._devices)
+        channel = self._open_channel()
+        arguments = (created, max_batch, outgoing.message_id, channel, self._devices)
         try:
             return await asyncio.to_thread(mapped_tables, *arguments)
         except BaseException:
             await self.call(operations.delete_tables(name))  # nobody here can use them
             raise
 
-    async def update_tables(
-        self,
-        tables: Tables,
-        lengths: npt.ArrayLike,
-        *,
-        extra_tokens: int = 0,
-        cells: Cells | None = None,
-        rows: Mapping[int, npt.ArrayLike] | None = None,
-        released: npt.ArrayLike = (),
-        bound: tuple[npt.ArrayLike, npt.ArrayLike] = ((), ()),
-        after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> TablesUpdated:
-        """Change tables for the next replay, and return the daemon's word; see ``Client.update_tables``."""
-        operation = operations.update_tables(
-            tables.name,
-            lengths,
-            extra_tokens=extra_tokens,
-            cells=cells,
-            rows=rows,
-            released=released,
-            bound=bound,
-            after=after,
-        )
-        return await self.call(operation, deadline_s=deadline_s)
-
     async def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
-        await self.call(operations.delete_tables(tables.name))
+        await self.call(operations.delete_tables(tables_name(tables)))
         tables.close()

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-import numpy.typing as npt
-
 from kvferry.clients import tier_operations as operations
+from kvferry.clients.arguments import seconds
 from kvferry.clients.async_tables import AsyncTables
-from kvferry.clients.connection import milliseconds
-from kvferry.clients.operations import Pages
-from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S
+from kvferry.clients.submissions import DEFAULT_DEADLINE_S
 from kvferry.clients.sync_tiers import LIST_LIMIT
-from kvferry.protocol.cache_messages import CacheChanges, CachedBlockStatus, CacheEvicted, Found, Load, Store
+from kvferry.protocol.cache_messages import CacheChanges, CachedBlockStatus, CacheEvicted, Found
 from kvferry.protocol.client_works import TierWork
-from kvferry.protocol.codec import PageIds
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.tier_messages import (
-    Offload,
-    Restore,
     SnapshotDropped,
     SnapshotStatus,
     TierDone,
@@ -32,58 +25,49 @@ class AsyncTiers(AsyncTables):
 
     # -- offload and restore
 
-    def offload(
-        self,
-        pool: str,
-        lists: Sequence[Pages],
-        *,
-        release: bool = False,
-        after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> TierWork:
-        """See ``Client.offload``."""
-        body = operations.offload_body(pool, lists, after, release=release)
-        return self._begin_work(body, [one.ids for one in lists], deadline_s)
-
-    def restore(
-        self,
-        pool: str,
-        snapshot: str,
-        lists: Sequence[Pages] | None = None,
-        *,
-        drop: bool = False,
-        after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> TierWork:
-        """See ``Client.restore``."""
-        body = operations.restore_body(pool, snapshot, lists, after, drop=drop)
-        return self._begin_work(body, [one.ids for one in lists or ()], deadline_s)
-
     async def wait_done(self, work: TierWork, timeout_s: float = DEFAULT_DEADLINE_S) -> TierDone:
-        """See ``Client.wait_done``."""
+        """Wait until a work is done and return its event.
+
+        Raises:
+            KvferryError: it failed or was refused; or DEADLINE, and it is still under way.
+        """
+        self._check_work(work)
         await self._wait_until(lambda: work.is_done, timeout_s, "the end of the work")
         return work.outcome()
 
     async def wait_accepted(self, work: TierWork, timeout_s: float = DEFAULT_DEADLINE_S) -> TierWork:
-        """See ``Client.wait_accepted``."""
+        """Wait until the daemon has answered the request and return the work: an OFFLOAD's now names its snapshot.
+
+        Raises:
+            KvferryError: it was refused; or DEADLINE, and there is no answer yet.
+        """
+        self._check_work(work)
         await self._wait_until(lambda: work.number is not None or work.is_done, timeout_s, "the daemon's answer")
         if work.refused is not None:
             raise work.refused
         return work
 
     async def cancel_work(self, work: TierWork, *, deadline_s: float = DEFAULT_DEADLINE_S) -> WorkCancelled:
-        """See ``Client.cancel_work``."""
+        """Give a work up; returns when no byte of it can move any more.
+
+        Raises:
+            UnknownWorkError: the daemon does not know it, or its end was acknowledged before.
+        """
         number = (await self.wait_accepted(work)).number
         if number is None:  # answered and done at once
             return WorkCancelled(was_done=True)
         return await self.call(operations.cancel_work(number), deadline_s=deadline_s)
 
     async def drop_snapshot(self, snapshot: str) -> SnapshotDropped:
-        """See ``Client.drop_snapshot``."""
+        """Give a snapshot up; restores that are under way go on.
+
+        Raises:
+            UnknownSnapshotError: this user has none of that name.
+        """
         return await self.call(operations.drop_snapshot(snapshot))
 
     async def snapshots(self) -> tuple[SnapshotStatus, ...]:
-        """See ``Client.snapshots``."""
+        """Return this user's snapshots, oldest first."""
         return (await self.call(operations.snapshots())).snapshots
 
     # -- the prefix cache
@@ -99,49 +83,30 @@ class AsyncTiers(AsyncTables):
         pin: bool = True,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Found:
-        """See ``Client.lookup``."""
+        """Return how many leading blocks are cached, and pin them: ``found.lease`` is for ``load`` and ``unpin``.
+
+        Args:
+            pool: of the layout that the blocks have.
+            hashes: 16 bytes a block, see ``block_hashes``.
+            space: the page space.
+            block_pages: pages of a block.
+            lease: of an earlier lookup, whose blocks come before these: only the new hashes travel.
+            pin: keep what is found until ``unpin`` or the session's end.
+            deadline_s: for the reply; lower tiers may be asked.
+        """
         operation = operations.lookup(pool, hashes, space, block_pages, lease, pin=pin)
         return await self.call(operation, deadline_s=deadline_s)
 
-    def load(
-        self,
-        pool: str,
-        lease: int,
-        ids: npt.ArrayLike,
-        *,
-        first_block: int = 0,
-        unpin: bool = False,
-        after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> TierWork:
-        """See ``Client.load``."""
-        body, array = operations.load_body(pool, lease, ids, first_block, after, unpin=unpin)
-        return self._begin_work(body, [array], deadline_s)
-
-    def store(
-        self,
-        pool: str,
-        hashes: Sequence[bytes],
-        ids: npt.ArrayLike,
-        *,
-        parent: bytes | None = None,
-        space: str = MAIN,
-        block_pages: int = 1,
-        after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> TierWork:
-        """See ``Client.store``."""
-        body, array = operations.store_body(
-            pool, hashes, ids, parent=parent, space=space, block_pages=block_pages, after=after
-        )
-        return self._begin_work(body, [array], deadline_s)
-
     async def unpin(self, lease: int) -> int:
-        """See ``Client.unpin``."""
+        """End a lease; return how many blocks it had.
+
+        Raises:
+            UnknownLeaseError: this session has none of that number.
+        """
         return (await self.call(operations.unpin(lease))).blocks
 
     async def cached_blocks(self) -> AsyncIterator[CachedBlockStatus]:
-        """See ``Client.cached_blocks``."""
+        """Yield this user's cached blocks, asking for a page of the list at a time."""
         position: int | None = 0
         while position is not None:
             listed = await self.call(operations.cache_list(position, LIST_LIMIT))
@@ -150,24 +115,22 @@ class AsyncTiers(AsyncTables):
             position = listed.position
 
     async def cache_events(self, cursor: int, *, limit: int = LIST_LIMIT, timeout_s: float = 1.0) -> CacheChanges:
-        """See ``Client.cache_events``."""
+        """Return what changed in the cache from ``cursor`` on, 1 for all: at once, or as soon as something does.
+
+        Nothing within ``timeout_s`` is an answer without a change. Whoever joins late takes ``cache_cursor``, lists the
+        blocks, and goes on from that cursor.
+        """
+        seconds(timeout_s, "timeout_s")
         return await self.call(operations.cache_events(cursor, limit), deadline_s=timeout_s)
 
     async def cache_cursor(self) -> int:
-        """See ``Client.cache_cursor``."""
+        """Return the cursor of the next change."""
         return (await self.call(operations.cache_list(0, 1))).cursor
 
     async def pin_cached(self, hashes: Sequence[bytes], *, pinned: bool = True) -> int:
-        """See ``Client.pin_cached``."""
+        """Keep blocks whatever happens, or no longer; return how many were found. For operators."""
         return (await self.call(operations.cache_pin(hashes, pinned=pinned))).blocks
 
     async def evict_cached(self, hashes: Sequence[bytes] | None = None) -> CacheEvicted:
-        """See ``Client.evict_cached``."""
+        """Drop blocks from every tier, by default all; pinned ones stay. For operators."""
         return await self.call(operations.cache_evict(hashes))
-
-    def _begin_work(
-        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float
-    ) -> TierWork:
-        work, outgoing = self._core.work(body, ids, deadline_ms=milliseconds(deadline_s))
-        self._put(outgoing)
-        return work

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 
+from kvferry.clients import arguments
+from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.errors import AccessDeniedError, DaemonLostError
 from kvferry.protocol.paths import CONTROL_SOCKET, control_address, default_runtime_dir
 
@@ -17,6 +21,14 @@ REPLY_MARGIN_S = 2.0
 """How much longer than the request's own deadline a client waits for the daemon's word on it."""
 
 
+class Connection(NamedTuple):
+    """What a client is made of once the daemon has let it in."""
+
+    runtime_dir: Path
+    channel: SessionChannel | None
+    devices: Mapping[str, str]
+
+
 def find_runtime_dir(runtime_dir: Path | str | None) -> Path:
     """Return the directory given, or the default one.
 
@@ -24,6 +36,8 @@ def find_runtime_dir(runtime_dir: Path | str | None) -> Path:
         DaemonLostError: no daemon has its sockets there.
         AccessDeniedError: this user may not use them.
     """
+    if not isinstance(runtime_dir, str | os.PathLike | None):
+        raise arguments.wrong_kind(runtime_dir, "path", "runtime_dir")
     path = Path(runtime_dir) if runtime_dir else default_runtime_dir(os.environ)
     socket = path / CONTROL_SOCKET
     try:
@@ -47,6 +61,10 @@ def open_control_socket(context: zmq.Context[zmq.Socket[bytes]], runtime_dir: Pa
     return socket
 
 
-def milliseconds(seconds: float) -> int:
-    """Return a deadline as it travels: at least 1 ms."""
-    return max(1, round(seconds * 1000))
+def milliseconds(deadline_s: float) -> int:
+    """Return a deadline as it travels: at least 1 ms.
+
+    Raises:
+        InvalidFieldError: it is no number of seconds.
+    """
+    return max(1, round(arguments.seconds(deadline_s, "deadline_s") * 1000))

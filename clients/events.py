@@ -10,6 +10,7 @@ On a device an event is an interprocess event that is recorded on the stream whi
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.clients.arguments import wrong_kind
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.room_messages import LayerStep
 
@@ -37,7 +40,7 @@ class RingEvent(NamedTuple):
 
 
 class EventRing:
-    """One session's ring; made by ``open_events``. Not for several threads at once."""
+    """One session's ring; made by ``open_events``. Any thread may use it, also one that does not have the client."""
 
     def __init__(self, region: HostRegion, eventfd: int, events: Sequence[RingEvent] = ()) -> None:
         """Own the mapped counters and the descriptor from now on; ``events``, a slot each, where it is on a device."""
@@ -47,9 +50,12 @@ class EventRing:
         self._counters = region.view().view(np.int64)
         self._promised: list[int] = self._counters.tolist()  # not 0 where the session opened its ring before
         self._next = 0
+        self._making = threading.Lock()
 
     def __repr__(self) -> str:
         """Show how many steps were made and recorded."""
+        if self._eventfd < 0 or not self._region.is_ours:
+            return "<EventRing closed>"
         return f"<EventRing steps={sum(self._promised)} recorded={int(self._counters.sum())}>"
 
     def __enter__(self) -> Self:
@@ -77,11 +83,18 @@ class EventRing:
         return LayerStep(first_layer=first_layer, layers=layers, event=point.event, value=point.value)
 
     def point(self) -> EventPoint:
-        """Return a point with an event that was not used before, to be recorded later."""
-        slot = self._next
-        self._next = (slot + 1) % len(self._promised)
-        self._promised[slot] += 1
-        return EventPoint(event=slot, value=self._promised[slot])
+        """Return a point with an event that was not used before, to be recorded later.
+
+        Raises:
+            ClientClosedError: the ring is closed.
+            ForkedError: a forked child has no ring.
+        """
+        self._check_open()
+        with self._making:
+            slot = self._next
+            self._next = (slot + 1) % len(self._promised)
+            self._promised[slot] += 1
+            return EventPoint(event=slot, value=self._promised[slot])
 
     def mark(self, stream: torch.Stream | None = None) -> EventPoint:
         """Return a point that is recorded now, for ``receive(after=…)`` and ``free(after=…)``; see ``record``."""
@@ -95,19 +108,31 @@ class EventRing:
         On a device it says so of what was given to the stream until now, by default to the card's current one.
 
         Raises:
-            ValueError: it was recorded before, or one that had the same slot before it was not; or the ring is closed.
+            InvalidFieldError: it is no step or point of this ring, was recorded before, or one that had the same slot
+                before it was not.
+            ClientClosedError: the ring is closed.
+            ForkedError: a forked child has no ring.
         """
-        if self._eventfd < 0:
-            raise ValueError("the ring is closed")
+        self._check_open()
+        if not isinstance(step, LayerStep | EventPoint):
+            raise wrong_kind(step, "step or point, as the ring makes them", "step")
         if int(self._counters[step.event]) != step.value - 1:
-            raise ValueError(f"event {step.event} stands at {self._counters[step.event]}, the step's is {step.value}")
+            raise InvalidFieldError(
+                f"event {step.event} stands at {self._counters[step.event]}, the step's is {step.value}: record each "
+                "once, in the order in which they were made",
+                field="step",
+            )
         if self._events:
             card, event = self._events[step.event]
-            card.vendor.record(
-                event, stream or card.current_stream()
-            )  # before the daemon is told, which else finds the event as it was
+            # Before the daemon is told, which else finds the event as it was.
+            card.vendor.record(event, stream or card.current_stream())
         self._counters[step.event] = step.value
         os.eventfd_write(self._eventfd, 1)
+
+    def _check_open(self) -> None:
+        self._region.check_process()
+        if self._eventfd < 0:
+            raise ClientClosedError("the event ring was closed")
 
     def close(self) -> None:
         """Give the descriptors back. Closing twice does nothing."""

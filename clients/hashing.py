@@ -25,6 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.clients.arguments import page_ids, shown, whole
 from kvferry.protocol.cache_messages import HASH_BYTES
 from kvferry.protocol.errors import InvalidFieldError
 
@@ -53,10 +54,11 @@ def block_hashes(
         InvalidFieldError: the tokens are no list of integers, ``block_tokens`` is not positive, or the parent is no
             hash.
     """
-    if block_tokens < 1:
-        raise InvalidFieldError(f"a block of {block_tokens} tokens", field="block_tokens")
-    if parent is not None and len(parent) != HASH_BYTES:
-        raise InvalidFieldError(f"{len(parent)} bytes are no hash of {HASH_BYTES}", field="parent")
+    block_tokens = whole(block_tokens, "block_tokens", least=1)
+    if parent is not None and (type(parent), len(parent)) != (bytes, HASH_BYTES):
+        raise InvalidFieldError(f"{shown(parent)} is no hash of {HASH_BYTES} bytes", field="parent")
+    if not isinstance(salt, bytes):
+        raise InvalidFieldError(f"{shown(salt)} is no bytes: give salt.encode()", field="salt")
     sha256 = hashlib.sha256
     before = sha256(_ROOT + salt).digest()[:HASH_BYTES] if parent is None else parent
     data = memoryview(_token_bytes(tokens))
@@ -69,9 +71,4 @@ def block_hashes(
 
 
 def _token_bytes(tokens: npt.ArrayLike) -> bytes:
-    array = np.asarray(tokens)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
-        raise InvalidFieldError(f"an array {array.shape} of {array.dtype} is no list of token ids", field="tokens")
-    if array.dtype.kind == "u" and len(array) and int(array.max()) > np.iinfo(_TOKEN).max:
-        raise InvalidFieldError(f"token id {array.max()} does not fit in 64 bits with a sign", field="tokens")
-    return array.astype(_TOKEN).tobytes()
+    return page_ids(tokens, "tokens").astype(_TOKEN).tobytes()

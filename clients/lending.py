@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvferry.clients.arguments import mapping, pool_spec
 from kvferry.pools.arrays import Held, arrays_of, check_apart, check_form, check_storage
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import InvalidFieldError
@@ -31,10 +32,8 @@ def lent_tensors(
         InvalidFieldError: a tensor is not exactly what the spec needs, or shares bytes with another one.
         DuplicateEntryError, UncoveredEntryError: some layer is in two tensors, or in none.
     """
-    if not isinstance(tensors, Mapping):
-        raise InvalidFieldError(f"{type(tensors).__name__}: give tensors by (component, role)", field="tensors")
-    keys = [_parts(key) for key in tensors]
-    arrays = arrays_of(manifest_of(spec), keys)
+    keys = [_parts(key) for key in mapping(tensors, "(component, role) to tensor", "tensors")]
+    arrays = arrays_of(manifest_of(pool_spec(spec)), keys)
     said = []
     held = []
     for array, (component, role, layer), tensor in zip(arrays, keys, tensors.values(), strict=True):

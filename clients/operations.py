@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.clients.arguments import checked, mapping, page_ids, pool_spec, sequence, shown, whole, wrong_kind
 from kvferry.protocol.base import Body, PageList
 from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import PoolSpec
@@ -53,6 +54,11 @@ from kvferry.protocol.table_messages import (
 )
 from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
+NAME: Final = {"pool": "name"}
+TABLES: Final = {"tables": "name"}
+IDS: Final = {"pages": "ids"}
+"""What the clients' calls name otherwise than the messages do."""
+
 T_co = TypeVar("T_co", covariant=True)
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -93,10 +99,11 @@ def pages(
         component: what the pages are of.
 
     Raises:
-        ValueError: the ids are not a list of integers.
+        InvalidFieldError: the ids are not a list of integers, or another argument is not what it has to be.
     """
-    array = _int64(ids)
-    return Pages(PageList(component=component, first_page=first_page, pages=len(array), tokens=tokens), array)
+    array = page_ids(ids, "ids")
+    head = PageList(component=component, first_page=first_page, pages=len(array), tokens=tokens)
+    return Pages(checked(head), array)
 
 
 def pages_wanted(
@@ -104,18 +111,42 @@ def pages_wanted(
 ) -> Pages:
     """Describe pages that are not there yet, for ``receive(land="host")``; see ``pages``."""
     head = PageList(component=component, first_page=first_page, pages=count, tokens=tokens)
-    return Pages(head, np.empty(0, np.int64))
+    return Pages(checked(head, {"pages": "count"}), np.empty(0, np.int64))
 
 
 def no_pages(component: str) -> Pages:
     """Say that this side wants nothing of a window or state component."""
-    return Pages(PageList(component=component, pages=0, none=True), np.empty(0, np.int64))
+    return Pages(checked(PageList(component=component, pages=0, none=True)), np.empty(0, np.int64))
+
+
+def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[Pages, ...]:
+    """Return the page lists of a message; ``with_ids``: of pages that are there.
+
+    Raises:
+        InvalidFieldError: they are not, or are not made by ``pages``.
+    """
+    if isinstance(lists, Pages):
+        raise InvalidFieldError("one Pages, where a list of them is wanted: give [pages(ids)]", field="lists")
+    every = sequence(lists, "Pages", "lists")
+    given: Sequence[object] = every
+    for number, one in enumerate(given):
+        field = f"lists[{number}]"
+        if not isinstance(one, Pages):
+            raise InvalidFieldError(f"{shown(one)} is no Pages: give [pages(ids)], one a component", field=field)
+        if with_ids and len(one.ids) != one.head.pages:
+            raise InvalidFieldError(
+                f"{one.head.pages} pages without ids: pages_wanted is for receive(land='host'), here give pages(ids)",
+                field=field,
+            )
+    return every
 
 
 def hello(client: str) -> Operation[Welcome]:
     """Agree on the protocol version."""
     return Operation(
-        Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=client), (), reply_body(Welcome)
+        checked(Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=client), {"client": "name"}),
+        (),
+        reply_body(Welcome),
     )
 
 
@@ -131,44 +162,47 @@ def status() -> Operation[StatusReport]:
 
 def open_events(device: str) -> Operation[EventsOpened]:
     """Ask for the session's event ring."""
-    return Operation(OpenEvents(device=device), (), reply_body(EventsOpened))
+    return Operation(checked(OpenEvents(device=device)), (), reply_body(EventsOpened))
 
 
 def create_pool(pool: str, spec: PoolSpec, device: str) -> Operation[PoolCreated]:
     """Create a pool, or find it as it was created before."""
-    return Operation(CreatePool(pool=pool, spec=spec, device=device), (), reply_body(PoolCreated))
+    body = CreatePool(pool=pool, spec=pool_spec(spec), device=device)
+    return Operation(checked(body, NAME), (), reply_body(PoolCreated))
 
 
 def attach_pool(pool: str, layout_digest: str, device_pid: int | None) -> Operation[PoolAttached]:
     """Ask for a pool's region."""
     body = AttachPool(pool=pool, layout_digest=layout_digest, device_pid=device_pid)
-    return Operation(body, (), reply_body(PoolAttached))
+    return Operation(checked(body, NAME), (), reply_body(PoolAttached))
 
 
 def lend_pool(pool: str, spec: PoolSpec, device: str, arrays: tuple[LentArrays, ...]) -> Operation[PoolLent]:
     """Lend a pool that this process owns."""
-    return Operation(LendPool(pool=pool, spec=spec, device=device, arrays=arrays), (), reply_body(PoolLent))
+    body = LendPool(pool=pool, spec=pool_spec(spec), device=device, arrays=arrays)
+    return Operation(checked(body, NAME | {"arrays": "tensors"}), (), reply_body(PoolLent))
 
 
 def delete_pool(pool: str) -> Operation[PoolDeleted]:
     """Delete a pool."""
-    return Operation(DeletePool(pool=pool), (), reply_body(PoolDeleted))
+    return Operation(checked(DeletePool(pool=pool), NAME), (), reply_body(PoolDeleted))
 
 
 def allocate(pool: str, count: int, space: str) -> Operation[PageIds]:
     """Take pages."""
-    return Operation(Allocate(pool=pool, count=count, space=space), (), _ids_of_allocated)
+    return Operation(checked(Allocate(pool=pool, count=count, space=space)), (), _ids_of_allocated)
 
 
 def free(pool: str, ids: npt.ArrayLike, space: str, after: EventPoint | None) -> Operation[Freed]:
     """Give pages back."""
-    array = pages(ids).ids
-    return Operation(Free(pool=pool, pages=len(array), space=space, after=after), (array,), reply_body(Freed))
+    array = page_ids(ids, "ids")
+    body = Free(pool=pool, pages=len(array), space=space, after=after)
+    return Operation(checked(body, IDS), (array,), reply_body(Freed))
 
 
 def create_tables(body: CreateTables) -> Operation[TablesCreated]:
     """Ask for graph tables."""
-    return Operation(body, (), reply_body(TablesCreated))
+    return Operation(checked(body, TABLES | {"pool": "pool"}), (), reply_body(TablesCreated))
 
 
 def update_tables(
@@ -183,31 +217,50 @@ def update_tables(
     after: EventPoint | None = None,
 ) -> Operation[TablesUpdated]:
     """Change graph tables; see ``Client.update_tables``."""
-    at = cells or Cells((), (), ())
-    whole = {row: _int64(ids) for row, ids in (rows or {}).items()}
-    given = [_int64(one) for one in (lengths, *at, list(whole), [len(ids) for ids in whole.values()])]
-    given += [*whole.values(), *(_int64(one) for one in (released, *bound))]
+    at = cells if cells is not None else Cells((), (), ())
+    if not isinstance(at, Cells):
+        raise wrong_kind(cells, "Cells(rows, columns, pages)", "cells")
+    if len(sequence(bound, "lists", "bound")) != 2:  # noqa: PLR2004  full pages, window pages
+        raise wrong_kind(bound, "pair of lists: full pages, and the window pages that they get", "bound")
+    whole_rows = {
+        whole(row, "rows"): page_ids(ids, f"rows[{row}]")
+        for row, ids in mapping(rows or {}, "row to ids", "rows").items()
+    }
+    counts = [len(ids) for ids in whole_rows.values()]
+    given = [
+        page_ids(lengths, "lengths"),
+        *(page_ids(one, f"cells.{field}") for one, field in zip(at, Cells._fields, strict=True)),
+        page_ids(list(whole_rows), "rows"),
+        page_ids(counts, "rows"),
+        *whole_rows.values(),
+        page_ids(released, "released"),
+        *(page_ids(one, f"bound[{number}]") for number, one in enumerate(bound)),
+    ]
+    if not len(given[1]) == len(given[2]) == len(given[3]):
+        raise LengthMismatchError(
+            f"{len(given[1])} rows, {len(given[2])} columns, {len(given[3])} pages of cells", field="cells"
+        )
+    if len(given[-2]) != len(given[-1]):
+        raise LengthMismatchError(
+            f"{len(given[-2])} full pages are bound to {len(given[-1])} window pages", field="bound"
+        )
     body = UpdateTables(
         tables=tables,
         batch=len(given[0]),
         extra_tokens=extra_tokens,
         cells=len(given[1]),
-        rows=len(whole),
-        pages=sum(len(ids) for ids in whole.values()),
+        rows=len(whole_rows),
+        pages=sum(counts),
         released=len(given[-3]),
         bound=len(given[-2]),
         after=after,
     )
-    if not len(given[1]) == len(given[2]) == len(given[3]):
-        raise ValueError(f"{len(given[1])} rows, {len(given[2])} columns, {len(given[3])} pages of cells")
-    if len(given[-2]) != len(given[-1]):
-        raise ValueError(f"{len(given[-2])} full pages are bound to {len(given[-1])} window pages")
-    return Operation(body, (np.concatenate(given),), reply_body(TablesUpdated))
+    return Operation(checked(body, {"batch": "lengths"}), (np.concatenate(given),), reply_body(TablesUpdated))
 
 
 def delete_tables(tables: str) -> Operation[TablesDeleted]:
     """Give graph tables up."""
-    return Operation(DeleteTables(tables=tables), (), reply_body(TablesDeleted))
+    return Operation(checked(DeleteTables(tables=tables), TABLES), (), reply_body(TablesDeleted))
 
 
 def cancel(pool: str, request_id: str, side: Side) -> Operation[Cancelled]:
@@ -217,7 +270,7 @@ def cancel(pool: str, request_id: str, side: Side) -> Operation[Cancelled]:
 
 def result(pool: str, request_id: str, side: Side) -> Operation[RoomResult]:
     """Ask for a side's state."""
-    return Operation(Result(request_id=request_id, pool=pool, side=side), (), reply_body(RoomResult))
+    return Operation(checked(Result(request_id=request_id, pool=pool, side=side)), (), reply_body(RoomResult))
 
 
 def send_body(
@@ -230,18 +283,20 @@ def send_body(
     first_token: int | None,
     payload: bytes,
     steps: Sequence[LayerStep],
-) -> Send:
-    """Return a SEND's body."""
-    return Send(
+) -> tuple[Send, list[PageIds]]:
+    """Return a SEND's body and its page ids."""
+    every = page_lists(lists)
+    body = Send(
         request_id=request_id,
         pool=pool,
-        lists=tuple(one.head for one in lists),
+        lists=tuple(one.head for one in every),
         last=last,
         destinations=destinations,
         first_token=first_token,
         payload=payload,
-        steps=tuple(steps),
+        steps=sequence(steps, "steps, as ring.step makes them", "steps"),
     )
+    return checked(body), [one.ids for one in every]
 
 
 def receive_body(
@@ -252,24 +307,20 @@ def receive_body(
     source_daemons: Sequence[str],
     after: EventPoint | None,
     land: Landing,
-) -> Receive:
-    """Return a RECEIVE's body."""
-    return Receive(
+) -> tuple[Receive, list[PageIds]]:
+    """Return a RECEIVE's body and its page ids."""
+    in_pages = str(land) != "host"
+    every = page_lists(lists, with_ids=in_pages)
+    body = Receive(
         request_id=request_id,
         pool=pool,
-        lists=tuple(one.head for one in lists),
+        lists=tuple(one.head for one in every),
         sources=sources,
-        source_daemons=tuple(source_daemons),
+        source_daemons=sequence(source_daemons, "addresses", "source_daemons"),
         after=after,
         land=land,
     )
-
-
-def _int64(numbers: npt.ArrayLike) -> PageIds:
-    array = np.asarray(numbers)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise ValueError(f"page ids are a list of integers, not {array.dtype} of shape {array.shape}")
-    return array.astype(np.int64, copy=False)
+    return checked(body), [one.ids for one in every] if in_pages else []
 
 
 def reply_body(kind: type[BodyT]) -> Callable[[ReplyArrived], BodyT]:

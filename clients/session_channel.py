@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections import deque
@@ -148,8 +149,13 @@ class SessionChannel:
         finally:
             self.socket.setblocking(False)  # noqa: FBT003  socket's own signature
 
+    def end(self) -> None:
+        """End the session: the daemon takes back what it owns, though a forked child has the socket too."""
+        with contextlib.suppress(OSError):  # ended by the daemon, or closed
+            self.socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """End the session: the daemon takes back what it owns. Closing twice does nothing."""
+        """Give this process's descriptors back. Closing twice does nothing."""
         self.socket.close()
         for fd in (*self._fds, *(fd for fds in self._passed.values() for fd in fds)):
             os.close(fd)

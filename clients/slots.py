@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.clients.arguments import page_ids, whole
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import DuplicatePageError, InvalidFieldError, LengthMismatchError, PageOutOfRangeError
 
@@ -36,8 +37,8 @@ def pages_from_slots(slots: npt.ArrayLike, page_size: int, *, position: int = 0)
         PageOutOfRangeError: a slot of the padding page, or a negative one.
         DuplicatePageError: a page comes back after another one.
     """
-    _check_sizes(page_size, position)
-    array = _int64(slots, "slots")
+    page_size, position = whole(page_size, "page_size", least=1), whole(position, "position")
+    array = page_ids(slots, "slots")
     if not len(array):
         return array
     offset = position % page_size
@@ -77,10 +78,9 @@ def slots_from_pages(pages: npt.ArrayLike, page_size: int, tokens: int, *, posit
         PageOutOfRangeError: the padding page, or a negative one.
         DuplicatePageError: a page is named twice.
     """
-    _check_sizes(page_size, position)
-    if tokens < 0:
-        raise InvalidFieldError(f"{tokens} tokens", field="tokens")
-    ids = _int64(pages, "pages")
+    page_size, position = whole(page_size, "page_size", least=1), whole(position, "position")
+    tokens = whole(tokens, "tokens")
+    ids = page_ids(pages, "pages")
     offset = position % page_size
     if offset + tokens > len(ids) * page_size:
         raise LengthMismatchError(
@@ -110,17 +110,3 @@ def _check_ids(ids: PageIds, first_tokens: PageIds, field: str) -> None:
     if len(again):
         at = int(again.min())
         raise DuplicatePageError(f"token {first_tokens[at]} is in page {ids[at]} a second time", field=field)
-
-
-def _check_sizes(page_size: int, position: int) -> None:
-    if page_size < 1:
-        raise InvalidFieldError(f"pages of {page_size} tokens", field="page_size")
-    if position < 0:
-        raise InvalidFieldError(f"token {position}", field="position")
-
-
-def _int64(values: npt.ArrayLike, field: str) -> PageIds:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
-        raise InvalidFieldError(f"an array {array.shape} of {array.dtype} is no list of integers", field=field)
-    return array.astype(np.int64)

@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients import operations
-from kvferry.clients.connection import (
-    find_runtime_dir,
-    milliseconds,
-)
+from kvferry.clients.arguments import device_names, seconds, whole
+from kvferry.clients.connection import Connection, find_runtime_dir
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.lending import lent_tensors
-from kvferry.clients.operations import Pages
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S
+from kvferry.clients.submissions import DEFAULT_DEADLINE_S
 from kvferry.clients.sync_tiers import SyncTiers
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.client_core import HandOff
@@ -36,7 +33,7 @@ from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.room_messages import Cancelled, Landing, LayerStep, RoomResult, Side
+from kvferry.protocol.room_messages import Cancelled, RoomResult, Side
 from kvferry.protocol.session_messages import ShareFollows, StatusReport, Welcome
 
 if TYPE_CHECKING:
@@ -44,7 +41,12 @@ if TYPE_CHECKING:
 
 
 class Client(SyncTiers):
-    """One session with the daemon of this node. Leaving it gives back everything that the session owns."""
+    """One session with the daemon of this node. Leaving it gives back everything that the session owns.
+
+    One thread at a time: a call that comes while another thread's is under way raises ConcurrentUseError and sends
+    nothing. It may be handed from one thread to another between two calls, and any thread may ``close`` it. A forked
+    child has neither the session nor the pools: every call there is a ForkedError; connect and attach anew.
+    """
 
     welcome: Welcome | None = None
 
@@ -73,11 +75,13 @@ class Client(SyncTiers):
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
         """
+        hello, names = operations.hello(name), device_names(devices)
+        timeout_s = seconds(timeout_s, "timeout_s")
         directory = find_runtime_dir(runtime_dir)
         channel = SessionChannel.open(directory, name) if session else None
-        client = cls(directory, channel, devices)
+        client = cls(Connection(directory, channel, names))
         try:
-            client.welcome = client.call(operations.hello(name), deadline_s=timeout_s, margin_s=0.0)
+            client.welcome = client.call(hello, deadline_s=timeout_s, margin_s=0.0)
         except DeadlineError as cause:
             client.close()
             raise DaemonLostError(f"no daemon answers at {directory} within {timeout_s:g} s") from cause
@@ -131,9 +135,9 @@ class Client(SyncTiers):
         """
         operation = operations.attach_pool(name, layout_digest, self._devices.process_id())
         outgoing, attached = self._round_trip(operation)
-        if self._channel is None:
-            raise ValueError("attaching a pool needs a session")
-        return attached_pool(name, attached, outgoing.message_id, self._channel, self._devices)
+        channel = self._open_channel()
+        with self._use:
+            return attached_pool(name, attached, outgoing.message_id, channel, self._devices)
 
     def lend_pool(
         self,
@@ -179,6 +183,7 @@ class Client(SyncTiers):
             events: how many, on a card; one is used again once its work is done.
             deadline_s: for the daemon's reply; the first use of a card takes it some seconds more.
         """
+        events = whole(events, "events", least=1)
         made: list[RingEvent] = []
 
         def said(message_id: int) -> Sequence[ShareFollows]:
@@ -189,10 +194,10 @@ class Client(SyncTiers):
             return (frame,)
 
         outgoing, opened = self._round_trip(operations.open_events(device), deadline_s=deadline_s, said=said)
-        if self._channel is None:
-            raise ValueError("an event ring needs a session")
-        self._channel.receive()
-        counters, eventfd = self._channel.take_fds(outgoing.message_id)
+        channel = self._open_channel()
+        with self._use:
+            channel.receive()
+            counters, eventfd = channel.take_fds(outgoing.message_id)
         return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
 
     def delete_pool(self, name: str) -> None:
@@ -223,89 +228,13 @@ class Client(SyncTiers):
 
     # -- hand-offs
 
-    def send(
-        self,
-        pool: str,
-        request_id: str,
-        lists: Sequence[Pages],
-        *,
-        first_token: int | None = None,
-        payload: bytes = b"",
-        last: bool = True,
-        destinations: int = 1,
-        steps: Sequence[LayerStep] = (),
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> HandOff:
-        """Offer filled pages to the request's rooms. Returns at once; watch the hand-off with ``poll`` or ``wait_…``.
-
-        The pages may not be written before the hand-off has settled. A prompt may be sent in chunks: ``last`` is false
-        for all but the last one, and they share one hand-off.
-
-        Args:
-            pool: the pool of the pages.
-            request_id: what the receiving side names too.
-            lists: the pages, one list a component; see ``pages``.
-            first_token: the token that prefill sampled, delivered with completion.
-            payload: up to 64 KiB more to deliver with it.
-            last: whether no further chunk follows.
-            destinations: how many rooms take these pages.
-            steps: which layers are ready after which event, in that order; none: the pages are filled.
-            deadline_s: for the whole hand-off.
-        """
-        body = operations.send_body(
-            pool,
-            request_id,
-            lists,
-            last=last,
-            destinations=destinations,
-            first_token=first_token,
-            payload=payload,
-            steps=steps,
-        )
-        hand_off, outgoing = self._core.hand_off(body, [one.ids for one in lists], deadline_ms=milliseconds(deadline_s))
-        self._put(outgoing)
-        return hand_off
-
-    def receive(
-        self,
-        pool: str,
-        request_id: str,
-        lists: Sequence[Pages],
-        *,
-        sources: int = 1,
-        source_daemons: Sequence[str] = (),
-        after: EventPoint | None = None,
-        land: Landing = "pages",
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> HandOff:
-        """Make a room for the request in pages of this session. Returns at once, like ``send``.
-
-        The pages may not be touched before the hand-off has finished, nor used otherwise before it has settled.
-
-        Args:
-            pool: the pool of the pages.
-            request_id: what the sending sides name too.
-            lists: the pages to fill, one list a component; see ``pages``.
-            sources: how many pools send.
-            source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
-                none for this client's own daemon only.
-            after: work that still uses the pages, see ``EventRing.mark``; nothing is written before it is done.
-            land: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
-                ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
-            deadline_s: for the whole hand-off.
-        """
-        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after, land)
-        ids = [one.ids for one in lists] if land == "pages" else []
-        hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=milliseconds(deadline_s))
-        self._put(outgoing)
-        return hand_off
-
     def cancel(self, hand_off: HandOff, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Cancelled:
         """Give up this side; returns when no byte can move any more.
 
         Raises:
             UnknownRoomError: the daemon has no such side, or its end was acknowledged before.
         """
+        self._check_hand_off(hand_off)
         key = hand_off.key
         return self.call(operations.cancel(key.pool, key.request_id, key.side), deadline_s=deadline_s)
 
@@ -326,11 +255,11 @@ class Client(SyncTiers):
         Raises:
             DaemonLostError: the daemon has gone; every hand-off and work of this session has failed.
         """
-        ends_at = time.monotonic() + timeout_s
-        while self._take(0.0 if self._changed else max(0.0, ends_at - time.monotonic())):
-            pass
-        changed, self._changed = list(dict.fromkeys(self._changed)), []
-        return changed
+        ends_at = time.monotonic() + seconds(timeout_s, "timeout_s")
+        with self._use:
+            while self._take(0.0 if self._changed else max(0.0, ends_at - time.monotonic())):
+                pass
+            return self._take_changes()
 
     def wait_finished(self, hand_off: HandOff, timeout_s: float = DEFAULT_DEADLINE_S) -> Finished:
         """Wait until the outcome is known and return it.
@@ -338,6 +267,7 @@ class Client(SyncTiers):
         Raises:
             KvferryError: the hand-off failed or was refused; or DEADLINE, and it is still under way.
         """
+        self._check_hand_off(hand_off)
         self._wait_until(lambda: hand_off.is_finished, timeout_s, "the outcome of the hand-off")
         return hand_off.outcome()
 
@@ -347,4 +277,5 @@ class Client(SyncTiers):
         Raises:
             DeadlineError: it is still under way.
         """
+        self._check_hand_off(hand_off)
         self._wait_until(lambda: hand_off.is_settled, timeout_s, "the end of the hand-off")

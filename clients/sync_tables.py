@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import numpy.typing as npt
+from collections.abc import Sequence
 
 from kvferry.clients import operations
-from kvferry.clients.operations import Cells
-from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S, PendingReply, SyncRequests
-from kvferry.clients.tables import Tables, mapped_tables
-from kvferry.protocol.event_points import EventPoint
-from kvferry.protocol.table_messages import CreateTables, TablesUpdated
+from kvferry.clients.arguments import sequence
+from kvferry.clients.submissions import DEFAULT_DEADLINE_S
+from kvferry.clients.sync_requests import SyncRequests
+from kvferry.clients.tables import Tables, mapped_tables, tables_name
+from kvferry.protocol.table_messages import CreateTables
 
 
 class SyncTables(SyncRequests):
@@ -55,63 +53,20 @@ class SyncTables(SyncRequests):
             max_context_tokens=max_context_tokens,
             draft_tokens=draft_tokens,
             request_row_tokens=request_row_tokens,
-            captured=tuple(captured),
+            captured=sequence(captured, "batch sizes", "captured"),
             window=window,
             device_pid=self._devices.process_id(),
         )
         outgoing, created = self._round_trip(operations.create_tables(body), deadline_s=deadline_s)
-        if self._channel is None:
-            raise ValueError("graph tables need a session")
+        channel = self._open_channel()
         try:
-            return mapped_tables(created, max_batch, outgoing.message_id, self._channel, self._devices)
+            with self._use:
+                return mapped_tables(created, max_batch, outgoing.message_id, channel, self._devices)
         except BaseException:
             self.begin(operations.delete_tables(name))  # nobody here can use them
             raise
 
-    def update_tables(
-        self,
-        tables: Tables,
-        lengths: npt.ArrayLike,
-        *,
-        extra_tokens: int = 0,
-        cells: Cells | None = None,
-        rows: Mapping[int, npt.ArrayLike] | None = None,
-        released: npt.ArrayLike = (),
-        bound: tuple[npt.ArrayLike, npt.ArrayLike] = ((), ()),
-        after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> PendingReply[TablesUpdated]:
-        """Change tables for the next replay: all of it or nothing. Returns at once; then ``wait`` and ``tables.order``.
-
-        Args:
-            tables: which.
-            lengths: ``(batch,)`` tokens of each row; rows from ``batch`` on are no longer in use.
-            extra_tokens: added to every length by this step: the draft tokens, to verify.
-            cells: pages that rows get beside those they have.
-            rows: rows that are another request's now, and all their pages.
-            released: full pages whose window pages go back.
-            bound: full pages that get a window page, and these.
-            after: the end of the replay that still reads the tables, see ``EventRing.mark``.
-            deadline_s: for the daemon's reply.
-
-        Raises:
-            TableOverflowError, TableHoleError, WindowMismatchError, PageOutOfRangeError, InvalidFieldError: by
-                ``wait``; the tables are as they were.
-            TablesBusyError: by ``wait``: the update before has not ended.
-        """
-        operation = operations.update_tables(
-            tables.name,
-            lengths,
-            extra_tokens=extra_tokens,
-            cells=cells,
-            rows=rows,
-            released=released,
-            bound=bound,
-            after=after,
-        )
-        return self.begin(operation, deadline_s=deadline_s)
-
     def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
-        self.call(operations.delete_tables(tables.name))
+        self.call(operations.delete_tables(tables_name(tables)))
         tables.close()

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy.typing as npt
-
 from kvferry.clients import tier_operations as operations
-from kvferry.clients.connection import milliseconds
-from kvferry.clients.operations import Pages
-from kvferry.clients.sync_requests import DEFAULT_DEADLINE_S
+from kvferry.clients.arguments import seconds
+from kvferry.clients.submissions import DEFAULT_DEADLINE_S
 from kvferry.clients.sync_tables import SyncTables
-from kvferry.protocol.cache_messages import CacheChanges, CachedBlockStatus, CacheEvicted, Found, Load, Store
+from kvferry.protocol.cache_messages import CacheChanges, CachedBlockStatus, CacheEvicted, Found
 from kvferry.protocol.client_works import TierWork
-from kvferry.protocol.codec import PageIds
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.tier_messages import (
-    Offload,
-    Restore,
     SnapshotDropped,
     SnapshotStatus,
     TierDone,
@@ -36,59 +29,13 @@ class SyncTiers(SyncTables):
 
     # -- offload and restore
 
-    def offload(
-        self,
-        pool: str,
-        lists: Sequence[Pages],
-        *,
-        release: bool = False,
-        after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> TierWork:
-        """Copy pages to the host tier, as a snapshot, which the work names once it is accepted. Returns at once.
-
-        The pages may not be written, nor freed, before the work is done.
-
-        Args:
-            pool: the pool of the pages.
-            lists: the pages, one list a component; see ``pages``.
-            release: let the daemon free the pages as soon as they are copied; a work that fails leaves them.
-            after: work that still fills the pages, see ``EventRing.mark``; nothing is read before it is done.
-            deadline_s: for the whole work.
-        """
-        body = operations.offload_body(pool, lists, after, release=release)
-        return self._begin_work(body, [one.ids for one in lists], deadline_s)
-
-    def restore(
-        self,
-        pool: str,
-        snapshot: str,
-        lists: Sequence[Pages] | None = None,
-        *,
-        drop: bool = False,
-        after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> TierWork:
-        """Copy a snapshot of this user into pages. Returns at once; all or nothing.
-
-        Args:
-            pool: of the same layout as the snapshot's, the same pool or another one.
-            snapshot: its name.
-            lists: the pages, as many as it has, one list a component. None: the daemon takes pages for this session as
-                soon as enough are free; the work has them as ``pages``.
-            drop: drop the snapshot once it is restored.
-            after: work that still uses the pages; nothing is written before it is done.
-            deadline_s: for the whole work, waiting for pages included.
-        """
-        body = operations.restore_body(pool, snapshot, lists, after, drop=drop)
-        return self._begin_work(body, [one.ids for one in lists or ()], deadline_s)
-
     def wait_done(self, work: TierWork, timeout_s: float = DEFAULT_DEADLINE_S) -> TierDone:
         """Wait until a work is done and return its event.
 
         Raises:
             KvferryError: it failed or was refused; or DEADLINE, and it is still under way.
         """
+        self._check_work(work)
         self._wait_until(lambda: work.is_done, timeout_s, "the end of the work")
         return work.outcome()
 
@@ -98,6 +45,7 @@ class SyncTiers(SyncTables):
         Raises:
             KvferryError: it was refused; or DEADLINE, and there is no answer yet.
         """
+        self._check_work(work)
         self._wait_until(lambda: work.number is not None or work.is_done, timeout_s, "the daemon's answer")
         if work.refused is not None:
             raise work.refused
@@ -153,48 +101,6 @@ class SyncTiers(SyncTables):
         operation = operations.lookup(pool, hashes, space, block_pages, lease, pin=pin)
         return self.call(operation, deadline_s=deadline_s)
 
-    def load(
-        self,
-        pool: str,
-        lease: int,
-        ids: npt.ArrayLike,
-        *,
-        first_block: int = 0,
-        unpin: bool = False,
-        after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> TierWork:
-        """Copy blocks of a lease into pages, ``block_pages`` each, from block ``first_block`` on. Returns at once.
-
-        ``unpin`` ends the lease with the work, however that ends.
-
-        A block that is gone or damaged is a CacheMissError; ``work.done.loaded`` leading blocks are there all the same.
-        """
-        body, array = operations.load_body(pool, lease, ids, first_block, after, unpin=unpin)
-        return self._begin_work(body, [array], deadline_s)
-
-    def store(
-        self,
-        pool: str,
-        hashes: Sequence[bytes],
-        ids: npt.ArrayLike,
-        *,
-        parent: bytes | None = None,
-        space: str = MAIN,
-        block_pages: int = 1,
-        after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> TierWork:
-        """Put pages into the cache, ``block_pages`` a hash: those that are not there yet. Returns at once.
-
-        The pages may not be written before the work is done. ``parent`` is the hash before the first one: only new
-        blocks have to be named.
-        """
-        body, array = operations.store_body(
-            pool, hashes, ids, parent=parent, space=space, block_pages=block_pages, after=after
-        )
-        return self._begin_work(body, [array], deadline_s)
-
     def unpin(self, lease: int) -> int:
         """End a lease; return how many blocks it had.
 
@@ -217,6 +123,7 @@ class SyncTiers(SyncTables):
         Nothing within ``timeout_s`` is an answer without a change. Whoever joins late takes ``cache_cursor``, lists the
         blocks, and goes on from that cursor.
         """
+        seconds(timeout_s, "timeout_s")
         return self.call(operations.cache_events(cursor, limit), deadline_s=timeout_s)
 
     def cache_cursor(self) -> int:
@@ -230,10 +137,3 @@ class SyncTiers(SyncTables):
     def evict_cached(self, hashes: Sequence[bytes] | None = None) -> CacheEvicted:
         """Drop blocks from every tier, by default all; pinned ones stay. For operators."""
         return self.call(operations.cache_evict(hashes))
-
-    def _begin_work(
-        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float
-    ) -> TierWork:
-        work, outgoing = self._core.work(body, ids, deadline_ms=milliseconds(deadline_s))
-        self._put(outgoing)
-        return work

@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.attention.host_lengths import HostLengths, HostLengthsReader
+from kvferry.clients.arguments import wrong_kind
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.elements import import_torch
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.session_messages import ShareFollows
 from kvferry.protocol.table_messages import TablesCreated
@@ -105,7 +106,15 @@ class Tables:
         return self._region.view()[start : start + 4 * math.prod(shape)].view(np.int32).reshape(shape)
 
     def host_lengths(self) -> HostLengths:
-        """Return the lengths of the last update, as Python lists."""
+        """Return the lengths of the last update, as Python lists.
+
+        Raises:
+            ClientClosedError: the tables are closed.
+            ForkedError: a forked child has no tables.
+        """
+        self._host.check_process()
+        if self._host.fd < 0:
+            raise ClientClosedError(f"{self!r} was closed")
         return self._lengths.read()
 
     def graph_inputs(self, *, draft_step: int | None = None, operators: int = 1) -> list[dict[str, Any]]:
@@ -143,6 +152,18 @@ class Tables:
             return self._region.tensor[start:end].view(backend.int32)
         on_host: torch.Tensor = backend.from_numpy(self._region.view()[start:end]).view(backend.int32)
         return on_host
+
+
+def tables_name(tables: Tables) -> str:
+    """Return the name of tables that somebody gives as an argument.
+
+    Raises:
+        InvalidFieldError: they are none.
+        ClientClosedError: they were deleted or closed.
+    """
+    if not isinstance(tables, Tables):
+        raise wrong_kind(tables, "Tables, as create_tables returns them", "tables")
+    return tables.name
 
 
 def mapped_tables(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy.typing as npt
 
-from kvferry.clients.operations import Operation, Pages, pages, reply_body
+from kvferry.clients.arguments import checked, page_ids, sequence, wrong_kind
+from kvferry.clients.operations import IDS, Operation, Pages, page_lists, reply_body
 from kvferry.protocol.cache_messages import (
     HASH_BYTES,
     CacheChanges,
@@ -25,6 +26,7 @@ from kvferry.protocol.cache_messages import (
     Unpinned,
 )
 from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.tier_messages import (
     CancelWork,
@@ -42,25 +44,34 @@ def joined(hashes: Sequence[bytes]) -> bytes:
     """Return block hashes as they travel.
 
     Raises:
-        ValueError: one has not 16 bytes.
+        InvalidFieldError: they are no list of 16 bytes each.
     """
-    wrong = next((number for number, one in enumerate(hashes) if len(one) != HASH_BYTES), None)
-    if wrong is not None:
-        raise ValueError(f"hash {wrong} has {len(hashes[wrong])} bytes, not {HASH_BYTES}")
-    return b"".join(hashes)
+    every = sequence(hashes, "hashes", "hashes")
+    for number, one in enumerate(every):
+        if not isinstance(one, bytes):
+            raise wrong_kind(one, f"hash of {HASH_BYTES} bytes", f"hashes[{number}]")
+        if len(one) != HASH_BYTES:
+            raise InvalidFieldError(f"{len(one)} bytes are no hash of {HASH_BYTES}", field=f"hashes[{number}]")
+    return b"".join(every)
 
 
-def offload_body(pool: str, lists: Sequence[Pages], after: EventPoint | None, *, release: bool) -> Offload:
-    """Return an OFFLOAD's body."""
-    return Offload(pool=pool, lists=tuple(one.head for one in lists), release=release, after=after)
+def offload_body(
+    pool: str, lists: Sequence[Pages], after: EventPoint | None, *, release: bool
+) -> tuple[Offload, list[PageIds]]:
+    """Return an OFFLOAD's body and its page ids."""
+    every = page_lists(lists)
+    body = Offload(pool=pool, lists=tuple(one.head for one in every), release=release, after=after)
+    return checked(body), [one.ids for one in every]
 
 
 def restore_body(
     pool: str, snapshot: str, lists: Sequence[Pages] | None, after: EventPoint | None, *, drop: bool
-) -> Restore:
-    """Return a RESTORE's body; without lists the daemon takes the pages."""
-    heads = tuple(one.head for one in lists or ())
-    return Restore(snapshot=snapshot, pool=pool, lists=heads, allocate=lists is None, drop=drop, after=after)
+) -> tuple[Restore, list[PageIds]]:
+    """Return a RESTORE's body and its page ids; without lists the daemon takes the pages."""
+    every = () if lists is None else page_lists(lists)
+    heads = tuple(one.head for one in every)
+    body = Restore(snapshot=snapshot, pool=pool, lists=heads, allocate=lists is None, drop=drop, after=after)
+    return checked(body), [one.ids for one in every]
 
 
 def store_body(
@@ -74,26 +85,26 @@ def store_body(
     after: EventPoint | None,
 ) -> tuple[Store, PageIds]:
     """Return a STORE's body and its page ids."""
-    array = pages(ids).ids
+    array = page_ids(ids, "ids")
     body = Store(
         pool=pool,
         hashes=joined(hashes),
         pages=len(array),
-        parent=parent or b"",
+        parent=b"" if parent is None else parent,
         space=space,
         block_pages=block_pages,
         after=after,
     )
-    return body, array
+    return checked(body, IDS), array
 
 
 def load_body(
     pool: str, lease: int, ids: npt.ArrayLike, first_block: int, after: EventPoint | None, *, unpin: bool
 ) -> tuple[Load, PageIds]:
     """Return a LOAD's body and its page ids."""
-    array = pages(ids).ids
+    array = page_ids(ids, "ids")
     body = Load(lease=lease, pool=pool, pages=len(array), first_block=first_block, after=after, unpin=unpin)
-    return body, array
+    return checked(body, IDS), array
 
 
 def lookup(
@@ -101,17 +112,17 @@ def lookup(
 ) -> Operation[Found]:
     """Ask for the longest cached prefix."""
     body = Lookup(pool=pool, hashes=joined(hashes), space=space, block_pages=block_pages, lease=lease, pin=pin)
-    return Operation(body, (), reply_body(Found))
+    return Operation(checked(body), (), reply_body(Found))
 
 
 def unpin(lease: int) -> Operation[Unpinned]:
     """End a lease."""
-    return Operation(Unpin(lease=lease), (), reply_body(Unpinned))
+    return Operation(checked(Unpin(lease=lease)), (), reply_body(Unpinned))
 
 
 def drop_snapshot(snapshot: str) -> Operation[SnapshotDropped]:
     """Give a snapshot up."""
-    return Operation(DropSnapshot(snapshot=snapshot), (), reply_body(SnapshotDropped))
+    return Operation(checked(DropSnapshot(snapshot=snapshot)), (), reply_body(SnapshotDropped))
 
 
 def snapshots() -> Operation[SnapshotReport]:
@@ -126,20 +137,20 @@ def cancel_work(number: int) -> Operation[WorkCancelled]:
 
 def cache_list(position: int, limit: int) -> Operation[CacheListed]:
     """Ask for a page of the list of cached blocks."""
-    return Operation(CacheList(position=position, limit=limit), (), reply_body(CacheListed))
+    return Operation(checked(CacheList(position=position, limit=limit)), (), reply_body(CacheListed))
 
 
 def cache_pin(hashes: Sequence[bytes], *, pinned: bool) -> Operation[CachePinned]:
     """Pin blocks by hand, or unpin them."""
-    return Operation(CachePin(hashes=joined(hashes), pinned=pinned), (), reply_body(CachePinned))
+    return Operation(checked(CachePin(hashes=joined(hashes), pinned=pinned)), (), reply_body(CachePinned))
 
 
 def cache_evict(hashes: Sequence[bytes] | None) -> Operation[CacheEvicted]:
     """Drop blocks from every tier; None for all."""
-    body = CacheEvict(hashes=joined(hashes or ()), everything=hashes is None)
-    return Operation(body, (), reply_body(CacheEvicted))
+    body = CacheEvict(hashes=joined(() if hashes is None else hashes), everything=hashes is None)
+    return Operation(checked(body), (), reply_body(CacheEvicted))
 
 
 def cache_events(cursor: int, limit: int) -> Operation[CacheChanges]:
     """Ask for the changes after a cursor."""
-    return Operation(CacheEvents(cursor=cursor, limit=limit), (), reply_body(CacheChanges))
+    return Operation(checked(CacheEvents(cursor=cursor, limit=limit)), (), reply_body(CacheChanges))

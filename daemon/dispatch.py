@@ -67,12 +67,16 @@ SendFrames = Callable[[bytes, Frames], bool]
 
 
 class Dispatcher:
-    """Knows which handler has which type; the handlers know nothing of envelopes."""
+    """Knows which handler has which type; the handlers know nothing of envelopes.
+
+    Attributes:
+        sessions: those that live.
+    """
 
     def __init__(self, boot_id: BootId, limits: Limits, sessions: SessionRegistry, counters: Counters) -> None:
         self._boot_id = boot_id
         self._limits = limits
-        self._sessions = sessions
+        self.sessions = sessions
         self._counters = counters
         self._open_handlers: dict[type[Body], OpenHandler] = {}
         self._handlers: dict[type[Body], Handler] = {}
@@ -169,7 +173,7 @@ class Dispatcher:
     def _session_of(self, request: Request) -> Session | None:
         if not request.secret:
             return None
-        session = self._sessions.by_secret(request.secret)
+        session = self.sessions.by_secret(request.secret)
         if session is None:
             raise NoSessionError("no live session has this secret", field="secret")
         return session
@@ -208,7 +212,11 @@ class Dispatcher:
     def _deadline_s(self, request: Request) -> float:
         deadline_ms = request.deadline_ms or self._limits.default_deadline_ms
         if deadline_ms > self._limits.max_deadline_ms:
-            raise InvalidFieldError(f"at most {self._limits.max_deadline_ms} ms", field="deadline_ms")
+            raise InvalidFieldError(
+                f"a deadline of {deadline_ms / 1000:g} s; at most {self._limits.max_deadline_ms / 1000:g} s, as "
+                "limits.max_deadline_ms has it",
+                field="deadline_ms",
+            )
         return deadline_ms / 1000
 
     def _refusal(self, request: Request, error: Exception) -> ErrorReply | Busy:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvferry.pools.manifest import bytes_per_page, spaces_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import PoolExistsError
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
+
+_COMPARED: Final = (
+    "pages", "dtype", "page_tokens", "heads", "head_start", "total_heads", "shape", "page_bytes", "format"
+)  # fmt: skip
 
 
 def status_of(pool: Pool) -> PoolStatus:
@@ -36,20 +42,43 @@ def status_of(pool: Pool) -> PoolStatus:
     )
 
 
-def check_same(existing: Manifest, wanted: Manifest, name: str, device: str, wanted_device: str) -> None:
-    """Check that a pool is the one that is asked for.
+def check_same(
+    existing: Manifest, wanted: Manifest, name: str, device: str, wanted_device: str, held: str = ""
+) -> None:
+    """Check that a pool is the one that is asked for; ``held`` says who has its pages.
 
     Raises:
         PoolExistsError: it has another layout or size, or is on another device.
     """
     if device != wanted_device:
-        raise PoolExistsError(f"pool {name!r} exists on {device}, asked for on {wanted_device}", field="device")
+        raise PoolExistsError(
+            f"pool {name!r} exists on {device}, asked for on {wanted_device}{held and f'; {held}'}", field="device"
+        )
     if (existing.layout_digest, spaces_of(existing)) != (wanted.layout_digest, spaces_of(wanted)):
         raise PoolExistsError(
             f"pool {name!r} exists with {_pages_text(existing)} pages of layout {existing.layout_digest}; "
-            f"asked for {_pages_text(wanted)} of {wanted.layout_digest}",
+            f"asked for {_pages_text(wanted)} of {wanted.layout_digest}: {difference(existing, wanted)}"
+            f"{held and f'; {held}'}",
             field="spec",
         )
+
+
+def difference(existing: Manifest, wanted: Manifest) -> str:
+    """Return in words the first thing in which two manifests differ."""
+    theirs, ours = ({(e.component, e.role, e.layer): e for e in one.entries} for one in (existing, wanted))
+    for missing, where in (
+        (theirs.keys() - ours.keys(), "only in the pool"),
+        (ours.keys() - theirs.keys(), "not in it"),
+    ):
+        if missing:
+            component, role, layer = min(missing)
+            return f"{component}/{role}/{layer} is {where}"
+    for key, entry in theirs.items():
+        for field in _COMPARED:
+            has, asked = getattr(entry, field), getattr(ours[key], field)
+            if has != asked:
+                return f"{field} of {entry.name} is {has}, asked for {asked}"
+    return "the order of the bytes differs"
 
 
 def _pages_text(manifest: Manifest) -> str:

@@ -14,6 +14,7 @@ import structlog
 
 from kvferry.daemon.devices import Devices, LentPart
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler, expect
+from kvferry.daemon.holders import holders_text, in_words, pool_full, session_text
 from kvferry.daemon.lost_pools import LostPools
 from kvferry.daemon.pool_reports import check_same, status_of
 from kvferry.daemon.session_socket import SessionSocket
@@ -29,6 +30,7 @@ from kvferry.protocol.errors import (
     LayoutMismatchError,
     OutOfMemoryError,
     PoolExistsError,
+    PoolFullError,
     PoolInUseError,
     PoolLostError,
     UnknownPoolError,
@@ -138,7 +140,10 @@ class PoolService:
             why = self._lost_pools.why(tenant, name)
             if why is not None:
                 raise PoolLostError(f"pool {name!r} of user {tenant} {why}", field="pool")
-            raise UnknownPoolError(f"no pool {name!r} of user {tenant}", field="pool")
+            others = in_words(repr(one.name) for one in self if one.tenant == tenant)
+            raise UnknownPoolError(
+                f"no pool {name!r} of user {tenant}, who has {others or 'no pool at all'}", field="pool"
+            )
         return pool
 
     def session_lost(self, session_id: int) -> None:
@@ -178,11 +183,14 @@ class PoolService:
         creation = self._creations.get(key)
         existing = self._pools.get(key)
         if (creation is not None and creation.lent_by) or (existing is not None and existing.lent_by):
-            raise PoolExistsError(f"pool {body.pool!r} is lent by an engine, which has its memory", field="pool")
+            lender = (existing and existing.lent_by) or (creation and creation.lent_by) or 0
+            holder = session_text(self._dispatcher.sessions, lender, call.session.session_id)
+            raise PoolExistsError(f"pool {body.pool!r} is lent by {holder}: it ends with that session", field="pool")
         if creation is not None or existing is not None:
             known = existing.manifest if existing else creation.manifest if creation else manifest
             device = existing.region.device if existing else creation.device if creation else body.device
-            check_same(known, manifest, body.pool, device, body.device)
+            held = self._holders(existing, call)
+            check_same(known, manifest, body.pool, device, body.device, held)
             if creation is None:
                 return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
             creation.waiting.append(call)
@@ -212,7 +220,8 @@ class PoolService:
                 field="arrays",
             )
         if key in self._creations or key in self._pools:
-            raise PoolExistsError(f"pool {body.pool!r} exists", field="pool")
+            held = self._holders(self._pools.get(key), call)
+            raise PoolExistsError(f"pool {body.pool!r} exists{held and f'; {held}'}", field="pool")
         manifest = manifest_of(body.spec)
         lent = _lent_parts(manifest, body.arrays, shares)
         self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id)
@@ -324,10 +333,13 @@ class PoolService:
         body = expect(call, DeletePool)
         pool = self.get(call.session.tenant, body.pool)
         if pool.lent_by not in {None, call.session.session_id}:
-            raise PoolInUseError(f"pool {body.pool!r} is lent by session {pool.lent_by}", field="pool")
+            lender = session_text(self._dispatcher.sessions, pool.lent_by or 0, call.session.session_id)
+            raise PoolInUseError(f"pool {body.pool!r} is lent by {lender}", field="pool")
         if not pool.idle:
             used = sum(one.capacity - one.free_count for one in pool.allocators.values())
-            raise PoolInUseError(f"{used} pages of pool {body.pool!r} are owned or in flight", field="pool")
+            raise PoolInUseError(
+                f"{used} pages of pool {body.pool!r} are owned or in flight: {self._holders(pool, call)}", field="pool"
+            )
         del self._pools[pool.tenant, pool.name]
         for told in self.on_deleted:
             told(pool)
@@ -339,7 +351,11 @@ class PoolService:
     def _allocate(self, call: Call) -> Answer:
         body = expect(call, Allocate)
         pool = self.get(call.session.tenant, body.pool)
-        ids = pool.space(body.space).allocate(call.session.session_id, body.count)
+        asking = call.session.session_id
+        try:
+            ids = pool.space(body.space).allocate(asking, body.count)
+        except PoolFullError as error:
+            raise pool_full(error, self._dispatcher.sessions, pool, body.space, asking) from None
         return Answer(Allocated(pages=len(ids)), (ids,))
 
     def _free(self, call: Call) -> Answer | None:
@@ -353,6 +369,12 @@ class PoolService:
             raise InvalidFieldError(f"pool {body.pool!r} is lent: its engine numbers its pages itself", field="pool")
         freed = pool.space(body.space).free(call.session.session_id, call.ids[0])
         return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
+
+    def _holders(self, pool: Pool | None, call: Call) -> str:
+        """Return who holds pages of a pool, in words; empty where nobody does."""
+        if pool is None:
+            return ""
+        return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.session_id)
 
     def _check_budget(self, manifest: Manifest) -> None:
         made = [(pool.region.device, pool.manifest) for pool in self]

@@ -129,7 +129,9 @@ class PageAllocator:
         check_range(ids, self._pages, field)
         foreign = np.flatnonzero(self._owner[ids] != owner)
         if len(foreign):
-            raise NotOwnerError(f"page {ids[foreign[0]]} at position {foreign[0]} is not the session's", field=field)
+            page = int(ids[foreign[0]])
+            whose = "another session's" if self._owner[page] != NOBODY else "nobody's: not allocated, or freed before"
+            raise NotOwnerError(f"page {page} at position {foreign[0]} is {whose}", field=field)
 
     def begin_read(self, owner: int, ids: PageIds, field: str) -> None:
         """Count one more reader on pages of ``owner``; a page named twice has two.

@@ -40,10 +40,12 @@ class HandOff:
         finished: the FINISHED event, or None.
         settled: the SETTLED event, or None.
         refused: why one of its messages was refused, or None.
+        conversation: what its client, and no other, has as its own ``token``.
     """
 
-    def __init__(self, key: HandOffKey) -> None:
+    def __init__(self, key: HandOffKey, conversation: object = None) -> None:
         self.key = key
+        self.conversation = conversation
         self.accepted: Accepted | None = None
         self.finished: Finished | None = None
         self.settled: Settled | None = None
@@ -127,10 +129,16 @@ _KINDS: dict[type[Body], WorkKind] = {Offload: "offload", Restore: "restore", St
 
 
 class ClientCore:
-    """One conversation with one incarnation of a daemon."""
+    """One conversation with one incarnation of a daemon.
+
+    Attributes:
+        boot_id: which incarnation; empty until it has said so.
+        token: what its hand-offs and works have as their ``conversation``.
+    """
 
     def __init__(self, boot_id: BootId = NO_BOOT, secret: bytes = b"") -> None:
         self.boot_id = boot_id
+        self.token: object = object()
         self._secret = secret
         self._ids = itertools.count(1)
         self._pending: dict[int, HandOff | TierWork | None] = {}
@@ -167,9 +175,9 @@ class ClientCore:
         key = HandOffKey("send" if isinstance(body, Send) else "receive", body.request_id, body.pool)
         hand_off = self._hand_offs.get(key)
         if hand_off is None:
-            hand_off = self._hand_offs[key] = HandOff(key)
+            hand_off = self._hand_offs[key] = HandOff(key, self.token)
         elif hand_off.finished is not None:
-            hand_off = HandOff(key)  # takes the place of the one before once it is accepted
+            hand_off = HandOff(key, self.token)  # takes the place of the one before once it is accepted
         hand_off.refused = None
         outgoing = self.request(body, ids, deadline_ms=deadline_ms)
         self._pending[outgoing.message_id] = hand_off
@@ -179,7 +187,7 @@ class ClientCore:
         self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], *, deadline_ms: int = 0
     ) -> tuple[TierWork, Outgoing]:
         """Return a new work of the tiers, and the frames of its request."""
-        work = TierWork(_KINDS[type(body)], body.snapshot if isinstance(body, Restore) else "")
+        work = TierWork(_KINDS[type(body)], body.snapshot if isinstance(body, Restore) else "", self.token)
         outgoing = self.request(body, ids, deadline_ms=deadline_ms)
         self._pending[outgoing.message_id] = work
         return work, outgoing

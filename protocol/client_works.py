@@ -19,10 +19,12 @@ class TierWork:
         done: the TIER_DONE event, or None.
         pages: the pages that a RESTORE without lists took, by component, once it is done: each ``(n,)`` int64.
         refused: why the request was refused, or None.
+        conversation: what its client, and no other, has as its own ``token``.
     """
 
-    def __init__(self, kind: WorkKind, snapshot: str = "") -> None:
+    def __init__(self, kind: WorkKind, snapshot: str = "", conversation: object = None) -> None:
         self.kind = kind
+        self.conversation = conversation
         self.number: int | None = None
         self.snapshot = snapshot
         self.done: TierDone | None = None

@@ -47,6 +47,10 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- UnknownLeaseError         UNKNOWN_LEASE        no lease of that number in this session
     |   +-- UnknownWorkError          UNKNOWN_WORK         no work of that number in this session
     |   +-- TierOffError              TIER_OFF             the daemon has no such tier
+    |   +-- ClientClosedError         CLIENT_CLOSED        the client was closed
+    |   +-- ConcurrentUseError        CONCURRENT_USE       a client is used by two threads at a time
+    |   +-- ForkedError               FORKED               a client, or what it mapped, in a forked process
+    |   +-- MisuseError               MISUSE               a call that makes no sense where it stands
     +-- PeerError               the other side of a hand-off
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
     |   +-- PeerCancelledError        PEER_CANCELLED       it cancelled
@@ -71,6 +75,7 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
 
 from __future__ import annotations
 
+from kvferry.protocol.client_errors import ClientClosedError, ConcurrentUseError, ForkedError, MisuseError
 from kvferry.protocol.device_errors import (
     DeviceLostError,
     DeviceUnavailableError,
@@ -118,6 +123,8 @@ __all__ = [
     "CacheMissError",
     "CallerError",
     "CancelledError",
+    "ClientClosedError",
+    "ConcurrentUseError",
     "ConfigError",
     "DaemonError",
     "DaemonLostError",
@@ -129,6 +136,7 @@ __all__ = [
     "EmptyPagesError",
     "EmptyStateError",
     "FirstTokenTwiceError",
+    "ForkedError",
     "GeometryMismatchError",
     "HeadsIndivisibleError",
     "IncompleteError",
@@ -138,6 +146,7 @@ __all__ = [
     "LayoutMismatchError",
     "LengthMismatchError",
     "MalformedError",
+    "MisuseError",
     "NoSessionError",
     "NotOwnerError",
     "OutOfMemoryError",
@@ -242,14 +251,14 @@ class UnknownPoolError(CallerError):
     """No pool of that name for this tenant."""
 
     code = "UNKNOWN_POOL"
-    remedy = "create it first; STATUS lists the pools"
+    remedy = "create it first, or name one that is there: kvferry status lists the pools"
 
 
 class PoolExistsError(CallerError):
     """The name is taken by a pool of another layout or size."""
 
     code = "POOL_EXISTS"
-    remedy = "take another name, the same spec, or delete the old pool"
+    remedy = "take another name, the same spec, or delete_pool first; kvferry status shows the pools and their sessions"
 
 
 class PoolInUseError(CallerError):
@@ -257,7 +266,7 @@ class PoolInUseError(CallerError):
 
     code = "POOL_IN_USE"
     retryable = True
-    remedy = "free the pages, or end the sessions that own them, and try again"
+    remedy = "free the pages, or end the sessions that own them, and try again; kvferry status shows them"
 
 
 class LayoutMismatchError(CallerError):
@@ -322,7 +331,7 @@ class PoolFullError(BusyError):
     """Fewer free pages than asked for."""
 
     code = "POOL_FULL"
-    remedy = "free pages, ask for fewer, or wait"
+    remedy = "free pages, ask for fewer, or wait; kvferry status shows which sessions hold them"
 
 
 class PageBusyError(BusyError):

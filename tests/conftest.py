@@ -30,6 +30,10 @@ hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if IN_CI else "dev")
 
+UVLOOP: Final = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
+DEBUG_LOOP: Final = pytest.param(("asyncio", {"use_uvloop": False, "debug": True}), id="asyncio-debug")
+
+LONG: Final = ("tests/demo/test_command", "tests/benchmarks/test_benchmarks", "tests/demo/test_hosts_", "tests/hosts/")
 CARD_FOLDERS: Final = tuple(Path(__file__).with_name(name) for name in ("npu", "cann_simulator"))
 simulated_host = pytest.StashKey[SimulatedHost | None]()
 
@@ -58,7 +62,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests that are for the device."""
+    """Keep the tests that are for the device; those of long files come first, since processes share files out."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     on_host = DEVICE.name == HOST
     left_out = [item for item in items if (_is_for_cards_only(item) if on_host else not _is_for_cards(item))]
     if left_out:
@@ -103,14 +108,16 @@ def _tidy_device(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not races, races
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
-        pytest.param(("asyncio", {"use_uvloop": False, "debug": True}), id="asyncio-debug"),
-    ]
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests marked ``anyio`` on asyncio's loop in debug mode, and those marked ``both_loops`` on uvloop, too."""
+    if "anyio_backend" in metafunc.fixturenames:
+        both = metafunc.definition.get_closest_marker("both_loops") is not None
+        metafunc.parametrize("anyio_backend", [UVLOOP, DEBUG_LOOP] if both else [DEBUG_LOOP], indirect=True)
+
+
+@pytest.fixture
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    """Run each test marked ``anyio`` twice: on uvloop, and on asyncio's loop in debug mode."""
+    """Return the event loop of a test marked ``anyio``."""
     backend: tuple[str, dict[str, Any]] = request.param
     return backend
 

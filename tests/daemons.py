@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +13,11 @@ from typing import Final, NamedTuple
 
 import pytest
 
+from tests.started import Started, started
+
 START_S = 30.0
 END_S = 30.0
-COMMAND: Final = (sys.executable, "-P", "-m", "kvferry.daemon")
+COMMAND: Final = ("-m", "kvferry.daemon")
 """What ``kvferry daemon`` becomes: it saves the time to import the command line."""
 
 
@@ -25,7 +25,7 @@ class DaemonProcess(NamedTuple):
     """A daemon that serves."""
 
     runtime_dir: Path
-    process: subprocess.Popen[bytes]
+    process: Started
     log: Path
 
     def end(self) -> int:
@@ -45,7 +45,7 @@ def running_daemon(
     config: str = "",
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
-    command: Sequence[str] = COMMAND,
+    python: Path | None = None,
 ) -> Iterator[DaemonProcess]:
     """Run a daemon with this TOML configuration; on leaving it must end with status 0, unless it was killed.
 
@@ -54,15 +54,15 @@ def running_daemon(
         config: the configuration file's text.
         environment: added to this process's.
         prefix: a command that runs the daemon's, in another network namespace say.
-        command: the daemon's, where another environment's is meant.
+        python: another environment's interpreter.
     """
     log = tmp_path / "daemon.log"
     file = tmp_path / "daemon.toml"
     file.write_text(config)
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         runtime_dir = Path(folder) / "run"
-        whole = [*prefix, *command, "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
-        process = start_and_wait_until_ready(whole, Path(folder) / "notify", log, environment or {})
+        command = [*COMMAND, "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
+        process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {}, prefix, python)
         daemon = DaemonProcess(runtime_dir, process, log)
         try:
             yield daemon
@@ -72,14 +72,19 @@ def running_daemon(
 
 
 def start_and_wait_until_ready(
-    command: Sequence[str], notify: Path, log: Path, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+    command: Sequence[str],
+    notify: Path,
+    log: Path,
+    environment: Mapping[str, str],
+    prefix: Sequence[str] = (),
+    python: Path | None = None,
+) -> Started:
     """Start a daemon and return once it says READY, as a service manager would wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, log.open("wb") as output:
         notifications.bind(os.fspath(notify))
         notifications.settimeout(START_S)
-        variables = {**os.environ, **environment, "NOTIFY_SOCKET": os.fspath(notify)}
-        process = subprocess.Popen(command, env=variables, stderr=output)
+        more = {**environment, "NOTIFY_SOCKET": os.fspath(notify)}
+        process = started(command, environment=more, prefix=prefix, python=python, stderr=output.fileno(), pipes=False)
         try:
             said = notifications.recv(4096)
         except TimeoutError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,19 +33,27 @@ class RawEngine(NamedTuple):
     control: zmq.Socket[bytes]
     core: ClientCore
 
-    def call(self, operation: Operation[T], said: Callable[[int], Sequence[ShareFollows]] | None = None) -> T:
+    def call(
+        self,
+        operation: Operation[T],
+        said: Callable[[int], Sequence[ShareFollows]] | None = None,
+        deadline_ms: int = REPLY_MS,
+    ) -> T:
         """Send a request and return its reply; ``said`` goes over the session socket before, given its number."""
-        return self.numbered(operation, said)[1]
+        return self.numbered(operation, said, deadline_ms)[1]
 
     def numbered(
-        self, operation: Operation[T], said: Callable[[int], Sequence[ShareFollows]] | None = None
+        self,
+        operation: Operation[T],
+        said: Callable[[int], Sequence[ShareFollows]] | None = None,
+        deadline_ms: int = REPLY_MS,
     ) -> tuple[int, T]:
         """As ``call``; return the request's number, too."""
-        outgoing = self.core.request(operation.body, operation.ids, deadline_ms=REPLY_MS)
+        outgoing = self.core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
         if said is not None:
             self.channel.say(said(outgoing.message_id))
         self.control.send_multipart(outgoing.frames)
-        while self.control.poll(REPLY_MS):
+        while self.control.poll(deadline_ms):
             news = self.core.feed(self.control.recv_multipart())
             if isinstance(news, ReplyArrived) and news.message_id == outgoing.message_id:
                 if news.error is not None:
@@ -52,12 +61,23 @@ class RawEngine(NamedTuple):
                 return outgoing.message_id, operation.read(news)
         raise TimeoutError(operation)
 
-    def ask(self, body: RequestBody, *ids: npt.ArrayLike, lent: ShareFollows | None = None) -> ReplyArrived:
+    def ask(
+        self,
+        body: RequestBody,
+        *ids: npt.ArrayLike,
+        lent: ShareFollows | None = None,
+        deadline_ms: int = REPLY_MS,
+    ) -> ReplyArrived:
         """Send a body with its id arrays, after what it lends, and return the reply as it is."""
         operation = Operation(body, tuple(np.asarray(one, np.int64) for one in ids), lambda reply: reply)
         if lent is None:
-            return self.call(operation)
-        return self.call(operation, lambda message_id: [msgspec.structs.replace(lent, message_id=message_id)])
+            return self.call(operation, deadline_ms=deadline_ms)
+        frames = functools.partial(_numbered, lent)
+        return self.call(operation, frames, deadline_ms)
+
+
+def _numbered(lent: ShareFollows, message_id: int) -> Sequence[ShareFollows]:
+    return [msgspec.structs.replace(lent, message_id=message_id)]
 
 
 @contextmanager

@@ -48,8 +48,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def hand_off(python: Path, tmp_path: Path, *options: str) -> dict[str, str]:
     """Run a daemon, a prefill and a decode engine of one environment; return the versions that they ran by."""
-    command = (os.fspath(python.with_name("kvferry")), "daemon")
-    with running_daemon(tmp_path, environment={"PYTHONPATH": ""}, command=command) as daemon:
+    with running_daemon(tmp_path, environment={"PYTHONPATH": ""}, python=python) as daemon:
+        run(python.with_name("kvferry"), "ping", "--runtime-dir", daemon.runtime_dir, cwd=tmp_path)
         request_id = uuid.uuid4().hex
         sides = [
             subprocess.Popen(

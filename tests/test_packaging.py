@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Callable
@@ -90,7 +91,7 @@ def test_package_list_equals_the_folders() -> None:
 
 def test_every_top_level_folder_with_code_is_a_layer() -> None:
     with_code = {path.parent.name for path in ROOT.glob("[a-z]*/*.py")}
-    assert with_code - {"benchmarks", "tests"} == set(LAYERS)
+    assert with_code - {"benchmarks", "examples", "tests"} == set(LAYERS)
     assert not (ROOT / "__init__.py").exists(), "kvferry is a namespace package"
 
 
@@ -127,7 +128,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel as an index would: from a source distribution."""
     folder = tmp_path_factory.mktemp("dist")
-    return build_wheel(build_sdist(checkout, folder), folder)
+    archive = build_sdist(checkout, folder)
+    with tarfile.open(archive) as packed:
+        assert any(name.endswith("/examples/scheduler.py") for name in packed.getnames())
+    return build_wheel(archive, folder)
 
 
 @pytest.fixture(scope="module")

@@ -59,17 +59,22 @@ def converted_model(progress: Callable[[str], None]) -> Path:
     Raises:
         DemoError: the package has no GGUF file, or the cache cannot be written.
     """
-    versions = "-".join(metadata.version(name) for name in (PACKAGE, "transformers"))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
-    folder = cache / f"smollm2-135m-fp32-{versions}"
+    folder = cache_folder()
     if not (folder / "config.json").is_file():
         progress("converting the model once (half a minute) ...")
         try:
-            cache.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
             _convert(_gguf_file(), folder)
         except OSError as cause:
-            raise DemoError(f"cannot convert the model into {cache}: {cause}") from cause
+            raise DemoError(f"cannot convert the model into {folder.parent}: {cause}") from cause
     return folder
+
+
+def cache_folder() -> Path:
+    """Return where the converted model is, or will be: in the user's cache, by the versions that made it."""
+    versions = "-".join(metadata.version(name) for name in (PACKAGE, "transformers"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
+    return cache / f"smollm2-135m-fp32-{versions}"
 
 
 def token_bytes(folder: Path) -> int:

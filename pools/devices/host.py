@@ -1,7 +1,7 @@
 """Host regions: one sealed memfd each, mapped here and handed to engines by file descriptor.
 
 The seals forbid every later change of size, so that no holder of the descriptor can make another's access fault.
-Regions stay out of core files: they hold what users wrote. Knows nothing of pools.
+Regions stay out of core files, since they hold what users wrote, and out of forked children. Knows nothing of pools.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import numpy.typing as npt
 
 from kvferry.pools.copies import CopyBlocks
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
+from kvferry.pools.devices.forks import keep_from_children
 from kvferry.pools.gather import gather, scatter
 from kvferry.pools.plan import PlanSide
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, zero_padding
 from kvferry.pools.tiers.host_copies import offload_step, restore_step
-from kvferry.protocol.errors import InvalidFieldError, KvferryError, OutOfMemoryError
+from kvferry.protocol.errors import ClientClosedError, ForkedError, InvalidFieldError, KvferryError, OutOfMemoryError
 from kvferry.protocol.ids import HOST
 
 POPULATE_CHUNK_BYTES: Final = 64 << 20
@@ -40,6 +41,7 @@ class HostRegion:
     """Zeroed host memory of a fixed size, shared by file descriptor.
 
     Valid until ``close``; views made before keep the memory mapped. Not for several threads at once, but views are.
+    A forked child does not have it: whoever touches a view there ends by SIGSEGV.
     """
 
     device = HOST
@@ -59,7 +61,9 @@ class HostRegion:
             os.close(fd)
             self._fd = -1
             raise
+        self._pid = os.getpid()
         self._map.madvise(mmap.MADV_DONTDUMP)
+        keep_from_children(self._map)
 
     def __repr__(self) -> str:
         """Show size and state."""
@@ -124,10 +128,19 @@ class HostRegion:
     @property
     def buffer(self) -> mmap.mmap:
         """Return the mapping, as a writable buffer of ``size_bytes`` bytes."""
+        self.check_process()
         return self._map
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """Return the region as ``(size_bytes,)`` uint8, without a copy, writable where the region is."""
+        """Return the region as ``(size_bytes,)`` uint8, without a copy, writable where the region is.
+
+        Raises:
+            ForkedError: it was mapped by the process that this one was forked from.
+            ClientClosedError: it is closed.
+        """
+        self.check_process()
+        if self._map.closed:
+            raise ClientClosedError(f"{self!r} is no longer mapped")
         return np.frombuffer(self._map, np.uint8)
 
     def gather(self, side: PlanSide, first: int, stop: int, out_address: int, copy: CopyBlocks) -> None:
@@ -176,6 +189,20 @@ class HostRegion:
             self._fd = -1
             with contextlib.suppress(BufferError):  # a mapping with views goes when the last of them does
                 self._map.close()
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether this process has the mapping, and is not a child that was forked since."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Check that this process has the mapping, and is not a child that was forked since.
+
+        Raises:
+            ForkedError: it is.
+        """
+        if not self.is_ours:
+            raise ForkedError(f"process {self._pid} mapped this memory, not its child {os.getpid()}")
 
 
 def _is_sealed(fd: int) -> bool:

@@ -186,16 +186,14 @@ def test_no_environment_for_npus_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         BENCHMARKS["device_overlap"](Effort(quick=True))
 
 
-def test_a_trace_is_asked_for_by_its_name_alone_in_vain() -> None:
-    done = run_benchmarks(TRACE)
-    assert done.returncode == 2
-    assert "'trace' needs --trace FILE" in done.stderr
-
-
-def test_an_unknown_name_is_refused() -> None:
-    done = run_benchmarks("no_such_thing")
-    assert done.returncode == 2
-    assert "no benchmark 'no_such_thing'" in done.stderr
+@pytest.mark.parametrize(
+    ("name", "said"), [(TRACE, "'trace' needs --trace FILE"), ("no_such_thing", "no benchmark 'no_such_thing'")]
+)
+def test_wrong_names_are_refused(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main([name])
+    assert refused.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def row_of(ours: float, peer: float, *, target: Target | None, better: Unit) -> Row:

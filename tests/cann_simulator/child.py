@@ -1,7 +1,7 @@
 """A process on the simulator that does what a test says, line by line.
 
-torch_npu takes seconds to import, so a test module starts one child and uses it for all its tests; what may end the
-process gets a child of its own. Every answer has a time limit: a failed operator can block torch_npu for ever.
+A test module starts one child and uses it for all its tests; what may end the process gets a child of its own. Every
+answer has a time limit: a failed operator can block torch_npu for ever.
 """
 
 from __future__ import annotations
@@ -17,27 +17,13 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from tests.cann_simulator.simulator import NPU_PYTHON, Simulator
+from tests.forked import Forked
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 ANSWER_TIMEOUT_S: Final = 60.0
 START_TIMEOUT_S: Final = 240.0  # importing torch_npu, on a busy machine
 
-# Runs each request, a JSON string of Python code, in one namespace, and answers with the value of `result`.
-_LOOP: Final = """
-import json, os, sys, traceback
-answers = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)
-space = {}
-for line in sys.stdin:
-    space["result"] = None
-    try:
-        exec(compile(json.loads(line), "<test>", "exec"), space)
-        answer = {"result": space["result"]}
-    except Exception as error:
-        answer = {"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc()}
-    print(json.dumps(answer), file=answers)
-os._exit(0)
-"""
+LOOP: Final = Path(__file__).with_name("child_loop.py")
 
 _PREPARE: Final = """
 import ctypes
@@ -63,9 +49,17 @@ class Child:
     def __init__(self, simulator: Simulator, *, device: int = 0, **environment: str) -> None:
         everything = {**os.environ, **simulator.environment(), **environment}
         everything.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-        command = [str(NPU_PYTHON), "-c", _LOOP]
-        self.process: Final = subprocess.Popen(
-            command, env=everything, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        self.process: Final[subprocess.Popen[str] | Forked] = (
+            Forked([os.fspath(LOOP)], everything, pipes=True)
+            if not environment
+            else subprocess.Popen(  # libraries read it when they are loaded
+                [NPU_PYTHON, LOOP],
+                env=everything,
+                cwd=REPOSITORY,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         )
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader: Final = threading.Thread(target=self._read, daemon=True)

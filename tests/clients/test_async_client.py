@@ -16,6 +16,7 @@ from kvferry.clients import AsyncClient, AttachedPool, KvferryError, MhaSpec, ne
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
+    ClientClosedError,
     DaemonLostError,
     DeadlineError,
     PageBusyError,
@@ -28,7 +29,7 @@ from kvferry.protocol.errors import (
 from tests.daemons import DaemonProcess, running_daemon
 from tests.devices import DEVICE
 
-pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops, pytest.mark.any_device]
 SOON_S = 10.0
 
 
@@ -111,13 +112,15 @@ async def test_a_hand_off_in_either_order(daemon: DaemonProcess, name: str, spec
             await decode.client.ping()
             sending = prefill.client.send(prefill.pool.name, request_id, [pages(prefill.ids)], first_token=4)
         finished, sent = await asyncio.gather(
-            decode.client.finished(receiving, SOON_S), prefill.client.finished(sending, SOON_S)
+            decode.client.wait_finished(receiving, SOON_S), prefill.client.wait_finished(sending, SOON_S)
         )
         assert (finished.first_token, sent.first_token) == (4, None)
         for role in ("k", "v"):
             got = decode.pool.tensor("main", role)[:, decode.ids[::-1].copy()]
             assert torch.equal(got, prefill.pool.tensor("main", role)[:, prefill.ids])
-        await asyncio.gather(decode.client.settled(receiving, SOON_S), prefill.client.settled(sending, SOON_S))
+        await asyncio.gather(
+            decode.client.wait_settled(receiving, SOON_S), prefill.client.wait_settled(sending, SOON_S)
+        )
 
 
 async def test_many_hand_offs_at_once(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
@@ -134,8 +137,8 @@ async def test_many_hand_offs_at_once(daemon: DaemonProcess, name: str, spec: Mh
             sending = prefill.client.send(
                 prefill.pool.name, request_id, [pages(prefill.ids[:1])], first_token=number, payload=b"%d" % number
             )
-            finished = await decode.client.finished(receiving, SOON_S)
-            await prefill.client.settled(sending, SOON_S)
+            finished = await decode.client.wait_finished(receiving, SOON_S)
+            await prefill.client.wait_settled(sending, SOON_S)
             assert finished.payload == b"%d" % number
             return finished.first_token
 
@@ -159,8 +162,8 @@ async def test_chunks(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
             )
             for page in range(3)
         ]
-        assert (await decode.client.finished(receiving, SOON_S)).pages == 3
-        assert (await prefill.client.finished(sending, SOON_S)).pages == 3
+        assert (await decode.client.wait_finished(receiving, SOON_S)).pages == 3
+        assert (await prefill.client.wait_finished(sending, SOON_S)).pages == 3
 
 
 async def test_cancel_and_result(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
@@ -173,15 +176,15 @@ async def test_cancel_and_result(daemon: DaemonProcess, name: str, spec: MhaSpec
         receiving = decode.client.receive(decode.pool.name, request_id, [pages(decode.ids)])
         busy = decode.client.receive(decode.pool.name, new_request_id(), [pages(decode.ids)])
         with pytest.raises(PageBusyError):
-            await decode.client.finished(busy, SOON_S)
+            await decode.client.wait_finished(busy, SOON_S)
         sending = prefill.client.send(prefill.pool.name, request_id, [pages(prefill.ids[:1])], last=False)
         assert (await prefill.client.result(prefill.pool.name, request_id, "send")).state == "open"
         assert not (await decode.client.cancel(receiving)).was_finished
         with pytest.raises(CancelledError):
-            await decode.client.finished(receiving, SOON_S)
+            await decode.client.wait_finished(receiving, SOON_S)
         with pytest.raises(PeerCancelledError):
-            await prefill.client.finished(sending, SOON_S)
-        await prefill.client.settled(sending, SOON_S)
+            await prefill.client.wait_finished(sending, SOON_S)
+        await prefill.client.wait_settled(sending, SOON_S)
         with pytest.raises(UnknownRoomError):
             await prefill.client.result(prefill.pool.name, new_request_id(), "send")
 
@@ -191,12 +194,12 @@ async def test_waiting_has_a_deadline(daemon: DaemonProcess, name: str, spec: Mh
     async with decode.client as client:
         receiving = client.receive(name, new_request_id(), [pages(decode.ids)])
         with pytest.raises(DeadlineError, match="did not come within"):
-            await client.finished(receiving, 0.01)
+            await client.wait_finished(receiving, 0.01)
         with pytest.raises(DeadlineError, match="did not come within"):
-            await client.settled(receiving, 0.01)
+            await client.wait_settled(receiving, 0.01)
         hopeless = client.receive(name, new_request_id(), [pages(await client.allocate(name, 1))], deadline_s=0.01)
         with pytest.raises(DeadlineError, match="no SEND yet"):
-            await client.finished(hopeless, SOON_S)
+            await client.wait_finished(hopeless, SOON_S)
 
 
 async def test_a_cancelled_call_leaves_nothing_behind(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
@@ -228,8 +231,8 @@ async def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path,
                 client.free("decode", [1]),
                 client.cancel(room),
                 client.result("decode", room.key.request_id, "receive"),
-                client.finished(room),
-                client.settled(room),
+                client.wait_finished(room),
+                client.wait_settled(room),
             ]
             waiting = [asyncio.ensure_future(one) for one in waits]
             await asyncio.sleep(0)  # all have been sent
@@ -247,9 +250,9 @@ async def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path,
 async def test_closing_ends_every_wait(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
     decode = await engine(daemon, name, spec, filled=False)
     room = decode.client.receive(name, new_request_id(), [pages(decode.ids)])
-    waiting = asyncio.ensure_future(decode.client.finished(room))
+    waiting = asyncio.ensure_future(decode.client.wait_finished(room))
     await decode.client.ping()
     decode.client.close()
     decode.client.close()
-    with pytest.raises(DaemonLostError, match="closed"):
+    with pytest.raises(ClientClosedError, match="while this call waited"):
         await waiting

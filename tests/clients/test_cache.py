@@ -147,7 +147,7 @@ def test_what_makes_no_sense_is_refused(client: Client, pool: Filled, name: str)
         client.lookup(pool.name, [b"0" * 16, b"0" * 16])
     with pytest.raises(InvalidFieldError, match="no whole number"):
         client.lookup(pool.name, [])
-    with pytest.raises(ValueError, match="hash 1 has 3 bytes"):
+    with pytest.raises(InvalidFieldError, match="3 bytes are no hash of 16"):
         client.lookup(pool.name, [b"0" * 16, b"abc"])
     with pytest.raises(LengthMismatchError, match="the lease has 3 blocks"):
         client.wait_done(client.load(pool.name, found.lease, ids))

@@ -11,7 +11,7 @@ import pytest
 from kvferry.clients import Client, HandOff, MhaSpec, Pages, new_request_id, operations, pages
 from kvferry.clients.events import COUNTER_BYTES, EventRing
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import InvalidFieldError, PeerLostError
+from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, PeerLostError
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import EVENT_RING_SLOTS
@@ -88,7 +88,7 @@ def test_events_are_used_again_with_a_higher_value(memory: Memory) -> None:
         first = [ring.step(0, 1) for _ in range(EVENT_RING_SLOTS)]
         again = ring.step(0, 1)
         assert (again.event, again.value) == (first[0].event, first[0].value + 1)
-        with pytest.raises(ValueError, match="stands at 0, the step's is 2"):
+        with pytest.raises(InvalidFieldError, match="stands at 0, the step's is 2"):
             ring.record(again)
         assert memory.wake_ups() == 0
         ring.record(first[0])
@@ -100,7 +100,7 @@ def test_recording_twice_is_refused(memory: Memory) -> None:
     with memory.ring() as ring:
         step = ring.step(0, 1)
         ring.record(step)
-        with pytest.raises(ValueError, match="stands at 1"):
+        with pytest.raises(InvalidFieldError, match="stands at 1"):
             ring.record(step)
         assert memory.counters[step.event] == 1
 
@@ -119,7 +119,7 @@ def test_a_closed_ring_records_nothing(memory: Memory) -> None:
     step = ring.step(0, 1)
     ring.close()
     ring.close()
-    with pytest.raises(ValueError, match="the ring is closed"):
+    with pytest.raises(ClientClosedError, match="the event ring was closed"):
         ring.record(step)
     assert memory.counters[step.event] == 0
     assert memory.wake_ups() == 0

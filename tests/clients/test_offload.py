@@ -303,6 +303,7 @@ def test_a_landing_that_fails_leaves_nothing(client: Client, pool: Filled) -> No
 
 @pytest.mark.host_only
 @pytest.mark.anyio
+@pytest.mark.both_loops
 async def test_the_asynchronous_client_does_the_same(daemon: DaemonProcess, name: str) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir, name="async") as client:
         pool = await client.create_pool(name, SPEC)

@@ -31,6 +31,7 @@ from tests.daemon.victims import PAGES, SENT, SPEC, VALUE
 from tests.daemons import DaemonProcess, running_daemon, start_and_wait_until_ready
 from tests.devices import DEVICE
 from tests.region_bytes import read_region
+from tests.started import Started, started
 
 pytestmark = pytest.mark.any_device
 
@@ -40,29 +41,45 @@ VICTIMS = Path(__file__).with_name("victims.py")
 KVFERRY = (sys.executable, "-P", "-m", "kvferry.clients.cli.main")
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """Run a daemon for one test."""
-    with running_daemon(tmp_path) as one:
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Run a daemon for all tests that leave it alive."""
+    with running_daemon(tmp_path_factory.mktemp("daemon")) as one:
         yield one
 
 
 @pytest.fixture
 def client(daemon: DaemonProcess) -> Iterator[Client]:
     """Return the client that survives."""
-    with Client.connect(daemon.runtime_dir, name="survivor") as one:
-        for name in ("send", "receive"):
-            one.create_pool(name, SPEC, device=DEVICE.name)
+    with surviving(daemon) as one:
+        yield one
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """Run a daemon for one test, which ends it."""
+    with running_daemon(tmp_path) as one:
         yield one
 
 
 @contextlib.contextmanager
-def victim(daemon: DaemonProcess, side: str, request_id: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+def surviving(daemon: DaemonProcess) -> Iterator[Client]:
+    """Connect a client, once all pages that tests before have left are free again."""
+    with Client.connect(daemon.runtime_dir, name="survivor") as one:
+        for name in ("send", "receive"):
+            one.create_pool(name, SPEC, device=DEVICE.name)
+        wait_until_gone(one, 1)
+        assert all(has_free(one, name, ALL) for name in ("send", "receive"))
+        yield one
+
+
+@contextlib.contextmanager
+def victim(daemon: DaemonProcess, side: str, request_id: str, *flags: str) -> Iterator[Started]:
     """Run an engine up to where it waits to be killed; its children go too."""
-    command = [sys.executable, str(VICTIMS), DEVICE.name, side, str(daemon.runtime_dir), request_id, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+    program = [str(VICTIMS), DEVICE.name, side, str(daemon.runtime_dir), request_id, *flags]
+    with started(program, new_session=True) as process:
         assert process.stdout is not None
-        assert any(line.strip() == str(process.pid).encode() for line in process.stdout), "torch_npu may say more"
+        assert any(line.strip() == str(process.pid) for line in process.stdout), "torch_npu may say more"
         try:
             yield process
         finally:
@@ -97,7 +114,7 @@ def test_prefill_dies_before_its_last_send(daemon: DaemonProcess, client: Client
         assert has_free(client, "send", ALL - PAGES)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError):
-            client.wait_finished(room, timeout_s=1.0)
+            client.wait_finished(room, timeout_s=SOON_S)
         client.wait_settled(room)
         assert has_free(client, "send", ALL)
 
@@ -126,7 +143,7 @@ def test_decode_dies(daemon: DaemonProcess, client: Client, flags: tuple[str, ..
         sent = client.send("send", request_id, [pages(ids[:1])], last=False)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError):
-            client.wait_finished(sent, timeout_s=5.0)
+            client.wait_finished(sent, timeout_s=SOON_S)
         client.wait_settled(sent)
         assert client.free("send", ids).deferred == 0
         wait_until_gone(client, 1)
@@ -155,36 +172,38 @@ def test_a_full_pool_says_how_much_is_free(client: Client) -> None:
 
 
 @pytest.mark.host_only
-def test_sigterm_fails_what_waits_and_ends_with_0(daemon: DaemonProcess, client: Client) -> None:
-    room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
-    while room.accepted is None:
-        client.poll(1.0)
-    daemon.process.terminate()
-    with pytest.raises(ShuttingDownError):
-        client.wait_finished(room)
-    assert daemon.process.wait(30) == 0
-    with pytest.raises(DaemonLostError):
-        client.ping()
+def test_sigterm_fails_what_waits_and_ends_with_0(mortal: DaemonProcess) -> None:
+    with surviving(mortal) as client:
+        room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
+        while room.accepted is None:
+            client.poll(1.0)
+        mortal.process.terminate()
+        with pytest.raises(ShuttingDownError):
+            client.wait_finished(room)
+        assert mortal.process.wait(30) == 0
+        with pytest.raises(DaemonLostError):
+            client.ping()
 
 
-def test_kill_9_of_the_daemon_ends_every_wait(daemon: DaemonProcess, client: Client) -> None:
-    room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
-    killer = threading.Timer(0.0, daemon.kill)
-    killer.start()
-    with pytest.raises(DaemonLostError):
-        client.wait_finished(room)
-    killer.join()
+def test_kill_9_of_the_daemon_ends_every_wait(mortal: DaemonProcess) -> None:
+    with surviving(mortal) as client:
+        room = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
+        killer = threading.Timer(0.0, mortal.kill)
+        killer.start()
+        with pytest.raises(DaemonLostError):
+            client.wait_finished(room)
+        killer.join()
 
 
 @pytest.mark.host_only
-def test_sockets_left_behind_do_not_matter(tmp_path: Path, daemon: DaemonProcess) -> None:
-    daemon.kill()
-    assert (daemon.runtime_dir / "control.sock").exists()
+def test_sockets_left_behind_do_not_matter(tmp_path: Path, mortal: DaemonProcess) -> None:
+    mortal.kill()
+    assert (mortal.runtime_dir / "control.sock").exists()
     with pytest.raises(DaemonLostError):
-        Client.connect(daemon.runtime_dir)
-    command = [*KVFERRY, "daemon", "--runtime-dir", str(daemon.runtime_dir)]
-    process = start_and_wait_until_ready(command, daemon.runtime_dir.parent / "notify", tmp_path / "second.log", {})
-    with Client.connect(daemon.runtime_dir) as client:
+        Client.connect(mortal.runtime_dir)
+    command = ["-m", "kvferry.clients.cli.main", "daemon", "--runtime-dir", str(mortal.runtime_dir)]
+    process = start_and_wait_until_ready(command, mortal.runtime_dir.parent / "notify", tmp_path / "second.log", {})
+    with Client.connect(mortal.runtime_dir) as client:
         client.ping()
     process.terminate()
     assert process.wait(30) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -35,10 +34,10 @@ SHARE = TorchShare(
 )
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """Run a daemon for one test."""
-    with running_daemon(tmp_path) as one:
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Run a daemon for all tests."""
+    with running_daemon(tmp_path_factory.mktemp("daemon")) as one:
         yield one
 
 

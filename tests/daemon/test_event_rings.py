@@ -26,7 +26,7 @@ from kvferry.protocol.limits import EVENT_RING_SLOTS, Limits
 from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEvents, Ping
 from tests.daemon.transports.landing_world import ManualExecutor
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 WAIT_S = 10.0
 SIZE_BYTES = EVENT_RING_SLOTS * 8
 

@@ -74,13 +74,13 @@ async def test_a_copy_that_cannot_begin_fails_alone_and_gives_its_pages_back(
     await client.ping()
     sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))], destinations=2)
     with pytest.raises(InternalError, match="a bug of the transport"):
-        await client.finished(one)
-    assert (await client.finished(other)).pages == 2
+        await client.wait_finished(one)
+    assert (await client.wait_finished(other)).pages == 2
     for hand_off in (one, other):
-        await client.settled(hand_off)
+        await client.wait_settled(hand_off)
     with pytest.raises(InternalError):
-        await client.finished(sending)
-    await client.settled(sending)
+        await client.wait_finished(sending)
+    await client.wait_settled(sending)
     assert len(asked) == 2
     status = await client.status()
     assert status.counters["rooms.effects_failed"] == 1
@@ -104,11 +104,11 @@ async def test_a_late_word_of_a_transport_that_raised_changes_nothing(
         sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
         if fails:
             with pytest.raises(InternalError, match="after it began"):
-                await client.finished(receiving)
+                await client.wait_finished(receiving)
         else:
-            await client.finished(receiving)
-        await client.settled(receiving)
-        await client.settled(sending)
+            await client.wait_finished(receiving)
+        await client.wait_settled(receiving)
+        await client.wait_settled(sending)
     assert (await client.status()).counters["rooms.pieces_over"] == 1
 
 
@@ -133,8 +133,8 @@ async def test_deadlines_come_although_a_peer_cannot_be_told(
         deadline_s=0.2,
     )
     with pytest.raises(DeadlineError):
-        await client.finished(receiving)
-    await client.settled(receiving)
+        await client.wait_finished(receiving)
+    await client.wait_settled(receiving)
     assert len(asked) > 1
 
 
@@ -148,7 +148,7 @@ async def test_a_source_daemon_that_cannot_be_called_refuses_the_receive(client:
             source_daemons=["ipc:///nowhere/peer.sock", address],
         )
         with pytest.raises(InvalidFieldError) as refused:
-            await client.finished(receiving)
+            await client.wait_finished(receiving)
         assert refused.value.field == "source_daemons[1]"
     status = await client.status()
     assert status.rooms == ()
@@ -165,6 +165,6 @@ async def test_a_source_daemon_for_which_there_is_no_link_refuses_the_receive(
     ids = await client.allocate("pool", 2)
     receiving = client.receive("pool", new_request_id(), [pages(ids)], source_daemons=["ipc:///nowhere/peer.sock"])
     with pytest.raises(InvalidFieldError) as refused:
-        await client.finished(receiving)
+        await client.wait_finished(receiving)
     assert refused.value.field == "source_daemons[0]"
     assert (await client.status()).rooms == ()

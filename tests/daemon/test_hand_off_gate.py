@@ -123,7 +123,7 @@ async def test_the_scheduler_knows_a_piece_from_before_its_copy_until_after_it(h
             assert under_way(made) == 0, "a room that waits for its source holds nothing up"
             sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
             for one in (receiving, sending):
-                await client.settled(one)
+                await client.wait_settled(one)
             assert heard == ["began", "copy", "ended"]
             assert under_way(made) == 0
             heard.clear()
@@ -138,7 +138,7 @@ async def test_each_of_several_pieces_counts(heard: list[str], made: Made) -> No
         await client.ping()
         sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))], destinations=2)
         for one in (*rooms, sending):
-            await client.settled(one)
+            await client.wait_settled(one)
         assert (heard.count("began"), heard.count("copy"), heard.count("ended")) == (2, 2, 2)
         assert under_way(made) == 0
 
@@ -160,9 +160,9 @@ async def test_a_piece_whose_transport_raises_does_not_count_for_ever(
         receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
         sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
         with pytest.raises(InternalError, match="a bug of the transport"):
-            await client.finished(receiving)
+            await client.wait_finished(receiving)
         for one in (receiving, sending):
-            await client.settled(one)
+            await client.wait_settled(one)
         while begins and "rooms.pieces_over" not in (await client.status()).counters:
             await client.ping()
         assert [one for one in heard if one != "copy"] == ["began", "ended"]

@@ -23,7 +23,7 @@ from kvferry.daemon.loop import Daemon, daemon_version
 from kvferry.daemon.testing.recording_service_manager import RecordingServiceManager
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 CONFIG = Config(
     transfers=TransfersConfig(threads=1),
@@ -82,8 +82,8 @@ async def test_a_hand_off_from_beginning_to_end() -> None:
         request_id = new_request_id()
         receiving = client.receive("pool", request_id, [pages(received)])
         sending = client.send("pool", request_id, [pages(sent)], first_token=1)
-        assert (await client.finished(receiving)).first_token == 1
-        await client.settled(sending)
+        assert (await client.wait_finished(receiving)).first_token == 1
+        await client.wait_settled(sending)
         assert torch.equal(k[:, received], k[:, sent])
         await client.free("pool", sent)
         await client.free("pool", received)
@@ -100,8 +100,8 @@ async def test_the_end_fails_what_waits_and_then_closes_the_sessions() -> None:
         await client.ping()
         stopping.set()
         with pytest.raises(ShuttingDownError):
-            await client.finished(receiving)
-        await client.settled(receiving)
+            await client.wait_finished(receiving)
+        await client.wait_settled(receiving)
         with pytest.raises(DaemonLostError):  # noqa: PT012  some pings are answered before the end
             while True:
                 await client.ping()

@@ -28,7 +28,7 @@ from kvferry.protocol.limits import Limits
 from kvferry.protocol.peer_codec import encode_peer
 from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, PeerHello, PieceOver, RoomClosed, RoomName
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 PATIENCE_S = 20.0
 HEARTBEAT = Heartbeat(50, 400)
 PATIENT = Heartbeat(10_000, 30_000)

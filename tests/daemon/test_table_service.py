@@ -492,28 +492,30 @@ def test_tables_outlive_their_session_where_they_are_mapped(daemon: DaemonProces
 
 
 @pytest.mark.anyio
+@pytest.mark.both_loops
 async def test_the_asynchronous_client_does_the_same(daemon: DaemonProcess, pool: str, device: str) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir, name="async") as client:
         tables = await client.create_tables("decode", pool, max_batch=BATCH, max_context_tokens=32, captured=(2, 6))
         ring = await client.open_events(device)
-        updated = await client.update_tables(tables, [5, 4], rows={0: [11, 12], 1: [21]}, after=ring.mark())
+        sent = client.update_tables(tables, [5, 4], rows={0: [11, 12], 1: [21]}, after=ring.mark())
+        updated = await client.wait(sent)
         assert updated == TablesUpdated(sequence=1, replayed_rows=2)
         tables.order()
         replayed = ring.point()
         waiting = asyncio.ensure_future(
-            client.update_tables(tables, [9, 4, 1], cells=Cells([0, 2], [2, 0], [13, 31]), after=replayed)
+            client.wait(client.update_tables(tables, [9, 4, 1], cells=Cells([0, 2], [2, 0], [13, 31]), after=replayed))
         )
         while not [one for one in (await client.status()).tables if one.waiting]:
             pass
         with pytest.raises(TablesBusyError):
-            await client.update_tables(tables, [])
+            await client.wait(client.update_tables(tables, []))
         assert await asyncio.to_thread(contents, tables) == expected([[11, 12], [21]], [5, 4])
         ring.record(replayed)
         assert await waiting == TablesUpdated(sequence=2, replayed_rows=6)
         tables.order()
         assert await asyncio.to_thread(contents, tables) == expected([[11, 12, 13], [21], [31]], [9, 4, 1])
         with pytest.raises(TableOverflowError, match="row 0"):
-            await client.update_tables(tables, [33])
+            await client.wait(client.update_tables(tables, [33]))
         await client.delete_tables(tables)
         with pytest.raises(UnknownTablesError):
-            await client.update_tables(tables, [])
+            await client.wait(client.update_tables(tables, []))

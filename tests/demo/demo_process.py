@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Final
 
@@ -18,10 +18,10 @@ END_S: Final = 30.0
 
 
 @contextlib.contextmanager
-def demo(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """Run ``kvferry demo``; on leaving it and all that it started must have ended."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen([COMMAND, "demo", *arguments], stdout=subprocess.PIPE, text=True, env=environment)
+def demo(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Run ``kvferry demo``; on leaving it and all that it started must have ended. ``environment`` is added to ours."""
+    variables = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([COMMAND, "demo", *arguments], stdout=subprocess.PIPE, text=True, env=variables)
     with process:
         try:
             yield process

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -24,15 +24,6 @@ from tests.kvferry_command import run_kvferry
 
 NEW_TOKENS: Final = 3
 PAGE_BYTES: Final = 30 * 2 * 128 * 3 * 64 * 4  # K and V of 30 layers, 128 tokens of 3 heads of 64 floats
-
-
-@pytest.fixture(scope="session")
-def _installed(require: Callable[[object, str], None]) -> None:
-    """Make sure that the demo's packages are there."""
-    try:
-        model.check_installed()
-    except DemoError as error:
-        require(None, str(error))
 
 
 @pytest.mark.usefixtures("_installed")
@@ -84,9 +75,8 @@ def check_status(status: dict[str, object], moved_bytes: object) -> None:
     assert counters["transfers.moved_bytes"] == moved_bytes
 
 
-@pytest.mark.usefixtures("_installed")
-def test_a_killed_prefill_engine_ends_the_run_with_a_reason() -> None:
-    with demo("--max-new-tokens", "2") as process:
+def test_a_killed_prefill_engine_ends_the_run_with_a_reason(small_model: dict[str, str]) -> None:
+    with demo("--max-new-tokens", "2", environment=small_model) as process:
         lines = lines_until(process.stdout, "   2 prefilled")
         (pid,) = (int(found[1]) for line in lines if (found := re.search(r"prefill engine \(pid (\d+)\)", line)))
         started = psutil.Process(process.pid).children(recursive=True)

@@ -178,6 +178,7 @@ def test_decode_says_that_prefill_has_gone(runtime_dir: Path, tiny_model: torch.
     prompt = prompt_of(PREFIX)
     with pair_of(runtime_dir, tiny_model, 40, 40) as pair:
         pair.decode.add(prompt)
+        pair.clients[1].ping()  # its RECEIVE is there
         ids = pair.clients[0].allocate("prefill", 1)
         pair.clients[0].send("prefill", prompt.request_id, [pages(ids, tokens=PAGE_SIZE)], last=False)
         pair.clients[0].ping()

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +21,7 @@ from tests.daemons import running_daemon
 from tests.devices import DEVICE
 from tests.npu import prefill_engine
 from tests.npu.tiny_model import CONTEXT, PAGE_SIZE, VOCABULARY, DecodeGraph, Model, model, reference, spec
+from tests.started import Started, started
 
 SEED = 11
 POOL = "decode"
@@ -116,10 +115,9 @@ class DecodeEngine:
 
 
 @contextlib.contextmanager
-def prefill_process(runtime_dir: Path, device: str) -> Iterator[subprocess.Popen[str]]:
+def prefill_process(runtime_dir: Path, device: str) -> Iterator[Started]:
     """Run a prefill engine; it ends when its input does."""
-    command = [sys.executable, "-m", prefill_engine.__name__, os.fspath(runtime_dir), device, str(SEED)]
-    with subprocess.Popen(command, cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with started(["-m", prefill_engine.__name__, os.fspath(runtime_dir), device, str(SEED)]) as process:
         try:
             assert _line(process) == "ready"
             yield process
@@ -130,7 +128,7 @@ def prefill_process(runtime_dir: Path, device: str) -> Iterator[subprocess.Popen
             process.kill()
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def _line(process: Started) -> str:
     assert process.stdout is not None
     for line in process.stdout:
         if not line.startswith("Warning:"):  # torch_npu's, without CANN's own environment
@@ -168,7 +166,7 @@ def test_tokens_are_those_of_a_plain_model(tmp_path: Path, device: str, requests
         _assert_as_plain(on_host, row)
 
 
-def _received(client: Client, prefill: subprocess.Popen[str], request: Request) -> Row:
+def _received(client: Client, prefill: Started, request: Request) -> Row:
     """Return a request whose prompt is in this engine's pages, which are not in order nor prefill's."""
     ids = client.allocate(POOL, -(-len(request.prompt) // PAGE_SIZE))[::-1].copy()
     request_id = new_request_id()

@@ -99,6 +99,7 @@ def test_a_code_of_a_newer_daemon_keeps_what_it_says() -> None:
 
 def test_the_text_has_everything_a_log_needs() -> None:
     assert str(errors.PoolFullError("8 pages asked for, 3 of 16 free", field="count")) == (
-        "POOL_FULL [count]: 8 pages asked for, 3 of 16 free (free pages, ask for fewer, or wait)"
+        "POOL_FULL [count]: 8 pages asked for, 3 of 16 free (free pages, ask for fewer, or wait; kvferry status shows "
+        "which sessions hold them)"
     )
     assert str(CancelledError("cancelled")) == "CANCELLED: cancelled"

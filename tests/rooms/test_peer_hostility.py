@@ -9,7 +9,6 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,8 +23,6 @@ from tests.devices import DEVICE
 from tests.protocol.bodies import ids_for, structs_of
 from tests.rooms.peer_world import Node, PeerWorld
 from tests.rooms.room_world import REQUEST
-
-pytestmark = pytest.mark.any_device
 
 BODIES: Final = tuple(kind for kind in get_args(PeerBody) if kind is not PeerHello)
 NEAR: Final = st.integers(0, 3)

@@ -11,7 +11,6 @@ from collections import defaultdict
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -24,8 +23,6 @@ from kvferry.protocol.room_messages import LayerStep
 from tests.devices import DEVICE
 from tests.rooms.peer_world import Node, PeerWorld
 from tests.rooms.room_world import layers
-
-pytestmark = pytest.mark.any_device
 
 NAMES: Final = ("a", "b", "c")
 REQUESTS: Final = ("a" * 32, "b" * 32, "c" * 32)

@@ -11,8 +11,6 @@ from kvferry.protocol.events import Settled
 from kvferry.protocol.room_messages import RoomResult
 from tests.rooms.room_world import REQUEST, RoomWorld
 
-pytestmark = pytest.mark.any_device
-
 
 @pytest.fixture
 def world() -> RoomWorld:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from typing import Any, Final
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -22,8 +21,6 @@ from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailed
 from kvferry.protocol.events import Finished
 from tests.devices import DEVICE
 from tests.rooms.room_world import RoomWorld, layers
-
-pytestmark = pytest.mark.any_device
 
 PROMPT_PAGES: Final = 3
 PAGES: Final = 14

@@ -1,0 +1,237 @@
+"""What callers give, checked before anything is sent: each mistake names the argument and says what to give instead.
+
+Bodies are checked as a whole by the protocol's own types, so that what the daemon would refuse is refused here, where
+the mistake was made. Numbers of numpy's and torch's are taken for what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.complaints import invalid_field
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.manifests import PoolSpec
+
+MAX_SECONDS: Final = 1e6
+"""Of any deadline or time-out: eleven days."""
+
+_MAX_INT64: Final = (1 << 63) - 1
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+def wrong_kind(value: object, wanted: str, field: str) -> InvalidFieldError:
+    """Return the error for an argument of a wrong kind, with a hint where the mistake is a common one."""
+    hint = _hint(value)
+    return InvalidFieldError(f"{shown(value)} is no {wanted}{hint and f': {hint}'}", field=field)
+
+
+def seconds(value: float, field: str) -> float:
+    """Return a time span.
+
+    Raises:
+        InvalidFieldError: it is no number of seconds from 0 on.
+    """
+    if type(value) is not float:
+        try:
+            if isinstance(value, bool | str | bytes):
+                raise TypeError  # noqa: TRY301  as float() does for the rest
+            value = float(value)
+        except (TypeError, ValueError):
+            raise wrong_kind(value, "number of seconds", field) from None
+    if not 0.0 <= value <= MAX_SECONDS:
+        raise InvalidFieldError(f"{value:g} seconds; give from 0 to {MAX_SECONDS:g}", field=field)
+    return value
+
+
+def page_ids(value: npt.ArrayLike, field: str) -> PageIds:
+    """Return page ids, or other integers, as they travel: ``(n,)`` int64.
+
+    Raises:
+        InvalidFieldError: they are no list of integers of 64 bits.
+    """
+    if isinstance(value, np.ndarray) and value.dtype == np.int64 and value.ndim == 1:
+        return value
+    if hasattr(value, "head") and hasattr(value, "ids"):
+        raise InvalidFieldError("Pages are for send, receive, offload and restore: here give their ids", field=field)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise wrong_kind(value, "list of integers", field) from None
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        hint = "give [id] for one page" if array.ndim == 0 and array.dtype.kind in "iu" else _hint(value)
+        what = f"an array {array.shape} of {array.dtype}" if isinstance(value, np.ndarray) else shown(value)
+        raise InvalidFieldError(f"{what} is no list of integers{hint and f': {hint}'}", field=field)
+    if array.dtype.kind == "u" and array.size and int(array.max()) > _MAX_INT64:
+        raise InvalidFieldError(f"{array.max()} does not fit in 64 bits with a sign", field=field)
+    return array.astype(np.int64, copy=False)
+
+
+def sequence(value: Sequence[T], wanted: str, field: str) -> tuple[T, ...]:
+    """Return the members of a list, which a string is not.
+
+    Raises:
+        InvalidFieldError: it is none.
+    """
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return tuple(value)
+    if isinstance(value, str | bytes | Mapping) or hasattr(value, "_fields"):
+        raise wrong_kind(value, f"list of {wanted}", field)
+    try:
+        return tuple(value)
+    except TypeError:
+        raise wrong_kind(value, f"list of {wanted}", field) from None
+
+
+def checked(body: BodyT, names: Mapping[str, str] | None = None) -> BodyT:
+    """Return a body whose every field is what the protocol says it is.
+
+    Args:
+        body: as a caller's arguments have made it.
+        names: what the caller calls a field, where that differs.
+
+    Raises:
+        InvalidFieldError: a field is not; it names the argument.
+    """
+    kind = type(body)
+    try:
+        as_said: BodyT = _decoder(kind).decode(_encoder.encode(body))
+    except msgspec.ValidationError as cause:
+        error = invalid_field(cause)
+        head, dot, rest = error.field.partition(".")
+        field = (names or {}).get(head, head) + dot + rest
+        raise InvalidFieldError(error.detail + _hint_at(body, head), field=field) from None
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise _unsendable(body, names or {}) from None
+    return as_said
+
+
+@functools.cache
+def _decoder(kind: type[BodyT]) -> msgspec.msgpack.Decoder[BodyT]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def whole(value: int, field: str, *, least: int = 0) -> int:
+    """Return a whole number.
+
+    Raises:
+        InvalidFieldError: it is none, or below ``least``.
+    """
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+        raise wrong_kind(value, "whole number", field)
+    try:
+        number = operator.index(value)
+    except TypeError:  # an array
+        raise wrong_kind(value, "whole number", field) from None
+    if number < least:
+        raise InvalidFieldError(f"{number}; give {least} or more", field=field)
+    return number
+
+
+def mapping(value: Mapping[T, S], wanted: str, field: str) -> Mapping[T, S]:
+    """Return a mapping.
+
+    Raises:
+        InvalidFieldError: it is none.
+    """
+    if not isinstance(value, Mapping):
+        raise wrong_kind(value, f"mapping of {wanted}", field)
+    return value
+
+
+def device_names(value: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return what a process calls the daemon's cards.
+
+    Raises:
+        InvalidFieldError: it is no mapping of names to names.
+    """
+    names = mapping({} if value is None else value, "the daemon's names of cards to ours", "devices")
+    for pair in names.items():
+        if [type(one) for one in pair] != [str, str]:
+            raise wrong_kind(pair, "pair of names", "devices")
+    return names
+
+
+def pool_spec(value: PoolSpec) -> PoolSpec:
+    """Return what a pool is made of, every field of it checked.
+
+    Raises:
+        InvalidFieldError: it is no spec, or a field is not what it has to be.
+    """
+    if not isinstance(value, PoolSpec):
+        raise wrong_kind(value, "spec: MhaSpec(...), MlaSpec(...), HybridSwaSpec(...) or MambaSpec(...)", "spec")
+    return checked(value, {one: f"spec.{one}" for one in value.__struct_fields__})
+
+
+def _unsendable(body: msgspec.Struct, names: Mapping[str, str]) -> InvalidFieldError:
+    """Return which field of a body is nothing that can be sent."""
+    for field in body.__struct_fields__:
+        value = getattr(body, field)
+        try:
+            _encoder.encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            if isinstance(value, msgspec.Struct):
+                return _unsendable(value, {one: f"{names.get(field, field)}.{one}" for one in value.__struct_fields__})
+            return wrong_kind(value, "value that can be sent", names.get(field, field))
+    return InvalidFieldError(f"{type(body).__name__} cannot be sent")
+
+
+def _hint_at(body: msgspec.Struct, field: str) -> str:
+    value = getattr(body, field.partition("[")[0], None)
+    hint = _hint(value) or _FIELD_HINTS.get(field, "")
+    return hint and f": {hint}"
+
+
+def _plain(value: object) -> object:
+    """Return a number of numpy's or torch's as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if not isinstance(value, bool | float | str) and hasattr(value, "__index__"):
+        return operator.index(value)
+    raise TypeError
+
+
+_HINTS: Final = {
+    "AttachedPool": "a pool is named by its name, pool.name, and made of a spec",
+    "HandOff": "a hand-off is for wait_finished, wait_settled and cancel",
+    "TierWork": "a work of the tiers is for wait_done, wait_accepted and cancel_work",
+    "PendingReply": "a pending reply is for wait and is_ready",
+    "Tables": "tables are for update_tables and delete_tables",
+    "EventRing": "give a point or steps of it, ring.mark() or [ring.step(...)]",
+    "LayerStep": "give a list of steps, [step]",
+    "UUID": "give its hex digits, request_id.hex",
+    "dtype": "give its name, {name!r}",
+    "device": "give its name: host, npu:N or cuda:N",
+}
+"""By the name of a kind, so that none has to be imported for it."""
+
+_FIELD_HINTS: Final = {"after": "give a point of the session's ring, ring.mark()"}
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def shown(value: object) -> str:
+    """Return a value as errors show it."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"  # noqa: PLR2004  a line
+
+
+def _hint(value: object) -> str:
+    """Return what to do about values that are often given where they do not belong."""
+    if isinstance(value, type):
+        return f"give one of it, {value.__name__}(...)"
+    for kind in type(value).__mro__:
+        if kind.__name__ in _HINTS:
+            return _HINTS[kind.__name__].format(value=value, name=str(value).removeprefix("torch."))
+    return "await it first" if inspect.isawaitable(value) else ""

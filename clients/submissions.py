@@ -1,0 +1,385 @@
+"""The calls that send and return at once, which are the same in both clients; what they begin is waited for by others.
+
+``poll`` says what has changed; ``wait_finished`` and ``wait_settled`` wait for a hand-off, ``wait_done`` for a work of
+the tiers, ``wait`` for the reply to an update of tables.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, Generic, TypeVar
+
+import numpy.typing as npt
+
+from kvferry.clients import operations, tier_operations
+from kvferry.clients.arguments import wrong_kind
+from kvferry.clients.connection import REPLY_MARGIN_S, Connection, milliseconds
+from kvferry.clients.devices import EngineDevices
+from kvferry.clients.operations import Cells, Operation, Pages
+from kvferry.clients.session_channel import SessionChannel
+from kvferry.clients.tables import Tables, tables_name
+from kvferry.protocol.cache_messages import Load, Store
+from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, WorkChanged
+from kvferry.protocol.client_works import TierWork
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import InvalidFieldError, MisuseError, NoSessionError
+from kvferry.protocol.event_points import EventPoint
+from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
+from kvferry.protocol.room_messages import Landing, LayerStep, Receive, Send
+from kvferry.protocol.table_messages import TablesUpdated
+from kvferry.protocol.tier_messages import Offload, Restore
+
+DEFAULT_DEADLINE_S: Final = 30.0
+CHANGES_KEPT: Final = 1 << 16
+"""Of an engine that never polls: beyond these the oldest change is forgotten. The hand-off itself says how it is."""
+
+T = TypeVar("T")
+
+
+class PendingReply(Generic[T]):
+    """A request that was sent and whose reply nobody has taken yet; see ``begin``."""
+
+    def __init__(self, conversation: object, operation: Operation[T], message_id: int, timeout_s: float) -> None:
+        self.conversation = conversation
+        self.operation = operation
+        self.message_id = message_id
+        self.timeout_s = timeout_s
+        self.ends_at = time.monotonic() + timeout_s
+        self.taken = False
+
+    def __repr__(self) -> str:
+        """Show what was asked for."""
+        return f"<PendingReply {self.message_id} to {type(self.operation.body).__name__}>"
+
+
+class Submissions(ABC):
+    """One session, in as far as nothing waits."""
+
+    _use: AbstractContextManager[None]
+
+    def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
+        """Use ``connect``.
+
+        Raises:
+            MisuseError: nobody has connected.
+        """
+        if not isinstance(connection, Connection):
+            client = type(self).__name__
+            raise MisuseError(f"{client}(...) is in no session: make one by {client}.connect(runtime_dir, name=...)")
+        self._channel = channel = connection.channel
+        self._devices = EngineDevices(connection.devices)
+        self._core = (
+            ClientCore(BootId(channel.opened.boot_id), channel.opened.secret) if channel else ClientCore(NO_BOOT)
+        )
+        self._changed: dict[HandOff | TierWork, None] = {}
+
+    def __repr__(self) -> str:
+        """Show the session and what is pending."""
+        session = self._channel.opened.session if self._channel else None
+        return f"<{type(self).__name__} session={session} {self._core!r}>"
+
+    @property
+    def boot_id(self) -> str:
+        """Return which incarnation of the daemon this session is with."""
+        return self._core.boot_id
+
+    @abstractmethod
+    def _put(self, outgoing: Outgoing) -> None:
+        """Send a request."""
+
+    def begin(self, operation: Operation[T], *, deadline_s: float = DEFAULT_DEADLINE_S) -> PendingReply[T]:
+        """Send a request and return at once; ``wait`` takes its reply, ``is_ready`` says whether it has come."""
+        deadline_ms = milliseconds(deadline_s)
+        with self._use:
+            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
+            self._expect(outgoing.message_id)
+            self._put(outgoing)
+        return PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + REPLY_MARGIN_S)
+
+    # -- hand-offs
+
+    def send(
+        self,
+        pool: str,
+        request_id: str,
+        lists: Sequence[Pages],
+        *,
+        first_token: int | None = None,
+        payload: bytes = b"",
+        last: bool = True,
+        destinations: int = 1,
+        steps: Sequence[LayerStep] = (),
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> HandOff:
+        """Offer filled pages to the request's rooms. Returns at once; watch the hand-off with ``poll`` or ``wait_…``.
+
+        The pages may not be written before the hand-off has settled. A prompt may be sent in chunks: ``last`` is false
+        for all but the last one, and they share one hand-off.
+
+        Args:
+            pool: the pool of the pages.
+            request_id: what the receiving side names too.
+            lists: the pages, one list a component; see ``pages``.
+            first_token: the token that prefill sampled, delivered with completion.
+            payload: up to 64 KiB more to deliver with it.
+            last: whether no further chunk follows.
+            destinations: how many rooms take these pages.
+            steps: which layers are ready after which event, in that order; none: the pages are filled.
+            deadline_s: for the whole hand-off.
+        """
+        body, ids = operations.send_body(
+            pool,
+            request_id,
+            lists,
+            last=last,
+            destinations=destinations,
+            first_token=first_token,
+            payload=payload,
+            steps=steps,
+        )
+        return self._begin_hand_off(body, ids, deadline_s)
+
+    def receive(
+        self,
+        pool: str,
+        request_id: str,
+        lists: Sequence[Pages],
+        *,
+        sources: int = 1,
+        source_daemons: Sequence[str] = (),
+        after: EventPoint | None = None,
+        land: Landing = "pages",
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> HandOff:
+        """Make a room for the request in pages of this session. Returns at once, like ``send``.
+
+        The pages may not be touched before the hand-off has finished, nor used otherwise before it has settled.
+
+        Args:
+            pool: the pool of the pages.
+            request_id: what the sending sides name too.
+            lists: the pages to fill, one list a component; see ``pages``.
+            sources: how many pools send.
+            source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
+                none for this client's own daemon only.
+            after: work that still uses the pages, see ``EventRing.mark``; nothing is written before it is done.
+            land: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
+                ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
+            deadline_s: for the whole hand-off.
+        """
+        body, ids = operations.receive_body(pool, request_id, lists, sources, source_daemons, after, land)
+        return self._begin_hand_off(body, ids, deadline_s)
+
+    # -- graph tables
+
+    def update_tables(
+        self,
+        tables: Tables,
+        lengths: npt.ArrayLike,
+        *,
+        extra_tokens: int = 0,
+        cells: Cells | None = None,
+        rows: Mapping[int, npt.ArrayLike] | None = None,
+        released: npt.ArrayLike = (),
+        bound: tuple[npt.ArrayLike, npt.ArrayLike] = ((), ()),
+        after: EventPoint | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> PendingReply[TablesUpdated]:
+        """Change tables for the next replay: all of it or nothing. Returns at once; then ``wait`` and ``tables.order``.
+
+        Args:
+            tables: which.
+            lengths: ``(batch,)`` tokens of each row; rows from ``batch`` on are no longer in use.
+            extra_tokens: added to every length by this step: the draft tokens, to verify.
+            cells: pages that rows get beside those they have.
+            rows: rows that are another request's now, and all their pages.
+            released: full pages whose window pages go back.
+            bound: full pages that get a window page, and these.
+            after: the end of the replay that still reads the tables, see ``EventRing.mark``.
+            deadline_s: for the daemon's reply.
+
+        Raises:
+            TableOverflowError, TableHoleError, WindowMismatchError, PageOutOfRangeError, InvalidFieldError: by
+                ``wait``; the tables are as they were.
+            TablesBusyError: by ``wait``: the update before has not ended.
+        """
+        operation = operations.update_tables(
+            tables_name(tables),
+            lengths,
+            extra_tokens=extra_tokens,
+            cells=cells,
+            rows=rows,
+            released=released,
+            bound=bound,
+            after=after,
+        )
+        return self.begin(operation, deadline_s=deadline_s)
+
+    # -- tiers
+
+    def offload(
+        self,
+        pool: str,
+        lists: Sequence[Pages],
+        *,
+        release: bool = False,
+        after: EventPoint | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> TierWork:
+        """Copy pages to the host tier, as a snapshot, which the work names once it is accepted. Returns at once.
+
+        The pages may not be written, nor freed, before the work is done.
+
+        Args:
+            pool: the pool of the pages.
+            lists: the pages, one list a component; see ``pages``.
+            release: let the daemon free the pages as soon as they are copied; a work that fails leaves them.
+            after: work that still fills the pages, see ``EventRing.mark``; nothing is read before it is done.
+            deadline_s: for the whole work.
+        """
+        body, ids = tier_operations.offload_body(pool, lists, after, release=release)
+        return self._begin_work(body, ids, deadline_s)
+
+    def restore(
+        self,
+        pool: str,
+        snapshot: str,
+        lists: Sequence[Pages] | None = None,
+        *,
+        drop: bool = False,
+        after: EventPoint | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> TierWork:
+        """Copy a snapshot of this user into pages. Returns at once; all or nothing.
+
+        Args:
+            pool: of the same layout as the snapshot's, the same pool or another one.
+            snapshot: its name.
+            lists: the pages, as many as it has, one list a component. None: the daemon takes pages for this session as
+                soon as enough are free; the work has them as ``pages``.
+            drop: drop the snapshot once it is restored.
+            after: work that still uses the pages; nothing is written before it is done.
+            deadline_s: for the whole work, waiting for pages included.
+        """
+        body, ids = tier_operations.restore_body(pool, snapshot, lists, after, drop=drop)
+        return self._begin_work(body, ids, deadline_s)
+
+    def load(
+        self,
+        pool: str,
+        lease: int,
+        ids: npt.ArrayLike,
+        *,
+        first_block: int = 0,
+        unpin: bool = False,
+        after: EventPoint | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> TierWork:
+        """Copy blocks of a lease into pages, ``block_pages`` each, from block ``first_block`` on. Returns at once.
+
+        ``unpin`` ends the lease with the work, however that ends.
+
+        A block that is gone or damaged is a CacheMissError; ``work.done.loaded`` leading blocks are there all the same.
+        """
+        body, array = tier_operations.load_body(pool, lease, ids, first_block, after, unpin=unpin)
+        return self._begin_work(body, [array], deadline_s)
+
+    def store(
+        self,
+        pool: str,
+        hashes: Sequence[bytes],
+        ids: npt.ArrayLike,
+        *,
+        parent: bytes | None = None,
+        space: str = MAIN,
+        block_pages: int = 1,
+        after: EventPoint | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> TierWork:
+        """Put pages into the cache, ``block_pages`` a hash: those that are not there yet. Returns at once.
+
+        The pages may not be written before the work is done. ``parent`` is the hash before the first one: only new
+        blocks have to be named.
+        """
+        body, array = tier_operations.store_body(
+            pool, hashes, ids, parent=parent, space=space, block_pages=block_pages, after=after
+        )
+        return self._begin_work(body, [array], deadline_s)
+
+    def _begin_hand_off(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float) -> HandOff:
+        deadline_ms = milliseconds(deadline_s)
+        with self._use:
+            hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=deadline_ms)
+            self._put(outgoing)
+        return hand_off
+
+    def _begin_work(
+        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float
+    ) -> TierWork:
+        deadline_ms = milliseconds(deadline_s)
+        with self._use:
+            work, outgoing = self._core.work(body, ids, deadline_ms=deadline_ms)
+            self._put(outgoing)
+        return work
+
+    def _expect(self, message_id: int) -> None:  # noqa: B027  there may be nothing to prepare
+        """Prepare for a reply that somebody will wait for."""
+
+    def _check_pending(self, pending: PendingReply[T]) -> None:
+        """Check that a reply can be waited for here.
+
+        Raises:
+            InvalidFieldError: it is none, another client's, or was taken before.
+        """
+        if not isinstance(pending, PendingReply):
+            raise wrong_kind(pending, "pending reply, as update_tables returns it", "pending")
+        self._check_ours(pending, "pending")
+        if pending.taken:
+            raise InvalidFieldError(f"{pending!r} was waited for before: keep what wait returned", field="pending")
+
+    def _check_hand_off(self, hand_off: HandOff) -> None:
+        """Check that this client can speak of a hand-off.
+
+        Raises:
+            InvalidFieldError: it is none, or another client's.
+        """
+        if not isinstance(hand_off, HandOff):
+            raise wrong_kind(hand_off, "hand-off, as send and receive return it", "hand_off")
+        self._check_ours(hand_off, "hand_off")
+
+    def _check_work(self, work: TierWork) -> None:
+        """Check that this client can speak of a work of the tiers.
+
+        Raises:
+            InvalidFieldError: it is none, or another client's.
+        """
+        if not isinstance(work, TierWork):
+            raise wrong_kind(work, "work, as offload, restore, store and load return it", "work")
+        self._check_ours(work, "work")
+
+    def _check_ours(self, one: HandOff | TierWork | PendingReply[T], field: str) -> None:
+        if one.conversation is not self._core.token:
+            raise InvalidFieldError(f"{one!r} is another client's: only that one hears of it", field=field)
+
+    def _open_channel(self) -> SessionChannel:
+        """Return the session's socket.
+
+        Raises:
+            NoSessionError: the client has no session.
+        """
+        if self._channel is None:
+            raise NoSessionError("the client was connected with session=False", field="session")
+        return self._channel
+
+    def _note(self, news: HandOffChanged | WorkChanged) -> None:
+        """Keep a change for ``poll``."""
+        self._changed[news.hand_off if isinstance(news, HandOffChanged) else news.work] = None
+        if len(self._changed) > CHANGES_KEPT:
+            del self._changed[next(iter(self._changed))]
+
+    def _take_changes(self) -> list[HandOff | TierWork]:
+        changed, self._changed = list(self._changed), {}
+        return changed

@@ -1,0 +1,188 @@
+"""One client and several threads or event loops: the wrong call is refused by name, and no reply goes astray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from kvferry.clients import AsyncClient, Client, HandOff, MhaSpec, new_request_id, pages
+from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, DeadlineError
+from kvferry.protocol.events import Finished
+from tests.daemons import DaemonProcess
+
+SOON_S = 20.0
+ROUNDS = 300
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return a client with a session."""
+    with Client.connect(daemon.runtime_dir, name="threads") as one:
+        yield one
+
+
+@pytest.fixture
+def helper() -> Iterator[ThreadPoolExecutor]:
+    """Return another thread."""
+    with ThreadPoolExecutor(1, "helper") as one:
+        yield one
+
+
+def wait_in_turn(client: Client, room: HandOff) -> Finished:
+    """Wait for a hand-off, as soon as the other thread is not in a call."""
+    while True:
+        try:
+            return client.wait_finished(room, SOON_S)
+        except ConcurrentUseError:
+            continue
+
+
+def refused(call: Callable[[], object]) -> ConcurrentUseError:
+    """Call until another thread's call is under way, and return the error."""
+    ends_at = time.monotonic() + SOON_S
+    while time.monotonic() < ends_at:
+        try:
+            call()
+        except ConcurrentUseError as error:
+            return error
+    pytest.fail("two threads were in one client at a time")
+
+
+def test_a_call_while_another_threads_waits_is_refused(
+    daemon: DaemonProcess, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
+) -> None:
+    client.create_pool(name, spec)
+    ids = client.allocate(name, 1)
+    room = client.receive(name, new_request_id(), [pages(ids)])
+    waiting = helper.submit(wait_in_turn, client, room)
+    error = refused(client.poll)
+    assert "thread 'MainThread' calls a client that thread 'helper_0' calls" in error.detail
+    for call in (
+        client.ping,
+        lambda: client.allocate(name, 1),
+        lambda: client.send(name, new_request_id(), [pages(ids)]),
+        lambda: client.wait_settled(room),
+        lambda: client.create_pool(name, spec),
+    ):
+        with pytest.raises(ConcurrentUseError):
+            call()
+    with Client.connect(daemon.runtime_dir) as prefill:
+        sent = prefill.send(name, room.key.request_id, [pages(prefill.allocate(name, 1))], first_token=7)
+        assert waiting.result(SOON_S).first_token == 7, "the call that was under way goes on"
+        prefill.wait_settled(sent, SOON_S)
+        assert client.allocate(name, 1).tolist() == [3], "what was refused has sent nothing"
+
+
+def test_replies_never_go_astray(client: Client, name: str, spec: MhaSpec) -> None:
+    client.create_pool(name, spec)
+    start = threading.Barrier(2)
+    counts: list[int] = []
+
+    def use(count: int) -> None:
+        done = 0
+        start.wait()
+        while done < ROUNDS:
+            try:
+                ids = client.allocate(name, count)
+            except ConcurrentUseError:
+                continue
+            assert len(ids) == count, "another thread's reply"
+            while True:
+                try:
+                    assert client.free(name, ids).freed == count
+                    break
+                except ConcurrentUseError:
+                    continue
+            done += 1
+        counts.append(done)
+
+    with ThreadPoolExecutor(2) as threads:
+        for one in [threads.submit(use, count) for count in (1, 3)]:
+            one.result(SOON_S)
+    assert counts == [ROUNDS, ROUNDS]
+
+
+def test_a_client_is_handed_from_thread_to_thread(client: Client, helper: ThreadPoolExecutor, name: str) -> None:
+    spec = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
+    helper.submit(client.create_pool, name, spec).result(SOON_S)
+    ids = client.allocate(name, 2)
+    assert helper.submit(client.free, name, ids).result(SOON_S).freed == 2
+    assert client.ping() > 0
+
+
+def test_any_thread_may_close(
+    daemon: DaemonProcess, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
+) -> None:
+    client.create_pool(name, spec)
+    room = client.receive(name, new_request_id(), [pages(client.allocate(name, 16))])
+    waiting = helper.submit(wait_in_turn, client, room)
+    refused(client.poll)
+    client.close()
+    with pytest.raises(ClientClosedError, match="while this call waited"):
+        waiting.result(SOON_S)
+    for ping in (client.ping, helper.submit(client.ping).result):
+        with pytest.raises(ClientClosedError, match="was closed"):
+            ping()
+    with Client.connect(daemon.runtime_dir) as other:
+        while any(one.name == "threads" for one in other.status().sessions):
+            pass
+        assert len(other.allocate(name, 16)) == 16
+
+
+def test_a_failed_wait_gives_the_client_back(client: Client, helper: ThreadPoolExecutor, name: str) -> None:
+    client.create_pool(name, MhaSpec(layers=1, tokens=8, page_size=4, kv_heads=1, head_dim=4, dtype="float32"))
+    room = client.receive(name, new_request_id(), [pages(client.allocate(name, 1))])
+    with pytest.raises(DeadlineError):
+        client.wait_finished(room, 0.01)
+    assert helper.submit(client.ping).result(SOON_S) > 0
+
+
+# -- the asynchronous client
+
+
+@pytest.mark.anyio
+async def test_an_async_client_stays_on_its_loop(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
+    async with await AsyncClient.connect(daemon.runtime_dir) as client:
+        await client.create_pool(name, spec)
+        ids = await client.allocate(name, 1)
+
+        def in_a_thread() -> None:
+            with pytest.raises(ConcurrentUseError, match="a thread without a running event loop"):
+                client.send(name, new_request_id(), [pages(ids)])
+            with pytest.raises(ConcurrentUseError, match="another event loop"):
+                asyncio.run(client.ping())
+
+        await asyncio.to_thread(in_a_thread)
+        assert (await client.allocate(name, 1)).tolist() == [2]
+
+
+@pytest.mark.anyio
+async def test_any_thread_may_close_an_async_client(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
+    client = await AsyncClient.connect(daemon.runtime_dir)
+    await client.create_pool(name, spec)
+    room = client.receive(name, new_request_id(), [pages(await client.allocate(name, 1))])
+    waiting = asyncio.ensure_future(client.wait_finished(room, SOON_S))
+    await client.ping()
+    await asyncio.to_thread(client.close)
+    with pytest.raises(ClientClosedError):
+        await waiting
+    with pytest.raises(ClientClosedError, match="was closed"):
+        await client.ping()
+
+
+def test_an_async_client_is_closed_after_its_loop(daemon: DaemonProcess) -> None:
+    connected: Future[AsyncClient] = Future()
+
+    async def connect() -> None:
+        connected.set_result(await AsyncClient.connect(daemon.runtime_dir, name="after the loop"))
+
+    asyncio.run(connect())
+    connected.result().close()
+    with Client.connect(daemon.runtime_dir) as looker:
+        while any(one.name == "after the loop" for one in looker.status().sessions):
+            pass
