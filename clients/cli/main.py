@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Final
 
-from kvferry.clients.cli.arguments import Help
+from kvferry.clients.cli.help_text import Help
 from kvferry.protocol.release import VERSION
 
 DAEMON: Final = "daemon"
