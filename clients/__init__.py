@@ -28,6 +28,7 @@ from kvferry.protocol.client_works import TierWork
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
+from kvferry.protocol.model_identity import ModelIdentity
 
 __all__ = [
     "AsyncClient",
@@ -42,6 +43,7 @@ __all__ = [
     "MambaSpec",
     "MhaSpec",
     "MlaSpec",
+    "ModelIdentity",
     "Pages",
     "Tables",
     "TierWork",

@@ -30,6 +30,7 @@ from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
 from kvferry.protocol.manifests import Manifest, PoolSpec
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.room_messages import Cancelled, Landing, LayerStep, RoomResult, Side
 from kvferry.protocol.session_messages import ShareFollows, StatusReport, Welcome
@@ -78,10 +79,16 @@ class AsyncClient(AsyncTiers):
         return await self.call(operations.status())
 
     async def create_pool(
-        self, name: str, spec: PoolSpec, *, device: str = HOST, deadline_s: float = DEFAULT_DEADLINE_S
+        self,
+        name: str,
+        spec: PoolSpec,
+        *,
+        model: ModelIdentity | None = None,
+        device: str = HOST,
+        deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> AttachedPool:
         """See ``Client.create_pool``."""
-        created = await self.call(operations.create_pool(name, spec, device), deadline_s=deadline_s)
+        created = await self.call(operations.create_pool(name, spec, device, model), deadline_s=deadline_s)
         return await self.attach_pool(name, created.manifest.layout_digest)
 
     async def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
@@ -101,6 +108,7 @@ class AsyncClient(AsyncTiers):
         tensors: Mapping[tuple[Any, ...], torch.Tensor],
         *,
         device: str,
+        model: ModelIdentity | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Manifest:
         """See ``Client.lend_pool``."""
@@ -108,7 +116,7 @@ class AsyncClient(AsyncTiers):
         def said(message_id: int) -> Sequence[ShareFollows]:
             return self._devices.lend(device, list(tensors.values()), message_id)
 
-        operation = operations.lend_pool(name, spec, device, lent_arrays(tensors))
+        operation = operations.lend_pool(name, spec, device, lent_arrays(tensors), model)
         _, lent = await self._round_trip(operation, deadline_s=deadline_s, said=said)
         return lent.manifest
 
@@ -182,10 +190,13 @@ class AsyncClient(AsyncTiers):
         source_daemons: Sequence[str] = (),
         after: EventPoint | None = None,
         land: Landing = "pages",
+        any_model: bool = False,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """See ``Client.receive``; await ``finished`` or ``settled``."""
-        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after, land)
+        body = operations.receive_body(
+            pool, request_id, lists, sources, source_daemons, after, land, any_model=any_model
+        )
         ids = [one.ids for one in lists] if land == "pages" else []
         hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=milliseconds(deadline_s))
         self._put(outgoing)

@@ -52,11 +52,12 @@ class AsyncTiers(AsyncTables):
         lists: Sequence[Pages] | None = None,
         *,
         drop: bool = False,
+        any_model: bool = False,
         after: EventPoint | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> TierWork:
         """See ``Client.restore``."""
-        body = operations.restore_body(pool, snapshot, lists, after, drop=drop)
+        body = operations.restore_body(pool, snapshot, lists, after, drop=drop, any_model=any_model)
         return self._begin_work(body, [one.ids for one in lists or ()], deadline_s)
 
     async def wait_done(self, work: TierWork, timeout_s: float = DEFAULT_DEADLINE_S) -> TierDone:

@@ -15,6 +15,7 @@ from kvferry.protocol.errors import MalformedError
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import PoolSpec
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -134,9 +135,9 @@ def open_events(device: str) -> Operation[EventsOpened]:
     return Operation(OpenEvents(device=device), (), reply_body(EventsOpened))
 
 
-def create_pool(pool: str, spec: PoolSpec, device: str) -> Operation[PoolCreated]:
+def create_pool(pool: str, spec: PoolSpec, device: str, model: ModelIdentity | None = None) -> Operation[PoolCreated]:
     """Create a pool, or find it as it was created before."""
-    return Operation(CreatePool(pool=pool, spec=spec, device=device), (), reply_body(PoolCreated))
+    return Operation(CreatePool(pool=pool, spec=spec, device=device, model=model), (), reply_body(PoolCreated))
 
 
 def attach_pool(pool: str, layout_digest: str, device_pid: int | None) -> Operation[PoolAttached]:
@@ -145,9 +146,12 @@ def attach_pool(pool: str, layout_digest: str, device_pid: int | None) -> Operat
     return Operation(body, (), reply_body(PoolAttached))
 
 
-def lend_pool(pool: str, spec: PoolSpec, device: str, arrays: tuple[LentArrays, ...]) -> Operation[PoolLent]:
+def lend_pool(
+    pool: str, spec: PoolSpec, device: str, arrays: tuple[LentArrays, ...], model: ModelIdentity | None = None
+) -> Operation[PoolLent]:
     """Lend a pool that this process owns."""
-    return Operation(LendPool(pool=pool, spec=spec, device=device, arrays=arrays), (), reply_body(PoolLent))
+    body = LendPool(pool=pool, spec=spec, device=device, arrays=arrays, model=model)
+    return Operation(body, (), reply_body(PoolLent))
 
 
 def delete_pool(pool: str) -> Operation[PoolDeleted]:
@@ -252,6 +256,8 @@ def receive_body(
     source_daemons: Sequence[str],
     after: EventPoint | None,
     land: Landing,
+    *,
+    any_model: bool = False,
 ) -> Receive:
     """Return a RECEIVE's body."""
     return Receive(
@@ -262,6 +268,7 @@ def receive_body(
         source_daemons=tuple(source_daemons),
         after=after,
         land=land,
+        any_model=any_model,
     )
 
 

@@ -10,6 +10,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.engine_lists import EngineLists, engine_lists
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import Entry, Manifest
+from kvferry.protocol.model_identity import ModelIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +25,14 @@ class AttachedPool:
         name: the pool's name.
         manifest: its entries; ``manifest.layout_digest`` names the layout.
         region: the mapped memory.
+        model: whose KV it holds, without the salt; None: nobody said so.
     """
 
-    def __init__(self, name: str, manifest: Manifest, region: Region) -> None:
+    def __init__(self, name: str, manifest: Manifest, region: Region, model: ModelIdentity | None = None) -> None:
         self.name = name
         self.manifest = manifest
         self.region = region
+        self.model = model
 
     def __repr__(self) -> str:
         """Show name, size and layout."""

@@ -34,6 +34,7 @@ from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
 from kvferry.protocol.manifests import Manifest, PoolSpec
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.room_messages import Cancelled, Landing, LayerStep, RoomResult, Side
 from kvferry.protocol.session_messages import ShareFollows, StatusReport, Welcome
@@ -100,23 +101,31 @@ class Client(SyncTiers):
     # -- pools and pages
 
     def create_pool(
-        self, name: str, spec: PoolSpec, *, device: str = HOST, deadline_s: float = DEFAULT_DEADLINE_S
+        self,
+        name: str,
+        spec: PoolSpec,
+        *,
+        model: ModelIdentity | None = None,
+        device: str = HOST,
+        deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> AttachedPool:
         """Create a pool, or find it as it was created before, and map it.
 
         Args:
             name: unique for the user.
             spec: what it holds.
+            model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
+                this very identity only; a hand-off between two models is refused.
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
             deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
 
         Raises:
-            PoolExistsError: the name has another layout or size, or is on another device.
+            PoolExistsError: the name has another layout, size or model, or is on another device.
             InvalidFieldError: the spec makes no sense.
             OutOfMemoryError: the host or the card cannot give it.
             DeviceUnavailableError: no such card, or what drives it is missing, there or here.
         """
-        created = self.call(operations.create_pool(name, spec, device), deadline_s=deadline_s)
+        created = self.call(operations.create_pool(name, spec, device, model), deadline_s=deadline_s)
         return self.attach_pool(name, created.manifest.layout_digest)
 
     def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
@@ -140,6 +149,7 @@ class Client(SyncTiers):
         tensors: Mapping[tuple[Any, ...], torch.Tensor],
         *,
         device: str,
+        model: ModelIdentity | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Manifest:
         """Let the daemon use a pool whose memory this process owns: it ends with this session.
@@ -149,6 +159,7 @@ class Client(SyncTiers):
             spec: what it holds; ``kvferry layout`` prints the arrays that it needs.
             tensors: by (component, role), all layers one after another, or by (component, role, layer); contiguous.
             device: where they are.
+            model: whose KV it holds, as in ``create_pool``.
             deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
 
         Raises:
@@ -160,7 +171,7 @@ class Client(SyncTiers):
         def said(message_id: int) -> Sequence[ShareFollows]:
             return self._devices.lend(device, list(tensors.values()), message_id)
 
-        operation = operations.lend_pool(name, spec, device, lent_arrays(tensors))
+        operation = operations.lend_pool(name, spec, device, lent_arrays(tensors), model)
         _, lent = self._round_trip(operation, deadline_s=deadline_s, said=said)
         return lent.manifest
 
@@ -271,6 +282,7 @@ class Client(SyncTiers):
         source_daemons: Sequence[str] = (),
         after: EventPoint | None = None,
         land: Landing = "pages",
+        any_model: bool = False,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """Make a room for the request in pages of this session. Returns at once, like ``send``.
@@ -287,9 +299,12 @@ class Client(SyncTiers):
             after: work that still uses the pages, see ``EventRing.mark``; nothing is written before it is done.
             land: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
                 ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
+            any_model: whether pages of another model's pool are taken too; else they are refused (MODEL_MISMATCH).
             deadline_s: for the whole hand-off.
         """
-        body = operations.receive_body(pool, request_id, lists, sources, source_daemons, after, land)
+        body = operations.receive_body(
+            pool, request_id, lists, sources, source_daemons, after, land, any_model=any_model
+        )
         ids = [one.ids for one in lists] if land == "pages" else []
         hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=milliseconds(deadline_s))
         self._put(outgoing)

@@ -66,6 +66,7 @@ class SyncTiers(SyncTables):
         lists: Sequence[Pages] | None = None,
         *,
         drop: bool = False,
+        any_model: bool = False,
         after: EventPoint | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> TierWork:
@@ -77,10 +78,11 @@ class SyncTiers(SyncTables):
             lists: the pages, as many as it has, one list a component. None: the daemon takes pages for this session as
                 soon as enough are free; the work has them as ``pages``.
             drop: drop the snapshot once it is restored.
+            any_model: whether the pool may be another model's; else that is refused (MODEL_MISMATCH).
             after: work that still uses the pages; nothing is written before it is done.
             deadline_s: for the whole work, waiting for pages included.
         """
-        body = operations.restore_body(pool, snapshot, lists, after, drop=drop)
+        body = operations.restore_body(pool, snapshot, lists, after, drop=drop, any_model=any_model)
         return self._begin_work(body, [one.ids for one in lists or ()], deadline_s)
 
     def wait_done(self, work: TierWork, timeout_s: float = DEFAULT_DEADLINE_S) -> TierDone:
@@ -142,7 +144,7 @@ class SyncTiers(SyncTables):
         """Return how many leading blocks are cached, and pin them: ``found.lease`` is for ``load`` and ``unpin``.
 
         Args:
-            pool: of the layout that the blocks have.
+            pool: of the layout that the blocks have, and of their model: without one this is NO_MODEL.
             hashes: 16 bytes a block, see ``block_hashes``.
             space: the page space.
             block_pages: pages of a block.
@@ -187,8 +189,9 @@ class SyncTiers(SyncTables):
     ) -> TierWork:
         """Put pages into the cache, ``block_pages`` a hash: those that are not there yet. Returns at once.
 
-        The pages may not be written before the work is done. ``parent`` is the hash before the first one: only new
-        blocks have to be named.
+        They are found by pools of the same layout, model identity and user only; a pool without a model is refused
+        (NO_MODEL). The pages may not be written before the work is done. ``parent`` is the hash before the first one:
+        only new blocks have to be named.
         """
         body, array = operations.store_body(
             pool, hashes, ids, parent=parent, space=space, block_pages=block_pages, after=after

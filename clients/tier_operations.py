@@ -56,11 +56,24 @@ def offload_body(pool: str, lists: Sequence[Pages], after: EventPoint | None, *,
 
 
 def restore_body(
-    pool: str, snapshot: str, lists: Sequence[Pages] | None, after: EventPoint | None, *, drop: bool
+    pool: str,
+    snapshot: str,
+    lists: Sequence[Pages] | None,
+    after: EventPoint | None,
+    *,
+    drop: bool,
+    any_model: bool = False,
 ) -> Restore:
     """Return a RESTORE's body; without lists the daemon takes the pages."""
-    heads = tuple(one.head for one in lists or ())
-    return Restore(snapshot=snapshot, pool=pool, lists=heads, allocate=lists is None, drop=drop, after=after)
+    return Restore(
+        snapshot=snapshot,
+        pool=pool,
+        lists=tuple(one.head for one in lists or ()),
+        allocate=lists is None,
+        drop=drop,
+        after=after,
+        any_model=any_model,
+    )
 
 
 def store_body(

@@ -13,7 +13,7 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- StaleBootError            STALE_BOOT           meant for another incarnation of the daemon
     |   +-- AccessDeniedError         ACCESS_DENIED        not this user's to do
     |   +-- UnknownPoolError          UNKNOWN_POOL         no pool of that name for this tenant
-    |   +-- PoolExistsError           POOL_EXISTS          that name has another layout or size
+    |   +-- PoolExistsError           POOL_EXISTS          that name has another layout, size or model
     |   +-- PoolInUseError            POOL_IN_USE          pages of the pool are owned or in flight
     |   +-- LayoutMismatchError       LAYOUT_MISMATCH      the layout digest is not the pool's
     |   +-- PageOutOfRangeError       PAGE_OUT_OF_RANGE    page 0, negative, or past the pool's end
@@ -25,6 +25,7 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- DuplicateEntryError       DUPLICATE_ENTRY      two entries of one (component, role, layer)
     |   +-- UncoveredEntryError       UNCOVERED_ENTRY      a destination entry that no source covers
     |   +-- GeometryMismatchError     GEOMETRY_MISMATCH    paired entries of different geometry, dtype or format
+    |   +-- ModelMismatchError        MODEL_MISMATCH       pages of one model for a pool of another
     |   +-- WindowMismatchError       WINDOW_MISMATCH      pages of a window that are wanted and not there
     |   +-- EmptyStateError           EMPTY_STATE          a state that one side has and the other lacks
     |   +-- HeadsIndivisibleError     HEADS_INDIVISIBLE    KV heads that do not divide over the ranks
@@ -46,6 +47,7 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- UnknownLeaseError         UNKNOWN_LEASE        no lease of that number in this session
     |   +-- UnknownWorkError          UNKNOWN_WORK         no work of that number in this session
     |   +-- TierOffError              TIER_OFF             the daemon has no such tier
+    |   +-- NoModelError              NO_MODEL             the pool does not say whose KV it holds
     +-- PeerError               the other side of a hand-off
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
     |   +-- PeerCancelledError        PEER_CANCELLED       it cancelled
@@ -90,6 +92,7 @@ from kvferry.protocol.hand_off_errors import (
     HeadsIndivisibleError,
     IncompleteError,
     LengthMismatchError,
+    ModelMismatchError,
     PageGapError,
     PageOverlapError,
     RoomExistsError,
@@ -103,6 +106,7 @@ from kvferry.protocol.hand_off_errors import (
 from kvferry.protocol.table_errors import TableHoleError, TableOverflowError
 from kvferry.protocol.tier_errors import (
     CacheMissError,
+    NoModelError,
     SnapshotDamagedError,
     TierOffError,
     UnknownLeaseError,
@@ -136,6 +140,8 @@ __all__ = [
     "LayoutMismatchError",
     "LengthMismatchError",
     "MalformedError",
+    "ModelMismatchError",
+    "NoModelError",
     "NoSessionError",
     "NotOwnerError",
     "OutOfMemoryError",
@@ -243,7 +249,7 @@ class UnknownPoolError(CallerError):
 
 
 class PoolExistsError(CallerError):
-    """The name is taken by a pool of another layout or size."""
+    """The name is taken by a pool of another layout, size or model."""
 
     code = "POOL_EXISTS"
     remedy = "take another name, the same spec, or delete the old pool"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import AttachedPool, Cells, Client, MhaSpec, new_request_id, pages
+from kvferry.clients import AttachedPool, Cells, Client, MhaSpec, ModelIdentity, new_request_id, pages
 from kvferry.protocol import errors
 from tests.daemons import running_daemon
 from tests.devices import DEVICE
@@ -33,6 +33,7 @@ def blocks(title: str) -> list[str]:
 
 
 ON_A_CARD, LENDING = blocks("Pools on a card")
+[WHOSE] = blocks("Whose KV it is")
 TABLES, NEXT_STEP = blocks("Graph tables")
 [OFFLOAD] = blocks("Offload, restore and the prefix cache")
 
@@ -48,6 +49,7 @@ class Reader:
             "request_id": new_request_id(),
             "pages": pages,
             "Cells": Cells,
+            "ModelIdentity": ModelIdentity,
             "torch": torch,
         }
 
@@ -107,6 +109,19 @@ def test_graph_tables(reader: Reader) -> None:
     expected[1, 1] = ids[3]
     assert np.array_equal(tables.block_tables.cpu().numpy(), expected)
     assert tables.host_lengths().lengths == [201, 129]
+
+
+def test_whose_kv_it_is(reader: Reader, other: Other) -> None:
+    reader.run(WHOSE)
+    assert reader.names["pool"].model == reader.names["model"]
+    client = other.client
+    client.create_pool("third", SPEC, model=ModelIdentity(name="Qwen/Qwen3-8B", revision="a fine-tune")).close()
+    sent, wanted = client.allocate("third", 1), client.allocate("decode", 1)
+    client.send("third", reader.names["request_id"], [pages(sent)])
+    refused = client.receive("decode", reader.names["request_id"], [pages(wanted)])
+    with pytest.raises(errors.ModelMismatchError, match=r"8B@a fine-tune.*8B@9c925d6"):
+        client.wait_finished(refused)
+    client.wait_finished(client.receive("decode", reader.names["request_id"], [pages(wanted)], any_model=True))
 
 
 def test_offload_and_restore(reader: Reader, other: Other) -> None:

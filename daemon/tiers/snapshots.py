@@ -61,14 +61,13 @@ class Snapshot:
         waiting: called once, when it is ready (None) or has failed (why).
     """
 
-    def __init__(
-        self, tenant: int, session_id: int | None, pool: str, manifest: Manifest, parts: Sequence[SnapshotPart]
-    ) -> None:
+    def __init__(self, pool: Pool, session_id: int | None, parts: Sequence[SnapshotPart]) -> None:
         self.name = secrets.token_hex(16)
-        self.tenant = tenant
+        self.tenant = pool.tenant
         self.session_id = session_id
-        self.pool = pool
-        self.manifest = manifest
+        self.pool = pool.name
+        self.manifest = pool.manifest
+        self.model = pool.model
         self.parts = list(parts)
         self.state: State = "writing"
         self.readers = 0
@@ -116,6 +115,7 @@ class Snapshot:
             session=self.session_id,
             state=self.state,
             restores=self.readers,
+            model=self.model.label if self.model else "",
         )
 
     def _checksum(self) -> str:

@@ -32,6 +32,7 @@ from kvferry.protocol.manifests import (
     MlaSpec,
     PoolSpec,
 )
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -108,6 +109,7 @@ MANIFEST: Final = Manifest(
     entries=(ENTRY,),
     components=(Component(name="main", space="main", pages=3),),
 )
+MODEL: Final = ModelIdentity(name="Qwen/Qwen3-8B", revision="9c925d6", adapter="sql", salt="pepper")
 DRAFT: Final = DraftSpec(
     layers=1,
     kv_heads=2,
@@ -238,6 +240,7 @@ REPORT: Final = StatusReport(
             pages=2,
             free=1,
             busy=1,
+            model=MODEL.public,
         ),
     ),
     sessions=(
@@ -285,7 +288,7 @@ MESSAGES: Final[dict[str, Message]] = {
     "PING": _request(Ping()),
     "OPEN_EVENTS": _request(OpenEvents()),
     "STATUS": _request(Status()),
-    "CREATE_POOL": _request(CreatePool(pool="decode", spec=SPEC)),
+    "CREATE_POOL": _request(CreatePool(pool="decode", spec=SPEC, model=MODEL)),
     "ATTACH_POOL": _request(AttachPool(pool="decode", layout_digest="0" * 32)),
     "LEND_POOL": _request(
         LendPool(
@@ -293,6 +296,7 @@ MESSAGES: Final[dict[str, Message]] = {
             spec=SPEC,
             device="npu:0",
             arrays=(LentArrays(component="main", role="k"), LentArrays(component="main", role="v", layer=4)),
+            model=MODEL,
         )
     ),
     "DELETE_POOL": _request(DeletePool(pool="decode")),
@@ -341,7 +345,7 @@ MESSAGES: Final[dict[str, Message]] = {
         ),
         *IDS,
     ),
-    "RECEIVE": _request(Receive(request_id=REQUEST, pool="decode", lists=LISTS, sources=2), *IDS),
+    "RECEIVE": _request(Receive(request_id=REQUEST, pool="decode", lists=LISTS, sources=2, any_model=True), *IDS),
     "CANCEL": _request(Cancel(request_id=REQUEST, pool="decode", side="receive")),
     "RESULT": _request(Result(request_id=REQUEST, pool="decode", side="receive")),
     "WELCOME": _reply(Welcome(protocol=1, daemon_version="0.1.0", features=("rooms.local",), limits=Limits())),
@@ -349,7 +353,7 @@ MESSAGES: Final[dict[str, Message]] = {
     "EVENTS_OPENED": _reply(EventsOpened(slots=1024)),
     "STATUS_REPORT": _reply(REPORT),
     "POOL_CREATED": _reply(PoolCreated(pool="decode", created=True, manifest=MANIFEST)),
-    "POOL_ATTACHED": _reply(PoolAttached(pool="decode", manifest=MANIFEST)),
+    "POOL_ATTACHED": _reply(PoolAttached(pool="decode", manifest=MANIFEST, model=MODEL.public)),
     "POOL_LENT": _reply(PoolLent(pool="decode", manifest=MANIFEST)),
     "POOL_DELETED": _reply(PoolDeleted(pool="decode")),
     "TABLES_CREATED": _reply(
