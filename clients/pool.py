@@ -91,8 +91,9 @@ class AttachedPool:
 
         Paged: ``(layers, pages, page_size, heads, dim)``; FIA: ``(layers, pages * page_size, 1, heads, dim)``; FIA-NZ:
         ``(layers, pages, heads, dim / n, page_size, n)``, n elements in 32 bytes; MLA: as paged with one head,
-        ``main``'s index_scale without a dim; a state: ``(layers, slots, window, channels)`` for conv, ``(layers, slots,
-        heads, ...)`` for ssm. Layers are local, the first one that has the role is 0: see ``layers``.
+        ``main``'s index_scale without a dim; scales that travel: ``(layers, pages, heads)``; a state: ``(layers, slots,
+        window, channels)`` for conv, ``(layers, slots, heads, ...)`` for ssm. Layers are local, the first one that has
+        the role is 0: see ``layers``.
 
         Raises:
             InvalidFieldError: the pool has no such entries.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError
+from kvferry.protocol.manifests import Entry
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -17,6 +18,9 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
 }
 """Bytes of one element, by torch's name of the dtype."""
+
+PAGE_HEADS = "PAGE_HEADS"
+"""The format of arrays ``(pages, heads)``: a number a head in each page, and no token axis."""
 
 MAX_PAGES = (1 << 31) - 1
 """Page numbers are int32 in graph tables."""
@@ -32,6 +36,11 @@ def dtype_bytes(dtype: str) -> int:
     if size is None:
         raise InvalidFieldError(f"no dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}", field="dtype")
     return size
+
+
+def page_rows(entry: Entry) -> int | None:
+    """Return of how many rows a page is, each with all heads one after another: its tokens; None where nobody says."""
+    return 1 if entry.format == PAGE_HEADS else entry.page_tokens
 
 
 def page_count(tokens: int, page_size: int, field: str = "tokens") -> int:

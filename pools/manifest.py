@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kvferry.pools.geometry import dtype_bytes, page_bytes_of
+from kvferry.pools.scales import canonical, check_scales
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError
 from kvferry.protocol.manifests import Component, Entry, Manifest
 
@@ -85,13 +86,14 @@ def check_entry(entry: Entry, field: str) -> None:
     """Check what an entry from outside says of itself: its end, its page's bytes, its heads.
 
     Raises:
-        InvalidFieldError: it ends beyond any address, or has heads beyond the model's.
+        InvalidFieldError: it ends beyond any address, has heads beyond the model's, or scales that are none.
         GeometryMismatchError: its shape and dtype give other bytes a page than it says.
     """
     if entry.base + entry.pages * entry.page_bytes > MAX_ADDRESS:
         raise InvalidFieldError(f"{entry.name} ends beyond address {MAX_ADDRESS}", field=f"{field}.base")
     if entry.shape is not None and entry.dtype is not None:
         page_bytes_of(entry.shape, entry.dtype, entry.pages, entry.page_bytes, entry.name)
+    check_scales(entry, field)
     heads = (entry.head_start or 0) + (entry.heads or 0)
     if entry.total_heads is not None and heads > entry.total_heads:
         raise InvalidFieldError(f"{entry.name} has heads up to {heads} of {entry.total_heads}", field=f"{field}.heads")
@@ -105,11 +107,15 @@ def key_of(entry: Entry) -> tuple[str, str, int]:
 def layout_digest(entries: Iterable[Entry]) -> str:
     """Return 32 hexadecimal digits over what a page of each entry is.
 
-    Covers component, role, layer, dtype, format and the geometry of a page (its bytes, tokens and heads); leaves out
-    where entries lie, how many pages there are, and how engines view them.
+    Covers component, role, layer, dtype, format, the geometry of a page (its bytes, tokens and heads) and fixed scales:
+    the same 8 bits under another scale are another number, so a page of one is no page of the other. Leaves out where
+    entries lie, how many pages there are, and how engines view them.
     """
     pages = sorted(
-        (*key_of(e), e.dtype, e.format, e.page_bytes, e.page_tokens, e.head_start, e.heads, e.total_heads)
+        (
+            *(*key_of(e), e.dtype, e.format, e.page_bytes, e.page_tokens, e.head_start, e.heads, e.total_heads),
+            *(() if e.scales is None else (canonical(e.scales),)),
+        )
         for e in entries
     )
     return hashlib.blake2b(msgspec.json.encode(pages), digest_size=DIGEST_BYTES).hexdigest()

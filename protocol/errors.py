@@ -25,6 +25,7 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- DuplicateEntryError       DUPLICATE_ENTRY      two entries of one (component, role, layer)
     |   +-- UncoveredEntryError       UNCOVERED_ENTRY      a destination entry that no source covers
     |   +-- GeometryMismatchError     GEOMETRY_MISMATCH    paired entries of different geometry, dtype or format
+    |   +-- ScaleMismatchError        SCALE_MISMATCH       paired entries whose 8-bit elements have other scales
     |   +-- ModelMismatchError        MODEL_MISMATCH       pages of one model for a pool of another
     |   +-- WindowMismatchError       WINDOW_MISMATCH      pages of a window that are wanted and not there
     |   +-- EmptyStateError           EMPTY_STATE          a state that one side has and the other lacks
@@ -96,6 +97,7 @@ from kvferry.protocol.hand_off_errors import (
     PageGapError,
     PageOverlapError,
     RoomExistsError,
+    ScaleMismatchError,
     SlotTooSmallError,
     UncoveredEntryError,
     UnexpectedSourceError,
@@ -158,6 +160,7 @@ __all__ = [
     "PoolInUseError",
     "PoolLostError",
     "RoomExistsError",
+    "ScaleMismatchError",
     "ShuttingDownError",
     "SlotTooSmallError",
     "SnapshotDamagedError",

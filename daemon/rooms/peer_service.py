@@ -29,6 +29,7 @@ from kvferry.daemon.rooms.sides import Room
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.base import Region
 from kvferry.pools.pool import Pool
+from kvferry.pools.scales import check_scales
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     InvalidFieldError,
@@ -286,12 +287,14 @@ def check_manifest(manifest: Manifest) -> None:
     """Check that what another daemon says of its pool can be reckoned with.
 
     Raises:
-        InvalidFieldError: no entry, or one that lies beyond the region or whose component is not described.
+        InvalidFieldError: no entry, or one that lies beyond the region, whose component is not described, or with
+            scales that are none.
     """
     names = {one.name for one in manifest.components}
     for index, entry in enumerate(manifest.entries):
         beyond = entry.base + entry.pages * entry.page_bytes > manifest.region_bytes
         if beyond or entry.component not in names:
             raise InvalidFieldError(f"{entry.name} does not fit its manifest", field=f"manifest.entries[{index}]")
+        check_scales(entry, f"manifest.entries[{index}]")
     if not manifest.entries:
         raise InvalidFieldError("a pool without entries", field="manifest.entries")

@@ -255,7 +255,7 @@ def _difference(ours: Entry | None, theirs: Entry | None) -> str:
         return "the snapshot has no such entry, the pool has"
     if theirs is None:
         return "the snapshot has it, the pool has not"
-    for name in ("dtype", "format", "page_bytes", "page_tokens", "head_start", "heads", "total_heads"):
+    for name in ("dtype", "format", "page_bytes", "page_tokens", "head_start", "heads", "total_heads", "scales"):
         one, other = getattr(ours, name), getattr(theirs, name)
         if one != other:
             return f"{name} is {one} in the snapshot, {other} in the pool"

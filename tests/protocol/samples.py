@@ -101,6 +101,7 @@ ENTRY: Final = Entry(
     dtype="float16",
     shape=(3, 128, 2, 8),
     format="ND",
+    scales=(0.5, 0.25),
 )
 MANIFEST: Final = Manifest(
     pages=3,
@@ -122,6 +123,8 @@ DRAFT: Final = DraftSpec(
     index_head_dim=16,
     replicas=2,
     dtype="float16",
+    k_scale=0.5,
+    v_scale="page_head",
 )
 SPECS: Final[dict[str, PoolSpec]] = {
     "mha": MhaSpec(
@@ -139,6 +142,8 @@ SPECS: Final[dict[str, PoolSpec]] = {
         replicas=2,
         draft=DRAFT,
         optional_components=("draft", "main"),
+        k_scale=(0.5, (0.25, 0.125)),
+        v_scale="page",
     ),
     "mla": MlaSpec(
         layers=3,
@@ -157,6 +162,7 @@ SPECS: Final[dict[str, PoolSpec]] = {
         replicas=8,
         draft=DRAFT,
         optional_components=("draft", "main"),
+        k_scale=(0.5, 0.25, 0.125),
     ),
     "hybrid_swa": HybridSwaSpec(
         full_layers=(5, 11),
@@ -181,6 +187,10 @@ SPECS: Final[dict[str, PoolSpec]] = {
         replicas=2,
         draft=DRAFT,
         optional_components=("draft", "swa"),
+        k_scale=0.5,
+        v_scale=(0.5, 0.25),
+        window_k_scale="page_head",
+        window_v_scale=((0.5,), (0.25,)),
     ),
     "mamba": MambaSpec(
         state_layers=(0, 1),
@@ -205,6 +215,8 @@ SPECS: Final[dict[str, PoolSpec]] = {
         replicas=2,
         draft=DRAFT,
         optional_components=("draft", "mamba"),
+        k_scale="page",
+        v_scale=((0.5, 0.25),),
     ),
 }
 """A spec of every kind with every field. What they say is nonsense: it is their bytes that count."""

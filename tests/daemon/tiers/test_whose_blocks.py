@@ -215,6 +215,24 @@ async def test_a_lease_is_no_way_into_another_models_pool(difference: str) -> No
         assert "pepper" not in str(caught.value)
 
 
+async def test_other_scales_are_other_blocks() -> None:
+    spec = msgspec.structs.replace(SPEC, dtype="int8", head_dim=16, v_head_dim=8, k_scale=1.0, v_scale="page_head")
+    async with world(8) as tiers:
+        for name, scale in (("one", 1.0), (SAME, 1.0), (OTHER, 2.0)):
+            await new_pool(tiers, name, msgspec.structs.replace(spec, k_scale=scale))
+        engine = tiers.engine()
+        engine.store(names(1), engine.allocate(1, "one"), "one")
+        tiers.copier.finish_all()
+        await settle()
+        assert await found(engine, SAME, 1) == 1
+        assert await found(engine, OTHER, 1) == 0
+        snapshot = engine.offload(engine.allocate(1, "one"), "one").snapshot
+        tiers.copier.finish_all()
+        await settle()
+        with pytest.raises(LayoutMismatchError, match=r"main/k/0: scales is \(1.0,\) .* \(2.0,\)"):
+            restore(engine, snapshot)
+
+
 # -- pools
 
 
