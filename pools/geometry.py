@@ -46,12 +46,20 @@ def page_rows(entry: Entry) -> int | None:
 def page_count(tokens: int, page_size: int, field: str = "tokens") -> int:
     """Return the pages of a pool that holds ``tokens`` tokens, the padding page 0 included.
 
+    ``tokens // page_size + 1``, as SGLang's pools have it, which rounds a pool's tokens to whole pages long before:
+    here a part of a page is refused, since whoever asks for so many tokens would have fewer without a word.
+
     Raises:
-        InvalidFieldError: less than one page of tokens, or more pages than a table can number; names ``field``.
+        InvalidFieldError: no whole number of pages, or more than a table can number; names ``field``.
     """
-    pages = tokens // page_size + 1
-    if pages == 1:
-        raise InvalidFieldError(f"{tokens} tokens are less than one page of {page_size}", field=field)
+    whole, rest = divmod(tokens, page_size)
+    if rest:
+        below = f"{whole * page_size} or " if whole else ""
+        raise InvalidFieldError(
+            f"{tokens} tokens are no whole number of pages of {page_size}: {below}{(whole + 1) * page_size} are",
+            field=field,
+        )
+    pages = whole + 1
     if pages > MAX_PAGES:
         raise InvalidFieldError(f"{pages} pages; at most {MAX_PAGES}", field=field)
     return pages

@@ -65,9 +65,9 @@ class _Spec(
 class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     """A pool of multi-head (or grouped-query) attention: k and v of every layer, paged.
 
-    ``tokens`` is the capacity in tokens without the padding page; ``kv_heads`` the heads held here, of
-    ``total_heads`` (default: all) starting at ``head_start``; ``first_layer`` the model's number of the first layer;
-    ``replicas`` how many ranks hold these very heads. ``view`` says how engines see the same bytes: ``paged``
+    ``tokens`` is the capacity in tokens without the padding page, a whole number of pages; ``kv_heads`` the heads held
+    here, of ``total_heads`` (default: all) starting at ``head_start``; ``first_layer`` the model's number of the first
+    layer; ``replicas`` how many ranks hold these very heads. ``view`` says how engines see the same bytes: ``paged``
     ``(pages, page_size, heads, dim)`` a layer, ``fia`` ``(pages * page_size, 1, heads, dim)``. ``nz`` is another order
     of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for elements of 2 bytes. ``k_scale`` and ``v_scale`` are
     those of a dtype of 8 bits.
