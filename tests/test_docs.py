@@ -144,9 +144,10 @@ def test_an_indexers_keys_travel_with_mains_pages(reader: Reader, other: Other, 
     done = client.wait_finished(room)
     assert (done.trimmed_pages, done.moved_bytes) == (0, 3 * 64 * 2 * (4 * (512 + 64) + 2 * 128))
     assert torch.equal(decode.tensor("main", "index_k").cpu()[:, wanted], index_k.cpu()[:, ids])
+    with_a_list = [pages(wanted), pages(wanted, component="index_k")]
+    refused = client.receive("nsa-decode", new_request_id(), with_a_list)
     with pytest.raises(errors.UnknownComponentError):
-        refused = [pages(wanted), pages(wanted, component="index_k")]
-        client.wait_finished(client.receive("nsa-decode", new_request_id(), refused))
+        client.wait_finished(refused)
 
 
 def test_offload_and_restore(reader: Reader, other: Other) -> None:
