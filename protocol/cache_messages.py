@@ -151,7 +151,7 @@ class CacheListed(Body, frozen=True, kw_only=True, tag="CACHE_LISTED"):
 
 
 class CachePin(Body, frozen=True, kw_only=True, tag="CACHE_PIN"):
-    """Keep blocks in the cache whatever happens, or no longer: in every layout and space that has the hash."""
+    """Keep blocks in the cache whatever happens, or no longer: of every model, layout and space that has the hash."""
 
     hashes: Hashes
     pinned: bool = True

@@ -31,6 +31,9 @@ AHEAD_BYTES = 256 << 20
 """So much more memory than is in use is taken from the host, unless all of it is."""
 
 JOURNAL_CHANGES = 1 << 16
+MAX_LABELS = 4096
+"""Models that are known by name: of more the first ones' blocks are listed without."""
+
 DEMOTION = -2
 """The holder of the pins of blocks that are on their way to a lower tier."""
 
@@ -92,6 +95,8 @@ class HostTier:
         self.page_bytes[namespace] = page_bytes
         if model:
             self.models[namespace.identity] = model
+            if len(self.models) > MAX_LABELS:
+                self.models.pop(next(iter(self.models)))
 
     def reserve(self, tenant: int, count: int, size_bytes: int, *, counted: bool = False) -> Offsets:
         """Take memory for ``count`` blocks of ``size_bytes`` for a tenant: all or none.

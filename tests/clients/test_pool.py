@@ -12,7 +12,7 @@ from hypothesis import given
 from kvferry.clients.pool import AttachedPool
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import InvalidFieldError
-from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MlaSpec, PoolSpec
+from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 from tests.devices import DEVICE, new_region
 from tests.pools.layouts.pool_specs import pool_specs
 from tests.region_bytes import write_region
@@ -67,6 +67,16 @@ def test_shapes_by_layout() -> None:
     assert mla.layers("main", "index_k") == (1,)
     nz = attached(MlaSpec(layers=3, kv_lora_rank=32, qk_rope_head_dim=16, view="nz", **SMALL))
     assert nz.tensor("main", "k").shape == (3, 5, 1, 2, 16, 16)
+
+
+def test_scales_that_travel_have_no_token_axis() -> None:
+    sizes = {**SMALL, "dtype": "int8"}
+    pool = attached(MhaSpec(layers=3, kv_heads=3, head_dim=5, k_scale="page_head", v_scale="page", **sizes))
+    assert (pool.tensor("main", "k_scale").shape, pool.tensor("main", "v_scale").shape) == ((3, 5, 3), (3, 5, 1))
+    assert pool.tensor("main", "k_scale").dtype == torch.float32
+    assert pool.page_size == 16
+    names = pool.engine_lists().main.names
+    assert names == tuple(f"main/{role}/{layer}" for role in ("k", "v", "k_scale", "v_scale") for layer in range(3))
 
 
 def test_components_with_pages_of_their_own() -> None:
