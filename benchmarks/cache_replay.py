@@ -20,9 +20,10 @@ from benchmarks.eviction import PERCENT, POLICIES, cache_sizes, hit_rate
 from benchmarks.measure import MICROSECONDS, THOUSANDS_A_SECOND, Effort, Row, Target, Unit, compare
 from benchmarks.processes import running_daemon
 from benchmarks.traces import TracedRequest, count_blocks, read_trace
-from kvferry.clients import Client, MhaSpec
+from kvferry.clients import Client, MhaSpec, ModelIdentity
 
 POOL = "replay"
+MODEL = ModelIdentity(name="replay")
 BLOCK_BYTES = 4096
 PAGE_TOKENS = 512
 SIZE_INDEX = -4
@@ -55,7 +56,7 @@ class Replay:
             head_dim=BLOCK_BYTES // 2 // PAGE_TOKENS // 4,
             dtype="float32",
         )
-        pool = client.create_pool(POOL, spec)
+        pool = client.create_pool(POOL, spec, model=MODEL)
         self._ids = client.allocate(POOL, longest)
         self._views = [pool.tensor("main", role).numpy()[0].view(np.int32) for role in ("k", "v")]
         self.times_s: dict[str, list[float]] = {name: [] for name in OPERATIONS}

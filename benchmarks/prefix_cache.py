@@ -19,12 +19,13 @@ from benchmarks.measure import MILLISECONDS, Contender, Effort, Row, Target, com
 from benchmarks.peers import lmcache
 from benchmarks.peers.lmcache import LMCacheClient, Shape
 from benchmarks.processes import running_daemon
-from kvferry.clients import Client, MhaSpec
+from kvferry.clients import Client, MhaSpec, ModelIdentity
 from kvferry.clients.hashing import block_hashes
 from kvferry.daemon.memory import keep_freed_memory
 
 MIB = 1 << 20
 POOL = "bench"
+MODEL = ModelIdentity(name="bench")
 BLOCK_TOKENS = 256
 ROLES = ("k", "v")
 CACHED_PROMPTS = 16
@@ -70,7 +71,7 @@ class Engine:
             head_dim=shape.head_dim,
             dtype="float16",
         )
-        pool = client.create_pool(POOL, spec)
+        pool = client.create_pool(POOL, spec, model=MODEL)
         taken = np.random.default_rng(0).permutation(client.allocate(POOL, 2 * count))
         self._source, self._target = taken[:count], taken[count:]
         self._views = [pool.tensor("main", role).numpy().view(np.uint16) for role in ROLES]

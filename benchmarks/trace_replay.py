@@ -26,9 +26,8 @@ class HandOffs:
     """A prefill engine's pool and a decode engine's, of a small model, for prompts of up to ``longest`` tokens."""
 
     def __init__(self, prefill: Client, decode: Client, longest: int) -> None:
-        model = MhaSpec(
-            layers=4, tokens=longest + PAGE_SIZE, page_size=PAGE_SIZE, kv_heads=2, head_dim=64, dtype="float16"
-        )
+        tokens = (-(-longest // PAGE_SIZE) + 1) * PAGE_SIZE
+        model = MhaSpec(layers=4, tokens=tokens, page_size=PAGE_SIZE, kv_heads=2, head_dim=64, dtype="float16")
         self.page_bytes = bytes_per_page(manifest_of(model))
         self._prefill, self._decode = prefill, decode
         prefill.create_pool("prefill", model).close()

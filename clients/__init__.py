@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvferry.protocol.errors import KvferryError
     from kvferry.protocol.ids import new_request_id
     from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
+    from kvferry.protocol.model_identity import ModelIdentity
 
 __all__ = [
     "AsyncClient",
@@ -49,6 +50,7 @@ __all__ = [
     "MambaSpec",
     "MhaSpec",
     "MlaSpec",
+    "ModelIdentity",
     "Pages",
     "Tables",
     "TierWork",

@@ -140,9 +140,9 @@ def attached_pool(
     size_bytes = attached.manifest.region_bytes
     if attached.device == HOST:
         [fd] = channel.take_fds(message_id)
-        return AttachedPool(name, attached.manifest, HostRegion(fd, size_bytes))
+        return AttachedPool(name, attached.manifest, HostRegion(fd, size_bytes), attached.model)
     region = devices.map(attached.device, channel.take_share(message_id), size_bytes)
-    return AttachedPool(name, attached.manifest, region)
+    return AttachedPool(name, attached.manifest, region, attached.model)
 
 
 def seen_as(pool: AttachedPool, spec: PoolSpec) -> AttachedPool:

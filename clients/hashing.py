@@ -47,8 +47,9 @@ def block_hashes(
         tokens: ``(n,)`` integers, the ids of the tokens after the parent's block.
         block_tokens: how many make a block: page size x pages a block.
         parent: the hash of the block before the first of these; None where they begin the sequence.
-        salt: whatever else K and V depend on and the pool's layout does not say: model, adapter, the user to whom a
-            prefix must stay private. It goes into the root, so a parent already has it, and none is added to that.
+        salt: whatever else K and V depend on and neither the pool's layout nor its model identity says: an adapter
+            that each request chooses, the user to whom a prefix must stay private. It goes into the root, so a parent
+            already has it, and none is added to that.
 
     Raises:
         InvalidFieldError: the tokens are no list of integers, ``block_tokens`` is not positive, or the parent is no

@@ -16,6 +16,7 @@ from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, Malf
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import PoolSpec
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -165,9 +166,9 @@ def open_events(device: str) -> Operation[EventsOpened]:
     return Operation(checked(OpenEvents(device=device)), (), reply_body(EventsOpened))
 
 
-def create_pool(pool: str, spec: PoolSpec, device: str) -> Operation[PoolCreated]:
+def create_pool(pool: str, spec: PoolSpec, device: str, model: ModelIdentity | None = None) -> Operation[PoolCreated]:
     """Create a pool, or find it as it was created before."""
-    body = CreatePool(pool=pool, spec=pool_spec(spec), device=device)
+    body = CreatePool(pool=pool, spec=pool_spec(spec), device=device, model=model)
     return Operation(checked(body, NAME), (), reply_body(PoolCreated))
 
 
@@ -177,9 +178,11 @@ def attach_pool(pool: str, layout_digest: str, device_pid: int | None) -> Operat
     return Operation(checked(body, NAME), (), reply_body(PoolAttached))
 
 
-def lend_pool(pool: str, spec: PoolSpec, device: str, arrays: tuple[LentArrays, ...]) -> Operation[PoolLent]:
+def lend_pool(
+    pool: str, spec: PoolSpec, device: str, arrays: tuple[LentArrays, ...], model: ModelIdentity | None = None
+) -> Operation[PoolLent]:
     """Lend a pool that this process owns."""
-    body = LendPool(pool=pool, spec=pool_spec(spec), device=device, arrays=arrays)
+    body = LendPool(pool=pool, spec=pool_spec(spec), device=device, arrays=arrays, model=model)
     return Operation(checked(body, NAME | {"arrays": "tensors"}), (), reply_body(PoolLent))
 
 
@@ -307,6 +310,8 @@ def receive_body(
     source_daemons: Sequence[str],
     after: EventPoint | None,
     land: Landing,
+    *,
+    any_model: bool = False,
 ) -> tuple[Receive, list[PageIds]]:
     """Return a RECEIVE's body and its page ids."""
     in_pages = str(land) != "host"
@@ -319,6 +324,7 @@ def receive_body(
         source_daemons=sequence(source_daemons, "addresses", "source_daemons"),
         after=after,
         land=land,
+        any_model=any_model,
     )
     return checked(body), [one.ids for one in every] if in_pages else []
 

@@ -14,6 +14,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.engine_lists import EngineLists, engine_lists
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import Entry, Manifest
+from kvferry.protocol.model_identity import ModelIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +29,14 @@ class AttachedPool:
         name: the pool's name.
         manifest: its entries; ``manifest.layout_digest`` names the layout.
         region: the mapped memory.
+        model: whose KV it holds, without the salt; None: nobody said so.
     """
 
-    def __init__(self, name: str, manifest: Manifest, region: Region) -> None:
+    def __init__(self, name: str, manifest: Manifest, region: Region, model: ModelIdentity | None = None) -> None:
         self.name = name
         self.manifest = manifest
         self.region = region
+        self.model = model
 
     def __repr__(self) -> str:
         """Show name, size and layout."""
@@ -90,8 +93,9 @@ class AttachedPool:
 
         Paged: ``(layers, pages, page_size, heads, dim)``; FIA: ``(layers, pages * page_size, 1, heads, dim)``; FIA-NZ:
         ``(layers, pages, heads, dim / n, page_size, n)``, n elements in 32 bytes; MLA: as paged with one head,
-        ``main``'s index_scale without a dim; a state: ``(layers, slots, window, channels)`` for conv, ``(layers, slots,
-        heads, ...)`` for ssm. Layers are local, the first one that has the role is 0: see ``layers``.
+        ``main``'s index_scale without a dim; scales that travel: ``(layers, pages, heads)``; a state: ``(layers, slots,
+        window, channels)`` for conv, ``(layers, slots, heads, ...)`` for ssm. Layers are local, the first one that has
+        the role is 0: see ``layers``.
 
         Raises:
             InvalidFieldError: the pool has no such entries.

@@ -152,6 +152,7 @@ class Submissions(ABC):
         source_daemons: Sequence[str] = (),
         after: EventPoint | None = None,
         land: Landing = "pages",
+        any_model: bool = False,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> HandOff:
         """Make a room for the request in pages of this session. Returns at once, like ``send``.
@@ -168,9 +169,12 @@ class Submissions(ABC):
             after: work that still uses the pages, see ``EventRing.mark``; nothing is written before it is done.
             land: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
                 ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
+            any_model: whether pages of another model's pool are taken too; else they are refused (MODEL_MISMATCH).
             deadline_s: for the whole hand-off.
         """
-        body, ids = operations.receive_body(pool, request_id, lists, sources, source_daemons, after, land)
+        body, ids = operations.receive_body(
+            pool, request_id, lists, sources, source_daemons, after, land, any_model=any_model
+        )
         return self._begin_hand_off(body, ids, deadline_s)
 
     # -- graph tables
@@ -250,6 +254,7 @@ class Submissions(ABC):
         lists: Sequence[Pages] | None = None,
         *,
         drop: bool = False,
+        any_model: bool = False,
         after: EventPoint | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> TierWork:
@@ -261,10 +266,11 @@ class Submissions(ABC):
             lists: the pages, as many as it has, one list a component. None: the daemon takes pages for this session as
                 soon as enough are free; the work has them as ``pages``.
             drop: drop the snapshot once it is restored.
+            any_model: whether the pool may be another model's; else that is refused (MODEL_MISMATCH).
             after: work that still uses the pages; nothing is written before it is done.
             deadline_s: for the whole work, waiting for pages included.
         """
-        body, ids = tier_operations.restore_body(pool, snapshot, lists, after, drop=drop)
+        body, ids = tier_operations.restore_body(pool, snapshot, lists, after, drop=drop, any_model=any_model)
         return self._begin_work(body, ids, deadline_s)
 
     def load(
@@ -301,8 +307,9 @@ class Submissions(ABC):
     ) -> TierWork:
         """Put pages into the cache, ``block_pages`` a hash: those that are not there yet. Returns at once.
 
-        The pages may not be written before the work is done. ``parent`` is the hash before the first one: only new
-        blocks have to be named.
+        They are found by pools of the same layout, model identity and user only; a pool without a model is refused
+        (NO_MODEL). The pages may not be written before the work is done. ``parent`` is the hash before the first one:
+        only new blocks have to be named.
         """
         body, array = tier_operations.store_body(
             pool, hashes, ids, parent=parent, space=space, block_pages=block_pages, after=after

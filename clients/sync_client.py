@@ -32,6 +32,7 @@ from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
 from kvferry.protocol.manifests import Manifest, PoolSpec
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.room_messages import Cancelled, RoomResult, Side
 from kvferry.protocol.session_messages import ShareFollows, StatusReport, Welcome
@@ -105,23 +106,31 @@ class Client(SyncTiers):
     # -- pools and pages
 
     def create_pool(
-        self, name: str, spec: PoolSpec, *, device: str = HOST, deadline_s: float = DEFAULT_DEADLINE_S
+        self,
+        name: str,
+        spec: PoolSpec,
+        *,
+        model: ModelIdentity | None = None,
+        device: str = HOST,
+        deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> AttachedPool:
         """Create a pool, or find it as it was created before, and map it.
 
         Args:
             name: unique for the user.
             spec: what it holds.
+            model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
+                this very identity only; a hand-off between two models is refused.
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
             deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
 
         Raises:
-            PoolExistsError: the name has another layout or size, or is on another device.
+            PoolExistsError: the name has another layout, size or model, or is on another device.
             InvalidFieldError: the spec makes no sense.
             OutOfMemoryError: the host or the card cannot give it.
             DeviceUnavailableError: no such card, or what drives it is missing, there or here.
         """
-        created = self.call(operations.create_pool(name, spec, device), deadline_s=deadline_s)
+        created = self.call(operations.create_pool(name, spec, device, model), deadline_s=deadline_s)
         pool = self.attach_pool(name, created.manifest.layout_digest)
         return seen_as(pool, spec)
 
@@ -146,6 +155,7 @@ class Client(SyncTiers):
         tensors: Mapping[tuple[Any, ...], torch.Tensor],
         *,
         device: str,
+        model: ModelIdentity | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Manifest:
         """Let the daemon use a pool whose memory this process owns: it ends with this session.
@@ -156,6 +166,7 @@ class Client(SyncTiers):
             tensors: by (component, role), all layers one after another, or by (component, role, layer); of exactly the
                 shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
             device: where they are.
+            model: whose KV it holds, as in ``create_pool``.
             deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
 
         Raises:
@@ -169,7 +180,7 @@ class Client(SyncTiers):
         def said(message_id: int) -> Sequence[ShareFollows]:
             return self._devices.lend(device, by_name, message_id)
 
-        operation = operations.lend_pool(name, spec, device, arrays)
+        operation = operations.lend_pool(name, spec, device, arrays, model)
         _, lent = self._round_trip(operation, deadline_s=deadline_s, said=said)
         return lent.manifest
 

@@ -90,7 +90,7 @@ class SyncTiers(SyncTables):
         """Return how many leading blocks are cached, and pin them: ``found.lease`` is for ``load`` and ``unpin``.
 
         Args:
-            pool: of the layout that the blocks have.
+            pool: of the layout that the blocks have, and of their model: without one this is NO_MODEL.
             hashes: 16 bytes a block, see ``block_hashes``.
             space: the page space.
             block_pages: pages of a block.

@@ -65,12 +65,26 @@ def offload_body(
 
 
 def restore_body(
-    pool: str, snapshot: str, lists: Sequence[Pages] | None, after: EventPoint | None, *, drop: bool
+    pool: str,
+    snapshot: str,
+    lists: Sequence[Pages] | None,
+    after: EventPoint | None,
+    *,
+    drop: bool,
+    any_model: bool = False,
 ) -> tuple[Restore, list[PageIds]]:
     """Return a RESTORE's body and its page ids; without lists the daemon takes the pages."""
     every = () if lists is None else page_lists(lists)
     heads = tuple(one.head for one in every)
-    body = Restore(snapshot=snapshot, pool=pool, lists=heads, allocate=lists is None, drop=drop, after=after)
+    body = Restore(
+        snapshot=snapshot,
+        pool=pool,
+        lists=heads,
+        allocate=lists is None,
+        drop=drop,
+        after=after,
+        any_model=any_model,
+    )
     return checked(body), [one.ids for one in every]
 
 

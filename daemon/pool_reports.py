@@ -8,10 +8,11 @@ from kvferry.pools.manifest import bytes_per_page, spaces_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import PoolExistsError
 from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
 
 _COMPARED: Final = (
-    "pages", "dtype", "page_tokens", "heads", "head_start", "total_heads", "shape", "page_bytes", "format"
+    "pages", "dtype", "scales", "page_tokens", "heads", "head_start", "total_heads", "shape", "page_bytes", "format"
 )  # fmt: skip
 
 
@@ -39,6 +40,7 @@ def status_of(pool: Pool) -> PoolStatus:
         spaces=spaces if len(spaces) > 1 else (),
         device=pool.region.device,
         lent_by=pool.lent_by,
+        model=pool.model.public if pool.model else None,
     )
 
 
@@ -79,6 +81,28 @@ def difference(existing: Manifest, wanted: Manifest) -> str:
             if has != asked:
                 return f"{field} of {entry.name} is {has}, asked for {asked}"
     return "the order of the bytes differs"
+
+
+def check_same_model(existing: ModelIdentity | None, wanted: ModelIdentity | None, name: str) -> None:
+    """Check that a pool holds the KV that is asked for: an identity that is not said is one of its own.
+
+    Raises:
+        PoolExistsError: it holds another model's; names the field, and shows no salt.
+    """
+    if existing == wanted:
+        return
+    fields = () if existing is None or wanted is None else existing.__struct_fields__
+    field = next((one for one in fields if getattr(existing, one) != getattr(wanted, one)), "")
+    if field == "salt":
+        raise PoolExistsError(f"pool {name!r} exists with another salt for its cache", field="model.salt")
+    raise PoolExistsError(
+        f"pool {name!r} exists for {_model_text(existing)}, asked for {_model_text(wanted)}",
+        field=f"model{field and f'.{field}'}",
+    )
+
+
+def _model_text(model: ModelIdentity | None) -> str:
+    return f"model {model.label!r}" if model else "no model"
 
 
 def _pages_text(manifest: Manifest) -> str:

@@ -16,7 +16,7 @@ from kvferry.daemon.devices import Devices, LentPart
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler, expect
 from kvferry.daemon.holders import holders_text, in_words, pool_full, session_text
 from kvferry.daemon.lost_pools import LostPools
-from kvferry.daemon.pool_reports import check_same, status_of
+from kvferry.daemon.pool_reports import check_same, check_same_model, status_of
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.pools.arrays import arrays_of, check_form, check_storage
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
@@ -38,6 +38,7 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -79,6 +80,7 @@ class _Creation(msgspec.Struct):
     device: str
     waiting: list[Call]
     lent_by: int | None = None
+    model: ModelIdentity | None = None
 
 
 class PoolService:
@@ -191,11 +193,13 @@ class PoolService:
             device = existing.region.device if existing else creation.device if creation else body.device
             held = self._holders(existing, call)
             check_same(known, manifest, body.pool, device, body.device, held)
+            model = existing.model if existing else creation.model if creation else body.model
+            check_same_model(model, body.model, body.pool)
             if creation is None:
                 return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
             creation.waiting.append(call)
             return None
-        self._creations[key] = _Creation(manifest, body.device, [call])
+        self._creations[key] = _Creation(manifest, body.device, [call], model=body.model)
         try:
             if body.device == HOST:
                 self._check_budget(manifest)
@@ -224,7 +228,7 @@ class PoolService:
             raise PoolExistsError(f"pool {body.pool!r} exists{held and f'; {held}'}", field="pool")
         manifest = manifest_of(body.spec)
         lent = _lent_parts(manifest, body.arrays, shares)
-        self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id)
+        self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id, body.model)
         self._fetch(key, self._device_executor, self._devices.borrow, body.device, lent, manifest.region_bytes)
         return None
 
@@ -249,7 +253,7 @@ class PoolService:
             for call in creation.waiting:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
             return
-        pool = Pool(*key, creation.manifest, done.result(), lent_by=creation.lent_by)
+        pool = Pool(*key, creation.manifest, done.result(), lent_by=creation.lent_by, model=creation.model)
         if creation.lent_by is not None and not self._is_awaited(creation.waiting[0]):
             self._give_back(pool)
             return
@@ -263,6 +267,7 @@ class PoolService:
             device=creation.device,
             pages=pool.manifest.pages,
             region_bytes=pool.manifest.region_bytes,
+            model=pool.model.label if pool.model else "",
         )
         for number, call in enumerate(creation.waiting):
             reply: ReplyBody = PoolCreated(pool=key[1], created=number == 0, manifest=pool.manifest)
@@ -310,7 +315,7 @@ class PoolService:
         if isinstance(region, HostRegion):
             follows = RegionFollows(message_id=call.message_id, pool=pool.name)
             self._session_socket.pass_frame(call.session, follows, [region.fd])
-            return Answer(PoolAttached(pool=pool.name, manifest=pool.manifest))
+            return Answer(PoolAttached(pool=pool.name, manifest=pool.manifest, model=_public(pool)))
         assert isinstance(region, AcceleratorRegion), region
         if pool.lent_by is not None:
             raise InvalidFieldError(f"pool {pool.name!r} is its engine's, which lends it: it has it", field="pool")
@@ -326,7 +331,7 @@ class PoolService:
         except KvferryError as error:
             self._dispatcher.answer_error(call.session, call.message_id, error)
             return
-        reply = PoolAttached(pool=pool.name, manifest=pool.manifest, device=pool.region.device)
+        reply = PoolAttached(pool=pool.name, manifest=pool.manifest, device=pool.region.device, model=_public(pool))
         self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
     def _delete(self, call: Call) -> Answer:
@@ -384,6 +389,10 @@ class PoolService:
             raise OutOfMemoryError(
                 f"the pool needs {manifest.region_bytes} bytes; {used} of {self._max_bytes} are taken", field="spec"
             )
+
+
+def _public(pool: Pool) -> ModelIdentity | None:
+    return pool.model.public if pool.model else None
 
 
 def _release(pool: Pool, session_id: int) -> None:

@@ -15,8 +15,9 @@ import msgspec
 from kvferry.protocol.manifests import Entry, Manifest
 
 INDEX_ROLES = ("index_k", "index_scale")
-MAIN_ROLES = ("k", "v", *INDEX_ROLES)
-STATE_ROLES = ("conv", "ssm", "k", "v")
+SCALE_ROLES = ("k_scale", "v_scale")
+MAIN_ROLES = ("k", "v", *SCALE_ROLES, *INDEX_ROLES)
+STATE_ROLES = ("conv", "ssm", "k", "v", *SCALE_ROLES)
 
 
 class PointerList(msgspec.Struct, frozen=True):
@@ -41,8 +42,9 @@ class EngineLists(msgspec.Struct, frozen=True):
 def engine_lists(manifest: Manifest, base_address: int = 0) -> EngineLists:
     """Return a pool's lists.
 
-    The main list is k of all layers, v, index_k and index_scale, then the draft's in the same order. The state list is
-    the slots of a request (conv, ssm), the window's k and v, then once more the indexer's arrays, the draft's last.
+    The main list is k of all layers, v, scales that travel with pages, index_k and index_scale, then the draft's in the
+    same order. The state list is the slots of a request (conv, ssm), the window's k and v (and scales), then once more
+    the indexer's arrays, the draft's last.
 
     Args:
         manifest: the pool's.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.pools.geometry import dtype_bytes, page_bytes_of
+from kvferry.pools.geometry import dtype_bytes, page_bytes_of, page_rows
 from kvferry.pools.layouts.parts import FIA_NZ, ND
+from kvferry.pools.scales import check_scales
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import Entry
 
@@ -25,7 +26,8 @@ def check_entry(entry: Entry, field: str) -> None:
     """Check that an entry does not contradict itself; fields that are left out contradict nothing.
 
     Raises:
-        InvalidFieldError: it ends beyond any address, has heads beyond the model's, or a dtype that nobody knows.
+        InvalidFieldError: it ends beyond any address, has heads beyond the model's, an unknown dtype, or scales that
+            are none.
         GeometryMismatchError: ``page_bytes``, ``page_tokens``, ``heads``, ``dtype`` and ``shape`` do not go together.
     """
     if entry.base + entry.pages * entry.page_bytes > MAX_ADDRESS:
@@ -33,6 +35,7 @@ def check_entry(entry: Entry, field: str) -> None:
     heads = (entry.head_start or 0) + (entry.heads or 0)
     if entry.total_heads is not None and heads > entry.total_heads:
         raise InvalidFieldError(f"{entry.name} has heads up to {heads} of {entry.total_heads}", field=f"{field}.heads")
+    check_scales(entry, field)
     try:
         _check_page(entry)
         _check_shape(entry)
@@ -45,12 +48,11 @@ def _check_page(entry: Entry) -> None:
     element_bytes = 1 if entry.dtype is None else dtype_bytes(entry.dtype)
     if entry.shape is not None and entry.dtype is not None:
         page_bytes_of(entry.shape, entry.dtype, entry.pages, entry.page_bytes, entry.name)
-    cells = 1
-    if entry.page_tokens is not None and not _is_of_pages(entry):
-        cells = entry.page_tokens * (entry.heads or 1)
+    rows = page_rows(entry)
+    cells = 1 if rows is None or _is_of_pages(entry) else rows * (entry.heads or 1)
     if entry.page_bytes % (cells * element_bytes):
         dtype = f" of {entry.dtype}" if entry.dtype else ""
-        parts = f"{entry.page_tokens} tokens x {entry.heads or 1} heads" if cells > 1 else "elements"
+        parts = f"{rows} tokens x {entry.heads or 1} heads" if cells > 1 else "elements"
         raise GeometryMismatchError(
             f"{entry.name}: {entry.page_bytes} bytes do not divide into {parts}{dtype}", field="page_bytes"
         )

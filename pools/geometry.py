@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError
+from kvferry.protocol.manifests import Entry
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -17,6 +18,9 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
 }
 """Bytes of one element, by torch's name of the dtype."""
+
+PAGE_HEADS = "PAGE_HEADS"
+"""The format of arrays ``(pages, heads)``: a number a head in each page, and no token axis."""
 
 MAX_PAGES = (1 << 31) - 1
 """Page numbers are int32 in graph tables."""
@@ -34,15 +38,28 @@ def dtype_bytes(dtype: str) -> int:
     return size
 
 
+def page_rows(entry: Entry) -> int | None:
+    """Return of how many rows a page is, each with all heads one after another: its tokens; None where nobody says."""
+    return 1 if entry.format == PAGE_HEADS else entry.page_tokens
+
+
 def page_count(tokens: int, page_size: int, field: str = "tokens") -> int:
     """Return the pages of a pool that holds ``tokens`` tokens, the padding page 0 included.
 
+    ``tokens // page_size + 1``, as SGLang's pools have it, which rounds a pool's tokens to whole pages long before:
+    here a part of a page is refused, since whoever asks for so many tokens would have fewer without a word.
+
     Raises:
-        InvalidFieldError: less than one page of tokens, or more pages than a table can number; names ``field``.
+        InvalidFieldError: no whole number of pages, or more than a table can number; names ``field``.
     """
-    pages = tokens // page_size + 1
-    if pages == 1:
-        raise InvalidFieldError(f"{tokens} tokens are less than one page of {page_size}", field=field)
+    whole, rest = divmod(tokens, page_size)
+    if rest:
+        below = f"{whole * page_size} or " if whole else ""
+        raise InvalidFieldError(
+            f"{tokens} tokens are no whole number of pages of {page_size}: {below}{(whole + 1) * page_size} are",
+            field=field,
+        )
+    pages = whole + 1
     if pages > MAX_PAGES:
         raise InvalidFieldError(f"{pages} pages; at most {MAX_PAGES}", field=field)
     return pages

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kvferry.pools.geometry import dtype_bytes
+from kvferry.pools.scales import canonical
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError
 from kvferry.protocol.manifests import Component, Entry, Manifest
 
@@ -88,13 +89,15 @@ def key_of(entry: Entry) -> tuple[str, str, int]:
 def layout_digest(entries: Iterable[Entry]) -> str:
     """Return 32 hexadecimal digits over what a page of each entry is.
 
-    Covers component, role, layer, dtype, format and the geometry of a page (its bytes, tokens and heads; the shape of a
-    state's slot); leaves out where entries lie, how many pages there are, and how engines view them.
+    Covers component, role, layer, dtype, format, the geometry of a page (its bytes, tokens and heads; the shape of a
+    state's slot) and fixed scales: the same 8 bits under another scale are another number, so a page of one is no page
+    of the other. Leaves out where entries lie, how many pages there are, and how engines view them.
     """
     pages = sorted(
         (
             *(*key_of(e), e.dtype, e.format, e.page_bytes, e.page_tokens, e.head_start, e.heads, e.total_heads),
             *(() if slot_shape(e) is None else (slot_shape(e),)),
+            *(() if e.scales is None else (canonical(e.scales),)),
         )
         for e in entries
     )

@@ -7,7 +7,7 @@ and its pattern, ``full_attention_interval``, the ``linear_*`` fields, ``num_nex
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -43,7 +43,10 @@ class DeltaNet(msgspec.Struct, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One model. Of ``full_every`` layers the last has full attention; the others the window or the delta net."""
+    """One model. Of ``full_every`` layers the last has full attention; the others the window or the delta net.
+
+    ``scales`` of 8-bit keys and values: fixed ones, one a head of each layer, or one a page, which travels with it.
+    """
 
     name: str
     source: str
@@ -54,6 +57,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     full_every: int = 1
     draft_layers: int = 0
     dtype: str = "bfloat16"
+    scales: Literal["head", "page"] | None = None
 
     def full_layers(self, stage: range) -> tuple[int, ...]:
         """Return the stage's layers that have full attention."""
@@ -117,6 +121,22 @@ MODELS: Final[dict[str, ModelFacts]] = {
             attention=Attention(2, 256),
             delta_net=_QWEN3_NEXT,
             full_every=4,
+        ),
+        ModelFacts(
+            name="llama-3-8b-int8-head-scales",
+            source="meta-llama/Meta-Llama-3-8B",
+            layers=32,
+            attention=Attention(8, 128),
+            dtype="int8",
+            scales="head",
+        ),
+        ModelFacts(
+            name="llama-3-8b-int8-page-scales",
+            source="meta-llama/Meta-Llama-3-8B",
+            layers=32,
+            attention=Attention(8, 128),
+            dtype="int8",
+            scales="page",
         ),
         ModelFacts(name="smollm2-135m", source="HuggingFaceTB/SmolLM2-135M", layers=30, attention=Attention(3, 64)),
     )

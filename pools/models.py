@@ -11,10 +11,12 @@ from kvferry.pools.layouts.mla import PACKED_DTYPE
 from kvferry.pools.model_facts import MODELS, Attention, DeltaNet, Latent, ModelFacts
 from kvferry.protocol.complaints import invalid_field
 from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError
-from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
+from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec, Scales
 
 DEFAULT_PAGE_SIZE = 128
 DEFAULT_REQUESTS = 64
+EXAMPLE_SCALE = 1.0
+"""Stands for the scales of a checkpoint where a model's are fixed: no ready spec can know them."""
 
 
 class _Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +105,7 @@ def _spec(facts: ModelFacts, rank: _Rank) -> PoolSpec:
         return _hybrid_swa(facts, facts.attention, heads, facts.window, rank)
     if facts.delta_net is not None:
         return _mamba(facts, facts.attention, heads, facts.delta_net, rank)
-    return _mha(facts.attention, heads, rank)
+    return _mha(facts, facts.attention, heads, rank)
 
 
 def _facts(name: str) -> ModelFacts:
@@ -129,7 +131,8 @@ def _draft(facts: ModelFacts, stage: range) -> DraftSpec | None:
     return DraftSpec(layers=facts.draft_layers, index_head_dim=index_head_dim)
 
 
-def _mha(attention: Attention, heads: RankHeads, rank: _Rank) -> MhaSpec:
+def _mha(facts: ModelFacts, attention: Attention, heads: RankHeads, rank: _Rank) -> MhaSpec:
+    scales = _scales(facts, heads, rank)
     return MhaSpec(
         layers=len(rank.stage),
         first_layer=rank.stage.start,
@@ -142,7 +145,15 @@ def _mha(attention: Attention, heads: RankHeads, rank: _Rank) -> MhaSpec:
         dtype=rank.dtype,
         replicas=heads.replicas,
         draft=rank.draft,
+        k_scale=scales,
+        v_scale=scales,
     )
+
+
+def _scales(facts: ModelFacts, heads: RankHeads, rank: _Rank) -> Scales | None:
+    if facts.scales == "head":
+        return ((EXAMPLE_SCALE,) * heads.count,) * len(rank.stage)
+    return facts.scales
 
 
 def _mla(latent: Latent, rank: _Rank) -> MlaSpec:

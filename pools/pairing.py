@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvferry.pools.geometry import PAGE_HEADS, page_rows
 from kvferry.pools.heads import Heads, intersect
 from kvferry.pools.manifest import check_unique, key_of
+from kvferry.pools.scales import check_same_scales
 from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 
@@ -23,8 +25,8 @@ MUST_AGREE = ("dtype", "format", "page_tokens", "head_start", "heads", "total_he
 MUST_AGREE_SLICED = ("page_tokens", "total_heads", "dtype", "format")
 """What they must have in common where they hold different heads; beside it the bytes of a token's head."""
 
-SLICEABLE_FORMATS = (None, "ND")
-"""Physical orders in which one head of one token is contiguous."""
+SLICEABLE_FORMATS = (None, "ND", PAGE_HEADS)
+"""Physical orders in which one head of one token, or of a page without tokens, is contiguous."""
 
 
 class HeadSlice(msgspec.Struct, frozen=True):
@@ -64,6 +66,7 @@ def pair_entries(source: Sequence[Entry], destination: Sequence[Entry]) -> Pairi
         DuplicateEntryError: a side has two entries of one (component, role, layer).
         GeometryMismatchError: the entries of a pair differ in a field that both give, or in the bytes of a token's
             head.
+        ScaleMismatchError: the heads that a pair exchanges have other scales on the other side.
     """
     check_unique(source, "source.entries")
     check_unique(destination, "destination.entries")
@@ -105,8 +108,11 @@ def _pair(source: Entry, destination: Entry, index: int) -> Pair | None:
                 return None
             _check_sliceable(source, destination, index)
             heads = HeadSlice(common.start - ours.start, common.start - theirs.start, common.count)
+            our_part, their_part = Heads(heads.source, heads.count), Heads(heads.destination, heads.count)
+            check_same_scales(source, destination, our_part, their_part, f"destination.entries[{index}].scales")
             return Pair(source, destination, index, heads)
     _check_agreement(source, destination, index)
+    check_same_scales(source, destination, None, None, f"destination.entries[{index}].scales")
     return Pair(source, destination, index)
 
 
@@ -130,6 +136,8 @@ def _check_sliceable(source: Entry, destination: Entry, index: int) -> None:
             f"{_head_bytes(destination, index)} at the destination",
             field=f"destination.entries[{index}].page_bytes",
         )
+    if destination.format == PAGE_HEADS:
+        return  # its last axis are the heads
     if source.shape and destination.shape and source.shape[-1] != destination.shape[-1]:
         raise GeometryMismatchError(
             f"{destination.name}: a head is {source.shape[-1]} wide at the source, {destination.shape[-1]} at the "
@@ -140,16 +148,16 @@ def _check_sliceable(source: Entry, destination: Entry, index: int) -> None:
 
 def _head_bytes(entry: Entry, index: int) -> int:
     """Return the bytes of one head of one token."""
-    if entry.page_tokens is None or entry.heads is None:
+    rows = page_rows(entry)
+    if rows is None or entry.heads is None:
         raise GeometryMismatchError(
             f"{entry.name}: pages can be cut by heads only where both sides give page_tokens",
             field=f"destination.entries[{index}].page_tokens",
         )
-    size, rest = divmod(entry.page_bytes, entry.page_tokens * entry.heads)
+    size, rest = divmod(entry.page_bytes, rows * entry.heads)
     if rest:
         raise GeometryMismatchError(
-            f"{entry.name}: {entry.page_bytes} bytes do not divide into {entry.page_tokens} tokens x {entry.heads} "
-            "heads",
+            f"{entry.name}: {entry.page_bytes} bytes do not divide into {rows} tokens x {entry.heads} heads",
             field=f"destination.entries[{index}].page_bytes",
         )
     return size
@@ -158,12 +166,17 @@ def _head_bytes(entry: Entry, index: int) -> int:
 def _check_agreement(source: Entry, destination: Entry, index: int) -> None:
     for field in MUST_AGREE:
         _check_field(source, destination, field, index)
-    if source.shape and destination.shape and source.shape[-2:] != destination.shape[-2:]:
+    ours, theirs = _token_shape(source), _token_shape(destination)
+    if ours and theirs and ours != theirs:
         raise GeometryMismatchError(
-            f"{destination.name}: a token is {source.shape[-2:]} at the source, {destination.shape[-2:]} at the "
-            "destination (heads, width)",
+            f"{destination.name}: a token is {ours} at the source, {theirs} at the destination (heads, width)",
             field=f"destination.entries[{index}].shape",
         )
+
+
+def _token_shape(entry: Entry) -> tuple[int, ...]:
+    """Return (heads, width) of a token, as far as the shape says it; how many pages there are is no part of it."""
+    return (entry.shape or ())[1:][-2:]
 
 
 def _check_field(source: Entry, destination: Entry, field: str, index: int) -> None:

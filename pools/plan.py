@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.pools.geometry import page_rows
 from kvferry.pools.heads import Heads
 from kvferry.pools.page_checks import check_distinct, check_equal_length, check_range
 from kvferry.pools.pairing import Pairing
@@ -168,18 +169,18 @@ def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
     """Return (rows, row_bytes, slice_offset, slice_bytes)."""
     if heads is None:
         return 1, entry.page_bytes, 0, entry.page_bytes
-    tokens, held = entry.page_tokens or 0, entry.heads or 0
-    if heads.start < 0 or heads.count < 1 or heads.stop > held or tokens < 1 or entry.page_bytes % (tokens * held):
+    rows, held = page_rows(entry) or 0, entry.heads or 0
+    if heads.start < 0 or heads.count < 1 or heads.stop > held or rows < 1 or entry.page_bytes % (rows * held):
         raise GeometryMismatchError(
-            f"{entry.name}: pages of {entry.page_bytes} bytes, {tokens} tokens and {held} heads do not have heads "
+            f"{entry.name}: pages of {entry.page_bytes} bytes, {rows} tokens and {held} heads do not have heads "
             f"{heads.start}..{heads.stop - 1}",
             field="heads",
         )
     if heads.count == held:
         return 1, entry.page_bytes, 0, entry.page_bytes
-    row_bytes = entry.page_bytes // tokens
+    row_bytes = entry.page_bytes // rows
     head_bytes = row_bytes // held
-    return tokens, row_bytes, heads.start * head_bytes, heads.count * head_bytes
+    return rows, row_bytes, heads.start * head_bytes, heads.count * head_bytes
 
 
 def _whole_blocks(plan: Plan) -> Blocks:

@@ -8,6 +8,7 @@ from kvferry.pools.manifest import component_of, spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import UnknownComponentError
 from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.model_identity import ModelIdentity
 
 
 class Pool:
@@ -20,11 +21,19 @@ class Pool:
         region: its memory, closed by ``close``.
         allocators: the pages of each page space.
         lent_by: the session whose engine owns the memory, and with it every page; None: the daemon owns it.
+        model: whose KV its pages hold; None: nobody said so.
         lands_as: the snapshot that its pages become: where a hand-off lands in the host tier.
     """
 
     def __init__(
-        self, tenant: int, name: str, manifest: Manifest, region: Region, *, lent_by: int | None = None
+        self,
+        tenant: int,
+        name: str,
+        manifest: Manifest,
+        region: Region,
+        *,
+        lent_by: int | None = None,
+        model: ModelIdentity | None = None,
     ) -> None:
         self.tenant = tenant
         self.name = name
@@ -32,6 +41,7 @@ class Pool:
         self.region = region
         self.allocators = {space: PageAllocator(pages) for space, pages in spaces_of(manifest).items()}
         self.lent_by = lent_by
+        self.model = model
         self.lands_as = ""
         self._block_layouts: dict[str, BlockLayout] = {}
         if lent_by is not None:

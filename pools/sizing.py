@@ -11,7 +11,8 @@ from kvferry.protocol.manifests import ComponentKind, Manifest
 class SpaceSize(msgspec.Struct, frozen=True, kw_only=True):
     """One page space. ``pages`` leaves the padding page out, ``total_bytes`` has it.
 
-    ``page_tokens`` and ``token_bytes`` are None for a state, whose page is the slot of a request.
+    ``page_tokens`` and ``token_bytes`` are None for a state, whose page is the slot of a request; ``token_bytes`` are
+    rounded up where a page has bytes that are no token's.
     """
 
     space: str
@@ -38,7 +39,7 @@ def _size(manifest: Manifest, space: str, pages: int) -> SpaceSize:
         kind=inside[0].kind,
         pages=pages - 1,
         page_tokens=page_tokens,
-        token_bytes=None if page_tokens is None else page_bytes // page_tokens,
+        token_bytes=None if page_tokens is None else -(-page_bytes // page_tokens),
         page_bytes=page_bytes,
         total_bytes=pages * page_bytes,
     )

@@ -114,7 +114,11 @@ class Unpinned(Body, frozen=True, kw_only=True, tag="UNPINNED"):
 
 
 class CachedBlockStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One cached block. ``hash`` and ``parent`` in hexadecimal digits."""
+    """One cached block. ``hash`` and ``parent`` in hexadecimal digits.
+
+    ``model`` is the label of the model whose KV it is, ``NAME@REVISION+ADAPTER``, and ``identity`` 32 hexadecimal
+    digits over that and its salt: blocks of two identities never stand for each other.
+    """
 
     hash: str
     layout_digest: str
@@ -124,6 +128,8 @@ class CachedBlockStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     tiers: tuple[str, ...]
     parent: str = ""
     pinned_by: tuple[str, ...] = ()
+    identity: str = ""
+    model: str = ""
 
 
 class CacheList(Body, frozen=True, kw_only=True, tag="CACHE_LIST"):
@@ -145,7 +151,7 @@ class CacheListed(Body, frozen=True, kw_only=True, tag="CACHE_LISTED"):
 
 
 class CachePin(Body, frozen=True, kw_only=True, tag="CACHE_PIN"):
-    """Keep blocks in the cache whatever happens, or no longer: in every layout and space that has the hash."""
+    """Keep blocks in the cache whatever happens, or no longer: of every model, layout and space that has the hash."""
 
     hashes: Hashes
     pinned: bool = True
@@ -184,7 +190,10 @@ class CacheEvents(Body, frozen=True, kw_only=True, tag="CACHE_EVENTS"):
 
 
 class CacheChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Blocks that are in a tier from now on, or no longer. Of stored ones each is the parent of the next."""
+    """Blocks that are in a tier from now on, or no longer. Of stored ones each is the parent of the next.
+
+    ``identity`` and ``model`` as in CACHE_LIST.
+    """
 
     kind: Literal["stored", "evicted"]
     tier: Tier
@@ -193,6 +202,8 @@ class CacheChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     block_pages: int
     hashes: bytes
     parent: bytes = b""
+    identity: str = ""
+    model: str = ""
 
 
 class CacheChanges(Body, frozen=True, kw_only=True, tag="CACHE_CHANGES"):

@@ -13,7 +13,7 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- StaleBootError            STALE_BOOT           meant for another incarnation of the daemon
     |   +-- AccessDeniedError         ACCESS_DENIED        not this user's to do
     |   +-- UnknownPoolError          UNKNOWN_POOL         no pool of that name for this tenant
-    |   +-- PoolExistsError           POOL_EXISTS          that name has another layout or size
+    |   +-- PoolExistsError           POOL_EXISTS          that name has another layout, size or model
     |   +-- PoolInUseError            POOL_IN_USE          pages of the pool are owned or in flight
     |   +-- LayoutMismatchError       LAYOUT_MISMATCH      the layout digest is not the pool's
     |   +-- PageOutOfRangeError       PAGE_OUT_OF_RANGE    page 0, negative, or past the pool's end
@@ -25,6 +25,8 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- DuplicateEntryError       DUPLICATE_ENTRY      two entries of one (component, role, layer)
     |   +-- UncoveredEntryError       UNCOVERED_ENTRY      a destination entry that no source covers
     |   +-- GeometryMismatchError     GEOMETRY_MISMATCH    paired entries of different geometry, dtype or format
+    |   +-- ScaleMismatchError        SCALE_MISMATCH       paired entries whose 8-bit elements have other scales
+    |   +-- ModelMismatchError        MODEL_MISMATCH       pages of one model for a pool of another
     |   +-- WindowMismatchError       WINDOW_MISMATCH      pages of a window that are wanted and not there
     |   +-- EmptyStateError           EMPTY_STATE          a state that one side has and the other lacks
     |   +-- HeadsIndivisibleError     HEADS_INDIVISIBLE    KV heads that do not divide over the ranks
@@ -51,6 +53,7 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- ConcurrentUseError        CONCURRENT_USE       a client is used by two threads at a time
     |   +-- ForkedError               FORKED               a client, or what it mapped, in a forked process
     |   +-- MisuseError               MISUSE               a call that makes no sense where it stands
+    |   +-- NoModelError              NO_MODEL             the pool does not say whose KV it holds
     +-- PeerError               the other side of a hand-off
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
     |   +-- PeerCancelledError        PEER_CANCELLED       it cancelled
@@ -97,9 +100,11 @@ from kvferry.protocol.hand_off_errors import (
     HeadsIndivisibleError,
     IncompleteError,
     LengthMismatchError,
+    ModelMismatchError,
     PageGapError,
     PageOverlapError,
     RoomExistsError,
+    ScaleMismatchError,
     SlotTooSmallError,
     UncoveredEntryError,
     UnexpectedSourceError,
@@ -110,6 +115,7 @@ from kvferry.protocol.hand_off_errors import (
 from kvferry.protocol.table_errors import TableHoleError, TableOverflowError
 from kvferry.protocol.tier_errors import (
     CacheMissError,
+    NoModelError,
     SnapshotDamagedError,
     TierOffError,
     UnknownLeaseError,
@@ -147,6 +153,8 @@ __all__ = [
     "LengthMismatchError",
     "MalformedError",
     "MisuseError",
+    "ModelMismatchError",
+    "NoModelError",
     "NoSessionError",
     "NotOwnerError",
     "OutOfMemoryError",
@@ -163,6 +171,7 @@ __all__ = [
     "PoolInUseError",
     "PoolLostError",
     "RoomExistsError",
+    "ScaleMismatchError",
     "ShuttingDownError",
     "SlotTooSmallError",
     "SnapshotDamagedError",
@@ -255,7 +264,7 @@ class UnknownPoolError(CallerError):
 
 
 class PoolExistsError(CallerError):
-    """The name is taken by a pool of another layout or size."""
+    """The name is taken by a pool of another layout, size or model."""
 
     code = "POOL_EXISTS"
     remedy = "take another name, the same spec, or delete_pool first; kvferry status shows the pools and their sessions"

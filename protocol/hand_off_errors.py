@@ -47,6 +47,20 @@ class GeometryMismatchError(CallerError):
     remedy = "create both pools with the same page size, heads, widths, dtype and format"
 
 
+class ScaleMismatchError(CallerError):
+    """Paired entries whose 8-bit elements stand for other numbers."""
+
+    code = "SCALE_MISMATCH"
+    remedy = "give both pools the scales of one checkpoint: their pages are of one form, but not of one meaning"
+
+
+class ModelMismatchError(CallerError):
+    """Pages of one model are to go into a pool of another."""
+
+    code = "MODEL_MISMATCH"
+    remedy = "pair pools of one model, revision and adapter; any_model=true takes other KV where you know that it fits"
+
+
 class WindowMismatchError(CallerError):
     """Pages of a window that are wanted and not there."""
 

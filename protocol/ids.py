@@ -26,6 +26,11 @@ HOST = "host"
 DeviceName = Annotated[str, Meta(pattern="^(host|(npu|cuda):[0-9]{1,3})\\Z", max_length=16)]
 """Where a pool's memory is: ``host``, ``npu:N`` or ``cuda:N``, N as torch counts this process's devices."""
 
+PLAIN_TEXT = "^[^\\x00-\\x1f\\x7f]*\\Z"
+"""A text that may be printed anywhere."""
+
+PlainText = Annotated[str, Meta(pattern=PLAIN_TEXT)]
+
 ProcessId = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 PATTERNS = {
@@ -33,6 +38,7 @@ PATTERNS = {
     "^(tcp://[^ ]+:[0-9]+|ipc:///[^ ]+)\\Z": "tcp://ADDRESS:PORT or ipc:///PATH",
     "^[A-Za-z0-9][A-Za-z0-9._-]*\\Z": "a name of letters, digits, '.', '_' and '-'",
     "^[a-z][a-z0-9_]*\\Z": "a name of small letters, digits and '_'",
+    PLAIN_TEXT: "a text without control characters",
     "^[0-9a-f]{32}$": "32 hexadecimal digits in lower case",
 }
 """What each pattern above asks for, in words for those who got it wrong."""

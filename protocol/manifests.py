@@ -20,14 +20,25 @@ LayerNumbers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=(1 << 31) - 1)], ...
 
 ComponentNames = Annotated[tuple[ComponentName, ...], Meta(max_length=16)]
 View = Literal["paged", "fia", "nz"]
+Scale = Annotated[float, Meta(gt=0)]
+MAX_SCALES = 4096
+"""Of one entry."""
+
+HeadScales = Annotated[tuple[Scale, ...], Meta(min_length=1, max_length=MAX_SCALES)]
+LayerScales = Annotated[tuple[Scale, ...], Meta(min_length=1, max_length=4096)]
+LayerHeadScales = Annotated[tuple[Scale | HeadScales, ...], Meta(min_length=1, max_length=4096)]
+Scales = Scale | LayerHeadScales | Literal["page", "page_head"]
+"""What 8-bit keys or values are to be multiplied with: one for all; one a layer; in each layer one a head held here;
+``page``, ``page_head``: float32 arrays of their own, a number a page, or a page and head, which travel with the pages.
+"""
 
 
 class DraftSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The draft model's layers: component ``draft``, numbered from 0, on the pages of ``main``.
 
     What is left out is as in the model itself, but for the indexer, which a draft model has only where
-    ``index_head_dim`` says so. Beside multi-head attention ``kv_lora_rank`` and its like make no sense; beside MLA the
-    draft is MLA too, unless ``kv_heads`` is given.
+    ``index_head_dim`` says so, and for scales a layer, which it must have of its own. Beside multi-head attention
+    ``kv_lora_rank`` and its like make no sense; beside MLA the draft is MLA too, unless ``kv_heads`` is given.
     """
 
     layers: LayerCount
@@ -41,6 +52,8 @@ class DraftSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     index_head_dim: Count | None = None
     replicas: Count | None = None
     dtype: str | None = None
+    k_scale: Scales | None = None
+    v_scale: Scales | None = None
 
 
 class _Spec(
@@ -52,11 +65,12 @@ class _Spec(
 class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     """A pool of multi-head (or grouped-query) attention: k and v of every layer, paged.
 
-    ``tokens`` is the capacity in tokens without the padding page; ``kv_heads`` the heads held here, of
-    ``total_heads`` (default: all) starting at ``head_start``; ``first_layer`` the model's number of the first layer;
-    ``replicas`` how many ranks hold these very heads. ``view`` says how engines see the same bytes: ``paged``
+    ``tokens`` is the capacity in tokens without the padding page, a whole number of pages; ``kv_heads`` the heads held
+    here, of ``total_heads`` (default: all) starting at ``head_start``; ``first_layer`` the model's number of the first
+    layer; ``replicas`` how many ranks hold these very heads. ``view`` says how engines see the same bytes: ``paged``
     ``(pages, page_size, heads, dim)`` a layer, ``fia`` ``(pages * page_size, 1, heads, dim)``. ``nz`` is another order
-    of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for elements of 2 bytes.
+    of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for elements of 2 bytes. ``k_scale`` and ``v_scale`` are
+    those of a dtype of 8 bits.
     """
 
     layers: LayerCount
@@ -73,6 +87,8 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     replicas: Count = 1
     draft: DraftSpec | None = None
     optional_components: ComponentNames = ("draft",)
+    k_scale: Scales | None = None
+    v_scale: Scales | None = None
 
 
 class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
@@ -82,7 +98,8 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     ones have; by default all do where ``index_head_dim`` is given. ``index_scale`` adds one float32 a token.
     ``index_dtype`` is ``dtype`` unless given. ``packed`` stores latent (float8), its scales and rope (bfloat16) of a
     token in one row of k, without v: ``ds_mla`` in this order, ``ascend`` with the scales last.
-    ``replicas`` is the number of tensor-parallel ranks: each holds the same.
+    ``replicas`` is the number of tensor-parallel ranks: each holds the same. ``k_scale`` is the latent's and the rope
+    part's, one for all or one a layer; packed tokens have their own, the indexer's keys ``index_scale``.
     """
 
     layers: LayerCount
@@ -101,6 +118,7 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     replicas: Count = 1
     draft: DraftSpec | None = None
     optional_components: ComponentNames = ("draft",)
+    k_scale: Scale | LayerScales | None = None
 
 
 class HybridSwaSpec(_Spec, frozen=True, kw_only=True, tag="hybrid_swa"):
@@ -108,7 +126,7 @@ class HybridSwaSpec(_Spec, frozen=True, kw_only=True, tag="hybrid_swa"):
 
     Layers keep the model's numbers; a pipeline stage may have layers of one kind only. ``window`` is the sliding window
     in tokens, ``window_tokens`` the capacity of its pages. The window layers' heads are as the full ones' where they
-    are left out.
+    are left out, and so are their scales, unless those are a layer's each.
     """
 
     full_layers: LayerNumbers = ()
@@ -133,6 +151,10 @@ class HybridSwaSpec(_Spec, frozen=True, kw_only=True, tag="hybrid_swa"):
     replicas: Count = 1
     draft: DraftSpec | None = None
     optional_components: ComponentNames = ("draft",)
+    k_scale: Scales | None = None
+    v_scale: Scales | None = None
+    window_k_scale: Scales | None = None
+    window_v_scale: Scales | None = None
 
 
 class MambaSpec(_Spec, frozen=True, kw_only=True, tag="mamba"):
@@ -166,6 +188,8 @@ class MambaSpec(_Spec, frozen=True, kw_only=True, tag="mamba"):
     replicas: Count = 1
     draft: DraftSpec | None = None
     optional_components: ComponentNames = ("draft",)
+    k_scale: Scales | None = None
+    v_scale: Scales | None = None
 
 
 PoolSpec = MhaSpec | MlaSpec | HybridSwaSpec | MambaSpec
@@ -179,7 +203,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     the model's own number (counted from 0 in a component of its own, as draft is). Pages are ``page_bytes`` apart and
     contiguous. The fields with a None default may be left out where an engine does not know them; what two paired
     entries both give must agree. ``replicas``, which need not, is how many ranks hold this very content: MLA under
-    tensor parallelism, replicated KV heads.
+    tensor parallelism, replicated KV heads. ``scales`` are those of 8-bit keys or values, one or ``heads``; a side that
+    has none differs from one that has some.
     """
 
     component: ComponentName
@@ -196,6 +221,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     shape: tuple[Size, ...] | None = None
     format: str | None = None
     replicas: Count | None = None
+    scales: Annotated[tuple[Scale, ...], Meta(min_length=1, max_length=MAX_SCALES)] | None = None
 
     @property
     def name(self) -> str:

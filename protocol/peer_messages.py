@@ -15,6 +15,7 @@ from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
 from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.room_messages import MAX_POOLS, MAX_STEPS, PageLists, Payload
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -71,6 +72,8 @@ class PeerOffer(Body, frozen=True, kw_only=True, tag="OFFER"):
     """(first layer, layers) of each step; which events they wait for is the source's affair."""
     ready: Number = 1
     """How many steps are ready by now; 1 for a chunk without steps."""
+    model: ModelIdentity | None = None
+    """Whose KV the pool holds, beside its manifest and without the salt."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""

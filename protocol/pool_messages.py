@@ -11,17 +11,20 @@ from kvferry.protocol.base import Body, PageCount
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolName, ProcessId
 from kvferry.protocol.manifests import Index, Manifest, PoolSpec, RoleName, Size
+from kvferry.protocol.model_identity import ModelIdentity
 
 MAX_DIMENSIONS: Final = 16
 Stride = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class CreatePool(Body, frozen=True, kw_only=True, tag="CREATE_POOL"):
-    """Create a pool of this tenant. The same name with the same layout and size is not created twice."""
+    """Create a pool of this tenant. The same name with the same layout, size and model is not created twice."""
 
     pool: PoolName
     spec: PoolSpec
     device: DeviceName = HOST
+    model: ModelIdentity | None = None
+    """Whose KV its pages hold; without it they cannot be put into the prefix cache, nor looked for there."""
 
 
 class PoolCreated(Body, frozen=True, kw_only=True, tag="POOL_CREATED"):
@@ -69,6 +72,8 @@ class LendPool(Body, frozen=True, kw_only=True, tag="LEND_POOL"):
     device: DeviceName
     arrays: Annotated[tuple[LentArrays, ...], Meta(min_length=1, max_length=16_384)]
     """What each share holds, in their order; together every entry of the pool, once. Each share is a tensor's."""
+    model: ModelIdentity | None = None
+    """As in CREATE_POOL."""
 
 
 class PoolLent(Body, frozen=True, kw_only=True, tag="POOL_LENT"):
@@ -84,6 +89,8 @@ class PoolAttached(Body, frozen=True, kw_only=True, tag="POOL_ATTACHED"):
     pool: str
     manifest: Manifest
     device: str = HOST
+    model: ModelIdentity | None = None
+    """What the pool was created with, without the salt."""
 
 
 class DeletePool(Body, frozen=True, kw_only=True, tag="DELETE_POOL"):

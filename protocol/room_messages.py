@@ -59,6 +59,8 @@ class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
     land: Landing = "pages"
     """``host``: the lists say how many pages, and no ids follow: the bytes become a snapshot in the host tier, which
     FINISHED names, to be restored once there are pages."""
+    any_model: bool = False
+    """Take pages of a pool of another model too: whoever asks knows that its KV fits."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length; none where it lands in the host tier."""

@@ -11,6 +11,7 @@ from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import HOST, DeviceName, Hex128, PoolName
 from kvferry.protocol.limits import Limits
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.shares import MAX_SHARES, Share, SharedEvents
 from kvferry.protocol.table_messages import TablesFollow
 
@@ -75,6 +76,8 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     device: str = HOST
     lent_by: int | None = None
     """The session whose engine owns the memory; None: the daemon does."""
+    model: ModelIdentity | None = None
+    """Whose KV its pages hold, without the salt; None: nobody said so."""
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,13 @@ class UnknownWorkError(CallerError):
     remedy = "works are known until their TIER_DONE is acknowledged"
 
 
+class NoModelError(CallerError):
+    """The pool does not say whose KV it holds, so its blocks cannot be told from another model's."""
+
+    code = "NO_MODEL"
+    remedy = "create or lend the pool with model=ModelIdentity(name=…, revision=…)"
+
+
 class TierOffError(CallerError):
     """The daemon has no such tier."""
 

@@ -64,6 +64,8 @@ class Restore(Body, frozen=True, kw_only=True, tag="RESTORE"):
     """Drop the snapshot once it is restored."""
     after: EventPoint | None = None
     """Wait for this before the pages are written: work that still reads them is under way on a device."""
+    any_model: bool = False
+    """Restore into a pool of another model too: whoever asks knows that its KV fits."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
@@ -121,6 +123,8 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     state: str
     restores: int = 0
     """How many are under way."""
+    model: str = ""
+    """The label of the model whose pool it came from: ``NAME@REVISION+ADAPTER``; empty where that has none."""
 
 
 class SnapshotReport(Body, frozen=True, kw_only=True, tag="SNAPSHOT_REPORT"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import AttachedPool, Cells, Client, MhaSpec, new_request_id, pages
+from kvferry.clients import AttachedPool, Cells, Client, MhaSpec, MlaSpec, ModelIdentity, new_request_id, pages
 from kvferry.protocol import errors
 from tests.daemons import running_daemon
 from tests.devices import DEVICE
@@ -32,7 +32,9 @@ def blocks(title: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", found, re.MULTILINE | re.DOTALL)
 
 
+[INDEXER] = blocks("Indexers (DeepSeek V3.2)")
 ON_A_CARD, LENDING = blocks("Pools on a card")
+[WHOSE] = blocks("Whose KV it is")
 TABLES, NEXT_STEP = blocks("Graph tables")
 [OFFLOAD] = blocks("Offload, restore and the prefix cache")
 
@@ -48,6 +50,8 @@ class Reader:
             "request_id": new_request_id(),
             "pages": pages,
             "Cells": Cells,
+            "MlaSpec": MlaSpec,
+            "ModelIdentity": ModelIdentity,
             "torch": torch,
         }
 
@@ -107,6 +111,43 @@ def test_graph_tables(reader: Reader) -> None:
     expected[1, 1] = ids[3]
     assert np.array_equal(tables.block_tables.cpu().numpy(), expected)
     assert tables.host_lengths().lengths == [201, 129]
+
+
+def test_whose_kv_it_is(reader: Reader, other: Other) -> None:
+    reader.run(WHOSE)
+    assert reader.names["pool"].model == reader.names["model"]
+    client = other.client
+    client.create_pool("third", SPEC, model=ModelIdentity(name="Qwen/Qwen3-8B", revision="a fine-tune")).close()
+    sent, wanted = client.allocate("third", 1), client.allocate("decode", 1)
+    client.send("third", reader.names["request_id"], [pages(sent)])
+    refused = client.receive("decode", reader.names["request_id"], [pages(wanted)])
+    with pytest.raises(errors.ModelMismatchError, match=r"8B@a fine-tune.*8B@9c925d6"):
+        client.wait_finished(refused)
+    client.wait_finished(client.receive("decode", reader.names["request_id"], [pages(wanted)], any_model=True))
+
+
+def test_an_indexers_keys_travel_with_mains_pages(reader: Reader, other: Other, device: str) -> None:
+    before, send = INDEXER.split("...  #")
+    reader.run(before.replace('"nsa", spec)', f'"nsa", spec, device="{device}")'))
+    pool, index_k, ids = (reader.names[name] for name in ("pool", "index_k", "ids"))
+    assert index_k.shape == (2, 17, 64, 1, 128)
+    assert pool.layers("main", "index_k") == (0, 2)
+    assert pool.engine_lists().state.names == ("main/index_k/0", "main/index_k/2")
+    index_k[:, ids] = torch.arange(1, 4, dtype=torch.bfloat16, device=index_k.device).view(1, 3, 1, 1, 1)
+    DEVICE.synchronize()
+    client = other.client
+    decode = client.create_pool("nsa-decode", reader.names["spec"], device=device)
+    client.allocate("nsa-decode", 5)  # so that the page numbers differ
+    wanted = client.allocate("nsa-decode", 3)
+    room = client.receive("nsa-decode", reader.names["request_id"], [pages(wanted, tokens=150)])
+    reader.run("...  #" + send)
+    done = client.wait_finished(room)
+    assert (done.trimmed_pages, done.moved_bytes) == (0, 3 * 64 * 2 * (4 * (512 + 64) + 2 * 128))
+    assert torch.equal(decode.tensor("main", "index_k").cpu()[:, wanted], index_k.cpu()[:, ids])
+    with_a_list = [pages(wanted), pages(wanted, component="index_k")]
+    refused = client.receive("nsa-decode", new_request_id(), with_a_list)
+    with pytest.raises(errors.UnknownComponentError):
+        client.wait_finished(refused)
 
 
 def test_offload_and_restore(reader: Reader, other: Other) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from kvferry.clients import Client, HybridSwaSpec, MhaSpec, TierWork, new_request_id, pages, pages_wanted
+from kvferry.clients import Client, HybridSwaSpec, MhaSpec, ModelIdentity, TierWork, new_request_id, pages, pages_wanted
 from kvferry.clients.hashing import block_hashes
 from kvferry.daemon.tiers.disk_tier import REST_S
 from kvferry.daemon.tiers.lookups import MAX_LEASES, MAX_PINS
@@ -31,6 +31,7 @@ COUNTERS: Final = {
     for name in re.findall(r'"((?:tiers|cache|remote)\.[a-z_.]+)"', line)
 }
 SPEC: Final = MhaSpec(layers=2, tokens=16 * 128, page_size=128, kv_heads=2, head_dim=4, dtype="float32")
+MODEL_OF_TEXT: Final = ModelIdentity(name="Qwen/Qwen3-8B", revision="9c925d6")
 HYBRID: Final = HybridSwaSpec(
     full_layers=(0,), window_layers=(1,), tokens=64, window_tokens=32, window=8, page_size=4, kv_heads=2, head_dim=4,
     dtype="float32",
@@ -59,6 +60,7 @@ class Reader:
             "pages": pages,
             "pages_wanted": pages_wanted,
             "block_hashes": block_hashes,
+            "ModelIdentity": ModelIdentity,
             "TierWork": TierWork,
         }
 
@@ -84,7 +86,8 @@ def reader(served: DaemonProcess) -> Iterator[Reader]:
 
 @pytest.fixture
 def decode(reader: Reader) -> Filled:
-    return Filled(reader.client, "decode", SPEC)
+    reader.names["spec"] = SPEC
+    return Filled(reader.client, "decode", SPEC, MODEL_OF_TEXT)
 
 
 def test_offload_and_restore(reader: Reader, decode: Filled) -> None:
@@ -112,7 +115,7 @@ def test_works_come_from_poll(reader: Reader, decode: Filled) -> None:
 
 def test_a_hand_off_without_pages(served: DaemonProcess, reader: Reader, decode: Filled) -> None:
     with Client.connect(served.runtime_dir, name="prefill") as prefill:
-        source = Filled(prefill, "prefill", SPEC)
+        source = Filled(prefill, "prefill", SPEC, MODEL_OF_TEXT)
         sent = prefill.allocate("prefill", 8)
         content = source.write(sent, seed=2)
         reader.names["request_id"] = new_request_id()
@@ -169,14 +172,15 @@ def test_a_router(served: DaemonProcess, reader: Reader, decode: Filled) -> None
     client.wait_done(client.store("decode", hashes[:2], client.allocate("decode", 2)))
     head, tail = FOLLOW.split("news = ")
     reader.run(head)
-    assert reader.names["where"] == {one.hex(): {"host"} for one in hashes[:2]}
+    (identity,) = {one.identity for one in client.cached_blocks()}
+    assert reader.names["where"] == {(identity, one.hex()): {"host"} for one in hashes[:2]}
     with Client.connect(served.runtime_dir, name="other") as other:
         other.wait_done(other.store("decode", hashes[2:], other.allocate("decode", 2), parent=hashes[1]))
         reader.run(f"news = {tail}")
-        assert reader.names["where"] == {one.hex(): {"host"} for one in hashes}
+        assert reader.names["where"] == {(identity, one.hex()): {"host"} for one in hashes}
         other.evict_cached(hashes[:1])
         reader.run(f"news = {tail}")
-    assert reader.names["where"][hashes[0].hex()] == set()
+    assert reader.names["where"][identity, hashes[0].hex()] == set()
 
 
 # -- what the text says without code

@@ -58,7 +58,7 @@ def _list(client: Client, options: argparse.Namespace) -> int:
         for one in blocks:
             print(msgspec.json.encode(one).decode())
     else:
-        head = ("hash", "tiers", "MiB", "pages", "space", "layout", "parent", "pinned by")
+        head = ("hash", "tiers", "MiB", "pages", "space", "layout", "model", "parent", "pinned by")
         print("\n".join(table("cached blocks", head, [_block_row(one) for one in blocks])))
     return 0
 
@@ -93,7 +93,7 @@ def _snapshots(client: Client, options: argparse.Namespace) -> int:
         for one in snapshots:
             print(msgspec.json.encode(one).decode())
     else:
-        head = ("snapshot", "pool", "pages", "tokens", "MiB", "age s", "session", "state", "restores")
+        head = ("snapshot", "pool", "model", "pages", "tokens", "MiB", "age s", "session", "state", "restores")
         print("\n".join(table("snapshots", head, [_snapshot_row(one) for one in snapshots])))
     return 0
 
@@ -121,14 +121,28 @@ def _block_row(one: CachedBlockStatus) -> Sequence[object]:
     size = f"{one.size_bytes / MIB:.2f}"
     pinned = ", ".join(one.pinned_by) or "-"
     parent = one.parent[:8] or "-"
-    return (one.hash, "+".join(one.tiers), size, one.block_pages, one.space, one.layout_digest[:8], parent, pinned)
+    # Salted caches of one model have one label: the identity tells them apart.
+    model = f"{one.model or '?'} ({one.identity[:8]})"
+    form = (one.block_pages, one.space, one.layout_digest[:8], model)
+    return (one.hash, "+".join(one.tiers), size, *form, parent, pinned)
 
 
 def _snapshot_row(one: SnapshotStatus) -> Sequence[object]:
     pages = "+".join(str(part.count) for part in one.lists)
     session = "-" if one.session is None else one.session
     size, age = f"{one.size_bytes / MIB:.1f}", f"{one.age_ms / 1000:.0f}"
-    return (one.snapshot, one.pool, pages, one.tokens or "-", size, age, session, one.state, one.restores)
+    return (
+        one.snapshot,
+        one.pool,
+        one.model or "-",
+        pages,
+        one.tokens or "-",
+        size,
+        age,
+        session,
+        one.state,
+        one.restores,
+    )
 
 
 def _shown(change: CacheChange) -> dict[str, object]:

@@ -70,7 +70,7 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     yield f"other daemons find it at {', '.join(report.addresses)}"
     yield from table(
         "pools",
-        ("pool", "tenant", "pages", "free", "busy", "page KiB", "GiB", "layout", "device"),
+        ("pool", "tenant", "pages", "free", "busy", "page KiB", "GiB", "layout", "model", "device"),
         [row for pool in report.pools for row in _pool_rows(pool)],
     )
     yield from table(
@@ -118,10 +118,11 @@ def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:
     first, *more = [f"{pool.pool} {one.space}" for one in pool.spaces] or [pool.pool]
     yield (
         first, pool.tenant, pool.pages, pool.free, pool.busy, f"{pool.page_bytes / 1024:.1f}",
-        f"{pool.region_bytes / GIB:.2f}", pool.layout_digest[:8], _place(pool),
+        f"{pool.region_bytes / GIB:.2f}", pool.layout_digest[:8],
+        pool.model.label if pool.model else "-", _place(pool),
     )  # fmt: skip
     for name, one in zip(more, pool.spaces[1:], strict=True):
-        yield (name, "", one.pages, one.free, one.busy, f"{one.page_bytes / 1024:.1f}", "", "", "")
+        yield (name, "", one.pages, one.free, one.busy, f"{one.page_bytes / 1024:.1f}", "", "", "", "")
 
 
 def _place(pool: PoolStatus) -> str:

@@ -33,7 +33,9 @@ def add_layout(command: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="for programs: errors, and with --model its spec and manifest"
     )
     of_model = command.add_argument_group("of the model's pool")
-    of_model.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help=f"capacity ({DEFAULT_TOKENS})")
+    of_model.add_argument(
+        "--tokens", type=int, default=DEFAULT_TOKENS, help=f"capacity: whole pages ({DEFAULT_TOKENS})"
+    )
     of_model.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help=f"in tokens ({DEFAULT_PAGE_SIZE})")
     of_model.add_argument("--dtype", help="of keys and values (the model's own)")
     of_model.add_argument("--tp", type=int, default=DEFAULT_TP_SIZE, help="ranks of tensor parallelism (1)")

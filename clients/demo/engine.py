@@ -14,6 +14,7 @@ from kvferry.clients.demo.stages import cut_stage, split_layers
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.manifests import MhaSpec
+from kvferry.protocol.model_identity import ModelIdentity
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -51,7 +52,8 @@ def start(options: argparse.Namespace) -> Engine:
     layers = split_layers(model.config.num_hidden_layers, options.stages)[options.stage]
     cut_stage(model, layers)
     client = Client.connect(options.runtime_dir, name=options.pool)
-    pool = client.create_pool(options.pool, pool_spec(model.config, options.pool_tokens, layers.start))
+    spec = pool_spec(model.config, options.pool_tokens, layers.start)
+    pool = client.create_pool(options.pool, spec, model=ModelIdentity(name=Path(options.model).resolve().name))
     tell(Ready(load_s=time.monotonic() - started))
     return Engine(client, pool, model)
 

@@ -106,7 +106,13 @@ class RoomBook:
         return side if side is not None and side.session_id == session_id else None
 
     def receive(
-        self, sender: Sender, ranges: tuple[PageRange, ...], sources: int, source_daemons: tuple[str, ...] = ()
+        self,
+        sender: Sender,
+        ranges: tuple[PageRange, ...],
+        sources: int,
+        source_daemons: tuple[str, ...] = (),
+        *,
+        any_model: bool = False,
     ) -> Accepted:
         """Make a room, start what offers hold for it already, and announce it to other daemons.
 
@@ -115,6 +121,7 @@ class RoomBook:
             ranges: its pages.
             sources: how many offers fill it, over all daemons.
             source_daemons: the other daemons that may have offers.
+            any_model: whether it takes another model's KV too.
 
         Raises:
             RoomExistsError: the request id is in use.
@@ -123,7 +130,16 @@ class RoomBook:
         """
         self._check_tenant(sender)
         now = sender.times.created_at
-        room = Room(sender.pool, sender.request_id, sender.session_id, sender.times, ranges, sources, source_daemons)
+        room = Room(
+            sender.pool,
+            sender.request_id,
+            sender.session_id,
+            sender.times,
+            ranges,
+            sources,
+            source_daemons,
+            any_model=any_model,
+        )
         if room.key in self.sides.rooms:
             raise RoomExistsError("a RECEIVE of this request into this pool is live", field="request_id")
         offers = [one for one in self._open_offers(sender) if len(one.rooms) < one.destinations]

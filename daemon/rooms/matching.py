@@ -12,6 +12,7 @@ from kvferry.attention.state_windows import StateList, match_state
 from kvferry.daemon.rooms.page_ranges import PageRange, entries_of
 from kvferry.daemon.rooms.sides import Chunk, Excused, Promise, Room, SourcePool, rows_by_step
 from kvferry.pools.coverage import Rows, Stretch, cells_of
+from kvferry.pools.model_checks import check_models
 from kvferry.pools.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.plan import make_plan
 from kvferry.protocol.errors import FirstTokenTwiceError, LengthMismatchError
@@ -77,8 +78,11 @@ def match(chunk: Chunk, source: SourcePool, room: Room, whole_below_bytes: int =
         WindowMismatchError, EmptyStateError: a window or state does not fit, see ``attention.state_windows``.
         PageOverlapError: a cell has a sender already.
         FirstTokenTwiceError: the room has a first token or payload already.
+        ModelMismatchError: the pools are of two models, and the room does not take any.
         UncoveredEntryError, GeometryMismatchError, DuplicateEntryError: the pools do not fit.
     """
+    if not room.any_model:
+        check_models(source.model, room.pool.model, f"pool {source.name!r}", f"pool {room.pool.name!r}")
     if chunk.carries_token and room.token_chunk is not None:
         raise FirstTokenTwiceError("another SEND of the room carries the first token or payload", field="first_token")
     parts = [_match_component(one, chunk, source, room) for one in chunk.ranges]

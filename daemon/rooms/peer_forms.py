@@ -37,6 +37,7 @@ def offer_of(target: Target, number: int) -> tuple[PeerOffer, list[PageIds]]:
         payload=chunk.payload,
         steps=tuple((step.first_layer, step.layers) for step in chunk.steps),
         ready=offer.ready[number],
+        model=pool.model.public if pool.model and number == 0 else None,
     )
     return body, [one.ids for one in chunk.ranges]
 

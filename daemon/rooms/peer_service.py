@@ -285,7 +285,7 @@ class PeerService:
         if known is not None:
             known.unmap()
         check_manifest(body.manifest)
-        pool = RemotePool(body.room.tenant, body.pool, body.manifest, peer, body.region)
+        pool = RemotePool(body.room.tenant, body.pool, body.manifest, peer, body.region, body.model)
         self.remote_pools[key] = pool
         return pool
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.peer_messages import RoomName
 
 if TYPE_CHECKING:
@@ -34,12 +35,21 @@ class RemotePool:
         mapping: its memory, for reading, where that daemon is on this host and the transport has mapped it.
     """
 
-    def __init__(self, tenant: int, name: str, manifest: Manifest, peer: Incarnation, region_id: int) -> None:
+    def __init__(
+        self,
+        tenant: int,
+        name: str,
+        manifest: Manifest,
+        peer: Incarnation,
+        region_id: int,
+        model: ModelIdentity | None = None,
+    ) -> None:
         self.region_id = region_id
         self.tenant = tenant
         self.name = name
         self.manifest = manifest
         self.peer = peer
+        self.model = model
         self.mapping: HostRegion | None = None
 
     def __repr__(self) -> str:

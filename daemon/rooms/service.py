@@ -223,7 +223,7 @@ class RoomService:
         daemons = body.source_daemons
         if daemons and self._peers is not None:
             daemons = self._peers.source_daemons(daemons)
-        accepted = self._book.receive(sender, ranges, body.sources, daemons)
+        accepted = self._book.receive(sender, ranges, body.sources, daemons, any_model=body.any_model)
         self.carry_out()
         return Answer(accepted)
 

@@ -23,6 +23,7 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.room_messages import LayerStep
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class SourcePool(Protocol):
     tenant: int
     name: str
     manifest: Manifest
+    model: ModelIdentity | None
 
     @property
     def region(self) -> Region:
@@ -275,11 +277,14 @@ class Room(Side):
         ranges: tuple[PageRange, ...],
         sources: int,
         source_daemons: tuple[str, ...] = (),
+        *,
+        any_model: bool = False,
     ) -> None:
         super().__init__(request_id, session_id, times)
         self.pool = pool
         self.sources = sources
         self.source_daemons = source_daemons
+        self.any_model = any_model
         self.ranges = {one.component: one for one in ranges}
         self.coverage = {
             one.component: Coverage(

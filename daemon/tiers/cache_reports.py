@@ -84,7 +84,7 @@ class CacheReports:
         page = self._host.index.page(body.position, min(body.limit, LOOK_AT))
         mine = (block for block in page.blocks if block.namespace.tenant == call.session.tenant)
         return Answer(
-            CacheListed(blocks=tuple(map(_status, mine)), cursor=cursor, position=page.next_position),
+            CacheListed(blocks=tuple(map(self._status, mine)), cursor=cursor, position=page.next_position),
         )
 
     def _pin(self, call: Call) -> Answer | None:
@@ -146,7 +146,7 @@ class CacheReports:
         """Return what has changed for this tenant; None where nothing has, and those of others are passed."""
         limit, tenant = min(expect(one.call, CacheEvents).limit, LOOK_AT), one.call.session.tenant
         found = self._host.journal.since(one.cursor, limit)
-        mine = tuple(_change(change) for change in found.changes if change.namespace.tenant == tenant)
+        mine = tuple(self._change(change) for change in found.changes if change.namespace.tenant == tenant)
         if not mine and not found.lost:
             one.cursor = found.next_cursor
             if len(found.changes) == limit:  # there may be more
@@ -178,28 +178,30 @@ class CacheReports:
             answer = Answer(CacheChanges(changes=(), cursor=one.cursor))
             self._dispatcher.answer(one.call.session, one.call.message_id, answer)
 
+    def _status(self, block: CachedBlock) -> CachedBlockStatus:
+        there = (("host", block.in_host), ("disk", block.on_disk), ("remote", block.in_remote))
+        return CachedBlockStatus(
+            hash=block.hash.hex(),
+            layout_digest=block.namespace.layout_digest,
+            space=block.namespace.space,
+            block_pages=block.namespace.block_pages,
+            size_bytes=block.size_bytes,
+            tiers=tuple(name for name, present in there if present),
+            parent=block.parent.hex() if block.parent else "",
+            pinned_by=tuple(sorted(map(holder_name, block.pins))),
+            identity=block.namespace.identity,
+            model=self._host.models.get(block.namespace.identity, ""),
+        )
 
-def _status(block: CachedBlock) -> CachedBlockStatus:
-    there = (("host", block.in_host), ("disk", block.on_disk), ("remote", block.in_remote))
-    return CachedBlockStatus(
-        hash=block.hash.hex(),
-        layout_digest=block.namespace.layout_digest,
-        space=block.namespace.space,
-        block_pages=block.namespace.block_pages,
-        size_bytes=block.size_bytes,
-        tiers=tuple(name for name, present in there if present),
-        parent=block.parent.hex() if block.parent else "",
-        pinned_by=tuple(sorted(map(holder_name, block.pins))),
-    )
-
-
-def _change(change: Change) -> CacheChange:
-    return CacheChange(
-        kind=change.kind.value,
-        tier=change.tier.value,
-        layout_digest=change.namespace.layout_digest,
-        space=change.namespace.space,
-        block_pages=change.namespace.block_pages,
-        hashes=b"".join(change.hashes),
-        parent=change.parent or b"",
-    )
+    def _change(self, change: Change) -> CacheChange:
+        return CacheChange(
+            kind=change.kind.value,
+            tier=change.tier.value,
+            layout_digest=change.namespace.layout_digest,
+            space=change.namespace.space,
+            block_pages=change.namespace.block_pages,
+            hashes=b"".join(change.hashes),
+            parent=change.parent or b"",
+            identity=change.namespace.identity,
+            model=self._host.models.get(change.namespace.identity, ""),
+        )

@@ -14,7 +14,7 @@ from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.tiers.background import Background
-from kvferry.daemon.tiers.cached_pages import hashes_of, ids_by_block, namespace_of
+from kvferry.daemon.tiers.cached_pages import hashes_of, ids_by_block, model_of, namespace_of
 from kvferry.daemon.tiers.copier import BlockJob, BlockPart
 from kvferry.daemon.tiers.host_tier import WORKS, HostTier
 from kvferry.daemon.tiers.jobs import JobStarter
@@ -35,6 +35,7 @@ from kvferry.protocol.errors import (
     KvferryError,
     LayoutMismatchError,
     LengthMismatchError,
+    ModelMismatchError,
     SnapshotDamagedError,
 )
 from kvferry.protocol.tier_messages import TierDone, WorkStarted
@@ -90,7 +91,7 @@ class CacheService:
         if body.parent and len(body.parent) != HASH_BYTES:
             raise InvalidFieldError(f"{len(body.parent)} bytes, a hash has {HASH_BYTES}", field="parent")
         namespace = namespace_of(pool, body.space, body.block_pages)
-        self._host.page_bytes[namespace] = layout.block_bytes
+        self._host.know(namespace, layout.block_bytes, model_of(pool).label)
         self._works.check(call.session)
         hold = PageHold(write=False)
         hold.add(pool.space(body.space), call.session.session_id, call.ids[0], "pages")
@@ -157,12 +158,7 @@ class CacheService:
         body = expect(call, Load)
         lease = self._lookups.lease(call, body.lease)
         pool = self._pools.get(call.session.tenant, body.pool)
-        if pool.manifest.layout_digest != lease.namespace.layout_digest:
-            raise LayoutMismatchError(
-                f"pool {pool.name!r} has layout {pool.manifest.layout_digest}, the lease's blocks "
-                f"{lease.namespace.layout_digest}",
-                field="pool",
-            )
+        _check_namespace(pool, lease.namespace)
         pages = lease.namespace.block_pages
         count, rest = divmod(len(call.ids[0]), pages)
         blocks = lease.blocks[body.first_block : body.first_block + count]
@@ -244,6 +240,27 @@ class CacheService:
         block = loading.blocks[page // loading.lease.namespace.block_pages]
         self._host.free_all(self._host.index.remove(block))
         self._lower.remove([block])
+
+
+def _check_namespace(pool: Pool, namespace: Namespace) -> None:
+    """Check that a pool's pages can take blocks of a lease.
+
+    Raises:
+        LayoutMismatchError: they are of another form.
+        NoModelError, ModelMismatchError: they are of another model's KV, or nobody said of which.
+    """
+    ours = namespace_of(pool, namespace.space, namespace.block_pages)
+    if ours.layout_digest != namespace.layout_digest:
+        raise LayoutMismatchError(
+            f"pool {pool.name!r} has layout {ours.layout_digest}, the lease's blocks {namespace.layout_digest}",
+            field="pool",
+        )
+    if ours != namespace:
+        raise ModelMismatchError(
+            f"pool {pool.name!r} is of {model_of(pool).label}, with cache identity {ours.identity}; the lease's blocks "
+            f"have {namespace.identity}",
+            field="pool",
+        )
 
 
 class _Loading:

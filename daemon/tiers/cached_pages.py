@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
+from kvferry.pools.tiers import namespaces
 from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.cache_messages import HASH_BYTES
-from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError
+from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, NoModelError
+from kvferry.protocol.model_identity import ModelIdentity
+
+
+def model_of(pool: Pool) -> ModelIdentity:
+    """Return whose KV a pool's pages hold.
+
+    Raises:
+        NoModelError: nobody said so.
+    """
+    if pool.model is None:
+        raise NoModelError(
+            f"pool {pool.name!r} was made without a model: another one's blocks could be taken for its own",
+            field="model",
+        )
+    return pool.model
 
 
 def namespace_of(pool: Pool, space: str, block_pages: int) -> Namespace:
-    """Return where blocks of these pages belong."""
-    return Namespace(pool.tenant, pool.manifest.layout_digest, space, block_pages)
+    """Return where blocks of these pages belong.
+
+    Raises:
+        NoModelError: the pool does not say whose KV it holds.
+    """
+    return namespaces.namespace_of(pool.tenant, pool.manifest.layout_digest, model_of(pool), space, block_pages)
 
 
 def split_hashes(joined: bytes) -> list[bytes]:

@@ -36,6 +36,7 @@ REST_S: Final = 30.0
 """How long nothing is written after the disk was full or failed."""
 
 MAX_WAITING: Final = 4096
+FOLDERS_SHOWN: Final = 8
 log = structlog.get_logger(__name__)
 
 
@@ -185,6 +186,15 @@ class DiskTier:
             for one in step:
                 self._adopt(one)
         await self._make_room(0)
+        outdated = self._store.counts.outdated
+        if outdated:
+            log.warning(
+                "the disk tier's folder has blocks of an older format, which do not say of which model they are",
+                path=str(self._store.root),
+                folders=outdated[:FOLDERS_SHOWN],
+                count=len(outdated),
+                remedy="they are never served: delete these folders for their space",
+            )
         log.info("disk tier ready", path=str(self._store.root), blocks=len(self._sizes), used_bytes=self._used_bytes)
 
     def _adopt(self, found: FoundBlock) -> None:
@@ -193,7 +203,7 @@ class DiskTier:
         block = self._host.index.adopt(
             namespace, block_hash, found.parent, size_bytes, tier=Tier.DISK, digests=found.digests
         )
-        self._host.page_bytes[namespace] = found.page_bytes
+        self._host.know(namespace, found.page_bytes, found.model)
         self._enter(block, found.size_bytes)
 
     async def _write_one(self, block: CachedBlock) -> None:
@@ -208,7 +218,7 @@ class DiskTier:
                 self._counters.add("tiers.disk.skipped_blocks")
                 return
             written = await asyncio.get_running_loop().run_in_executor(
-                self._writer, self._write, _key(block), buffers, block.digests, block.parent
+                self._writer, self._write, block, buffers, self._host.models.get(block.namespace.identity, "")
             )
         except DiskError as error:
             self._failed(error)
@@ -232,9 +242,9 @@ class DiskTier:
             except DiskError as error:
                 log.warning("a cached block stays on disk", cause=str(error))
 
-    def _write(self, key: BlockKey, buffers: list[memoryview], digests: Digests, parent: bytes | None) -> bool:
+    def _write(self, block: CachedBlock, buffers: list[memoryview], model: str) -> bool:
         """On the writing thread: step by step, as the scheduler lets it; False where the daemon ends."""
-        with self._store.begin_write(key, buffers, digests, parent) as writer:
+        with self._store.begin_write(_key(block), buffers, block.digests, block.parent, model) as writer:
             written = False
             while not written:
                 if not self._scheduler.begin(WorkClass.DEMOTION, STEP_BYTES, self._closing.is_set):

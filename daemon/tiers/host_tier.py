@@ -31,6 +31,9 @@ AHEAD_BYTES = 256 << 20
 """So much more memory than is in use is taken from the host, unless all of it is."""
 
 JOURNAL_CHANGES = 1 << 16
+MAX_LABELS = 4096
+"""Models that are known by name: of more the first ones' blocks are listed without."""
+
 DEMOTION = -2
 """The holder of the pins of blocks that are on their way to a lower tier."""
 
@@ -49,6 +52,7 @@ class HostTier:
         index: the cached blocks, of this tier and of those below; their sizes are in whole grains of the arena.
         arena: which bytes are free.
         page_bytes: of one page's block in each namespace, as it lies in memory and in files.
+        models: the label of the model of each identity, for people.
     """
 
     def __init__(self, config: TiersConfig, counters: Counters) -> None:
@@ -59,6 +63,7 @@ class HostTier:
         quota_bytes = size_bytes if config.tenant_bytes is None else config.tenant_bytes
         self.index = BlockIndex(self.journal, quota_bytes=quota_bytes, quotas=config.quotas, policy=config.policy)
         self.page_bytes: dict[Namespace, int] = {}
+        self.models: dict[str, str] = {}
         self._region = HostRegion.create("host-tier", size_bytes) if size_bytes else None
         self._ahead_bytes = size_bytes if config.populate else AHEAD_BYTES
         self._populated_bytes = 0
@@ -84,6 +89,14 @@ class HostTier:
         if self._region is None:
             raise TierOffError("this daemon has no host tier (tiers.host_bytes is 0)", field="tiers.host_bytes")
         return self._region
+
+    def know(self, namespace: Namespace, page_bytes: int, model: str) -> None:
+        """Note of a namespace how large one page's block is, and whose KV it is, where that can be said."""
+        self.page_bytes[namespace] = page_bytes
+        if model:
+            self.models[namespace.identity] = model
+            if len(self.models) > MAX_LABELS:
+                self.models.pop(next(iter(self.models)))
 
     def reserve(self, tenant: int, count: int, size_bytes: int, *, counted: bool = False) -> Offsets:
         """Take memory for ``count`` blocks of ``size_bytes`` for a tenant: all or none.

@@ -83,7 +83,7 @@ class Landings:
             self._service.filled(snapshot, None, error)
             raise
         self._host.index.accounts.charge(pool.tenant, whole_grains(size_bytes))
-        made = Pool(pool.tenant, pool.name, _moved(laid_out, offset, region.size_bytes), region)
+        made = Pool(pool.tenant, pool.name, _moved(laid_out, offset, region.size_bytes), region, model=pool.model)
         made.lands_as = snapshot.name
         for allocator in made.allocators.values():
             allocator.allocate(session.session_id, allocator.capacity)

@@ -13,7 +13,7 @@ from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.sessions import SessionRegistry
 from kvferry.daemon.tiers.background import Background
-from kvferry.daemon.tiers.cached_pages import hashes_of, namespace_of
+from kvferry.daemon.tiers.cached_pages import hashes_of, model_of, namespace_of
 from kvferry.daemon.tiers.host_tier import LOOKUPS, HostTier
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.pools.tiers.blocks import BlockLayout
@@ -103,7 +103,7 @@ class Lookups:
         hashes = hashes_of(body.hashes)
         layout = pool.block_layout(body.space)
         namespace = namespace_of(pool, body.space, body.block_pages)
-        self._host.page_bytes[namespace] = layout.block_bytes
+        self._host.know(namespace, layout.block_bytes, model_of(pool).label)
         lease = None
         if body.lease is not None:
             lease = self.lease(call, body.lease)

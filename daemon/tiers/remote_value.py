@@ -14,7 +14,7 @@ import xxhash
 
 from kvferry.pools.tiers.namespaces import BlockKey
 
-_PREFIX: Final = "kvferry/1"
+_PREFIX: Final = "kvferry/2"  # 1 said nothing of the model
 _HEAD: Final = struct.Struct("<8sII16s")  # magic, pages, whether there is a parent, parent
 _DIGEST: Final = struct.Struct("<Q")
 _MAGIC: Final = b"kvferry1"
@@ -37,7 +37,7 @@ def remote_name(key: BlockKey, *, shared: bool) -> str:
     """Return the block's name in the store; without ``shared``, no two tenants have one in common."""
     namespace, block_hash = key
     whose = "shared" if shared else f"tenant-{namespace.tenant}"
-    of_what = f"{namespace.layout_digest}/{namespace.space}/{namespace.block_pages}"
+    of_what = f"{namespace.layout_digest}/{namespace.identity}/{namespace.space}/{namespace.block_pages}"
     return f"{_PREFIX}/{whose}/{of_what}/{block_hash.hex()}"
 
 

@@ -27,6 +27,7 @@ from kvferry.daemon.tiers.snapshots import (
     space_of,
 )
 from kvferry.daemon.tiers.works import Ending, Work, Works
+from kvferry.pools.model_checks import check_models
 from kvferry.pools.page_checks import check_distinct
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
@@ -116,7 +117,7 @@ class TierService:
         if not lists:
             raise EmptyPagesError("no list names a page", field="lists")
         self.snapshots.check(pool.tenant)
-        snapshot = Snapshot(pool.tenant, call.session.session_id, pool.name, pool.manifest, new_parts(pool, lists))
+        snapshot = Snapshot(pool, call.session.session_id, new_parts(pool, lists))
         reserved = []
         try:
             self._host.region  # noqa: B018  there may be no tier
@@ -200,6 +201,8 @@ class TierService:
         pool = self._pools.get(call.session.tenant, body.pool)
         snapshot = self.snapshots.get(call.session.tenant, body.snapshot)
         check_layout(snapshot, pool.manifest, pool.name)
+        if not body.any_model:
+            check_models(snapshot.model, pool.model, f"the snapshot, of pool {snapshot.pool!r},", f"pool {pool.name!r}")
         restoring = _Restoring(call, pool, snapshot)
         self._works.check(call.session)
         if body.allocate:

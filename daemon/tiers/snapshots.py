@@ -61,14 +61,13 @@ class Snapshot:
         waiting: called once, when it is ready (None) or has failed (why).
     """
 
-    def __init__(
-        self, tenant: int, session_id: int | None, pool: str, manifest: Manifest, parts: Sequence[SnapshotPart]
-    ) -> None:
+    def __init__(self, pool: Pool, session_id: int | None, parts: Sequence[SnapshotPart]) -> None:
         self.name = secrets.token_hex(16)
-        self.tenant = tenant
+        self.tenant = pool.tenant
         self.session_id = session_id
-        self.pool = pool
-        self.manifest = manifest
+        self.pool = pool.name
+        self.manifest = pool.manifest
+        self.model = pool.model
         self.parts = list(parts)
         self.state: State = "writing"
         self.readers = 0
@@ -116,6 +115,7 @@ class Snapshot:
             session=self.session_id,
             state=self.state,
             restores=self.readers,
+            model=self.model.label if self.model else "",
         )
 
     def _checksum(self) -> str:
@@ -255,7 +255,7 @@ def _difference(ours: Entry | None, theirs: Entry | None) -> str:
         return "the snapshot has no such entry, the pool has"
     if theirs is None:
         return "the snapshot has it, the pool has not"
-    for name in ("dtype", "format", "page_bytes", "page_tokens", "head_start", "heads", "total_heads"):
+    for name in ("dtype", "format", "page_bytes", "page_tokens", "head_start", "heads", "total_heads", "scales"):
         one, other = getattr(ours, name), getattr(theirs, name)
         if one != other:
             return f"{name} is {one} in the snapshot, {other} in the pool"

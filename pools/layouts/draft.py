@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.pools.layouts.parts import DRAFT, Heads, Paged, attention_entries, heads_of
+from kvferry.pools.scales import KeyValueScales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Component, DraftSpec, Entry
@@ -48,7 +49,23 @@ def check_absent(draft: DraftSpec, fields: tuple[str, ...], beside: str) -> None
 
 def _part(draft: DraftSpec, main: Paged, heads: Heads) -> Paged:
     return msgspec.structs.replace(
-        main, component=DRAFT, layers=range(draft.layers), heads=heads, dtype=draft.dtype or main.dtype
+        main,
+        component=DRAFT,
+        layers=range(draft.layers),
+        heads=heads,
+        dtype=draft.dtype or main.dtype,
+        scales=_scales(draft, main),
+    )
+
+
+def _scales(draft: DraftSpec, main: Paged) -> KeyValueScales:
+    """Return the draft's scales; in another dtype than the model's it has none but its own."""
+    if draft.dtype not in {None, main.dtype}:
+        return KeyValueScales(draft.k_scale, draft.v_scale, "draft.")
+    return KeyValueScales(
+        inherited(draft.k_scale, main.scales.k, "draft.k_scale"),
+        inherited(draft.v_scale, main.scales.v, "draft.v_scale"),
+        "draft.",
     )
 
 

@@ -19,6 +19,7 @@ from kvferry.pools.layouts.parts import (
     main_component,
 )
 from kvferry.pools.manifest import lay_out
+from kvferry.pools.scales import KeyValueScales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Component, Entry, HybridSwaSpec, Manifest
@@ -71,6 +72,7 @@ def _full(spec: HybridSwaSpec) -> Paged:
         heads=heads_of(spec.head_start, spec.kv_heads, spec.total_heads, spec.replicas),
         dtype=spec.dtype,
         view=spec.view,
+        scales=KeyValueScales(spec.k_scale, spec.v_scale),
     )
 
 
@@ -83,6 +85,17 @@ def _window(spec: HybridSwaSpec, full: Paged) -> Paged:
         heads=_window_heads(spec, full.heads),
         dtype=spec.dtype,
         view=spec.view,
+        scales=_window_scales(spec),
+    )
+
+
+def _window_scales(spec: HybridSwaSpec) -> KeyValueScales:
+    if not spec.window_layers:
+        return KeyValueScales()
+    return KeyValueScales(
+        inherited(spec.window_k_scale, spec.k_scale, "window_k_scale"),
+        inherited(spec.window_v_scale, spec.v_scale, "window_v_scale"),
+        "window_",
     )
 
 

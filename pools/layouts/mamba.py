@@ -20,8 +20,10 @@ from kvferry.pools.layouts.parts import (
     check_ascending,
     heads_of,
     main_component,
+    shard_of,
 )
 from kvferry.pools.manifest import lay_out
+from kvferry.pools.scales import KeyValueScales
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Component, Entry, MambaSpec, Manifest
@@ -65,6 +67,7 @@ def _attention(spec: MambaSpec) -> tuple[Paged, int]:
         heads=heads_of(spec.head_start, _required(spec.kv_heads, "kv_heads"), spec.total_heads, spec.replicas),
         dtype=spec.dtype,
         view=spec.view,
+        scales=KeyValueScales(spec.k_scale, spec.v_scale),
     )
     return part, _required(spec.head_dim, "head_dim")
 
@@ -82,8 +85,9 @@ def _state_entries(spec: MambaSpec, slots: int) -> list[Entry]:
     entries: list[Entry] = []
     heads = _state_heads(spec)
     if spec.conv_window is not None and spec.conv_channels is not None:
-        shape = (spec.conv_window, spec.conv_channels)
-        entries += _entries(spec, "conv", shape, spec.conv_dtype or spec.dtype, slots, _shard(heads))
+        shape = (spec.conv_window, spec.conv_channels)  # its channels are a share of q, of k and of v side by side
+        shard = shard_of(heads, "state_head_start")
+        entries += _entries(spec, "conv", shape, spec.conv_dtype or spec.dtype, slots, shard)
     if spec.ssm_shape is not None:
         entries += _entries(spec, "ssm", spec.ssm_shape, spec.ssm_dtype, slots, heads)
     if not entries:
@@ -95,20 +99,6 @@ def _state_heads(spec: MambaSpec) -> Heads:
     if spec.ssm_shape is None:
         return heads_of(spec.state_head_start, 1, spec.state_total_heads, 1, prefix="state_")
     return heads_of(spec.state_head_start, spec.ssm_shape[0], spec.state_total_heads, 1, prefix="state_")
-
-
-def _shard(heads: Heads) -> Heads:
-    """Return the conv's place as one shard of several: which rank of how many.
-
-    A rank's channels are its share of q, of k and of v side by side, so no interval of them is an interval of another
-    split's. As one head of as many as there are ranks, conv pairs with the same rank of the same split only.
-    """
-    if heads.start % heads.count or heads.total % heads.count:
-        raise InvalidFieldError(
-            f"state heads {heads.start}..{heads.start + heads.count - 1} are no even share of {heads.total}",
-            field="state_head_start",
-        )
-    return Heads(heads.start // heads.count, 1, heads.total // heads.count)
 
 
 def _entries(spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slots: int, heads: Heads) -> list[Entry]:

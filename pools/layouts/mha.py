@@ -11,6 +11,7 @@ from kvferry.pools.geometry import page_count
 from kvferry.pools.layouts.draft import draft_components, mha_draft_entries
 from kvferry.pools.layouts.parts import Paged, attention_entries, heads_of, layers_from, main_component
 from kvferry.pools.manifest import lay_out
+from kvferry.pools.scales import KeyValueScales
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Manifest, MhaSpec
 
@@ -30,6 +31,7 @@ def manifest_of(spec: MhaSpec) -> Manifest:
         heads=heads_of(spec.head_start, spec.kv_heads, spec.total_heads, spec.replicas),
         dtype=spec.dtype,
         view=spec.view,
+        scales=KeyValueScales(spec.k_scale, spec.v_scale),
     )
     return lay_out(
         [

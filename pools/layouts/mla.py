@@ -11,6 +11,7 @@ bfloat16. FlashMLA's kernels (``fp8_ds_mla``) have the scales in the middle, Asc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
@@ -19,6 +20,7 @@ from kvferry.pools.layouts.draft import check_absent, draft_components, mha_draf
 from kvferry.pools.layouts.parts import (
     DRAFT,
     ND,
+    SCALE_DTYPE,
     Heads,
     Paged,
     check_ascending,
@@ -28,14 +30,14 @@ from kvferry.pools.layouts.parts import (
     paged_entry,
 )
 from kvferry.pools.manifest import lay_out
+from kvferry.pools.scales import fixed_scales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
-from kvferry.protocol.manifests import Entry, Manifest, MlaSpec
+from kvferry.protocol.manifests import DraftSpec, Entry, LayerScales, Manifest, MlaSpec, Scale
 
 PACKED_FORMATS = {"ds_mla": "FP8_DS_MLA", "ascend": "FP8_ASCEND_MLA"}
 PACKED_DTYPE = "float8_e4m3fn"
-SCALE_DTYPE = "float32"
-HEAD_FIELDS = ("head_start", "total_heads", "head_dim", "v_head_dim")
+HEAD_FIELDS = ("head_start", "total_heads", "head_dim", "v_head_dim", "v_scale")
 SCALE_GROUP = 128
 """Elements of the latent that share a scale."""
 
@@ -99,6 +101,7 @@ def _draft_entries(spec: MlaSpec, main: Paged) -> list[Entry]:
         index_dtype=spec.index_dtype if draft.index_head_dim is not None and draft.dtype is None else None,
         dtype=draft.dtype or spec.dtype,
         packed=spec.packed if draft.dtype is None else None,
+        k_scale=_draft_scale(spec, draft),
     )
     part = msgspec.structs.replace(
         main,
@@ -110,9 +113,23 @@ def _draft_entries(spec: MlaSpec, main: Paged) -> list[Entry]:
     return [*_attention(own, part), *_indexer(own, part)]
 
 
+def _draft_scale(spec: MlaSpec, draft: DraftSpec) -> Scale | LayerScales | None:
+    """Return the scales of a latent draft; in another dtype than the model's it has none but its own."""
+    main = None if draft.dtype not in {None, spec.dtype} else spec.k_scale
+    scales = inherited(draft.k_scale, main, "draft.k_scale")
+    if isinstance(scales, str) or (isinstance(scales, tuple) and any(isinstance(one, tuple) for one in scales)):
+        raise InvalidFieldError("latent attention has one scale for all, or one a layer", field="draft.k_scale")
+    return cast("Scale | LayerScales | None", scales)
+
+
 def _attention(spec: MlaSpec, part: Paged) -> list[Entry]:
     if spec.packed is None:
-        return [*paged_entries(part, "k", spec.kv_lora_rank), *paged_entries(part, "v", spec.qk_rope_head_dim)]
+        latent, rope = paged_entries(part, "k", spec.kv_lora_rank), paged_entries(part, "v", spec.qk_rope_head_dim)
+        field = f"{'draft.' if part.component == DRAFT else ''}k_scale"
+        fixed = fixed_scales(spec.k_scale, len(part.layers), 1, part.dtype, field) * 2
+        return [msgspec.structs.replace(entry, scales=its) for entry, its in zip([*latent, *rope], fixed, strict=True)]
+    if spec.k_scale is not None:
+        raise InvalidFieldError("packed tokens have their scales in them", field="k_scale")
     if spec.dtype != PACKED_DTYPE:
         raise InvalidFieldError(f"packed tokens are {PACKED_DTYPE}, not {spec.dtype}", field="dtype")
     if spec.view != "paged":

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvferry.pools.geometry import dtype_bytes, page_bytes_of
+from kvferry.pools.geometry import PAGE_HEADS, dtype_bytes, page_bytes_of
+from kvferry.pools.scales import PAGE, KeyValueScales, fixed_scales
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Component, Entry, View
@@ -22,6 +23,7 @@ FIA_NZ = "FIA_NZ"
 """Fractals: ``(heads, dim / n, page_size, n)`` in a page, n elements in 32 bytes. Pairs with itself only."""
 
 FRACTAL_BYTES = 32
+SCALE_DTYPE = "float32"
 MAX_NUMBER = (1 << 31) - 1
 """Layers and heads are numbered below this, so that whoever receives the manifest can read it."""
 
@@ -45,6 +47,7 @@ class Paged(msgspec.Struct, frozen=True, kw_only=True):
     heads: Heads
     dtype: str
     view: View = "paged"
+    scales: KeyValueScales = KeyValueScales()
 
 
 def heads_of(start: int, count: int, total: int | None, replicas: int, *, prefix: str = "") -> Heads:
@@ -101,10 +104,18 @@ def main_component(pages: int) -> Component:
 
 
 def attention_entries(part: Paged, head_dim: int, v_head_dim: int | None) -> list[Entry]:
-    """Return k of all layers, then v of all layers; v is as wide as k where ``v_head_dim`` is None."""
+    """Return k of all layers, then v of all layers, then the scales that travel with their pages.
+
+    v is as wide as k where ``v_head_dim`` is None.
+
+    Raises:
+        InvalidFieldError: no such dtype, a width that is no multiple of a fractal's, or scales that make no sense.
+    """
     return [
-        *paged_entries(part, "k", head_dim),
-        *paged_entries(part, "v", head_dim if v_head_dim is None else v_head_dim),
+        *_scaled_entries(part, "k", head_dim),
+        *_scaled_entries(part, "v", head_dim if v_head_dim is None else v_head_dim),
+        *_scale_entries(part, "k"),
+        *_scale_entries(part, "v"),
     ]
 
 
@@ -147,6 +158,62 @@ def paged_entry(part: Paged, role: str, layer: int, shape: tuple[int, ...], toke
         format=form,
         replicas=part.heads.replicas if part.heads.replicas > 1 else None,
     )
+
+
+def shard_of(heads: Heads, field: str) -> Heads:
+    """Return a rank's place as one shard of several: which rank of how many.
+
+    What a rank makes of all its heads together is no interval of another split's: as one head of as many as there are
+    ranks it pairs with the same rank of the same split only.
+
+    Raises:
+        InvalidFieldError: the heads are no even share.
+    """
+    if heads.start % heads.count or heads.total % heads.count:
+        raise InvalidFieldError(
+            f"heads {heads.start}..{heads.start + heads.count - 1} are no even share of {heads.total}", field=field
+        )
+    return Heads(heads.start // heads.count, 1, heads.total // heads.count, heads.replicas)
+
+
+def _scaled_entries(part: Paged, role: str, dim: int) -> list[Entry]:
+    """Return k or v with the fixed scales of each layer."""
+    entries = paged_entries(part, role, dim)
+    fixed = fixed_scales(part.scales.of(role), len(part.layers), part.heads.count, part.dtype, part.scales.field(role))
+    return [msgspec.structs.replace(entry, scales=its) for entry, its in zip(entries, fixed, strict=True)]
+
+
+def _scale_entries(part: Paged, role: str) -> list[Entry]:
+    """Return the arrays ``(pages, heads)`` of scales that travel with k's or v's pages, or none."""
+    scales = part.scales.of(role)
+    if not isinstance(scales, str):
+        return []
+    heads = shard_of(part.heads, f"{part.scales.prefix}head_start") if scales == PAGE else part.heads
+    shape = (part.pages, heads.count)
+    return [
+        Entry(
+            component=part.component,
+            role=f"{role}_scale",
+            layer=layer,
+            base=0,
+            pages=part.pages,
+            page_bytes=page_bytes_of(
+                shape,
+                SCALE_DTYPE,
+                part.pages,
+                heads.count * dtype_bytes(SCALE_DTYPE),
+                f"{part.component}/{role}_scale/{layer}",
+            ),
+            head_start=heads.start,
+            heads=heads.count,
+            total_heads=heads.total,
+            dtype=SCALE_DTYPE,
+            shape=shape,
+            format=PAGE_HEADS,
+            replicas=heads.replicas if heads.replicas > 1 else None,
+        )
+        for layer in part.layers
+    ]
 
 
 def _shape(part: Paged, dim: int) -> tuple[int, ...]:

@@ -11,7 +11,9 @@ A file is ``header | page 0 | page 1 | ...``. The header fills whole 4096 bytes:
     8  XXH3-64 of all bytes of the header before
 
 So each byte of the file is under one checksum: those of the header under its own, those of a page under the page's.
-Files lie under ``TENANT/LAYOUT_DIGEST/SPACE-BLOCK_PAGES/HH/HASH``, HH being HASH's first two digits.
+Files lie under ``TENANT/LAYOUT_DIGEST-IDENTITY/SPACE-BLOCK_PAGES/HH/HASH``, HH being HASH's first two digits. A file of
+another namespace is none of this one's, wherever it lies: its header says whose it is. Format 1, in folders
+``LAYOUT_DIGEST``, did not say which model's KV it holds: such files are left alone and never served.
 """
 
 from __future__ import annotations
@@ -26,19 +28,22 @@ import xxhash
 from kvferry.pools.tiers.namespaces import BlockKey, Namespace
 
 MAGIC = b"kvfblock"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 1 << 24
 HASH_BYTES = 16
 
 _PREFIX = struct.Struct("<8sIII")
 _CHECKSUM = struct.Struct("<Q")
-_FIXED_BYTES = 256
+MAX_LABEL_BYTES = 512
+_FIXED_BYTES = 1024
 """More than the description takes without the space's name and the digests."""
 _DIGEST_BYTES = 9
 
 TENANT_NAME = re.compile(r"(0|[1-9][0-9]{0,9})\Z")
-LAYOUT_NAME = re.compile(r"[0-9a-f]{32}\Z")
+FORM_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\Z")
+OUTDATED_NAME = re.compile(r"[0-9a-f]{32}\Z")
+"""A folder of format 1, in the place of one by ``FORM_NAME``."""
 SPACE_NAME = re.compile(r"([a-z][a-z0-9_]{0,63})-([1-9][0-9]{0,6})\Z")
 LEAF_NAME = re.compile(r"[0-9a-f]{2}\Z")
 BLOCK_NAME = re.compile(r"[0-9a-f]{32}\Z")
@@ -46,33 +51,43 @@ PART_NAME = re.compile(r"[0-9a-f]{32}\.([0-9a-f]{16})-[0-9a-f]+\.part\Z")
 
 
 class BlockHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a file says of itself: whose block it is, the block before it, the bytes and XXH3-64 digest of each page."""
+    """What a file says of itself: whose block it is, the block before it, the bytes and XXH3-64 digest of each page.
+
+    ``model`` is the label of the model, for people: what tells models apart is ``identity``.
+    """
 
     tenant: int
     layout_digest: str
+    identity: str
     space: str
     block_pages: int
     hash: bytes
     parent: bytes | None
     page_bytes: int
     digests: tuple[int, ...]
+    model: str = ""
 
     @property
     def key(self) -> BlockKey:
         """Return which block it is."""
-        return BlockKey(Namespace(self.tenant, self.layout_digest, self.space, self.block_pages), self.hash)
+        return BlockKey(
+            Namespace(self.tenant, self.layout_digest, self.identity, self.space, self.block_pages), self.hash
+        )
 
 
 class NotABlockError(ValueError):
     """Bytes that are no header of this format, or a damaged one."""
 
 
-def new_header(key: BlockKey, page_bytes: int, digests: tuple[int, ...], parent: bytes | None) -> BlockHeader:
-    """Return the header of a block's file: ``page_bytes`` bytes and one digest for each of its pages."""
-    where = key.namespace
-    return BlockHeader(
-        where.tenant, where.layout_digest, where.space, where.block_pages, key.hash, parent, page_bytes, digests
-    )
+def new_header(
+    key: BlockKey, page_bytes: int, digests: tuple[int, ...], parent: bytes | None, model: str = ""
+) -> BlockHeader:
+    """Return the header of a block's file: ``page_bytes`` bytes and one digest for each of its pages.
+
+    Of a model's label that is longer than ``MAX_LABEL_BYTES`` the rest is left out.
+    """
+    label = model.encode()[:MAX_LABEL_BYTES].decode(errors="ignore")
+    return BlockHeader(*key.namespace, key.hash, parent, page_bytes, digests, label)
 
 
 def header_bytes(namespace: Namespace) -> int:
@@ -147,18 +162,19 @@ def folder_of(key: BlockKey) -> Path:
         ValueError: a name that could leave the root, or that no scan would find.
     """
     where = key.namespace
-    names = (str(where.tenant), where.layout_digest, f"{where.space}-{where.block_pages}")
-    for name, pattern in zip(names, (TENANT_NAME, LAYOUT_NAME, SPACE_NAME), strict=True):
+    names = (str(where.tenant), f"{where.layout_digest}-{where.identity}", f"{where.space}-{where.block_pages}")
+    for name, pattern in zip(names, (TENANT_NAME, FORM_NAME, SPACE_NAME), strict=True):
         if not pattern.match(name):
             raise ValueError(f"{name!r} is no name of a folder of blocks")
     return Path(*names, file_name(key)[:2])
 
 
 def namespace_of(folder: Path) -> Namespace:
-    """Return whose blocks are in a folder ``.../TENANT/LAYOUT_DIGEST/SPACE-BLOCK_PAGES/HH``, which has such a name."""
-    tenant, layout_digest, named, _ = folder.parts[-4:]
+    """Return whose blocks are in a folder ``.../TENANT/FORM/SPACE-BLOCK_PAGES/HH``, which has such a name."""
+    tenant, form, named, _ = folder.parts[-4:]
+    layout_digest, identity = form.split("-")
     space, block_pages = named.rsplit("-", 1)
-    return Namespace(int(tenant), layout_digest, space, int(block_pages))
+    return Namespace(int(tenant), layout_digest, identity, space, int(block_pages))
 
 
 def file_name(key: BlockKey) -> str:

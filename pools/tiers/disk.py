@@ -55,6 +55,8 @@ class FoundBlock(NamedTuple):
     digests: tuple[int, ...]
     used_ns: int
     """Unix time."""
+    model: str
+    """The label of the model whose KV it is."""
 
 
 class DiskStore:
@@ -125,7 +127,12 @@ class DiskStore:
         return file_bytes(namespace, page_bytes)
 
     def begin_write(
-        self, key: BlockKey, buffers: Sequence[memoryview], digests: Sequence[int], parent: bytes | None = None
+        self,
+        key: BlockKey,
+        buffers: Sequence[memoryview],
+        digests: Sequence[int],
+        parent: bytes | None = None,
+        model: str = "",
     ) -> BlockWriter:
         """Begin to write a block; one of that key that is there stays until ``finish`` puts this in its place.
 
@@ -134,6 +141,7 @@ class DiskStore:
             buffers: the bytes of each page, all of one length, at least 1; they must not change until the end.
             digests: the XXH3-64 of each page; () for the writer to compute them.
             parent: the hash of the block before it, 16 bytes, or None.
+            model: the label of the model whose KV it is, for people.
 
         Raises:
             DiskFullError: no space is left, not even for the file's name.
@@ -150,7 +158,8 @@ class DiskStore:
         part = path.with_name(f"{path.name}.{self._token}-{next(self._numbers):x}.part")
         with disk_errors(part):
             fd = self._create(part)
-        return BlockWriter(part, fd, new_header(key, page_bytes, tuple(digests), parent), buffers, self._publish)
+        header = new_header(key, page_bytes, tuple(digests), parent, model)
+        return BlockWriter(part, fd, header, buffers, self._publish)
 
     def write(
         self, key: BlockKey, buffers: Sequence[memoryview], digests: Sequence[int], parent: bytes | None = None
@@ -264,7 +273,15 @@ class DiskStore:
             if not self._learn(key, opened.size_bytes):
                 return None
         header = opened.header
-        return FoundBlock(key, opened.size_bytes, header.parent, header.page_bytes, header.digests, candidate.used_ns)
+        return FoundBlock(
+            key,
+            opened.size_bytes,
+            header.parent,
+            header.page_bytes,
+            header.digests,
+            candidate.used_ns,
+            header.model,
+        )
 
     def _publish(self, writer: BlockWriter) -> None:
         """Give a written file its name and count it."""

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from kvferry.pools.tiers.block_file import (
     BLOCK_NAME,
-    LAYOUT_NAME,
+    FORM_NAME,
     LEAF_NAME,
+    OUTDATED_NAME,
     PART_NAME,
     SPACE_NAME,
     TENANT_NAME,
@@ -23,7 +24,8 @@ from kvferry.pools.tiers.block_file import (
 from kvferry.pools.tiers.disk_root import LOCK_FILE
 from kvferry.pools.tiers.namespaces import BlockKey, Namespace
 
-_LEVELS = (TENANT_NAME, LAYOUT_NAME, SPACE_NAME, LEAF_NAME)
+_LEVELS = (TENANT_NAME, FORM_NAME, SPACE_NAME, LEAF_NAME)
+_FORM_LEVEL = 1
 
 
 class Candidate(NamedTuple):
@@ -36,7 +38,7 @@ class Candidate(NamedTuple):
 class DiskCounts:
     """What a store met since it began."""
 
-    __slots__ = ("damaged", "foreign", "leftovers", "unreadable")
+    __slots__ = ("damaged", "foreign", "leftovers", "outdated", "unreadable")
 
     def __init__(self) -> None:
         self.damaged = 0
@@ -45,6 +47,8 @@ class DiskCounts:
         """Things under the root that are not the store's, and were left alone."""
         self.leftovers = 0
         """Unfinished files of dead writers, removed."""
+        self.outdated: list[str] = []
+        """Folders of blocks in an older format, which says of no model whose they are: never served, left alone."""
         self.unreadable = 0
         """Files and folders that the operating system would not let a scan read, left alone."""
 
@@ -69,6 +73,8 @@ class DiskWalk:
         for entry in self._entries(folder):
             if entry.is_dir(follow_symlinks=False) and _LEVELS[level].match(entry.name):
                 yield from self._folders(Path(entry.path), level + 1)
+            elif level == _FORM_LEVEL and OUTDATED_NAME.match(entry.name):
+                self._counts.outdated.append(str(Path(entry.path).relative_to(self._root)))
             elif level or entry.name != LOCK_FILE:
                 self._counts.foreign += 1
         yield []

@@ -27,7 +27,7 @@ from kvferry.protocol.errors import (
     UnknownComponentError,
     UnknownLeaseError,
 )
-from tests.clients.tier_pools import HYBRID, LARGER, Filled, arena_of, hashes
+from tests.clients.tier_pools import HYBRID, LARGER, MODEL, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry
 
@@ -155,7 +155,7 @@ def test_what_makes_no_sense_is_refused(client: Client, pool: Filled, name: str)
         client.wait_done(client.load(pool.name, found.lease + 1, ids[:1]))
     with pytest.raises(InvalidFieldError, match="is of other blocks"):
         client.lookup(pool.name, hashes(1), block_pages=2, lease=found.lease)
-    client.create_pool(f"{name}-hybrid", HYBRID).close()
+    client.create_pool(f"{name}-hybrid", HYBRID, model=MODEL).close()
     with pytest.raises(LayoutMismatchError, match="has layout"):
         client.wait_done(client.load(f"{name}-hybrid", found.lease, client.allocate(f"{name}-hybrid", 3)))
     client.unpin(found.lease)

@@ -21,7 +21,7 @@ from kvferry.protocol.errors import (
     UnknownSnapshotError,
     UnknownWorkError,
 )
-from tests.clients.tier_pools import HYBRID, LARGER, PAGE_BYTES, SPEC, Filled
+from tests.clients.tier_pools import HYBRID, LARGER, MODEL, PAGE_BYTES, SPEC, Filled
 from tests.daemons import DaemonProcess, running_daemon
 
 pytestmark = pytest.mark.any_device
@@ -306,7 +306,7 @@ def test_a_landing_that_fails_leaves_nothing(client: Client, pool: Filled) -> No
 @pytest.mark.both_loops
 async def test_the_asynchronous_client_does_the_same(daemon: DaemonProcess, name: str) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir, name="async") as client:
-        pool = await client.create_pool(name, SPEC)
+        pool = await client.create_pool(name, SPEC, model=MODEL)
         ids = await client.allocate(name, 4)
         work = await client.wait_accepted(client.offload(name, [pages(ids)], release=True))
         await client.wait_done(work)

@@ -149,6 +149,16 @@ def test_shapes_by_layout() -> None:
     assert nz.tensor("main", "k").shape == (3, 5, 1, 2, 16, 16)
 
 
+def test_scales_that_travel_have_no_token_axis() -> None:
+    sizes = {**SMALL, "dtype": "int8"}
+    pool = attached(MhaSpec(layers=3, kv_heads=3, head_dim=5, k_scale="page_head", v_scale="page", **sizes))
+    assert (pool.tensor("main", "k_scale").shape, pool.tensor("main", "v_scale").shape) == ((3, 5, 3), (3, 5, 1))
+    assert pool.tensor("main", "k_scale").dtype == torch.float32
+    assert pool.page_size == 16
+    names = pool.engine_lists().main.names
+    assert names == tuple(f"main/{role}/{layer}" for role in ("k", "v", "k_scale", "v_scale") for layer in range(3))
+
+
 def test_components_with_pages_of_their_own() -> None:
     swa = attached(
         HybridSwaSpec(

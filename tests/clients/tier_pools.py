@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.clients import AttachedPool, Client, HybridSwaSpec, MhaSpec
+from kvferry.clients import AttachedPool, Client, HybridSwaSpec, MhaSpec, ModelIdentity
 from tests.daemons import DaemonProcess
 from tests.devices import DEVICE
 
@@ -39,15 +39,22 @@ PAGE_BYTES: Final = 2 * PAGE_SIZE * 2 * (4 + 2) * 4
 """Of one page of SPEC, over all entries."""
 
 ROLES: Final = ("k", "v")
+MODEL: Final = ModelIdentity(name="some/model", revision="1")
 
 
 class Filled:
     """A pool of the test's device, as its engine sees it."""
 
-    def __init__(self, client: Client, name: str, spec: MhaSpec | HybridSwaSpec = SPEC) -> None:
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        spec: MhaSpec | HybridSwaSpec = SPEC,
+        model: ModelIdentity | None = MODEL,
+    ) -> None:
         self.client = client
         self.name = name
-        self.pool: AttachedPool = client.create_pool(name, spec, device=DEVICE.name)
+        self.pool: AttachedPool = client.create_pool(name, spec, device=DEVICE.name, model=model)
 
     def write(self, ids: npt.NDArray[np.int64], seed: int, component: str = "main") -> list[torch.Tensor]:
         """Fill pages, and return what is in them: a tensor a role, ``(layers, len(ids), …)``."""

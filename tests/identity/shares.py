@@ -96,7 +96,10 @@ def spec_of(
         return MhaSpec(layers=len(layers), first_layer=layers.start, **sizes, **heads)
     if model.kind == "hybrid_swa":
         assert model.window is not None
-        windowed: dict[str, Any] = {"window_tokens": max(pages * page_size, model.window), "window": model.window}
+        windowed: dict[str, Any] = {
+            "window_tokens": max(pages, -(-model.window // page_size)) * page_size,
+            "window": model.window,
+        }
         return HybridSwaSpec(full_layers=main, window_layers=windows, **windowed, **sizes, **heads)
     assert model.conv is not None
     assert model.ssm is not None

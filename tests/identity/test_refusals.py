@@ -61,6 +61,12 @@ CASES: Final = {
     "FIA-NZ pages at different TP sizes": Case(replace(MHA, view="nz"), (replace(HALF, view="nz"),)),
     "page sizes that differ": Case(MHA, (replace(MHA, page_size=8),), tokens=TOKENS),
     "dtypes that differ": Case(MHA, (replace(MHA, dtype="float16"),)),
+    "fixed scales of 8-bit keys or values that differ": Case(
+        replace(MHA, dtype="int8", k_scale=0.5), (replace(MHA, dtype="int8", k_scale=0.25),)
+    ),
+    "scales a page at different TP sizes": Case(
+        replace(MHA, dtype="int8", v_scale="page"), (replace(HALF, dtype="int8", v_scale="page"),)
+    ),
     "other numbers of KV heads in the model": Case(MHA, (replace(MHA, kv_heads=2),)),
     "a layer that no source sends": Case(replace(MHA, layers=3), (MHA,)),
     "heads that no source sends": Case(MHA, (HALF,)),

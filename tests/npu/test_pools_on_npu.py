@@ -42,7 +42,7 @@ MLA = MlaSpec(
 LENT = "mine"
 
 LENDER = """
-from kvferry.clients import Client, MhaSpec, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, ModelIdentity, new_request_id, pages
 import msgspec, numpy as np
 spec = msgspec.json.decode({spec!r}, type=MhaSpec)
 client = Client.connect({directory!r}, name="lender")
@@ -51,7 +51,7 @@ v = [torch.full((65, 16, 4, 6), 4.0 + layer, dtype=torch.bfloat16, device={devic
 torch.npu.synchronize()
 def lend():
     arrays = {{("main", "k"): k, **{{("main", "v", layer): one for layer, one in enumerate(v)}}}}
-    client.lend_pool({name!r}, spec, arrays, device={device!r})
+    client.lend_pool({name!r}, spec, arrays, device={device!r}, model=ModelIdentity(name="lent/model"))
 lend()
 """
 
@@ -219,6 +219,8 @@ def test_a_lent_pool_takes_part_in_hand_offs(
     with lender(simulator, daemon, device, f"{name}-lent") as engine:
         (shown,) = [one for one in client.status().pools if one.pool == f"{name}-lent"]
         assert (shown.device, shown.free, shown.lent_by is not None) == (device, 0, True)
+        assert shown.model is not None
+        assert shown.model.label == "lent/model"
         request = new_request_id()
         theirs = client.allocate(received.name, 4)
         room = client.receive(received.name, request, [pages(theirs)])

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from kvferry.pools.coverage import Cells, Coverage, cells_of
-from kvferry.pools.geometry import DTYPE_BYTES
+from kvferry.pools.geometry import DTYPE_BYTES, PAGE_HEADS
 from kvferry.pools.pairing import check_covered, pair_entries
 from kvferry.pools.plan import Plan, make_plan
 from kvferry.protocol.manifests import Entry
@@ -169,9 +169,12 @@ def _arrays(draw: st.DrawFn, component: str) -> list[Array]:
     layers = draw(st.integers(1, 4))
     first = draw(st.integers(0, 3)) if component == "main" else 0
     tokens, heads = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 4, 6]))
-    roles = ["k", "v", *draw(st.sets(st.sampled_from(["index_k", "index_scale", "surplus"])))]
+    roles = ["k", "v", *draw(st.sets(st.sampled_from(["index_k", "index_scale", "k_scale", "surplus"])))]
     arrays = []
     for role in sorted(roles):
+        if role == "k_scale":  # a number a page and head: no token axis
+            arrays += [Array(component, role, first + n, 1, heads, 1, "float32") for n in range(layers)]
+            continue
         width, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(sorted(DTYPE_BYTES)))
         role_layers = layers if role in {"k", "v"} else draw(st.integers(1, layers))  # a compact indexer has fewer
         its_heads = heads if role in {"k", "v"} else 1
@@ -216,6 +219,8 @@ def _layout(
                 shape=(*rows, len(held), array.width),
                 format="ND",
             )
+            if array.role == "k_scale":
+                entry = msgspec.structs.replace(entry, page_tokens=None, shape=(pages, len(held)), format=PAGE_HEADS)
         entries.append(entry)
         base += pages * entry.page_bytes + draw(st.integers(0, 9))
     return entries, base

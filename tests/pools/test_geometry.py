@@ -27,14 +27,23 @@ def test_an_unknown_dtype_is_named() -> None:
 
 
 @given(st.integers(1, 10_000), st.integers(1, 300))
-def test_pages_hold_the_tokens_and_the_padding_page(tokens: int, page_size: int) -> None:
-    if tokens < page_size:
-        with pytest.raises(InvalidFieldError) as refused:
-            page_count(tokens, page_size)
-        assert refused.value.field == "tokens"
-    else:
-        pages = page_count(tokens, page_size)
-        assert pages * page_size > tokens >= (pages - 1) * page_size
+def test_pages_hold_the_tokens_and_the_padding_page(pages: int, page_size: int) -> None:
+    tokens = pages * page_size
+    assert page_count(tokens, page_size) == tokens // page_size + 1 == pages + 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (1000, "1000 tokens are no whole number of pages of 128: 896 or 1024 are"),
+        (127, "127 tokens are no whole number of pages of 128: 128 are"),
+        (129, "128 or 256 are"),
+    ],
+)
+def test_a_part_of_a_page_is_refused_and_never_rounded(tokens: int, said: str) -> None:
+    with pytest.raises(InvalidFieldError, match=said) as refused:
+        page_count(tokens, 128, "window_tokens")
+    assert refused.value.field == "window_tokens"
 
 
 def test_pages_are_numbered_in_31_bits() -> None:

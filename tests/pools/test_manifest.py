@@ -39,6 +39,7 @@ GEOMETRY: dict[str, list[Any]] = {
     "total_heads": [4, None],
     "dtype": ["bfloat16", "float32", None],
     "format": ["NZ", None],
+    "scales": [(0.5,), (0.5, 0.25)],
 }
 PLACE: dict[str, list[Any]] = {
     "base": [0, 641],
@@ -64,6 +65,16 @@ def test_the_digest_covers(field: str, value: Any) -> None:  # noqa: ANN401  see
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in PLACE.items() for value in values])
 def test_the_digest_leaves_out(field: str, value: Any) -> None:  # noqa: ANN401  see changed
     assert layout_digest([changed(field, value)]) == layout_digest([PLAIN])
+
+
+def test_the_digest_knows_scales_by_what_they_are_as_float32() -> None:
+    one, each, exact = (
+        changed("scales", (0.1,)),
+        changed("scales", (0.1, 0.1)),
+        changed("scales", (0.10000000149011612,)),
+    )
+    assert layout_digest([one]) == layout_digest([each]) == layout_digest([exact])
+    assert layout_digest([one]) != layout_digest([changed("scales", (0.1000001,))])
 
 
 @given(st.permutations([(role, layer) for role in ("k", "v") for layer in range(3)]))

@@ -31,6 +31,8 @@ def values_of(info: inspect.Type, field: str = "") -> st.SearchStrategy[Any]:  #
     """Return values that the type accepts. Counts stay small: what they count must be drawn too."""
     if isinstance(info, inspect.IntType):
         return _integers(info) if field not in COUNTS else st.integers(info.ge or 0, MAX_LIST)
+    if isinstance(info, inspect.FloatType):
+        return st.floats(min_value=info.gt, exclude_min=info.gt is not None, allow_nan=False, allow_infinity=False)
     if isinstance(info, inspect.StrType):
         return _strings(info)
     if isinstance(info, inspect.BytesType):

@@ -32,7 +32,7 @@ from kvferry.protocol.peer_messages import (
     RoomName,
     StepReady,
 )
-from tests.protocol.samples import BOOT, ERROR, IDS, LISTS, MANIFEST, REQUEST
+from tests.protocol.samples import BOOT, ERROR, IDS, LISTS, MANIFEST, MODEL, REQUEST
 
 GOLDEN: Final = Path(__file__).with_name("golden_peer_v1.json")
 ADDRESS: Final = "tcp://192.0.2.7:7801"
@@ -66,6 +66,7 @@ MESSAGES: Final[dict[str, PeerMessage]] = {
             payload=b"\x00\xff",
             steps=((4, 2), (6, 1)),
             ready=2,
+            model=MODEL.public,
         ),
         *IDS,
     ),

@@ -32,6 +32,7 @@ from kvferry.protocol.manifests import (
     MlaSpec,
     PoolSpec,
 )
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -100,6 +101,7 @@ ENTRY: Final = Entry(
     dtype="float16",
     shape=(3, 128, 2, 8),
     format="ND",
+    scales=(0.5, 0.25),
 )
 MANIFEST: Final = Manifest(
     pages=3,
@@ -108,6 +110,7 @@ MANIFEST: Final = Manifest(
     entries=(ENTRY,),
     components=(Component(name="main", space="main", pages=3),),
 )
+MODEL: Final = ModelIdentity(name="Qwen/Qwen3-8B", revision="9c925d6", adapter="sql", salt="pepper")
 DRAFT: Final = DraftSpec(
     layers=1,
     kv_heads=2,
@@ -120,6 +123,8 @@ DRAFT: Final = DraftSpec(
     index_head_dim=16,
     replicas=2,
     dtype="float16",
+    k_scale=0.5,
+    v_scale="page_head",
 )
 SPECS: Final[dict[str, PoolSpec]] = {
     "mha": MhaSpec(
@@ -137,6 +142,8 @@ SPECS: Final[dict[str, PoolSpec]] = {
         replicas=2,
         draft=DRAFT,
         optional_components=("draft", "main"),
+        k_scale=(0.5, (0.25, 0.125)),
+        v_scale="page",
     ),
     "mla": MlaSpec(
         layers=3,
@@ -155,6 +162,7 @@ SPECS: Final[dict[str, PoolSpec]] = {
         replicas=8,
         draft=DRAFT,
         optional_components=("draft", "main"),
+        k_scale=(0.5, 0.25, 0.125),
     ),
     "hybrid_swa": HybridSwaSpec(
         full_layers=(5, 11),
@@ -179,6 +187,10 @@ SPECS: Final[dict[str, PoolSpec]] = {
         replicas=2,
         draft=DRAFT,
         optional_components=("draft", "swa"),
+        k_scale=0.5,
+        v_scale=(0.5, 0.25),
+        window_k_scale="page_head",
+        window_v_scale=((0.5,), (0.25,)),
     ),
     "mamba": MambaSpec(
         state_layers=(0, 1),
@@ -203,6 +215,8 @@ SPECS: Final[dict[str, PoolSpec]] = {
         replicas=2,
         draft=DRAFT,
         optional_components=("draft", "mamba"),
+        k_scale="page",
+        v_scale=((0.5, 0.25),),
     ),
 }
 """A spec of every kind with every field. What they say is nonsense: it is their bytes that count."""
@@ -238,6 +252,7 @@ REPORT: Final = StatusReport(
             pages=2,
             free=1,
             busy=1,
+            model=MODEL.public,
         ),
     ),
     sessions=(
@@ -286,7 +301,7 @@ MESSAGES: Final[dict[str, Message]] = {
     "PING": _request(Ping()),
     "OPEN_EVENTS": _request(OpenEvents()),
     "STATUS": _request(Status()),
-    "CREATE_POOL": _request(CreatePool(pool="decode", spec=SPEC)),
+    "CREATE_POOL": _request(CreatePool(pool="decode", spec=SPEC, model=MODEL)),
     "ATTACH_POOL": _request(AttachPool(pool="decode", layout_digest="0" * 32)),
     "LEND_POOL": _request(
         LendPool(
@@ -294,6 +309,7 @@ MESSAGES: Final[dict[str, Message]] = {
             spec=SPEC,
             device="npu:0",
             arrays=(LentArrays(component="main", role="k"), LentArrays(component="main", role="v", layer=4)),
+            model=MODEL,
         )
     ),
     "DELETE_POOL": _request(DeletePool(pool="decode")),
@@ -342,7 +358,7 @@ MESSAGES: Final[dict[str, Message]] = {
         ),
         *IDS,
     ),
-    "RECEIVE": _request(Receive(request_id=REQUEST, pool="decode", lists=LISTS, sources=2), *IDS),
+    "RECEIVE": _request(Receive(request_id=REQUEST, pool="decode", lists=LISTS, sources=2, any_model=True), *IDS),
     "CANCEL": _request(Cancel(request_id=REQUEST, pool="decode", side="receive")),
     "RESULT": _request(Result(request_id=REQUEST, pool="decode", side="receive")),
     "WELCOME": _reply(Welcome(protocol=1, daemon_version="0.1.0", features=("rooms.local",), limits=Limits())),
@@ -350,7 +366,7 @@ MESSAGES: Final[dict[str, Message]] = {
     "EVENTS_OPENED": _reply(EventsOpened(slots=1024)),
     "STATUS_REPORT": _reply(REPORT),
     "POOL_CREATED": _reply(PoolCreated(pool="decode", created=True, manifest=MANIFEST)),
-    "POOL_ATTACHED": _reply(PoolAttached(pool="decode", manifest=MANIFEST)),
+    "POOL_ATTACHED": _reply(PoolAttached(pool="decode", manifest=MANIFEST, model=MODEL.public)),
     "POOL_LENT": _reply(PoolLent(pool="decode", manifest=MANIFEST)),
     "POOL_DELETED": _reply(PoolDeleted(pool="decode")),
     "TABLES_CREATED": _reply(

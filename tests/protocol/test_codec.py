@@ -269,9 +269,9 @@ def _defaults(kind: type[msgspec.Struct]) -> dict[str, object]:
     return {one.name: one.default for one in fields if one.default is not msgspec.NODEFAULT}
 
 
-@pytest.mark.parametrize("kind", ["DeviceName", "PeerAddress", "PoolName", "ComponentName", "Hex128"])
+@pytest.mark.parametrize("kind", ["DeviceName", "PeerAddress", "PoolName", "ComponentName", "Hex128", "PlainText"])
 def test_what_a_pattern_asks_for_is_said_in_words(kind: str) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
-        msgspec.convert("?" * 8, getattr(ids, kind))
+        msgspec.convert("?\n" * 4, getattr(ids, kind))
     assert "regex" not in in_words(caught.value)
     assert in_words(caught.value) != str(caught.value)

@@ -152,6 +152,7 @@ class RoomWorld:
         tokens: int | None = None,
         sources: int = 1,
         source_daemons: tuple[str, ...] = (),
+        any_model: bool = False,
         deadline_s: float = 30.0,
     ) -> Accepted:
         """RECEIVE as the service does."""
@@ -159,7 +160,7 @@ class RoomWorld:
         try:
             ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=True)
             sender = self._sender(session, pool, request, deadline_s)
-            return self.book.receive(sender, ranges, sources, source_daemons)
+            return self.book.receive(sender, ranges, sources, source_daemons, any_model=any_model)
         finally:
             self._carry_out()
 

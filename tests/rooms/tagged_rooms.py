@@ -20,6 +20,7 @@ from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, Mani
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
 Kind = Literal["mha", "mla", "hybrid_swa", "mamba"]
+ScaleForm = Literal["head", "page", "page_head"]
 Key: TypeAlias = tuple[str, str, int]
 """(component, role, layer)."""
 
@@ -27,6 +28,9 @@ Held: TypeAlias = dict[str, dict[int, int]]
 """What pages hold: by component and page the logical page's number."""
 
 UNTOUCHED: Final = 0x5A
+FIRST_DRAFT: Final = 100
+"""The number under which a draft's first layer has scales."""
+
 STATE: Final = 0
 """The logical number of a state's first slot."""
 
@@ -72,6 +76,14 @@ class Model(NamedTuple):
     index_scale: bool
     conv: tuple[int, int] | None
     ssm: tuple[int, int] | None
+    scales: ScaleForm | None = None
+    wrong_scale: bool = False
+    """Whether the model's last head has another scale than it should."""
+
+    def head_scales(self, layer: int, role: str, heads: list[int]) -> tuple[float, ...]:
+        """Return the fixed scales of some heads of a layer; draft layers are numbered from 100."""
+        wrong = {self.heads - 1: 0.25 * self.wrong_scale}
+        return tuple(100 + 8 * layer + head + 0.5 * (role == "v") + wrong.get(head, 0) for head in heads)
 
     @property
     def all_layers(self) -> list[int]:
@@ -102,6 +114,9 @@ def arrays_of(model: Model, stage: Stage) -> dict[Key, Array]:
         "k": Array(model.page_size, model.heads, k_dim * size),
         "v": Array(model.page_size, model.heads, v_dim * size),
     }
+    if model.scales in {"page", "page_head"}:  # one of a page is a rank's own, over all heads that it holds
+        count = model.heads if model.scales == "page_head" else min(stage.rank.size, model.heads)
+        paged |= {"k_scale": Array(1, count, 4), "v_scale": Array(1, count, 4)}
     full = [("main", layer) for layer in stage.layers if layer in model.layers]
     full += [("draft", layer) for layer in range(stage.draft_layers)]
     others = [layer for layer in stage.layers if layer in model.other_layers]
@@ -125,7 +140,7 @@ def arrays_of(model: Model, stage: Stage) -> dict[Key, Array]:
 def spec_of(model: Model, stage: Stage, pages: int, view: Literal["paged", "fia"]) -> PoolSpec:
     """Return the spec of the stage's pool."""
     held = stage.rank.heads(model.heads)
-    draft = DraftSpec(layers=stage.draft_layers) if stage.draft_layers else None
+    draft = _draft_of(model, stage) if stage.draft_layers else None
     tokens = pages * model.page_size
     ours, others = (tuple(one for one in stage.layers if one in some) for some in (model.layers, model.other_layers))
     if model.kind == "mla":
@@ -140,15 +155,16 @@ def spec_of(model: Model, stage: Stage, pages: int, view: Literal["paged", "fia"
     heads: dict[str, Any] = {
         "kv_heads": len(held), "head_start": held[0], "total_heads": model.heads, "head_dim": model.dims[0],
         "v_head_dim": model.dims[1], "dtype": model.dtype, "tokens": tokens, "page_size": model.page_size,
-        "replicas": max(1, stage.rank.size // model.heads), "view": view,
+        "replicas": max(1, stage.rank.size // model.heads), "view": view, **_scales_of(model, ours, held, ""),
     }  # fmt: skip
     if model.kind == "mha":
         return MhaSpec(layers=len(ours), first_layer=ours[0], draft=draft, **heads)
     if model.kind == "hybrid_swa":
         windows = max(pages, -(-model.window // model.page_size)) * model.page_size
         return HybridSwaSpec(
-            full_layers=ours, window_layers=others, window_tokens=windows, window=model.window, draft=draft, **heads
-        )
+            full_layers=ours, window_layers=others, window_tokens=windows, window=model.window, draft=draft, **heads,
+            **_scales_of(model, others, held, "window_"),
+        )  # fmt: skip
     conv = model.conv or (None, None)
     state = (held[0], model.heads) if model.ssm else stage.rank[::-1]
     return MambaSpec(
@@ -157,6 +173,23 @@ def spec_of(model: Model, stage: Stage, pages: int, view: Literal["paged", "fia"
         ssm_shape=None if model.ssm is None else (len(held), *model.ssm), state_head_start=state[0],
         state_total_heads=state[1], **heads,
     )  # fmt: skip
+
+
+def _draft_of(model: Model, stage: Stage) -> DraftSpec:
+    """Return the draft's spec: scales a head are its own, those of pages are as the model's."""
+    layers = range(FIRST_DRAFT, FIRST_DRAFT + stage.draft_layers)
+    own = _scales_of(model, layers, stage.rank.heads(model.heads), "") if model.scales == "head" else {}
+    return DraftSpec(layers=stage.draft_layers, **own)
+
+
+def _scales_of(model: Model, layers: Sequence[int], heads: list[int], prefix: str) -> dict[str, Any]:
+    """Return the fields of a spec that say the scales of these layers."""
+    if model.scales == "head":
+        return {
+            f"{prefix}{role}_scale": tuple(model.head_scales(layer, role, heads) for layer in layers) or None
+            for role in ("k", "v")
+        }
+    return {f"{prefix}{role}_scale": model.scales for role in ("k", "v")}
 
 
 # -- what it holds
@@ -246,7 +279,7 @@ class HandOff(NamedTuple):
         return [(number, number) for number in theirs]
 
 
-FAULTS: Final = ("short", "long", "tokens", "layer", "width", "page twice", "foreign page", "token twice")
+FAULTS: Final = ("short", "long", "tokens", "layer", "width", "page twice", "foreign page", "token twice", "scale")
 
 
 @st.composite
@@ -283,6 +316,8 @@ def models(draw: st.DrawFn) -> Model:
     own = tuple(layer for layer in layers if layer not in others)
     indexed = draw(st.sets(st.sampled_from(layers), min_size=1)) if kind == "mla" and draw(st.booleans()) else set()
     conv = draw(st.sampled_from([None, (3, 2), (1, 5)]))
+    dtype = draw(st.sampled_from(["int8", "int8", "bfloat16", "float32"]))
+    scaled = dtype == "int8" and kind != "mla"
     return Model(
         kind=kind,
         page_size=draw(st.integers(1, 4)),
@@ -290,13 +325,14 @@ def models(draw: st.DrawFn) -> Model:
         other_layers=tuple(sorted(others)),
         heads=1 if kind == "mla" else draw(st.sampled_from([1, 2, 3, 4, 6])),
         dims=(draw(st.integers(1, 4)), draw(st.integers(1, 4))),
-        dtype=draw(st.sampled_from(["int8", "bfloat16", "float32"])),
+        dtype=dtype,
         window=draw(st.integers(1, 9)),
         index_dim=draw(st.integers(1, 3)) if indexed else None,
         index_layers=tuple(sorted(indexed)),
         index_scale=bool(indexed) and draw(st.booleans()),
         conv=conv,
         ssm=draw(st.sampled_from([(2, 3), (1, 1)])) if conv is None or draw(st.booleans()) else None,
+        scales=draw(st.sampled_from([None, "head", "page", "page_head"])) if scaled else None,
     )
 
 

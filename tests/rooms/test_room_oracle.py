@@ -55,6 +55,8 @@ class Party:
         model = case.model
         if case.fault == "width" and not self.is_room:
             model = model._replace(dims=(model.dims[0], model.dims[1] + 1))
+        if case.fault == "scale" and not self.is_room:
+            model = model._replace(wrong_scale=True)
         self.arrays = arrays_of(model, self.stage)
         state = case.wanted_state if self.is_room else case.sent_state
         pages = max(len(case.sent), len(case.wanted), len(state.numbers)) + SPARE_PAGES + chance.randrange(4)
@@ -200,11 +202,22 @@ def _main_refusals(case: HandOff, room: Stage) -> set[str]:
         of_itself = case.fault == "tokens" and -(-(case.end_tokens[1] or 0) // model.page_size) != case.wanted.stop
         if of_itself or (any(has_main[:-1]) and clash):
             codes.add("LENGTH_MISMATCH")
-    if case.fault == "width" and any(
+    if any(
         {*one.layers} & {*room.layers} & {*model.layers} or min(one.draft_layers, room.draft_layers)
         for one in case.sources
     ):
+        codes |= _array_refusals(case, room)
+    return codes
+
+
+def _array_refusals(case: HandOff, room: Stage) -> set[str]:
+    """Return what two arrays of keys or values of one layer are refused with."""
+    model, codes = case.model, set()
+    shards = {min(one.rank.size, model.heads) for one in (case.sources[0], room)}
+    if case.fault == "width" or (model.scales == "page" and len(shards) > 1):
         codes.add("GEOMETRY_MISMATCH")
+    if case.fault == "scale" and model.scales == "head" and model.heads - 1 in room.rank.heads(model.heads):
+        codes.add("SCALE_MISMATCH")
     return codes
 
 
@@ -221,7 +234,9 @@ def _state_refusals(case: HandOff, room: Stage) -> set[str]:
         codes.add("EMPTY_STATE")
     elif not (ours.plain or theirs.plain) and not {*theirs.numbers} <= {*ours.numbers}:
         codes.add("WINDOW_MISMATCH")
-    if shared and (case.fault == "width" if model.kind == "hybrid_swa" else both[0].rank.size != room.rank.size):
+    if shared and model.kind == "hybrid_swa":
+        codes |= _array_refusals(case, room)
+    elif shared and both[0].rank.size != room.rank.size:
         codes.add("GEOMETRY_MISMATCH")
     return codes
 

@@ -14,6 +14,7 @@ import pytest
 from kvferry.clients import Client, HybridSwaSpec, KvferryError, MambaSpec, MhaSpec, new_request_id, pages
 from kvferry.clients.cli.inspect import status_lines
 from kvferry.clients.cli.main import main
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry
@@ -160,11 +161,12 @@ def rows_of(report: StatusReport, title: str) -> list[str]:
 
 
 def test_where_a_pool_is_and_whose_memory_it_is() -> None:
-    lent = msgspec.structs.replace(POOL, pool="q", device="npu:1", lent_by=5)
+    model = ModelIdentity(name="some/model", revision="1")
+    lent = msgspec.structs.replace(POOL, pool="q", device="npu:1", lent_by=5, model=model)
     report = msgspec.structs.replace(REPORT, pools=(POOL, lent))
     assert rows_of(report, "pools") == [
-        "p 7 9 9 0 1.0 1.00 00000000 host",
-        "q 7 9 9 0 1.0 1.00 00000000 npu:1, lent by session 5",
+        "p 7 9 9 0 1.0 1.00 00000000 - host",
+        "q 7 9 9 0 1.0 1.00 00000000 some/model@1 npu:1, lent by session 5",
     ]
 
 

@@ -18,7 +18,7 @@ NONSENSE: Final[dict[str, tuple[object, ...]]] = {
     "kind": ("mla2", "", 1, None),
     "layers": (0, -1, 4097, 1.5, "3", None, [3], True, *HUGE),
     "first_layer": (-1, (1 << 31) - 1, "0", 0.5, *HUGE),
-    "tokens": (0, 127, -256, 1 << 61, "256", *HUGE[1:]),
+    "tokens": (0, 127, 1000, -256, 1 << 61, "256", *HUGE[1:]),
     "page_size": (0, -1, 257, None, *HUGE),
     "kv_heads": (0, -2, "2", *HUGE),
     "head_dim": (0, 0.5, *HUGE),

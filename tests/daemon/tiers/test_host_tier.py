@@ -21,7 +21,7 @@ MINE, THEIRS = 1, 2
 
 
 def namespace(tenant: int = MINE, block_pages: int = 1) -> Namespace:
-    return Namespace(tenant, "0" * 32, "main", block_pages)
+    return Namespace(tenant, "0" * 32, "i" * 32, "main", block_pages)
 
 
 @pytest.fixture

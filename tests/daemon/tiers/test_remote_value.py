@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvferry.daemon.tiers.remote_value import StoredHeader, header_bytes, pack_header, remote_name, unpack_header
 from kvferry.pools.tiers.namespaces import BlockKey, Namespace
 
-KEY = BlockKey(Namespace(1000, "0f" * 16, "main", 4), bytes(range(16)))
+KEY = BlockKey(Namespace(1000, "0f" * 16, "1e" * 16, "main", 4), bytes(range(16)))
 PARENTS = st.none() | st.binary(min_size=16, max_size=16)
 DIGESTS = st.lists(st.integers(0, (1 << 64) - 1), max_size=40)
 
@@ -43,6 +43,7 @@ def test_a_header_is_of_one_name() -> None:
     "other",
     [
         BlockKey(KEY.namespace._replace(layout_digest="0e" * 16), KEY.hash),
+        BlockKey(KEY.namespace._replace(identity="1f" * 16), KEY.hash),
         BlockKey(KEY.namespace._replace(space="swa"), KEY.hash),
         BlockKey(KEY.namespace._replace(block_pages=5), KEY.hash),
         BlockKey(KEY.namespace, bytes(16)),
@@ -57,4 +58,7 @@ def test_only_shared_names_are_those_of_all_tenants() -> None:
     other = BlockKey(KEY.namespace._replace(tenant=1001), KEY.hash)
     assert remote_name(other, shared=False) != remote_name(KEY, shared=False)
     assert remote_name(other, shared=True) == remote_name(KEY, shared=True)
-    assert remote_name(KEY, shared=False) == f"kvferry/1/tenant-1000/{'0f' * 16}/main/4/{bytes(range(16)).hex()}"
+    assert (
+        remote_name(KEY, shared=False)
+        == f"kvferry/2/tenant-1000/{'0f' * 16}/{'1e' * 16}/main/4/{bytes(range(16)).hex()}"
+    )

@@ -60,7 +60,9 @@ def lists_of(pool: Pool, **pages: int) -> list[Any]:
 
 
 def snapshot_of(pool: Pool, tenant: int = 1, **pages: int) -> Snapshot:
-    return Snapshot(tenant, 5, pool.name, pool.manifest, new_parts(pool, lists_of(pool, **pages)))
+    made = Snapshot(pool, 5, new_parts(pool, lists_of(pool, **pages)))
+    made.tenant = tenant
+    return made
 
 
 def test_a_snapshot_has_a_part_for_each_list() -> None:

@@ -48,6 +48,7 @@ from kvferry.protocol.errors import KvferryError, OverloadedError, raised
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import MhaSpec
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Allocate, CreatePool, Free
 from kvferry.protocol.requests import Busy, ErrorReply, EventBody, RequestBody
 from kvferry.protocol.tier_messages import Offload, Offloading, Restore, TierDone, WorkStarted
@@ -59,6 +60,7 @@ SPEC: Final = MhaSpec(
 """15 pages of 192 bytes: each takes a grain of the arena."""
 
 POOL: Final = "pool"
+MODEL: Final = ModelIdentity(name="some/model", revision="1")
 LIMITS: Final = Limits()
 WAIT_S: Final = 2.0
 ReplyT = TypeVar("ReplyT")
@@ -363,10 +365,16 @@ async def world(
         await made.close()
 
 
-async def new_pool(made: World, name: str = POOL, spec: MhaSpec = SPEC, tenant: int = 1) -> None:
+async def new_pool(
+    made: World,
+    name: str = POOL,
+    spec: MhaSpec = SPEC,
+    tenant: int = 1,
+    model: ModelIdentity | None = MODEL,
+) -> None:
     """Make a pool of a tenant."""
     engine = made.engine(tenant)
-    number = engine.send(CreatePool(pool=name, spec=spec))
+    number = engine.send(CreatePool(pool=name, spec=spec, model=model))
     async with asyncio.timeout(WAIT_S):
         while number not in engine.replies:  # noqa: ASYNC110  see until
             await asyncio.sleep(0)

@@ -28,7 +28,8 @@ def specs(text: str) -> list[PoolSpec]:
 
 def with_tables(text: str) -> str:
     """Return the document with its tables as the code has them."""
-    tables = {"kinds": "\n".join(_kinds(specs(text))), "models": "\n".join(_models())}
+    shown = text.split("<!-- kinds:", maxsplit=1)[0]
+    tables = {"kinds": "\n".join(_kinds(specs(shown))), "models": "\n".join(_models())}
     return TABLES.sub(lambda found: f"{found[1]}{tables[found[2]]}\n{found[3]}", text)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvferry.pools.geometry import DTYPE_BYTES
 from kvferry.pools.layouts.mla import PACKED_DTYPE
+from kvferry.pools.scales import EIGHT_BIT_DTYPES
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 
 DTYPES = sorted(DTYPE_BYTES)
@@ -26,7 +27,7 @@ def _heads(draw: st.DrawFn, prefix: str = "") -> dict[str, Any]:
 @st.composite
 def _pages(draw: st.DrawFn) -> dict[str, Any]:
     page_size = draw(st.integers(1, 16))
-    return {"page_size": page_size, "tokens": page_size * draw(st.integers(1, 5)) + draw(st.integers(0, page_size - 1))}
+    return {"page_size": page_size, "tokens": page_size * draw(st.integers(1, 5))}
 
 
 def _view(*views: str) -> st.SearchStrategy[Any]:
@@ -36,6 +37,14 @@ def _view(*views: str) -> st.SearchStrategy[Any]:
 def _width(view: str) -> st.SearchStrategy[int]:
     """Return widths; in the FIA-NZ order those that are fractals of every dtype."""
     return st.integers(1, 2).map(lambda n: n * 32) if view == "nz" else st.integers(1, 9)
+
+
+@st.composite
+def _scaled(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw a dtype, and scales where it has 8 bits."""
+    dtype = draw(st.sampled_from(DTYPES))
+    scales = st.sampled_from([None, 0.5, "page_head"]) if dtype in EIGHT_BIT_DTYPES else st.none()
+    return {"dtype": dtype, "k_scale": draw(scales), "v_scale": draw(scales)}
 
 
 @st.composite
@@ -58,7 +67,7 @@ def mha_specs(draw: st.DrawFn) -> MhaSpec:
         first_layer=draw(st.integers(0, 40)),
         head_dim=draw(_width(view)),
         v_head_dim=draw(st.none() | _width(view)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        **draw(_scaled()),
         view=view,
         replicas=draw(st.integers(1, 3)),
         draft=draw(_draft(view)),
@@ -125,7 +134,7 @@ def hybrid_swa_specs(draw: st.DrawFn) -> HybridSwaSpec:
         window=draw(st.integers(1, tokens)),
         head_dim=draw(_width(view)),
         v_head_dim=draw(st.none() | _width(view)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        **draw(_scaled()),
         view=view,
         draft=draw(_draft(view)),
         **other,
@@ -145,7 +154,7 @@ def mamba_specs(draw: st.DrawFn) -> MambaSpec:
         attention_layers=attention,
         state_layers=state,
         slots=draw(st.integers(1, 5)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        **draw(_scaled()),
         conv_dtype=draw(st.none() | st.sampled_from(DTYPES)),
         ssm_dtype=draw(st.sampled_from(DTYPES)),
         ssm_shape=None if shapes == "conv" else (count, *draw(st.lists(st.integers(1, 4), max_size=2))),

@@ -113,6 +113,7 @@ def test_another_split_is_refused(source: tuple[int, int], destination: tuple[in
         ("state_head_start", {"state_head_start": 2, "state_total_heads": 8}),
         ("state_head_start", {"state_head_start": 0, "state_total_heads": 6}),
         ("tokens", {"tokens": None}),
+        ("tokens", {"tokens": 257}),
         ("page_size", {"page_size": None}),
         ("kv_heads", {"kv_heads": None}),
         ("head_dim", {"head_dim": None}),

@@ -133,6 +133,7 @@ def test_a_draft_without_an_indexer() -> None:
         ("dtype", SPEC, {"index_dtype": "float5"}),
         ("first_layer", SPEC, {"first_layer": (1 << 31) - 1}),
         ("tokens", SPEC, {"tokens": 100}),
+        ("tokens", SPEC, {"tokens": 1025}),
         ("draft.head_dim", SPEC, {"draft": DraftSpec(layers=1, kv_heads=2)}),
         ("draft.head_dim", SPEC, {"draft": DraftSpec(layers=1, head_dim=2)}),
         ("draft.kv_lora_rank", SPEC, {"draft": DraftSpec(layers=1, kv_heads=2, head_dim=2, kv_lora_rank=8)}),

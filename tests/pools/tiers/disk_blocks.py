@@ -15,6 +15,7 @@ from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.namespaces import BlockKey, Namespace
 
 LAYOUT = "0123456789abcdef" * 2
+IDENTITY = "fedcba9876543210" * 2
 
 
 class Block(NamedTuple):
@@ -46,7 +47,7 @@ class Block(NamedTuple):
 def block(seed: int = 0, pages: int = 3, page_bytes: int = 1000, parent: bytes | None = None, tenant: int = 7) -> Block:
     """Return a block of random bytes, another one for each seed."""
     bits = random.Random(seed)  # noqa: S311 - test data
-    key = BlockKey(Namespace(tenant, LAYOUT, "main", pages), bits.randbytes(16))
+    key = BlockKey(Namespace(tenant, LAYOUT, IDENTITY, "main", pages), bits.randbytes(16))
     return Block(key, [bits.randbytes(page_bytes) for _ in range(pages)], parent)
 
 

@@ -18,9 +18,9 @@ from kvferry.pools.tiers.block_file import (
     namespace_of,
     new_header,
 )
-from tests.pools.tiers.disk_blocks import LAYOUT, block
+from tests.pools.tiers.disk_blocks import IDENTITY, LAYOUT, block
 
-GOLDEN_DIGEST = 0x7C2793BA90343810
+GOLDEN_DIGEST = 14231727065725489589
 
 
 def _sealed(data: bytes) -> bytes:
@@ -35,7 +35,7 @@ def encoded() -> bytes:
 
 
 def test_the_form_is_what_it_was(encoded: bytes) -> None:
-    assert encoded[:20] == b"kvfblock" + struct.pack("<III", 1, ALIGNMENT, 93)
+    assert encoded[:20] == b"kvfblock" + struct.pack("<III", 2, ALIGNMENT, 128)
     assert xxhash.xxh3_64_intdigest(encoded) == GOLDEN_DIGEST
 
 
@@ -49,7 +49,7 @@ def test_a_header_comes_back(encoded: bytes) -> None:
     ("position", "value", "why"),
     [
         (0, b"KVFBLOCK", "does not begin"),
-        (8, struct.pack("<I", 2), "format 2, not 1"),
+        (8, struct.pack("<I", 1), "format 1, not 2"),
         (12, struct.pack("<I", 0), "a header of 0 bytes"),
         (12, struct.pack("<I", 1 << 30), "a header of"),
         (12, struct.pack("<I", 8192), "cut off"),
@@ -75,13 +75,14 @@ def test_digests_are_as_many_as_pages(encoded: bytes) -> None:
 @pytest.mark.parametrize("pages", [1, 400, 4096])
 def test_every_header_of_a_namespace_has_one_length(pages: int) -> None:
     key = block(1, pages=pages, page_bytes=1, tenant=(1 << 32) - 1).key
-    longest = encode_header(new_header(key, 1 << 62, ((1 << 64) - 1,) * pages, bytes(16)))
+    longest = encode_header(new_header(key, 1 << 62, ((1 << 64) - 1,) * pages, bytes(16), "ä" * 1000))
     assert len(longest) == len(encode_header(new_header(key, 1, (0,) * pages, None)))
     assert len(longest) == file_bytes(key.namespace, 1) - pages
     assert decode_header(longest).page_bytes == 1 << 62
+    assert decode_header(longest).model == "ä" * 256
 
 
 def test_a_folder_says_whose_blocks_it_has() -> None:
     key = block(1).key
-    assert str(folder_of(key)) == f"7/{LAYOUT}/main-3/{key.hash.hex()[:2]}"
+    assert str(folder_of(key)) == f"7/{LAYOUT}-{IDENTITY}/main-3/{key.hash.hex()[:2]}"
     assert namespace_of(folder_of(key)) == key.namespace

@@ -19,7 +19,11 @@ from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind, Tier
 from kvferry.pools.tiers.namespaces import Namespace
 from tests.devices import DEVICE
 
-SPACES = [Namespace(1, "d", "main", 1), Namespace(1, "d", "swa", 2), Namespace(2, "d", "main", 1)]
+SPACES = [
+    Namespace(1, "d", "i", "main", 1),
+    Namespace(1, "d", "i", "swa", 2),
+    Namespace(2, "d", "i", "main", 1),
+]
 HASHES = [bytes([number]) * 16 for number in range(6)]
 QUOTAS = {1: 3000, 2: 1000}
 SIZE = 128
@@ -480,7 +484,7 @@ def test_who_has_most_of_its_quota_in_use_gives_first() -> None:
         index.drop_host(victim)
     assert tenants[:5] == [2, 2, 2, 1, 1]
     store(index, HASHES[:4], SPACES[2])
-    store(index, HASHES[:1], Namespace(3, "d", "main", 1))
+    store(index, HASHES[:1], Namespace(3, "d", "i", "main", 1))
     assert next(index.host_victims()).namespace.tenant == 3
 
 

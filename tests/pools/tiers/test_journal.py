@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from kvferry.pools.tiers.journal import MAX_HASHES, CacheJournal, Change, ChangeKind, Changes, Tier
 from kvferry.pools.tiers.namespaces import Namespace
 
-SPACE = Namespace(1, "d", "main", 1)
-OTHER = Namespace(2, "d", "main", 1)
+SPACE = Namespace(1, "d", "i" * 32, "main", 1)
+OTHER = Namespace(2, "d", "i" * 32, "main", 1)
 NAMES = st.sampled_from([b"a", b"b", b"c"])
 NOTES = st.tuples(st.booleans(), st.sampled_from(list(Tier)), st.sampled_from([SPACE, OTHER]), NAMES, st.none() | NAMES)
 

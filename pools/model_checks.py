@@ -1,0 +1,28 @@
+"""Whether KV of one pool may go into another: not where both say whose it is, and it is two models'."""
+
+from __future__ import annotations
+
+from kvferry.protocol.errors import ModelMismatchError
+from kvferry.protocol.model_identity import COMPARED, ModelIdentity
+
+
+def check_models(source: ModelIdentity | None, destination: ModelIdentity | None, sender: str, receiver: str) -> None:
+    """Check that two sides are of one model, revision and adapter, as far as both say so.
+
+    Args:
+        source: whose KV it is.
+        destination: whose KV is wanted.
+        sender: how to call the one in an error.
+        receiver: how to call the other.
+
+    Raises:
+        ModelMismatchError: both name a model, a revision or an adapter, and it is not the same.
+    """
+    if source is None or destination is None:
+        return
+    for field in COMPARED:
+        ours, theirs = getattr(source, field), getattr(destination, field)
+        if ours and theirs and ours != theirs:
+            raise ModelMismatchError(
+                f"{sender} holds KV of {source.label}, {receiver} of {destination.label}", field=f"model.{field}"
+            )

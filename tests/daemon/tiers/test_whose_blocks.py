@@ -1,0 +1,342 @@
+"""Two models of equal shape and one user: neither finds the other's blocks, in memory, on disk or in the store."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from kvferry.protocol.cache_messages import (
+    CacheChanges,
+    CachedBlockStatus,
+    CacheEvents,
+    CacheList,
+    CacheListed,
+    Lookup,
+)
+from kvferry.protocol.errors import LayoutMismatchError, ModelMismatchError, NoModelError, PoolExistsError
+from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.pool_messages import CreatePool, PoolCreated
+from kvferry.protocol.tier_messages import Restore, WorkStarted
+from tests.daemon.tiers.tier_world import MODEL, POOL, SPEC, Engine, World, names, new_pool, settle, until, world
+
+pytestmark = pytest.mark.anyio
+
+OTHERS: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "model": ({"name": "another/model"}, {}),
+    "revision": ({"revision": "2"}, {}),
+    "adapter": ({"adapter": "sql"}, {}),
+    "salt": ({"salt": "pepper"}, {}),
+    "dtype": ({}, {"dtype": "bfloat16", "head_dim": 8, "v_head_dim": 4}),
+    "heads": ({}, {"head_start": 1, "total_heads": 2}),
+    "layers": ({}, {"first_layer": 1}),
+}
+"""What makes a pool of as many bytes another one: changes of its identity and of its spec."""
+
+DIFFERENCE = pytest.mark.parametrize("difference", OTHERS)
+OTHER, SAME = "other", "same"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return an empty folder for blocks."""
+    path = tmp_path / "blocks"
+    path.mkdir(mode=0o700)
+    return path
+
+
+async def with_others(tiers: World, difference: str) -> Engine:
+    """Make a pool that differs from the first in this, and one that differs in nothing; return a session."""
+    of_model, of_spec = OTHERS[difference]
+    model, spec = msgspec.structs.replace(MODEL, **of_model), msgspec.structs.replace(SPEC, **of_spec)
+    await new_pool(tiers, OTHER, spec, model=model)
+    await new_pool(tiers, SAME, msgspec.structs.replace(SPEC, tokens=32), model=MODEL)
+    assert sum(one.page_bytes for one in tiers.pool(OTHER).manifest.entries) == 192
+    return tiers.engine()
+
+
+async def stored(tiers: World, engine: Engine, *numbers: int) -> None:
+    """Store blocks full of their number."""
+    ids = engine.allocate(len(numbers))
+    for one, number in zip(ids, numbers, strict=True):
+        engine.write([one], number)
+    work = engine.store(names(*numbers), ids)
+    tiers.copier.finish_all()
+    await settle()
+    assert engine.error(work) is None
+    engine.free(ids)
+
+
+def written(tiers: World) -> int:
+    """Return how many blocks are on disk."""
+    return sum(block.on_disk for block in tiers.host.index.page(0, 100).blocks)
+
+
+async def found(engine: Engine, pool: str, *numbers: int) -> int:
+    """Return how many blocks a pool finds, wherever they are."""
+    number = engine.send(Lookup(pool=pool, hashes=b"".join(names(*numbers)), pin=False))
+    await until(lambda: number in engine.replies)
+    return int(engine.replies[number][0].blocks)
+
+
+@DIFFERENCE
+async def test_in_memory(difference: str) -> None:
+    async with world(8) as tiers:
+        engine = await with_others(tiers, difference)
+        await stored(tiers, engine, 1, 2)
+        assert await found(engine, OTHER, 1, 2) == 0
+        assert await found(engine, SAME, 1, 2) == 2
+        theirs = engine.allocate(2, OTHER)
+        work = engine.store(names(1, 2), theirs, OTHER)
+        tiers.copier.finish_all()
+        await settle()
+        done = engine.done(work)
+        assert done is not None
+        assert (done.stored, done.present) == (2, 0), "they are blocks of their own"
+
+
+@DIFFERENCE
+async def test_on_disk_across_a_restart(difference: str, folder: Path) -> None:
+    async with world(8, disk=folder) as first:
+        engine = first.engine()
+        await stored(first, engine, 1, 2)
+        await until(lambda: written(first) == 2)
+    async with world(8, disk=folder) as second:
+        await until(lambda: len(second.host.index) == 2)
+        engine = await with_others(second, difference)
+        assert await found(engine, OTHER, 1, 2) == 0
+        assert await found(engine, SAME, 1, 2) == 2
+
+
+@DIFFERENCE
+async def test_in_the_store(difference: str) -> None:
+    async with world(8, remote=True) as tiers:
+        assert tiers.store is not None
+        values = tiers.store.values
+        engine = await with_others(tiers, difference)
+        await stored(tiers, engine, 1, 2)
+        await until(lambda: len(values) == 2)
+        await settle()
+        for block in list(tiers.host.index.host_victims()):
+            tiers.host.free_all([tiers.host.index.drop_host(block)])
+            tiers.host.index.set_in_remote(block, present=False)
+        assert not len(tiers.host.index), "the store alone has them"
+        assert await found(engine, OTHER, 1, 2) == 0
+        assert await found(engine, SAME, 1, 2) == 2
+
+
+def put_with(folder: Path, one: bytes, other: bytes) -> None:
+    """Copy one block's file to where another namespace has its files."""
+    ours, theirs = (next(folder.rglob(name.hex())) for name in (one, other))
+    shutil.copytree(ours.parents[1], theirs.parents[1], dirs_exist_ok=True)
+
+
+def put_outdated(folder: Path) -> Path:
+    """Leave a block's file of the first format."""
+    old = folder / "1" / ("0f" * 16) / "main-1" / "00" / names(1)[0].hex()
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"kvfblock\x01")
+    return old
+
+
+def still_there(path: Path) -> bool:
+    """Return whether nobody removed a file."""
+    return path.exists()
+
+
+async def test_a_file_in_the_folder_of_another_model_is_not_served(folder: Path) -> None:
+    async with world(8, disk=folder) as first:
+        await new_pool(first, OTHER, model=ModelIdentity(name="another/model"))
+        engine = first.engine()
+        await stored(first, engine, 1)
+        theirs = engine.allocate(1, OTHER)
+        engine.store(names(2), theirs, OTHER)
+        first.copier.finish_all()
+        await until(lambda: written(first) == 2)
+    put_with(folder, *names(1, 2))
+    async with world(8, disk=folder) as second:
+        await new_pool(second, OTHER, model=ModelIdentity(name="another/model"))
+        await until(lambda: len(second.host.index) == 2)
+        engine = second.engine()
+        assert await found(engine, OTHER, 1) == 0
+        assert await found(engine, OTHER, 2) == 1
+        assert await found(engine, POOL, 1) == 1
+
+
+async def test_files_that_say_of_no_model_are_left_alone_and_named(folder: Path) -> None:
+    old = put_outdated(folder)
+    with capture_logs() as logs:
+        async with world(8, disk=folder) as tiers:
+            await until(lambda: any(one["event"] == "disk tier ready" for one in logs))
+            assert not len(tiers.host.index)
+    (said,) = [one for one in logs if one["log_level"] == "warning"]
+    assert (said["folders"], said["count"]) == ([f"1/{'0f' * 16}"], 1)
+    assert still_there(old)
+
+
+@pytest.mark.parametrize("what", ["store", "lookup", "load"])
+async def test_a_pool_without_a_model_has_no_cache(what: str) -> None:
+    async with world(8) as tiers:
+        await new_pool(tiers, OTHER, model=None)
+        engine = tiers.engine()
+        await stored(tiers, engine, 1)
+        lease = engine.lookup(names(1)).lease
+        ids = engine.allocate(1, OTHER)
+        calls: dict[str, Callable[[], object]] = {
+            "store": lambda: engine.store(names(1), ids, OTHER),
+            "lookup": lambda: engine.lookup(names(1), OTHER),
+            "load": lambda: engine.load(lease, ids, OTHER),
+        }
+        with pytest.raises(NoModelError) as caught:
+            calls[what]()
+        assert caught.value.field == "model"
+        assert "ModelIdentity" in caught.value.remedy
+        snapshot = engine.offload(ids, OTHER)
+        tiers.copier.finish_all()
+        await settle()
+        assert engine.error(snapshot.work) is None, "its pages may go and come all the same"
+
+
+@DIFFERENCE
+async def test_a_lease_is_no_way_into_another_models_pool(difference: str) -> None:
+    async with world(8) as tiers:
+        engine = await with_others(tiers, difference)
+        await stored(tiers, engine, 1)
+        lease = engine.lookup(names(1)).lease
+        ids = engine.allocate(1, OTHER)
+        with pytest.raises(LayoutMismatchError if OTHERS[difference][1] else ModelMismatchError) as caught:
+            engine.load(lease, ids, OTHER)
+        assert caught.value.field == "pool"
+        assert "pepper" not in str(caught.value)
+
+
+async def test_other_scales_are_other_blocks() -> None:
+    spec = msgspec.structs.replace(SPEC, dtype="int8", head_dim=16, v_head_dim=8, k_scale=1.0, v_scale="page_head")
+    async with world(8) as tiers:
+        for name, scale in (("one", 1.0), (SAME, 1.0), (OTHER, 2.0)):
+            await new_pool(tiers, name, msgspec.structs.replace(spec, k_scale=scale))
+        engine = tiers.engine()
+        engine.store(names(1), engine.allocate(1, "one"), "one")
+        tiers.copier.finish_all()
+        await settle()
+        assert await found(engine, SAME, 1) == 1
+        assert await found(engine, OTHER, 1) == 0
+        snapshot = engine.offload(engine.allocate(1, "one"), "one").snapshot
+        tiers.copier.finish_all()
+        await settle()
+        with pytest.raises(LayoutMismatchError, match=r"main/k/0: scales is \(1.0,\) .* \(2.0,\)"):
+            restore(engine, snapshot)
+
+
+# -- pools
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        ({"name": "another/model"}, "model.name"),
+        ({"revision": "2"}, "model.revision"),
+        ({"adapter": "sql"}, "model.adapter"),
+        ({"salt": "pepper"}, "model.salt"),
+        (None, "model"),
+    ],
+)
+async def test_a_pool_is_found_again_by_its_own_model_only(wanted: dict[str, str] | None, field: str) -> None:
+    async with world(8) as tiers:
+        engine = tiers.engine()
+        again = engine.ask(CreatePool(pool=POOL, spec=SPEC, model=MODEL), PoolCreated)
+        assert not again.created
+        other = msgspec.structs.replace(MODEL, **wanted) if wanted else None
+        with pytest.raises(PoolExistsError) as caught:
+            engine.ask(CreatePool(pool=POOL, spec=SPEC, model=other), PoolCreated)
+        assert caught.value.field == field
+        assert "pepper" not in str(caught.value)
+        assert tiers.pool().model == MODEL
+
+
+async def test_a_pool_being_made_is_found_by_its_own_model_only() -> None:
+    async with world(8) as tiers:
+        engine = tiers.engine()
+        first = engine.send(CreatePool(pool=OTHER, spec=SPEC, model=MODEL))
+        second = engine.send(CreatePool(pool=OTHER, spec=SPEC))
+        with pytest.raises(PoolExistsError, match=r"some/model@1.*no model"):
+            engine.reply(second, PoolCreated)
+        await until(lambda: first in engine.replies)
+        assert engine.reply(first, PoolCreated).created
+
+
+async def test_status_shows_the_model_and_no_salt() -> None:
+    async with world(8) as tiers:
+        await new_pool(tiers, OTHER, model=msgspec.structs.replace(MODEL, salt="pepper"))
+        await new_pool(tiers, SAME, model=None)
+        assert [one.model for one in tiers.pools.status()] == [MODEL, MODEL, None]
+
+
+# -- snapshots
+
+
+def restore(engine: Engine, snapshot: str, **options: Any) -> int:  # noqa: ANN401  RESTORE's fields
+    return engine.ask(Restore(snapshot=snapshot, pool=OTHER, allocate=True, **options), WorkStarted).work
+
+
+@pytest.mark.parametrize("difference", ["model", "revision"])
+async def test_a_snapshot_does_not_go_into_another_models_pool_unless_told(difference: str) -> None:
+    async with world(8) as tiers:
+        engine = await with_others(tiers, difference)
+        ids = engine.allocate(1)
+        engine.write(ids, 7)
+        snapshot = engine.offload(ids).snapshot
+        tiers.copier.finish_all()
+        await settle()
+        (status,) = [one.status() for one in tiers.service.snapshots]
+        assert status.model == "some/model@1"
+        with pytest.raises(ModelMismatchError, match=r"some/model@1.*(another/model@1|some/model@2)"):
+            restore(engine, snapshot)
+        work = restore(engine, snapshot, any_model=True)
+        tiers.copier.finish_all()
+        await settle()
+        assert engine.error(work) is None
+
+
+async def test_a_snapshot_goes_where_nobody_says_another_model() -> None:
+    async with world(8) as tiers:
+        await new_pool(tiers, OTHER, model=msgspec.structs.replace(MODEL, revision="", salt="pepper"))
+        engine = tiers.engine()
+        snapshot = engine.offload(engine.allocate(1)).snapshot
+        tiers.copier.finish_all()
+        await settle()
+        assert restore(engine, snapshot)
+        tiers.copier.finish_all()
+        await settle()
+
+
+# -- what an operator sees
+
+
+async def test_blocks_are_listed_with_their_model_also_after_a_restart(folder: Path) -> None:
+    salted = msgspec.structs.replace(MODEL, salt="pepper")
+    async with world(8, disk=folder) as first:
+        await new_pool(first, OTHER, model=salted)
+        engine = first.engine()
+        await stored(first, engine, 1)
+        engine.store(names(1), engine.allocate(1, OTHER), OTHER)
+        first.copier.finish_all()
+        await until(lambda: written(first) == 2)
+        before = listed(engine)
+        changes = engine.ask(CacheEvents(cursor=1), CacheChanges).changes
+    assert [one.model for one in before] == ["some/model@1"] * 2
+    assert len({one.identity for one in before}) == 2
+    assert {one.identity for one in changes} == {one.identity for one in before}
+    async with world(8, disk=folder) as second:
+        await until(lambda: len(second.host.index) == 2)
+        after = listed(second.engine())
+    assert {(one.model, one.identity) for one in after} == {(one.model, one.identity) for one in before}
+
+
+def listed(engine: Engine) -> tuple[CachedBlockStatus, ...]:
+    return engine.ask(CacheList(), CacheListed).blocks

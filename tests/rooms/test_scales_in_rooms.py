@@ -1,0 +1,50 @@
+"""8-bit keys and values of two scales exchange nothing, on one host or between two, and a peer's scales are checked."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvferry.protocol.errors import ScaleMismatchError
+from kvferry.protocol.manifests import Entry
+from tests.rooms.peer_world import PeerWorld
+from tests.rooms.room_world import RoomWorld, layers
+
+
+def scaled(*scales: float) -> list[Entry]:
+    """Return k and v of two layers with these scales; without any where there are none."""
+    return [msgspec.structs.replace(one, scales=scales or None) for one in layers(2)]
+
+
+@pytest.mark.parametrize("theirs", [scaled(0.25), scaled()], ids=["other", "none"])
+def test_other_scales_are_refused(theirs: list[Entry]) -> None:
+    world = RoomWorld()
+    prefill, decode = world.session(), world.session()
+    source, destination = world.pool("prefill", scaled(0.5)), world.pool("decode", theirs)
+    world.send(prefill, source, world.filled(source, prefill, 2))
+    with pytest.raises(ScaleMismatchError, match="main/k/0"):
+        world.receive(decode, destination, world.filled(destination, decode, 2))
+
+
+@pytest.mark.parametrize(
+    ("ours", "told"),
+    [
+        (scaled(0.5), []),
+        (scaled(0.25), ["SCALE_MISMATCH", "settled"]),
+        (scaled(), ["SCALE_MISMATCH", "settled"]),
+        (scaled(0.5, 0.5), ["INVALID_FIELD", "settled"]),
+        (scaled(float("inf")), ["INVALID_FIELD", "settled"]),
+    ],
+    ids=["same", "other", "none", "too many", "infinite"],
+)
+def test_between_daemons_too(ours: list[Entry], told: list[str]) -> None:
+    world = PeerWorld("source", "home")
+    source, home = world.nodes.values()
+    prefill, decode = source.session(), home.session()
+    sending, receiving = source.pool("prefill", ours), home.pool("decode", scaled(0.5))
+    source.send(prefill, sending, source.filled(sending, prefill, 2))
+    wanted = home.filled(receiving, decode, 2)
+    home.receive(decode, receiving, wanted, source_daemons=(source.ipc,))
+    world.deliver_all()
+    assert source.outcomes(prefill) == told
+    assert bool(home.remote.mapped) == (not told)
