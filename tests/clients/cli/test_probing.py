@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, pages
 from kvferry.clients.cli.main import main
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.requests import REQUEST_TYPES
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import COMMAND, run_kvferry
@@ -84,10 +85,10 @@ def test_the_real_command(daemon: DaemonProcess) -> None:
 
 def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
     with Client.connect(daemon.runtime_dir) as client:
-        client.create_pool(name, spec)
+        client.create_pool(name, spec, model=ModelIdentity(name="some/model"))
     messages: dict[str, object] = {
         "HELLO": {"protocol_min": 1, "protocol_max": 1},
-        "CREATE_POOL": {"pool": name + "-new", "spec": SPEC},
+        "CREATE_POOL": {"pool": name + "-new", "spec": SPEC, "model": {"name": "m", "revision": "1"}},
         "ATTACH_POOL": {"pool": name},
         "DELETE_POOL": {"pool": name + "-new"},
         "ALLOCATE": {"pool": name, "count": 2},
