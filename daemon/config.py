@@ -105,7 +105,11 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
 
 
 class LimitsConfig(Section, frozen=True, kw_only=True):
-    """What one client may send: the file's form of ``protocol.limits.Limits``, which has the words."""
+    """What one client may send: the file's form of ``protocol.limits.Limits``, which has the words.
+
+    Of hand-offs that ended before their other side came, ``max_tombstones`` are remembered for ``tombstone_s``, so that
+    who comes late need not wait for them. HELLO does not say these two.
+    """
 
     max_frame_bytes: Annotated[int, Meta(ge=128 << 10, le=1 << 30)] = Limits().max_frame_bytes
     max_frames: Annotated[int, Meta(ge=2, le=4096)] = Limits().max_frames
@@ -116,6 +120,8 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     max_sessions: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_sessions
     max_deadline_ms: Annotated[int, Meta(ge=1, le=7 * 86_400_000)] = Limits().max_deadline_ms
     default_deadline_ms: Annotated[int, Meta(ge=1, le=7 * 86_400_000)] = Limits().default_deadline_ms
+    max_tombstones: Annotated[int, Meta(ge=0, le=1 << 20)] = 16_384
+    tombstone_s: Annotated[float, Meta(ge=0, le=86_400)] = 600.0
 
     @property
     def announced(self) -> Limits:

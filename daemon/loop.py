@@ -26,6 +26,7 @@ from kvferry.daemon.peers import PeerLinks
 from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.rooms.peer_service import PeerService
 from kvferry.daemon.rooms.service import RoomService
+from kvferry.daemon.rooms.tombstones import Tombstones
 from kvferry.daemon.service_manager import ServiceManager
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.daemon.sessions import Session, SessionRegistry
@@ -92,6 +93,7 @@ class Daemon:
             limits,
             self.counters,
             config.transfers.whole_below_bytes,
+            Tombstones(config.limits.max_tombstones, config.limits.tombstone_s),
         )
         self._transport = LocalTransport(
             self._loop,

@@ -54,7 +54,10 @@ def answered(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> Iterat
     try:
         yield
     finally:
-        hold_back()  # a loop that closes gives signals back what they do by default
+        hold_back()
+        for number in IGNORED:
+            loop.remove_signal_handler(number)  # a loop that closes gives signals back what they do by default
+            signal.signal(number, signal.SIG_IGN)  # threads that still run take them as well
 
 
 def _end(number: signal.Signals, stopping: asyncio.Event) -> None:

@@ -98,7 +98,10 @@ class OfferRefused(Body, frozen=True, kw_only=True, tag="OFFER_REFUSED"):
 
 
 class OfferWithdrawn(Body, frozen=True, kw_only=True, tag="OFFER_WITHDRAWN"):
-    """Source to home: the offer has failed."""
+    """Source to home: the offer has failed.
+
+    With ``offer`` 0: offers of this request were here and had ended when the room was announced.
+    """
 
     room: RoomName
     offer: Number
@@ -112,6 +115,8 @@ class RoomClosed(Body, frozen=True, kw_only=True, tag="ROOM_CLOSED"):
     error: ErrorInfo | None = None
     moved: Annotated[tuple[tuple[Number, Number, Number], ...], Meta(max_length=MAX_POOLS)] = ()
     """(offer, bytes moved, pages trimmed) of each offer of this source."""
+    unmet: Number = 0
+    """How many sources had not come, where the receiver ended the room: they are told so when they come."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

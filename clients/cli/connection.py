@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import zmq
 
-from kvferry.clients.connection import LAST_WORDS_MS, find_runtime_dir, milliseconds, open_control_socket
+from kvferry.clients.daemon_socket import LAST_WORDS_MS, find_runtime_dir, open_control_socket
 from kvferry.protocol.base import Body
 from kvferry.protocol.conversation import Arrived, Conversation
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, MalformedError
@@ -106,7 +106,7 @@ class Connection:
 
     def send(self, body: Body, frames: Sequence[bytes] = (), *, deadline_s: float) -> int:
         """Send a request that has so much time; return its number."""
-        number, outgoing = self._conversation.request(body, frames, deadline_ms=milliseconds(deadline_s))
+        number, outgoing = self._conversation.request(body, frames, deadline_ms=max(1, round(deadline_s * 1000)))
         self._socket.send_multipart(outgoing, NOBLOCK)
         return number
 

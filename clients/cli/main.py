@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Final
 
-from kvferry.clients.cli.arguments import Help
+from kvferry.clients.cli.help_text import Help
 from kvferry.protocol.release import VERSION
 
 DAEMON: Final = "daemon"
@@ -91,7 +91,9 @@ def _run(module: ModuleType, name: str, arguments: Sequence[str]) -> int:
 def _become_daemon(arguments: Sequence[str]) -> int:
     import signal  # noqa: PLC0415  the quick commands do without
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})  # until it can log them
+    for number in (ignored := {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}):
+        signal.signal(number, signal.SIG_IGN)  # threads of what was imported take signals as well
+    signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # until the daemon can log them
     os.execv(sys.executable, [sys.executable, "-P", "-m", "kvferry.daemon", *arguments])  # noqa: S606  ourselves, no shell
 
 

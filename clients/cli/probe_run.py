@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.exit_codes import FAILED, WORKED
 from kvferry.clients.cli.probe_messages import WAIT, Answers, ProbeMessage, Reference, references, resolved
-from kvferry.clients.connection import REPLY_MARGIN_S
+from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.protocol.conversation import EVENT, Arrived
 from kvferry.protocol.errors import DeadlineError
 from kvferry.protocol.json_form import body_to_fields, request_from_fields

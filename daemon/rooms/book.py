@@ -18,6 +18,9 @@ a copy fails                          TRANSFER_FAILED                           
 all cells there, all sources done     success                                     success
 ====================================  ==========================================  ================================
 
+A side that comes after the other one has ended by itself, so that nobody was there to be told, ends as soon as it is
+accepted, with the other's code; see ``tombstones``. A side that it has joined already is told so too.
+
 A room is SETTLED once no piece of it is under way; an offer once all its rooms are. What other daemons say is in
 ``peer_book``.
 """
@@ -43,6 +46,7 @@ from kvferry.daemon.rooms.registry import Sides
 from kvferry.daemon.rooms.remote import Announcement
 from kvferry.daemon.rooms.results import Generations, Results
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Offer, Room, SideKey, State
+from kvferry.daemon.rooms.tombstones import Half, Tombstones
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
     CancelledError,
@@ -76,9 +80,9 @@ class RoomBook:
         peers: takes what other daemons say.
     """
 
-    def __init__(self, whole_below_bytes: int = 0) -> None:
+    def __init__(self, whole_below_bytes: int = 0, tombstones: Tombstones | None = None) -> None:
         self.results = Results()
-        self.sides = Sides()
+        self.sides = Sides(Tombstones() if tombstones is None else tombstones)
         self._generations = Generations()
         self._armings = itertools.count(1)
         self._stepping: dict[int, list[Offer]] = {}  # offers whose steps wait for events of their session
@@ -130,11 +134,16 @@ class RoomBook:
         hold_for_writing(room)
         room.generation = self._generations.next(room.session_id, room.key)
         room.arming = next(self._armings)
-        self.results.begin(room.session_id, room.key)
-        self.sides.enter(room)
+        self._enter(room)
+        ended = self._ended_sources(room, offers, now)
         for offer, fit in fits:
-            self._moves.start(room, offer, fit, now)
+            if ended is None:
+                self._moves.start(room, offer, fit, now)
+            elif offer not in room.offers:
+                self._moves.join(room, offer)
         self.sides.effects.extend(AnnounceRoom(address, room) for address in source_daemons)
+        if ended is not None:
+            self._endings.fail_room(room, ended, ended, now)
         self._endings.check_done(room, now)
         return _accepted(room)
 
@@ -170,8 +179,7 @@ class RoomBook:
         if offer not in stepping:
             stepping.append(offer)
         if number == 0:
-            self.results.begin(offer.session_id, offer.key)
-            self.sides.enter(offer)
+            self._enter(offer)
         else:
             self.sides.postpone(offer, sender.times.deadline_at)
         for room, its_fits in fits:
@@ -180,6 +188,7 @@ class RoomBook:
         self._offer_to_peers(offer, number)
         for room in rooms:
             self._endings.check_done(room, now)
+        self._check_receivers_live(offer, number, now)
         return _accepted(offer)
 
     def events_reached(self, session_id: int, reached: list[int], now: float) -> None:
@@ -226,14 +235,14 @@ class RoomBook:
             raise UnknownRoomError(f"no live {key.side} of this request in pool {key.pool!r}", field="request_id")
         if side.state is State.OPEN:
             own, peers = CancelledError("cancelled by its own side"), PeerCancelledError("the peer cancelled")
-            self._endings.fail(side, own, peers, now)
+            self._endings.end(side, own, peers, now)
 
     def session_lost(self, session_id: int, now: float) -> None:
         """Fail what died with a session; offers that are complete and ready live on."""
         for side in [one for one in self.sides if one.session_id == session_id]:
             if side.state is State.OPEN and not (isinstance(side, Offer) and side.outlives_its_sender):
                 lost = PeerLostError(f"the engine on the {side.side} side died")
-                self._endings.fail(side, lost, lost, now)
+                self._endings.end(side, lost, lost, now)
         self._stepping.pop(session_id, None)
         self.results.forget_session(session_id)
         self._generations.forget_session(session_id)
@@ -245,7 +254,7 @@ class RoomBook:
                 self.peers.expired(side, now)
             elif side.state is State.OPEN:
                 late = DeadlineError(f"the {side.side} side's deadline passed; missing: {side.waits_for()}")
-                self._endings.fail(side, late, late, now)
+                self._endings.end(side, late, late, now)
 
     def drain(self, now: float) -> None:
         """Fail the open sides that wait for a message which will not be taken any more."""
@@ -306,6 +315,31 @@ class RoomBook:
             raise UnexpectedSourceError("every room of this request has all its sources", field="request_id")
         return waiting[: offer.destinations]
 
+    def _enter(self, side: Offer | Room) -> None:
+        """Let a side be known, in place of what was known of those before it."""
+        self.results.begin(side.session_id, side.key)
+        self.sides.enter(side)
+        self.sides.tombstones.renewed(_half(side))
+
+    def _ended_sources(self, room: Room, offers: list[Offer], now: float) -> KvferryError | None:
+        """Return how a source ended for which a new room would wait; None where none did.
+
+        A room with sources at other daemons is another matter: it may be armed again on those, after one here ended.
+        """
+        if room.source_daemons or len(offers) >= room.sources:
+            return None
+        half = Half(room.pool.tenant, room.request_id, "send")
+        return next(iter(self.sides.tombstones.heard_by(half, room.pool.name, now)), None)
+
+    def _check_receivers_live(self, offer: Offer, number: int, now: float) -> None:
+        """End a new offer that no room takes, if as many receivers as it is for have ended."""
+        if number or offer.rooms:
+            return
+        half = Half(offer.pool.tenant, offer.request_id, "receive")
+        ended = self.sides.tombstones.heard_by(half, offer.pool.name, now)
+        if ended and len(ended) >= offer.destinations:
+            self._endings.fail(offer, ended[0], ended[0], now)
+
     def _offer_to_peers(self, offer: Offer, number: int) -> None:
         """Offer a chunk to the rooms of other daemons: all chunks so far to those that have just been found."""
         known = [one for one in offer.rooms if not isinstance(one, Room) and one.state is State.OPEN]
@@ -322,6 +356,10 @@ class RoomBook:
                 self._moves.start_ready(room, now)
             else:
                 self.sides.effects.append(TellReady(room, number, offer.ready[number]))
+
+
+def _half(side: Offer | Room) -> Half:
+    return Half(side.source_or_destination.tenant, side.request_id, side.side)
 
 
 def _accepted(side: Offer | Room) -> Accepted:

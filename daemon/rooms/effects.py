@@ -53,12 +53,16 @@ class AnnounceRoom(NamedTuple):
 
 
 class CloseRoom(NamedTuple):
-    """Tell another daemon the outcome of a room; ``moved``: (offer, bytes moved, pages trimmed) of its offers."""
+    """Tell another daemon the outcome of a room; ``moved``: (offer, bytes moved, pages trimmed) of its offers.
+
+    ``unmet``: how many sources had not come, where the receiver ended it.
+    """
 
     address: str
     room: RoomName
     error: KvferryError | None
     moved: tuple[tuple[int, int, int], ...]
+    unmet: int = 0
 
 
 class RefuseOffer(NamedTuple):
@@ -92,6 +96,14 @@ class Withdraw(NamedTuple):
     error: KvferryError
 
 
+class TellEnded(NamedTuple):
+    """Tell another daemon that what its room waits for was here and has ended."""
+
+    peer: Incarnation
+    room: RoomName
+    error: KvferryError
+
+
 class StopSending(NamedTuple):
     """Write no further piece of this target, then report ``sending_done`` for each under way."""
 
@@ -109,5 +121,6 @@ Effect = (
     | OfferChunk
     | TellReady
     | Withdraw
+    | TellEnded
     | StopSending
 )

@@ -5,11 +5,14 @@ Sans I/O; every step leaves its effects in the registry.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from kvferry.daemon.rooms.effects import CloseRoom, StopPiece, StopSending, Tell, Withdraw
 from kvferry.daemon.rooms.registry import Sides
-from kvferry.daemon.rooms.remote import Target
+from kvferry.daemon.rooms.remote import Announcement, Target
 from kvferry.daemon.rooms.results import Results
 from kvferry.daemon.rooms.sides import Offer, Room, Side, State
+from kvferry.daemon.rooms.tombstones import Half
 from kvferry.protocol.errors import InternalError, KvferryError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.peer_messages import RoomName
@@ -35,6 +38,20 @@ class Endings:
         for offer in list(room.offers):
             self.room_finished(offer, None, now)
         self.settle_room(room)
+
+    def end(self, side: Offer | Room, own: KvferryError, peers: KvferryError, now: float) -> None:
+        """End an open side by its own doing: who of the other side is not there yet hears of it when he comes."""
+        if isinstance(side, Room):
+            side.ended_itself = True
+            missing = side.unmet_sources
+            met: list[Hashable] = [offer.pool.name for offer in side.offers if offer.origin is None]
+        else:
+            missing = side.destinations - len(side.rooms)
+            met = [_listener(room) for room in side.rooms]
+        if missing:
+            key = side.key
+            self._sides.tombstones.bury(Half(key.tenant, key.request_id, side.side), key.pool, peers, now, met)
+        self.fail(side, own, peers, now)
 
     def fail(self, side: Offer | Room, own: KvferryError, peers: KvferryError, now: float) -> None:
         """End an open side with ``own``, and what depends on it with ``peers``."""
@@ -119,7 +136,8 @@ class Endings:
                 found = (offer.origin.offer, offer.moved_bytes, offer.trimmed_pages)
                 moved.setdefault(offer.origin.peer.address, []).append(found)
         self._sides.effects.extend(
-            CloseRoom(address, name_of(room), peers, tuple(of_offers)) for address, of_offers in moved.items()
+            CloseRoom(address, name_of(room), peers, tuple(of_offers), room.unmet_sources if room.ended_itself else 0)
+            for address, of_offers in moved.items()
         )
 
     def _finish_offer(self, offer: Offer, error: KvferryError | None, now: float) -> None:
@@ -141,6 +159,16 @@ class Endings:
         event = news.settled or news.finished
         if event is not None:
             self._sides.effects.append(Tell(side.session_id, event))
+
+
+def _listener(room: Room | Target) -> Hashable:
+    """Return by what name a receiving pool hears of sides that ended."""
+    return room.pool.name if isinstance(room, Room) else listener_of(room.announcement)
+
+
+def listener_of(announcement: Announcement) -> Hashable:
+    """Return by what name another daemon's receiving pool hears of sides that ended here."""
+    return (announcement.home.address, announcement.room.pool)
 
 
 def name_of(room: Room) -> RoomName:

@@ -53,11 +53,15 @@ class Moves:
         """Take back what ``fit`` promised."""
         withdraw([(room, [fit.match for fit in fits])])
 
+    def join(self, room: Room, offer: Offer) -> None:
+        """Let the offer be one of the room's: from now on they end together."""
+        room.offers.append(offer)
+        offer.rooms.append(room)
+
     def start(self, room: Room, offer: Offer, fit: Fit, now: float) -> None:
         """Let the offer join the room, and start those pieces of the chunk whose step is ready."""
         if offer not in room.offers:
-            room.offers.append(offer)
-            offer.rooms.append(room)
+            self.join(room, offer)
         found = fit.match
         for side in (room, offer):
             side.skipped_source_entries = max(side.skipped_source_entries, found.skipped_source_entries)

@@ -8,6 +8,10 @@ a peer's later chunk does not fit     both fail with the reason
 a peer withdraws its offer            the room fails as the offer did
 a source daemon dies or restarts      rooms that its offers joined: PEER_LOST; others go on waiting
 a home dies or restarts               offers that joined its rooms: PEER_LOST, after what is under way has ended
+a room is announced after its offer   the source says so; the room fails as the offer did, unless others may fill it
+ended by itself
+a SEND comes after a peer's room      it fails as the room did; see ``tombstones``
+was ended by its receiver
 ====================================  ===========================================================================
 """
 
@@ -16,12 +20,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 
-from kvferry.daemon.rooms.effects import OfferChunk, RefuseOffer
-from kvferry.daemon.rooms.endings import Endings
+from kvferry.daemon.rooms.effects import OfferChunk, RefuseOffer, TellEnded
+from kvferry.daemon.rooms.endings import Endings, listener_of
 from kvferry.daemon.rooms.moves import Moves
 from kvferry.daemon.rooms.registry import Sides
 from kvferry.daemon.rooms.remote import Announcement, Incarnation, Origin, Target
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Offer, Room, SideKey, SourcePool, State
+from kvferry.daemon.rooms.tombstones import Half
 from kvferry.protocol.errors import (
     DeadlineError,
     KvferryError,
@@ -132,6 +137,23 @@ class PeerBook:
         if offer is not None and offer.state is State.OPEN:
             self._endings.fail(offer, error, error, now)
 
+    def sources_ended(self, peer: Incarnation, name: RoomName, error: KvferryError, now: float) -> None:
+        """Take another daemon's word that SENDs for a room here had ended before it was announced there.
+
+        The room fails, unless others may still fill it: where it names more daemons than it has sources, it goes on
+        until all of them have said so.
+
+        Raises:
+            UnknownRoomError: the room is over.
+            UnexpectedSourceError: it does not expect offers of that daemon.
+        """
+        room = self.room_for(Origin(peer, name, NO_OFFER))
+        room.given_up.add(peer.address)
+        if not room.unmet_sources:
+            return
+        if len(room.source_daemons) <= room.sources or room.given_up.issuperset(room.source_daemons):
+            self._endings.fail_room(room, error, error, now)
+
     def waiting_homes(self) -> list[Incarnation]:
         """Return the home of each room of another daemon that waits for offers from here, or takes them."""
         return [one.home for one in self._sides.announcements.values()]
@@ -145,6 +167,7 @@ class PeerBook:
             for target in known.targets:
                 chunks = range(len(target.offer.chunks))
                 self._sides.effects.extend(OfferChunk(target, number) for number in chunks)
+            self._tell_of_ends(known, now)
             return
         for older in list(self._sides.announced(name.request_id)):
             same_room = _whatever_arming(older.room) == _whatever_arming(name)
@@ -161,9 +184,11 @@ class PeerBook:
             self._sides.effects.append(RefuseOffer(home, name, NO_OFFER, full))
             return
         self._sides.announce(announcement)
+        self._sides.tombstones.renewed(Half(name.tenant, name.request_id, "receive"))
         for side in list(sides):
             if isinstance(side, Offer) and side.state is State.OPEN:
                 self.join(announcement, side)
+        self._tell_of_ends(announcement, now)
 
     def join(self, announcement: Announcement, offer: Offer) -> None:
         """Offer all chunks of a local offer to another daemon's room, if the offer has a destination left."""
@@ -182,11 +207,14 @@ class PeerBook:
         error: KvferryError | None,
         moved: Iterable[tuple[int, int, int]],
         now: float,
+        unmet: int = 0,
     ) -> None:
-        """Take the outcome of another daemon's room."""
+        """Take the outcome of another daemon's room; ``unmet`` sources had not come when its receiver ended it."""
         announcement = self._sides.announcements.get((home, name))
         if announcement is None:
             return
+        if error is not None and unmet:
+            self._bury(announcement, error, now)
         found = {offer: (moved_bytes, trimmed_pages) for offer, moved_bytes, trimmed_pages in moved}
         for target in announcement.targets:
             moved_bytes, trimmed_pages = found.get(target.number, (0, 0))
@@ -251,6 +279,8 @@ class PeerBook:
         """Drop another daemon's room at its deadline: its end was lost on the way."""
         if self._sides.announcements.get((announcement.home, announcement.room)) is announcement:
             late = DeadlineError(f"the room at {announcement.home.address} is over, and its end was not heard of")
+            if not announcement.targets:
+                self._bury(announcement, late, now)
             self._close(announcement, late, now)
 
     def _new_offer(self, origin: Origin, number: int, pool: SourcePool, room: Room, now: float) -> Offer:
@@ -271,6 +301,20 @@ class PeerBook:
         room = self._sides.rooms.get(SideKey(origin.room.tenant, origin.room.request_id, origin.room.pool, "receive"))
         if room is not None and not isinstance(error, UnknownRoomError):
             room.last_refusal = error
+
+    def _bury(self, announcement: Announcement, error: KvferryError, now: float) -> None:
+        """Remember that another daemon's room has ended, for those who come too late."""
+        name, met = announcement.room, [target.offer.pool.name for target in announcement.targets]
+        half = Half(name.tenant, name.request_id, "receive")
+        self._sides.tombstones.bury(half, listener_of(announcement), error, now, met)
+
+    def _tell_of_ends(self, announcement: Announcement, now: float) -> None:
+        """Tell another daemon's room of SENDs that ended here before it was announced; its home judges by what came."""
+        home, name = announcement.home, announcement.room
+        half = Half(name.tenant, name.request_id, "send")
+        ended = self._sides.tombstones.heard_by(half, listener_of(announcement), now, (home.boot_id, name.arming))
+        if ended:
+            self._sides.effects.append(TellEnded(home, name, ended[0]))
 
     def _close(self, announcement: Announcement, error: KvferryError | None, now: float) -> None:
         self._sides.withdraw(announcement)

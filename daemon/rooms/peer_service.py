@@ -18,6 +18,7 @@ from kvferry.daemon.rooms.effects import (
     OfferChunk,
     RefuseOffer,
     StopSending,
+    TellEnded,
     TellReady,
     Withdraw,
 )
@@ -124,10 +125,14 @@ class PeerService:
             peer = self._links.connect(effect.address)
             if peer is not None:
                 info = effect.error.info() if effect.error else None
-                self._links.send(peer, RoomClosed(room=effect.room, error=info, moved=effect.moved))
+                closed = RoomClosed(room=effect.room, error=info, moved=effect.moved, unmet=effect.unmet)
+                self._links.send(peer, closed)
         elif isinstance(effect, RefuseOffer):
             refused = OfferRefused(room=effect.room, offer=effect.offer, error=effect.error.info())
             self._links.send(effect.peer, refused)
+        elif isinstance(effect, TellEnded):
+            ended = OfferWithdrawn(room=effect.room, offer=NO_OFFER, error=effect.error.info())
+            self._links.send(effect.peer, ended)
         elif isinstance(effect, StopSending):
             self._transports.stop_sending(effect.target)
         else:
@@ -211,6 +216,8 @@ class PeerService:
             self._offered(peer, body, ids, now)
         elif isinstance(body, StepReady):
             self._book.step_ready(Origin(peer, body.room, body.offer), body.chunk, body.ready, now)
+        elif isinstance(body, OfferWithdrawn) and body.offer == NO_OFFER:
+            self._book.sources_ended(peer, body.room, raised(body.error), now)
         elif isinstance(body, OfferWithdrawn):
             self._book.withdrawn(Origin(peer, body.room, body.offer), raised(body.error), now)
         elif isinstance(body, Landed):
@@ -227,7 +234,7 @@ class PeerService:
             self._book.announced(peer, body.room, now + left_s, now)
         elif isinstance(body, RoomClosed):
             error = raised(body.error) if body.error else None
-            self._book.closed(peer, body.room, error, body.moved, now)
+            self._book.closed(peer, body.room, error, body.moved, now, body.unmet)
         elif isinstance(body, OfferRefused) and body.offer == NO_OFFER:
             self._book.announcement_refused(body.room, raised(body.error))
         elif isinstance(body, OfferRefused):

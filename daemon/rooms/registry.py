@@ -8,6 +8,7 @@ from kvferry.daemon.rooms.deadlines import Deadlines
 from kvferry.daemon.rooms.effects import Effect
 from kvferry.daemon.rooms.remote import Announcement, Incarnation, Origin, Target
 from kvferry.daemon.rooms.sides import Offer, Piece, Room, SideKey
+from kvferry.daemon.rooms.tombstones import Tombstones
 from kvferry.protocol.peer_messages import RoomName
 
 
@@ -23,9 +24,11 @@ class Sides:
         pieces: what is on its way into rooms here.
         effects: what the shell has to do.
         deadlines: of the open sides and of the announcements.
+        tombstones: of sides that ended before the other side came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tombstones: Tombstones) -> None:
+        self.tombstones = tombstones
         self.offers: dict[SideKey, Offer] = {}
         self.rooms: dict[SideKey, Room] = {}
         self.remote_offers: dict[Origin, Offer] = {}

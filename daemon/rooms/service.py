@@ -19,6 +19,7 @@ from kvferry.daemon.rooms.page_ranges import PageRange, page_ranges
 from kvferry.daemon.rooms.peer_service import PeerService
 from kvferry.daemon.rooms.reports import record_finished, warn_trimmed
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Room, SideKey, State
+from kvferry.daemon.rooms.tombstones import Tombstones
 from kvferry.daemon.scheduler import Scheduler
 from kvferry.daemon.sessions import Session, SessionRegistry
 from kvferry.daemon.tiers.landings import Landings
@@ -50,6 +51,7 @@ class RoomService:
         limits: Limits,
         counters: Counters,
         whole_below_bytes: int,
+        tombstones: Tombstones | None = None,
     ) -> None:
         self.draining = False
         self._dispatcher = dispatcher
@@ -57,7 +59,7 @@ class RoomService:
         self._sessions = sessions
         self._limits = limits
         self._counters = counters
-        self._book = RoomBook(whole_below_bytes)
+        self._book = RoomBook(whole_below_bytes, tombstones)
         self._transport: Transport | None = None
         self._remote: RemoteTransports | None = None
         self._peers: PeerService | None = None

@@ -293,6 +293,8 @@ class Room(Side):
         self.waiting: list[Piece] = []
         self.last_refusal: KvferryError | None = None
         self.unreachable: set[str] = set()  # those of ``source_daemons`` to which there is no connection
+        self.given_up: set[str] = set()  # those of ``source_daemons`` that said that their SENDs had ended
+        self.ended_itself = False  # and not because of a source
 
     @property
     def source_or_destination(self) -> SourcePool:
@@ -308,6 +310,11 @@ class Room(Side):
     def arrived_pages(self) -> int:
         """Return how many of its pages are there in every required entry."""
         return sum(one.arrived_pages for one in self.coverage.values())
+
+    @property
+    def unmet_sources(self) -> int:
+        """Return how many sources have not come."""
+        return max(0, self.sources - len(self.offers))
 
     @property
     def all_promised(self) -> bool:

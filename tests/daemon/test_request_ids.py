@@ -168,3 +168,21 @@ def test_an_error_keeps_its_request_on_the_way() -> None:
     again = raised(msgspec.msgpack.decode(msgspec.msgpack.encode(error.info()), type=type(error.info())))
     assert again.request_id == REQUEST
     assert f"request {REQUEST}: late" in str(again)
+
+
+def test_a_receive_hears_at_once_that_its_send_was_cancelled_at_another_daemon(sides: tuple[Side, Side]) -> None:
+    source, home = sides
+    request_id = new_request_id()
+    sent, received = source.client.allocate("prefill", 2), home.client.allocate("decode", 2)
+    (address,) = source.client.status().addresses
+    sending = source.client.send("prefill", request_id, [pages(sent)])
+    source.client.cancel(sending)
+    source.client.wait_settled(sending)
+    receiving = home.client.receive("decode", request_id, [pages(received)], source_daemons=[address], deadline_s=600.0)
+    with pytest.raises(PeerCancelledError, match="the other side ended"):
+        home.client.wait_finished(receiving)
+    home.client.wait_settled(receiving)
+    (line,) = home.lines(request_id)
+    assert (line["outcome"], "the other side ended" in line["detail"]) == ("PEER_CANCELLED", True)
+    source.client.free("prefill", sent)
+    home.client.free("decode", received)

@@ -72,7 +72,7 @@ MESSAGES: Final[dict[str, PeerMessage]] = {
     "STEP_READY": _said(StepReady(room=ROOM, offer=3, chunk=1, ready=2)),
     "OFFER_REFUSED": _said(OfferRefused(room=ROOM, offer=3, error=ERROR)),
     "OFFER_WITHDRAWN": _said(OfferWithdrawn(room=ROOM, offer=3, error=ERROR)),
-    "ROOM_CLOSED": _said(RoomClosed(room=ROOM, error=ERROR, moved=((3, 4096, 2), (4, 0, 0)))),
+    "ROOM_CLOSED": _said(RoomClosed(room=ROOM, error=ERROR, moved=((3, 4096, 2), (4, 0, 0)), unmet=1)),
     "PIECE": _said(
         Piece(room=ROOM, offer=3, piece=9, chunk=1, parts=(Part("main", 1, 2, (0, 3), ((0, 0), (1, 2))),)),
     ),

@@ -13,6 +13,7 @@ from kvferry.daemon.rooms.book import RoomBook, Sender
 from kvferry.daemon.rooms.effects import StartPiece, StopPiece, Tell, WarnTrimmed
 from kvferry.daemon.rooms.page_ranges import page_ranges
 from kvferry.daemon.rooms.sides import Chunk, Clocked, Offer, SideKey
+from kvferry.daemon.rooms.tombstones import Tombstones
 from kvferry.daemon.testing.scripted_transport import ScriptedTransport
 from kvferry.pools.manifest import lay_out
 from kvferry.pools.pool import Pool
@@ -62,9 +63,9 @@ class RoomWorld:
         warned: the lists that were cut to one length.
     """
 
-    def __init__(self, whole_below_bytes: int = 0) -> None:
+    def __init__(self, whole_below_bytes: int = 0, tombstones: Tombstones | None = None) -> None:
         self.now = 100.0
-        self.book = RoomBook(whole_below_bytes)
+        self.book = RoomBook(whole_below_bytes, tombstones)
         self.transport = ScriptedTransport(self._piece_done)
         self.pools: list[Pool] = []
         self.told: dict[int, list[Told]] = {}

@@ -2,7 +2,8 @@
 
 Whatever happens: an accepted side is told one outcome and later, once, that it has settled; pages are held exactly as
 long as a side is live, and are never free while a copy may write them; a success has the right bytes; a refusal
-changes nothing; and in the end nothing is left over.
+changes nothing; who is told that the other side has ended comes after one that did, and that has not begun anew; and in
+the end nothing is left over.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.daemon.rooms.sides import Offer, SideKey, State
+from kvferry.daemon.rooms.tombstones import Half
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
@@ -45,6 +47,7 @@ class RoomMachine(RuleBasedStateMachine):
         self.sent: dict[tuple[str, int, str], set[bytes]] = defaultdict(set)
         self.room_pages: dict[tuple[int, SideKey], tuple[int, PageIds]] = {}
         self.checked: dict[int, int] = defaultdict(int)
+        self.ended: set[Half] = set()
 
     # -- drawing
 
@@ -81,6 +84,8 @@ class RoomMachine(RuleBasedStateMachine):
             assert self.snapshot() == before
             return
         self.lives[session, key] += live is None
+        if live is None:
+            self.check_late(session, key)
         for logical, content in enumerate(self.world.content(pool, ids), fields.get("first_page", 0)):
             for name, value in content.items():
                 self.sent[request, logical, name].add(value)
@@ -110,6 +115,15 @@ class RoomMachine(RuleBasedStateMachine):
             return
         self.lives[session, key] += 1
         assert accepted.generation == self.lives[session, key]
+        self.check_late(session, key)
+
+    def check_late(self, session: int, key: SideKey) -> None:
+        """Check what a side that has just begun was told of the other one; it has begun anew itself."""
+        error = next((e.error for e in reversed(self.world.told[session]) if isinstance(e, Finished)), None)
+        is_over = self.world.book.side(session, key) is None
+        if is_over and error is not None and error.detail.startswith("the other side ended"):
+            assert Half(key.tenant, key.request_id, "receive" if key.side == "send" else "send") in self.ended
+        self.ended.discard(Half(key.tenant, key.request_id, key.side))
 
     # -- rules
 
@@ -178,6 +192,29 @@ class RoomMachine(RuleBasedStateMachine):
             ids = self.world.filled(pool, session, PROMPT_PAGES)
             self.try_send(session, pool, ids, request, first_token=1 if first_token else None)
 
+    @precondition(lambda self: self.world.told)
+    @rule(data=st.data(), request=st.sampled_from(REQUESTS), again=st.booleans(), sources=st.sampled_from([1, 2]))
+    def come_late(self, data: st.DataObject, request: str, *, again: bool, sources: int) -> None:
+        """RECEIVE what was sent and cancelled before anybody came; ``again``: and then sent once more."""
+        session, pool = self.draw_session(data), self.sources[0]
+        home = data.draw(st.sampled_from(self.destinations))
+        if self.world.book.sides.of_request(request) or home.allocator.free_count < PROMPT_PAGES:
+            return
+        key = SideKey(pool.tenant, request, pool.name, "send")
+        for _ in range(1 + again):
+            if pool.allocator.free_count < PROMPT_PAGES:
+                return
+            side = self.world.book.side(session, key)
+            if side is not None:
+                self.world.cancel(session, pool, "send", request)
+                self.ended.add(Half(key.tenant, request, "send"))
+            self.acknowledge_settled(session, key)
+            self.try_send(session, pool, self.world.filled(pool, session, PROMPT_PAGES), request)
+        if not again and self.world.book.side(session, key) is not None:
+            self.world.cancel(session, pool, "send", request)
+            self.ended.add(Half(key.tenant, request, "send"))
+        self.try_receive(session, home, self.world.filled(home, session, PROMPT_PAGES), request, 0, sources)
+
     @precondition(lambda self: self.world.transport.under_way)
     @rule(data=st.data(), how=st.sampled_from(["finish", "finish", "finish", "copy", "stop", "fail"]))
     def step_a_copy(self, data: st.DataObject, how: str) -> None:
@@ -197,7 +234,11 @@ class RoomMachine(RuleBasedStateMachine):
     def disturb(self, data: st.DataObject) -> None:
         """Let something happen that no message asked for, or that ends something."""
         disturbance = data.draw(st.sampled_from([self.cancel, self.lose, self.pass_time, self.free, self.acknowledge]))
+        open_before = {side: side.key for side in self.world.book.sides if side.state is State.OPEN}
         disturbance(data)
+        for side, key in open_before.items():
+            if side.state is not State.OPEN:
+                self.ended.add(Half(key.tenant, key.request_id, key.side))
 
     def cancel(self, data: st.DataObject) -> None:
         """CANCEL a side that is live, whatever its state."""

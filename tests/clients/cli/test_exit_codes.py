@@ -80,6 +80,8 @@ WRONG_INPUT: Final = {
     "doctor --config DIR/none": False,
     "doctor --config DIR/none --json": False,
     "doctor --user nobody-of-that-name": False,
+    "daemon --config DIR/none": False,
+    "daemon --config DIR/broken": False,
 }
 """And whether the error is JSON on standard output."""
 

@@ -223,6 +223,20 @@ def test_what_ends_badly_is_a_failure_and_what_was_cancelled_is_none(probes: Pro
     assert (status, sorted(types(said[2:]))) == (0, ["ACCEPTED", "CANCELLED", "FINISHED", "SETTLED"])
 
 
+def test_what_stands_behind_a_wait_is_sent_when_all_before_has_settled(probes: Probes, name: str) -> None:
+    hand_off = {"request_id": REQUEST_ID, "pool": name}
+    status, said = probes(
+        "--timeout", "0.2", "--keep-going",
+        "CREATE_POOL", {"pool": name, "spec": SPEC},
+        "ALLOCATE", {"pool": name, "count": 1},
+        "SEND", {**hand_off, "lists": [{"pages": "$2.pages"}]},
+        "WAIT",
+        "RESULT", {**hand_off, "side": "send"},
+    )  # fmt: skip
+    assert (status, types(said[2:])) == (1, ["ACCEPTED", "FINISHED", "SETTLED", "ROOM_RESULT"])
+    assert said[5]["state"] == "settled"
+
+
 def test_works_of_the_tiers_are_followed_to_their_end(probes: Probes, name: str) -> None:
     status, said = probes(
         "CREATE_POOL", {"pool": name, "spec": SPEC},
