@@ -443,7 +443,8 @@ async def test_as_many_peers_as_are_promised(tmp_path: Path, require: Callable[[
 
 
 async def test_few_open_files_mean_few_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = peers.FILES_PER_PEER * 20
+    few, now = peers.FILES_PER_PEER * 20, time.monotonic()
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (few, few))
     daemon = Daemon(tmp_path / "peer.sock")
     for number in range(20):

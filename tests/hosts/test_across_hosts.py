@@ -152,8 +152,10 @@ def test_a_partition_that_nobody_notices_ends_at_the_deadline(tmp_path: Path) ->
         request = new_request_id()
         ring = prefill.client.open_events()
         steps = [ring.step(0, 4), ring.step(4, 4)]
-        room = decode.client.receive(POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=2)
-        offer = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=2)
+        room = decode.client.receive(
+            POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
+        )
+        offer = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=DEADLINE_S)
         ring.record(steps[0])
         wait_until(lambda: prefill.counters().get("landing.sent_bytes", 0) > 0)
         decode.host.cut_link()

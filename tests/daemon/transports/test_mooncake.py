@@ -315,10 +315,10 @@ async def test_memory_that_is_not_registered_cannot_be_unregistered() -> None:
 async def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     importing = builtins.__import__
 
-    def absent(name: str, *arguments: Any) -> object:  # noqa: ANN401  passed on
+    def absent(name: str, *arguments: Any, **named: Any) -> object:  # noqa: ANN401  passed on
         if name.startswith("mooncake"):
             raise ImportError("libibverbs.so.1: cannot open shared object file")
-        return importing(name, *arguments)
+        return importing(name, *arguments, **named)
 
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*kvferry\[mooncake\]"):

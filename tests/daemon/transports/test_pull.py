@@ -22,6 +22,7 @@ from kvferry.daemon.testing.scripted_transport import ScriptedTransport
 from kvferry.daemon.transports import pull
 from kvferry.daemon.transports.pull import FETCH_TIMEOUT_S, PullTransport, fetch_region
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.client_errors import ClientClosedError
 from kvferry.protocol.errors import (
     AccessDeniedError,
     InvalidFieldError,
@@ -269,7 +270,7 @@ def is_closed(region: HostRegion) -> bool:
     """Return whether memory has been given back."""
     try:
         region.view()
-    except (ValueError, AssertionError):
+    except (ValueError, AssertionError, ClientClosedError):
         return True
     return False
 
