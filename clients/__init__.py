@@ -77,6 +77,7 @@ _MODULES = {
     "kvferry.protocol.errors": ("KvferryError",),
     "kvferry.protocol.ids": ("new_request_id",),
     "kvferry.protocol.manifests": ("DraftSpec", "HybridSwaSpec", "MambaSpec", "MhaSpec", "MlaSpec"),
+    "kvferry.protocol.model_identity": ("ModelIdentity",),
 }
 """Where each name is: the imports above, as the interpreter needs them."""
 
