@@ -163,7 +163,8 @@ class AsyncClient(AsyncTiers):
         Args:
             name: unique for the user.
             spec: what it holds; ``kvferry layout`` prints the arrays that it needs.
-            tensors: by (component, role), all layers one after another, or by (component, role, layer); contiguous.
+            tensors: by (component, role), all layers one after another, or by (component, role, layer); of exactly the
+                shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
             device: where they are.
             deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
 
