@@ -87,7 +87,7 @@ def start_and_wait_until_ready(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, log.open("wb") as output:
         notifications.bind(os.fspath(notify))
         more = {**environment, "NOTIFY_SOCKET": os.fspath(notify)}
-        process = started(command, environment=more, prefix=prefix, stderr=output.fileno(), pipes=False)
+        process = started(command, environment=more, prefix=prefix, python=python, stderr=output.fileno(), pipes=False)
         ends_at = time.monotonic() + START_S
         while not select.select([notifications], [], [], LOOK_EVERY_S)[0]:
             status = process.poll()
