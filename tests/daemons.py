@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,6 +19,8 @@ from tests.started import Started, started
 
 START_S = 30.0
 END_S = 30.0
+LOOK_EVERY_S = 0.5
+"""How often is looked whether a daemon that says nothing still runs."""
 COMMAND: Final = ("-m", "kvferry.daemon")
 """What ``kvferry daemon`` becomes: it saves the time to import the command line."""
 
@@ -82,15 +86,16 @@ def start_and_wait_until_ready(
     """Start a daemon and return once it says READY, as a service manager would wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, log.open("wb") as output:
         notifications.bind(os.fspath(notify))
-        notifications.settimeout(START_S)
         more = {**environment, "NOTIFY_SOCKET": os.fspath(notify)}
         process = started(command, environment=more, prefix=prefix, python=python, stderr=output.fileno(), pipes=False)
-        try:
-            said = notifications.recv(4096)
-        except TimeoutError:
+        ends_at = time.monotonic() + START_S
+        while not select.select([notifications], [], [], LOOK_EVERY_S)[0]:
+            status = process.poll()
+            if status is None and time.monotonic() < ends_at:
+                continue
             process.kill()
-            status = process.wait(END_S)
-            pytest.fail(f"no READY within {START_S} s, status {status}:\n{log.read_text()}")
+            pytest.fail(f"no READY within {START_S} s, status {process.wait(END_S)}:\n{log.read_text()}")
+        said = notifications.recv(4096)
     notify.unlink()
     assert b"READY=1" in said, said
     return process
