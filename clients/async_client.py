@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients import operations
-from kvferry.clients.arguments import device_names, seconds, whole
+from kvferry.clients.arguments import device_names, pool_spec, seconds, whole
 from kvferry.clients.async_tiers import AsyncTiers
 from kvferry.clients.connecting import Connecting
 from kvferry.clients.connection import Connection, find_runtime_dir
@@ -141,7 +141,7 @@ class AsyncClient(AsyncTiers):
         """
         created = await self.call(operations.create_pool(name, spec, device, model), deadline_s=deadline_s)
         pool = await self.attach_pool(name, created.manifest.layout_digest)
-        return seen_as(pool, spec)
+        return seen_as(pool, pool_spec(spec))
 
     async def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
         """Map a pool of this user.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients import operations
-from kvferry.clients.arguments import device_names, seconds, whole
+from kvferry.clients.arguments import device_names, pool_spec, seconds, whole
 from kvferry.clients.connection import Connection, find_runtime_dir
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
@@ -132,7 +132,7 @@ class Client(SyncTiers):
         """
         created = self.call(operations.create_pool(name, spec, device, model), deadline_s=deadline_s)
         pool = self.attach_pool(name, created.manifest.layout_digest)
-        return seen_as(pool, spec)
+        return seen_as(pool, pool_spec(spec))
 
     def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
         """Map a pool of this user.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.daemon.sections import MIB
+from kvferry.daemon.sections import LEAST_BYTES
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.sizes import size_text
@@ -119,8 +119,8 @@ def _tiers(config: Config) -> Iterator[Conflict]:
         ("tiers.remote.segment_bytes", tiers.remote.segment_bytes),
         *((f"tiers.quotas.{user}", quota) for user, quota in tiers.quotas.items()),
     ):
-        if size and size < MIB:
-            yield Conflict(key, f'{key} = {size}: 0, or at least "1MiB"; was a unit meant, as in "{size}GiB"?')
+        if size and size < LEAST_BYTES:
+            yield Conflict(key, f'{key} = {size}: 0, or at least "4KiB"; was a unit meant, as in "{size}GiB"?')
     if tiers.host_bytes == 0:
         for key, asked in (
             ("tiers.disk.path", tiers.disk.path is not None),

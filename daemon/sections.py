@@ -8,10 +8,13 @@ import msgspec
 from msgspec import Meta
 
 MIB: Final = 1 << 20
+LEAST_BYTES: Final = 4096
+"""Of a size that is not 0: a smaller one is a number of something else."""
+
 MOST_BYTES: Final = 1 << 50
 
 Bytes = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
-"""A size that may be 0; one that is not must be at least a MiB: see ``conflicts``."""
+"""A size that may be 0; one that is not has ``LEAST_BYTES`` at least: see ``conflicts``."""
 Path = Annotated[str, Meta(pattern="^[^\\x00]+\\Z", max_length=4096, description="a path")]
 Host = Annotated[
     str,

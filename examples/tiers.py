@@ -9,11 +9,12 @@ import argparse
 
 import torch
 
-from kvferry.clients import AttachedPool, Client, KvferryError, MhaSpec, block_hashes, pages
+from kvferry.clients import AttachedPool, Client, KvferryError, MhaSpec, ModelIdentity, block_hashes, pages
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import CacheMissError
 
 SPEC = MhaSpec(layers=2, tokens=128, page_size=16, kv_heads=2, head_dim=8, dtype="float32")
+MODEL = ModelIdentity(name="random", revision="1")  # whose KV it is: another model's blocks are never found
 POOL = "tiers-example"
 PROMPT_TOKENS = 64
 
@@ -79,7 +80,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         with Client.connect(options.runtime_dir, name="example-tiers") as client:
-            pool = client.create_pool(POOL, SPEC)
+            pool = client.create_pool(POOL, SPEC, model=MODEL)
             retract_and_resume(client, pool)
             find_a_prefix_again(client, pool)
             client.delete_pool(POOL)

@@ -332,7 +332,7 @@ def test_the_command_line(daemon: DaemonProcess, client: Client, pool: Filled) -
     assert snapshot in run("snapshots")
     assert run("drop", snapshot) == f"{snapshot} dropped\n"
     wrong = run_kvferry("cache", "evict", "abc", "--runtime-dir", daemon.runtime_dir)
-    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "'abc' is not hexadecimal" in wrong.stderr
 
 

@@ -219,9 +219,9 @@ MISTAKES: Final[dict[str, Mistake]] = {
         lambda w: w.client.lend_pool("x", SPEC, [torch.zeros(1)], device="npu:0"), "tensors", "(component, role)"
     ),
     "numbers for tensors": wrong(
-        lambda w: w.client.lend_pool("x", SPEC, {("main", "k"): 5}, device="npu:0"),
-        "tensors[('main', 'k')]",
-        "no tensor",
+        lambda w: w.client.lend_pool("x", SPEC, {("main", "k"): 5, ("main", "v"): 5}, device="npu:0"),
+        "main/k",
+        "int, not a strided torch.Tensor",
     ),
     "an unknown pool": Mistake(
         lambda w: w.client.allocate("nowhere", 1), UnknownPoolError, "pool", "who has 'Client', 'Client-full'"

@@ -20,6 +20,7 @@ from kvferry.protocol.cache_messages import Load, Lookup, Store
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
+from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Allocate, AttachPool, CreatePool, Free, LendPool, LentArrays
 from kvferry.protocol.requests import RequestBody
 from kvferry.protocol.room_messages import LayerStep, Receive, Send
@@ -57,6 +58,7 @@ SPECS: Final[dict[str, PoolSpec]] = {
     "turned": MambaSpec(state_layers=(0,), slots=12, conv_window=8, conv_channels=3, dtype="float16"),
     "mamba": MambaSpec(state_layers=(0,), slots=12, conv_window=3, conv_channels=8, dtype="float16"),
 }
+MODEL: Final = ModelIdentity(name="believed")
 ROOM, HYBRID_ROOM, STATE_ROOM = new_request_id(), new_request_id(), new_request_id()
 STATE: Final = (PageList(component="mamba", pages=1),)
 HASHES: Final = bytes(range(32))
@@ -94,7 +96,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         Client.connect(daemon.runtime_dir, session=False) as watcher,
     ):
         for pool, spec in SPECS.items():
-            engine.ask(CreatePool(pool=pool, spec=spec))
+            engine.ask(CreatePool(pool=pool, spec=spec, model=MODEL))
             for space in ("main", "swa") if pool == "hybrid" else ("main" if isinstance(spec, MhaSpec) else "mamba",):
                 for one in (engine, other):
                     one.ask(Allocate(pool=pool, count=4, space=space))

@@ -55,21 +55,26 @@ def main() -> int:
 
 
 def make_maps(folder: Path) -> int:
-    """Run the suite on both devices under coverage."""
+    """Run the suite under coverage, on both devices at the same time."""
+    runs = {}
     for name, python, arguments, environment in _runs(ROOT):
         settings = write_settings(folder / name, ROOT)
         for old in (folder / name).glob(".coverage*"):
             old.unlink()
-        print(f"==> the tests under coverage: {name}", flush=True)
+        log = folder / name / "test.log"
+        print(f"==> the tests under coverage: {name}, into {log}", flush=True)
         command = [str(python), "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q", *arguments]
         started = {**os.environ, **environment, "COVERAGE_PROCESS_START": str(settings), "CI": "true"}
-        ended = subprocess.run([*command, "-p", "tests.mutation.reaching"], cwd=ROOT, env=started, check=False)
-        if ended.returncode:
-            return ended.returncode
+        with log.open("wb") as output:
+            runs[settings] = subprocess.Popen(
+                [*command, "-p", "tests.mutation.reaching"], cwd=ROOT, env=started, stdout=output, stderr=output
+            )
+    statuses = [one.wait() for one in runs.values()]
+    for settings in runs:
         combined = coverage.Coverage(config_file=str(settings))
-        combined.combine([str(folder / name)])
+        combined.combine([str(settings.parent)])
         combined.save()
-    return 0
+    return max(statuses)
 
 
 def run(options: argparse.Namespace) -> int:
