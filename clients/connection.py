@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.clients import arguments, daemon_socket
@@ -24,12 +23,12 @@ __all__ = [
 class Connection(NamedTuple):
     """What a client is made of once the daemon has let it in."""
 
-    runtime_dir: Path
+    runtime_dir: str
     channel: SessionChannel | None
     devices: Mapping[str, str]
 
 
-def find_runtime_dir(runtime_dir: Path | str | None) -> Path:
+def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
     """Return the directory given, or the default one.
 
     Raises:

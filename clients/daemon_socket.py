@@ -6,7 +6,6 @@ Loads nothing that an engine's client needs beyond that.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import zmq
 
@@ -20,17 +19,17 @@ REPLY_MARGIN_S = 2.0
 """How much longer than the request's own deadline a client waits for the daemon's word on it."""
 
 
-def find_runtime_dir(runtime_dir: Path | str | None) -> Path:
+def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
     """Return the directory given, or the default one.
 
     Raises:
         DaemonLostError: no daemon has its sockets there.
         AccessDeniedError: this user may not use them.
     """
-    path = Path(runtime_dir) if runtime_dir else default_runtime_dir(os.environ)
-    socket = path / CONTROL_SOCKET
+    path = os.fspath(runtime_dir) if runtime_dir else default_runtime_dir(os.environ)
+    socket = os.path.join(path, CONTROL_SOCKET)  # noqa: PTH118  see ``protocol.paths``
     try:
-        socket.stat()
+        os.stat(socket)  # noqa: PTH116  the same
     except PermissionError as cause:
         raise AccessDeniedError(f"{path}: {cause.strerror}") from cause
     except OSError as cause:
@@ -40,7 +39,9 @@ def find_runtime_dir(runtime_dir: Path | str | None) -> Path:
     return path
 
 
-def open_control_socket(context: zmq.Context[zmq.Socket[bytes]], runtime_dir: Path) -> zmq.Socket[bytes]:
+def open_control_socket(
+    context: zmq.Context[zmq.Socket[bytes]], runtime_dir: str | os.PathLike[str]
+) -> zmq.Socket[bytes]:
     """Return a DEALER connected to the daemon of that directory."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)

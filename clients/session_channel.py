@@ -7,7 +7,6 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError, OverloadedError, raised
 from kvferry.protocol.paths import SESSION_SOCKET
@@ -42,7 +41,7 @@ class SessionChannel:
         self._tables: dict[int, TablesFollow] = {}
 
     @classmethod
-    def open(cls, runtime_dir: Path, name: str) -> SessionChannel:
+    def open(cls, runtime_dir: str | os.PathLike[str], name: str) -> SessionChannel:
         """Connect and open a session; blocks for as long as the daemon takes to answer, at most ten seconds.
 
         Raises:
@@ -51,11 +50,11 @@ class SessionChannel:
             OverloadedError: too many clients connect at once.
             KvferryError: the daemon refuses the session.
         """
-        path = runtime_dir / SESSION_SOCKET
+        path = os.path.join(runtime_dir, SESSION_SOCKET)  # noqa: PTH118  see ``protocol.paths``
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             channel.settimeout(OPENING_TIMEOUT_S)
-            channel.connect(os.fspath(path))
+            channel.connect(path)
             channel.sendall(pack(SessionOpen(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, name=name)))
             opened = _first_frame(channel)
         except PermissionError as cause:

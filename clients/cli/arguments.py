@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 DEFAULT_TIMEOUT_S = 2.0
 
 
 def add_daemon(command: argparse.ArgumentParser, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Add which daemon is meant, and how long to wait for it."""
-    command.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the daemon's sockets are")
+    command.add_argument("--runtime-dir", metavar="DIR", help="where the daemon's sockets are")
     command.add_argument(
         "--timeout", type=seconds, default=timeout_s, metavar="SECONDS", help=f"how long to wait ({timeout_s:g})"
     )

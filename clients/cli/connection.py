@@ -6,9 +6,9 @@ Knows no kind of message, and loads neither the clients nor numpy nor an event l
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -33,7 +33,7 @@ class Connection:
 
     welcome: Welcome
 
-    def __init__(self, runtime_dir: Path, channel: SessionChannel | None) -> None:
+    def __init__(self, runtime_dir: str, channel: SessionChannel | None) -> None:
         """Use ``open``."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = open_control_socket(self._context, runtime_dir)
@@ -46,7 +46,9 @@ class Connection:
             self._poller.register(channel.socket.fileno(), zmq.POLLIN)
 
     @classmethod
-    def open(cls, runtime_dir: Path | None, name: str, *, timeout_s: float, session: bool = False) -> Connection:
+    def open(
+        cls, runtime_dir: str | os.PathLike[str] | None, name: str, *, timeout_s: float, session: bool = False
+    ) -> Connection:
         """Connect and agree on the protocol.
 
         Args:

@@ -8,7 +8,6 @@ import os
 import select
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -57,7 +56,7 @@ def add_probe(command: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     command.epilog = GUIDE
     command.set_defaults(complain=command.error)
-    command.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the daemon's sockets are")
+    command.add_argument("--runtime-dir", metavar="DIR", help="where the daemon's sockets are")
     command.add_argument(
         "--timeout",
         type=seconds,
@@ -152,7 +151,8 @@ def _follow(run: ProbeRun, timeout_s: float) -> None:
 
 def _text_of(name: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8")
+        with open(name, encoding="utf-8") as file:  # noqa: PTH123  see ``protocol.paths``
+            return file.read()
     except (OSError, UnicodeDecodeError) as cause:
         what = cause.strerror if isinstance(cause, OSError) else "is no UTF-8 text"
         raise InvalidFieldError(f"{name}: {what}", field="FILE") from cause

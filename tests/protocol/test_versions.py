@@ -54,5 +54,5 @@ def test_a_message_within_the_limits_is_possible() -> None:
     ],
 )
 def test_the_runtime_directory(environ: dict[str, str], expected: str) -> None:
-    assert default_runtime_dir(environ) == Path(expected)
+    assert default_runtime_dir(environ) == expected
     assert control_address(Path(expected)) == f"ipc://{expected}/control.sock"

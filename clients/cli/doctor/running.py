@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import os
 import shlex
 import socket
 import struct
@@ -35,9 +36,11 @@ class Running(msgspec.Struct, frozen=True):
     pid: int | None = None
 
 
-def ask_daemon(host: Host, runtime_dir: Path | None, configured: str | None, timeout_s: float) -> Running:
+def ask_daemon(
+    host: Host, runtime_dir: str | os.PathLike[str] | None, configured: str | None, timeout_s: float
+) -> Running:
     """Ask the daemon for its status, within twice the time given."""
-    directory = host.path((runtime_dir or Path(configured or default_runtime_dir(host.environ))).absolute())
+    directory = host.path(Path(runtime_dir or configured or default_runtime_dir(host.environ)).absolute())
     try:
         with Client.connect(directory, name="doctor", session=False, timeout_s=timeout_s) as client:
             report = client.call(operations.status(), deadline_s=timeout_s, margin_s=0.0)
