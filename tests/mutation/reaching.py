@@ -18,6 +18,7 @@ import pytest
 
 LAYERS: Final = ("attention", "clients", "daemon", "pools", "protocol")
 DURATIONS: Final = "durations.json"
+SAME_LAYER: Final = 2
 CONTEXT: Final = re.compile(r"(?P<test>.+?)(?P<phase>\|\w+| \(\w+\))")
 """Of this process ``test|run``, of one that it started ``test (call)``."""
 
@@ -47,7 +48,7 @@ class Reach:
         for line in lines:
             for context in self._lines[file].get(line, ()):
                 found |= self._of(context)
-        return sorted(found, key=lambda test: (_distance(file, test), self.seconds(test)))
+        return sorted(found, key=lambda test: (distance(file, test), self.seconds(test)))
 
     def seconds(self, test: str) -> float:
         """Return how long a test took."""
@@ -63,7 +64,7 @@ class Reach:
         return {test} & self._seconds.keys()
 
 
-def _distance(file: str, test: str) -> int:
+def distance(file: str, test: str) -> int:
     """Return 0 for the module's own test file, 1 for those beside it, 2 for the layer's, 3 for others."""
     path = Path(file)
     if test.startswith(f"tests/{path.parent}/test_{path.stem}.py"):

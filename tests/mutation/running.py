@@ -13,9 +13,9 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from tests.mutation.catalogue import GoneError, Mutant, apply, find
-from tests.mutation.reaching import Reach
+from tests.mutation.reaching import SAME_LAYER, Reach, distance
 
-TEST_TIMEOUT_S: Final = 60
+TEST_TIMEOUT_S: Final = 120
 FIRST_TESTS: Final = 40
 """Most mutants fall to the nearest tests; the others are started for those that did not."""
 
@@ -57,7 +57,8 @@ class Workplace:
     """A copy of a checkout in which one mutant at a time lives."""
 
     def __init__(self, tree: Path, folder: Path) -> None:
-        self._tree = tree
+        self._sound: set[str] = set()
+        self._unsound: set[str] = set()
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         listed = subprocess.run(
@@ -101,13 +102,28 @@ class Workplace:
                 tests += len(reached)
                 chosen = _within(reached, device.reach, budget_s)
                 left_out += len(reached) - len(chosen)
-                for batch in (chosen[:FIRST_TESTS], chosen[FIRST_TESTS:]):
+                for batch in _batches(mutant.file, chosen):
                     by = self.run(device, batch, budget_s)
+                    while by and not self._is_sound(device, mutant, source, by, budget_s):
+                        by = self.run(device, [one for one in batch if one not in self._unsound], budget_s)
                     if by:
                         return _outcome(mutant, "killed", started, tests, left_out, by)
         finally:
             file.write_text(source)
         return _outcome(mutant, "survived" if tests else "not reached", started, tests, left_out)
+
+    def _is_sound(self, device: Device, mutant: Mutant, source: str, test: str, budget_s: float) -> bool:
+        """Return whether a test that failed passes without the mutant; one that does not proves nothing."""
+        if test.startswith("("):  # a hang: there is no name
+            return True
+        if test not in self._sound:
+            file = self.folder / mutant.file
+            changed = file.read_text()
+            file.write_text(source)
+            fails = self.run(device, [test], budget_s)
+            file.write_text(changed)
+            (self._unsound if fails else self._sound).add(test)
+        return test in self._sound
 
     def run(self, device: Device, tests: Sequence[str], budget_s: float) -> str:
         """Run tests until one fails; return its name, or nothing."""
@@ -137,6 +153,12 @@ class Workplace:
             failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
             return failed[0].split(" ", 1)[1] if failed else f"(pytest ended with {done.returncode})"
         return ""
+
+
+def _batches(file: str, tests: Sequence[str]) -> list[Sequence[str]]:
+    """Return the tests of the mutant's layer, the nearest by themselves, then those from afar, which take longest."""
+    near = [one for one in tests if distance(file, one) <= SAME_LAYER]
+    return [near[:FIRST_TESTS], near[FIRST_TESTS:], [one for one in tests if distance(file, one) > SAME_LAYER]]
 
 
 def _within(tests: Sequence[str], reach: Reach, budget_s: float) -> list[str]:
