@@ -27,7 +27,7 @@ from kvferry.pools.tiers.arena import whole_grains
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, UnknownComponentError, raised
 from kvferry.protocol.events import Finished, Settled
-from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.room_messages import Receive
 from kvferry.protocol.tier_messages import TierDone
 
@@ -171,12 +171,17 @@ def _laid_out(manifest: Manifest, lists: Sequence[PageList]) -> Manifest:
     for entry in manifest.entries:
         pages = counts[space_of(manifest, entry.component)]
         base += -base % ALIGNMENT
-        entries.append(msgspec.structs.replace(entry, base=base, pages=pages, shape=None))
+        entries.append(msgspec.structs.replace(entry, base=base, pages=pages, shape=_shape_of(entry, pages)))
         base += pages * entry.page_bytes
     components = tuple(msgspec.structs.replace(one, pages=counts[one.space]) for one in manifest.components)
     return msgspec.structs.replace(
         manifest, entries=tuple(entries), components=components, pages=components[0].pages, region_bytes=base
     )
+
+
+def _shape_of(entry: Entry, pages: int) -> tuple[int, ...] | None:
+    """Return the entry's shape with so many pages: what lands is checked by it as what comes into the pool is."""
+    return None if entry.shape is None else (entry.shape[0] // entry.pages * pages, *entry.shape[1:])
 
 
 def _moved(manifest: Manifest, offset: int, region_bytes: int) -> Manifest:
