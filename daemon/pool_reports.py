@@ -50,7 +50,7 @@ def check_same(
     """Check that a pool is the one that is asked for; ``held`` says who has its pages.
 
     Raises:
-        PoolExistsError: it has another layout or size, or is on another device.
+        PoolExistsError: it has another layout or size, is on another device, or its hand-offs may leave out others.
     """
     if device != wanted_device:
         raise PoolExistsError(
@@ -61,6 +61,13 @@ def check_same(
             f"pool {name!r} exists with {_pages_text(existing)} pages of layout {existing.layout_digest}; "
             f"asked for {_pages_text(wanted)} of {wanted.layout_digest}: {difference(existing, wanted)}"
             f"{held and f'; {held}'}",
+            field="spec",
+        )
+    may, asked = _optional(existing), _optional(wanted)
+    if may != asked:
+        raise PoolExistsError(
+            f"pool {name!r} exists: a hand-off may leave out {', '.join(may) or 'nothing'}, asked for one that may "
+            f"leave out {', '.join(asked) or 'nothing'}{held and f'; {held}'}",
             field="spec",
         )
 
@@ -103,6 +110,11 @@ def check_same_model(existing: ModelIdentity | None, wanted: ModelIdentity | Non
 
 def _model_text(model: ModelIdentity | None) -> str:
     return f"model {model.label!r}" if model else "no model"
+
+
+def _optional(manifest: Manifest) -> list[str]:
+    """Return those of the pool's components that a hand-off may leave out."""
+    return sorted({one.name for one in manifest.components} & set(manifest.optional_components))
 
 
 def _pages_text(manifest: Manifest) -> str:

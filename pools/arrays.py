@@ -139,18 +139,21 @@ def check_apart(held: Iterable[Held]) -> None:
 
 
 def viewed_as(manifest: Manifest, wanted: Manifest, name: str) -> Manifest:
-    """Return a pool's manifest as it is seen by who asked for ``wanted``: views differ in the shape of entries only.
+    """Return a pool's manifest as it is seen by who asked for ``wanted``.
+
+    Views differ in the shape of entries only, and in how equal scales are written.
 
     Raises:
         PoolExistsError: they differ in more.
     """
-    if manifest.layout_digest != wanted.layout_digest or _without_shapes(manifest) != _without_shapes(wanted):
+    if manifest.layout_digest != wanted.layout_digest or _unviewed(manifest) != _unviewed(wanted):
         raise PoolExistsError(f"pool {name!r} has other entries than were asked for", field="spec")
     return msgspec.structs.replace(manifest, entries=wanted.entries)
 
 
-def _without_shapes(manifest: Manifest) -> list[Entry]:
-    return [msgspec.structs.replace(entry, shape=None) for entry in manifest.entries]
+def _unviewed(manifest: Manifest) -> list[Entry]:
+    """Return the entries but for what the layout digest, which both share, has compared as it must be."""
+    return [msgspec.structs.replace(entry, shape=None, scales=None) for entry in manifest.entries]
 
 
 def _array(entries: Sequence[Entry], layer: int | None) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.pools.geometry import dtype_bytes, page_bytes_of, page_rows
+from kvferry.pools.geometry import PAGE_HEADS, dtype_bytes, page_bytes_of, page_rows
 from kvferry.pools.layouts.parts import FIA_NZ, ND
 from kvferry.pools.scales import check_scales
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError
@@ -76,6 +76,8 @@ def _axes(entry: Entry, shape: tuple[int, ...]) -> Mapping[str, int]:
     """Return at which axis of the shape which field stands; none of an array whose form is not one of ours."""
     if entry.format == FIA_NZ:
         return {"pages": 0, **_NZ_AXES} if len(shape) == 5 else {}  # noqa: PLR2004  see _NZ_AXES
+    if entry.format == PAGE_HEADS:
+        return {"pages": 0, "heads": 1} if len(shape) == 2 else {}  # noqa: PLR2004  (pages, heads)
     if entry.format not in {None, ND} or len(shape) != 4 or entry.page_tokens is None:  # noqa: PLR2004  see _ND_AXES
         return {}
     if shape[:2] == (entry.pages * entry.page_tokens, 1):  # fused infer attention's view: a row is a token

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvferry.protocol.errors import ModelMismatchError
-from kvferry.protocol.model_identity import COMPARED, ModelIdentity
+from kvferry.protocol.model_identity import COMPARED, MAY_BE_UNKNOWN, ModelIdentity
 
 
 def check_models(source: ModelIdentity | None, destination: ModelIdentity | None, sender: str, receiver: str) -> None:
-    """Check that two sides are of one model, revision and adapter, as far as both say so.
+    """Check that two sides are of one model, revision and adapter; who says nothing, or no revision, contradicts none.
 
     Args:
         source: whose KV it is.
@@ -16,13 +16,15 @@ def check_models(source: ModelIdentity | None, destination: ModelIdentity | None
         receiver: how to call the other.
 
     Raises:
-        ModelMismatchError: both name a model, a revision or an adapter, and it is not the same.
+        ModelMismatchError: both name a model, and it, a revision that both name, or the adapter is not the same.
     """
     if source is None or destination is None:
         return
     for field in COMPARED:
         ours, theirs = getattr(source, field), getattr(destination, field)
-        if ours and theirs and ours != theirs:
+        if field in MAY_BE_UNKNOWN and not (ours and theirs):
+            continue
+        if ours != theirs:
             raise ModelMismatchError(
                 f"{sender} holds KV of {source.label}, {receiver} of {destination.label}", field=f"model.{field}"
             )

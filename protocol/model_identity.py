@@ -12,7 +12,10 @@ from kvferry.protocol.ids import PlainText
 ModelName = Annotated[PlainText, Meta(min_length=1, max_length=256)]
 Qualifier = Annotated[PlainText, Meta(max_length=256)]
 COMPARED = ("name", "revision", "adapter")
-"""What two pools that exchange pages must have in common, where both say it; salts are the cache's affair."""
+"""What two pools that exchange pages must have in common; salts are the cache's affair."""
+
+MAY_BE_UNKNOWN = ("revision",)
+"""What differs only where both say it. No adapter is said, too: the model's own KV is not that of a LoRA on it."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

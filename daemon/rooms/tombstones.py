@@ -105,6 +105,8 @@ class Tombstones:
         """
         self._forget_old(now)
         stones = self._halves.get(half, {})
+        for whose in [whose for whose, one in stones.items() if one.ended_at + self.kept_s <= now]:
+            del stones[whose]
         new = [one for one in stones.values() if who not in one.heard or one.heard[who] == message is not None]
         for one in new:
             one.heard[who] = message

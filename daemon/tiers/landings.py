@@ -20,6 +20,7 @@ from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.service import TierService
 from kvferry.daemon.tiers.snapshots import Snapshot, distinct_lists, space_of
 from kvferry.daemon.tiers.works import Ending, Work, Works
+from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.manifest import bytes_per_page, component_of, spaces_of
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
@@ -27,7 +28,7 @@ from kvferry.pools.tiers.arena import whole_grains
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, UnknownComponentError, raised
 from kvferry.protocol.events import Finished, Settled
-from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.room_messages import Receive
 from kvferry.protocol.tier_messages import TierDone
 
@@ -85,6 +86,7 @@ class Landings:
         self._host.index.accounts.charge(pool.tenant, whole_grains(size_bytes))
         made = Pool(pool.tenant, pool.name, _moved(laid_out, offset, region.size_bytes), region, model=pool.model)
         made.lands_as = snapshot.name
+        _clear(region, made.manifest)
         for allocator in made.allocators.values():
             allocator.allocate(session.session_id, allocator.capacity)
         before = self._live.get((session.session_id, body.request_id, pool.name))
@@ -171,12 +173,26 @@ def _laid_out(manifest: Manifest, lists: Sequence[PageList]) -> Manifest:
     for entry in manifest.entries:
         pages = counts[space_of(manifest, entry.component)]
         base += -base % ALIGNMENT
-        entries.append(msgspec.structs.replace(entry, base=base, pages=pages, shape=None))
+        entries.append(msgspec.structs.replace(entry, base=base, pages=pages, shape=_shape_of(entry, pages)))
         base += pages * entry.page_bytes
     components = tuple(msgspec.structs.replace(one, pages=counts[one.space]) for one in manifest.components)
     return msgspec.structs.replace(
         manifest, entries=tuple(entries), components=components, pages=components[0].pages, region_bytes=base
     )
+
+
+def _clear(region: HostRegion, manifest: Manifest) -> None:
+    """Zero what may stay unfilled: optional components, and lists that may be cut. Old bytes may be another user's."""
+    memory = region.view()
+    for entry in manifest.entries:
+        component = component_of(manifest, entry.component)
+        if component is None or component.kind != "paged" or component.name in manifest.optional_components:
+            memory[entry.base : entry.base + entry.pages * entry.page_bytes] = 0
+
+
+def _shape_of(entry: Entry, pages: int) -> tuple[int, ...] | None:
+    """Return the entry's shape with so many pages: what lands is checked by it as what comes into the pool is."""
+    return None if entry.shape is None else (entry.shape[0] // entry.pages * pages, *entry.shape[1:])
 
 
 def _moved(manifest: Manifest, offset: int, region_bytes: int) -> Manifest:

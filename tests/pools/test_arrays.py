@@ -108,6 +108,13 @@ def test_arrays_may_touch_and_not_overlap(held: list[Held]) -> None:
     assert refused.value.field == "a.storage"
 
 
+def test_one_scale_for_all_heads_is_the_same_scale_for_each() -> None:
+    one, each = (
+        manifest_of(msgspec.structs.replace(SPEC, dtype="int8", k_scale=scales)) for scales in (0.5, ((0.5, 0.5),) * 2)
+    )
+    assert viewed_as(one, each, "pool").entries == each.entries
+
+
 def test_another_view_is_the_same_pool_and_another_size_is_not() -> None:
     fia = manifest_of(msgspec.structs.replace(SPEC, view="fia"))
     assert array_of(viewed_as(MANIFEST, fia, "pool"), "main", "k").shape == (2, 68, 1, 2, 4)

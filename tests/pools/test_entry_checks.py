@@ -19,10 +19,13 @@ PAGED: Final = Entry(
 FIA: Final = msgspec.structs.replace(PAGED, shape=(160, 1, 2, 8))
 NZ: Final = msgspec.structs.replace(PAGED, shape=(10, 2, 1, 16, 16), page_bytes=16 * 2 * 16 * 2, format="FIA_NZ")
 STATE: Final = msgspec.structs.replace(PAGED, shape=(10, 2, 16, 8), page_tokens=None)
+SCALES: Final = msgspec.structs.replace(
+    PAGED, role="k_scale", shape=(10, 2), page_tokens=None, page_bytes=2 * 4, dtype="float32", format="PAGE_HEADS"
+)
 OPTIONAL: Final = ("page_tokens", "head_start", "heads", "total_heads", "dtype", "shape", "format")
 
 
-@pytest.mark.parametrize("entry", [PAGED, FIA, NZ, STATE], ids=["paged", "fia", "nz", "state"])
+@pytest.mark.parametrize("entry", [PAGED, FIA, NZ, STATE, SCALES], ids=["paged", "fia", "nz", "state", "scales"])
 def test_whatever_is_left_out_the_rest_goes_together(entry: Entry) -> None:
     for count in range(len(OPTIONAL) + 1):
         for names in itertools.combinations(OPTIONAL, count):
@@ -61,6 +64,11 @@ def test_whatever_is_left_out_the_rest_goes_together(entry: Entry) -> None:
         (GeometryMismatchError, "shape", NZ, {"heads": 1}),
         (GeometryMismatchError, "shape", NZ, {"page_tokens": 8}),
         (GeometryMismatchError, "shape", NZ, {"shape": (2, 10, 1, 16, 16)}),
+        (GeometryMismatchError, "shape", SCALES, {"heads": 1}),
+        (GeometryMismatchError, "shape", SCALES, {"heads": 4}),
+        (GeometryMismatchError, "shape", SCALES, {"shape": (5, 4)}),
+        (GeometryMismatchError, "page_bytes", SCALES, {"heads": 4, "shape": None}),
+        (GeometryMismatchError, "page_bytes", SCALES, {"heads": 3, "shape": None, "dtype": None}),
     ],
 )
 def test_an_entry_that_contradicts_itself(

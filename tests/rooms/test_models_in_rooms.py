@@ -23,9 +23,8 @@ FITTING = pytest.mark.parametrize(
         None,
         msgspec.structs.replace(MODEL, salt="sugar"),
         msgspec.structs.replace(MODEL, revision=""),
-        msgspec.structs.replace(MODEL, adapter=""),
     ],
-    ids=["same", "none", "salt", "no revision", "no adapter"],
+    ids=["same", "none", "salt", "no revision"],
 )
 
 
@@ -54,6 +53,16 @@ def test_two_models_exchange_nothing(field: str, first: str) -> None:
     for said in ("prefill", "decode", MODEL.label, other.label):
         assert said in caught.value.detail
     assert "pepper" not in str(caught.value)
+
+
+@FIRST
+def test_a_model_without_an_adapter_is_another_one(first: str) -> None:
+    bare = msgspec.structs.replace(MODEL, adapter="")
+    for ours, theirs in ((MODEL, bare), (bare, MODEL)):
+        with pytest.raises(ModelMismatchError) as caught:
+            hand_off(ours, theirs, first)
+        assert caught.value.field == "model.adapter"
+        assert hand_off(ours, theirs, first, any_model=True)
 
 
 @FIRST

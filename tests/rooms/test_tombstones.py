@@ -610,6 +610,15 @@ def test_they_are_bounded_by_number_and_age() -> None:
     assert len(stones) == 1
 
 
+def test_an_old_end_is_forgotten_though_its_request_had_a_later_one() -> None:
+    stones = Tombstones(kept_s=60.0)
+    stones.bury(half(), "p0", DeadlineError("old"), 10.0)
+    stones.bury(half(), "p1", DeadlineError("new"), 60.0)
+    assert [one.detail for one in stones.heard_by(half(), "a", 70.0)] == ["the other side ended 10.0 s ago: new"]
+    assert stones.heard_by(half(), "b", 120.0) == []
+    assert len(stones) == 0
+
+
 def test_one_request_leaves_no_more_than_it_has_pools() -> None:
     stones = Tombstones()
     for number in range(1000):

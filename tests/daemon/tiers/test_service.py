@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 from kvferry.daemon.dispatch import Call
 from kvferry.daemon.tiers import snapshots
 from kvferry.daemon.tiers.landings import Landed
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.pairing import pair_entries
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
+    GeometryMismatchError,
     InvalidFieldError,
     KvferryError,
     NotOwnerError,
@@ -27,7 +31,7 @@ from kvferry.protocol.errors import (
     UnknownSnapshotError,
 )
 from kvferry.protocol.events import Finished, Settled
-from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec
+from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, PoolSpec
 from kvferry.protocol.pool_messages import Allocate, Allocated, CreatePool, DeletePool, PoolDeleted
 from kvferry.protocol.room_messages import Receive
 from kvferry.protocol.tier_messages import DropSnapshot, Offload, Offloading, SnapshotDropped, SnapshotReport, Snapshots
@@ -385,6 +389,51 @@ async def test_what_has_landed_is_a_snapshot(tiers: World) -> None:
     assert engine.read(engine.events[-1][1][0]) == [{9}] * 4
     assert tiers.host.arena.used_bytes == 4 * GRAIN
     assert [kind for _, kind in tiers.said if kind == "TierDone"] == ["TierDone"]  # the restore's
+
+
+@pytest.mark.parametrize(("conv", "fits"), [((4, 8), True), ((8, 4), False)], ids=["as the pool", "another shape"])
+async def test_what_lands_must_be_of_the_pools_shape(tiers: World, conv: tuple[int, int], *, fits: bool) -> None:
+    spec = MambaSpec(state_layers=(0,), slots=3, conv_window=4, conv_channels=8, dtype="float32")
+    theirs = manifest_of(msgspec.structs.replace(spec, conv_window=conv[0], conv_channels=conv[1]))
+    await new_pool(tiers, "states", spec)
+    engine, pool = tiers.engine(), tiers.pool("states")
+    component = pool.manifest.components[0].name
+    body = Receive(
+        pool="states", request_id="0" * 32, lists=(PageList(component=component, pages=1, first_page=0),), land="host"
+    )
+    landed = tiers.landings.make(Call(0, engine.session, body, (), 30.0), body, pool)
+    with contextlib.nullcontext() if fits else pytest.raises(GeometryMismatchError, match="shape"):
+        pair_entries(theirs.entries, landed.pool.manifest.entries)
+    tiers.landings.refused(landed, CancelledError("the test is over"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "lists"),
+    [
+        (
+            msgspec.structs.replace(SPEC, draft=DraftSpec(layers=1), optional_components=("draft",)),
+            (PageList(pages=4),),
+        ),
+        (
+            MambaSpec(state_layers=(0,), slots=3, conv_window=4, conv_channels=8, dtype="float32"),
+            (PageList(component="mamba", pages=2),),
+        ),
+    ],
+    ids=["a draft", "a list that may be cut"],
+)
+async def test_what_no_source_has_to_fill_is_nobodys_old_bytes(
+    tiers: World, spec: PoolSpec, lists: tuple[PageList, ...]
+) -> None:
+    await new_pool(tiers, "another", spec)
+    engine, pool, memory = tiers.engine(), tiers.pool("another"), tiers.host.region.view()
+    memory[:] = 0x55  # what another user's blocks were
+    body = Receive(pool="another", request_id="0" * 32, lists=lists, land="host")
+    landed = tiers.landings.make(Call(0, engine.session, body, (), 30.0), body, pool)
+    may_lack = [one for one in landed.pool.manifest.entries if one.component != "main"]
+    assert may_lack
+    for entry in may_lack:
+        assert not memory[entry.base : entry.base + entry.pages * entry.page_bytes].any(), entry.name
+    tiers.landings.refused(landed, CancelledError("the test is over"))
 
 
 @pytest.mark.parametrize("how", ["refused", "failed", "dropped", "lost"])

@@ -47,7 +47,7 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import KvferryError, OverloadedError, raised
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.manifests import MhaSpec
+from kvferry.protocol.manifests import MhaSpec, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Allocate, CreatePool, Free
 from kvferry.protocol.requests import Busy, ErrorReply, EventBody, RequestBody
@@ -368,7 +368,7 @@ async def world(
 async def new_pool(
     made: World,
     name: str = POOL,
-    spec: MhaSpec = SPEC,
+    spec: PoolSpec = SPEC,
     tenant: int = 1,
     model: ModelIdentity | None = MODEL,
 ) -> None:
