@@ -31,6 +31,7 @@ PRELOADED: Final = ("torch", "kvferry.clients")
 PRELOADED_FOR_CARDS: Final = ("torch", "torch_npu", "kvferry.clients", "kvferry.daemon.loop")
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 START_S: Final = 240.0
+COVERAGE: Final = "COVERAGE_PROCESS_START"
 _STATUS: Final = struct.Struct("<i")
 _MAX_REQUEST: Final = 1 << 20
 
@@ -133,7 +134,8 @@ class _Server:
         with theirs:
             modules = PRELOADED if DEVICE.name == HOST else PRELOADED_FOR_CARDS
             fd = theirs.fileno()
-            self._process = subprocess.Popen([*command, str(fd), *modules], pass_fds=[fd])
+            unmeasured = {name: value for name, value in os.environ.items() if name != COVERAGE}
+            self._process = subprocess.Popen([*command, str(fd), *modules], pass_fds=[fd], env=unmeasured)
         self._channel.settimeout(START_S)
         assert self._channel.recv(16) == b"ready"
 
@@ -160,6 +162,8 @@ def main() -> NoReturn:
     if program is None:
         sys.exit()
     random.seed()
+    if COVERAGE in os.environ:  # as it is with every process that Python starts
+        importlib.import_module("coverage").process_startup()
     sys.argv = list(program)
     if program[0] == "-m":
         sys.argv = list(program[1:])

@@ -161,6 +161,6 @@ def _check_logical_pages(source: ListedPages, destination: ListedPages) -> None:
     if source_first > destination_first:
         raise IncompleteError(
             f"the source starts at logical page {source_first}: nothing fills the destination's pages "
-            f"{destination_first}..{min(source_first, destination_end) - 1}",
+            f"{destination_first}..{source_first - 1}",
             field="source_first_page" if source.field == "source_pages" else source.field,
         )

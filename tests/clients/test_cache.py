@@ -324,8 +324,9 @@ def test_the_command_line(daemon: DaemonProcess, client: Client, pool: Filled) -
 
     listed = [json.loads(line) for line in run("list", "--json").splitlines()]
     assert [one["hash"] for one in listed] == [one.hex() for one in hashes(2)]
-    assert hashes(2)[0].hex() in run("list")
+    assert [line.split()[-1] for line in run("list").splitlines() if hashes(2)[0].hex() in line] == ["-"]
     assert run("pin", hashes(2)[0].hex()) == "1 blocks pinned\n"
+    assert [line.split()[-1] for line in run("list").splitlines() if hashes(2)[0].hex() in line] == ["cache)"]
     assert "1 are pinned and stay" in run("clear")
     assert run("unpin", hashes(2)[0].hex()) == "1 blocks unpinned\n"
     assert run("evict", hashes(2)[0].hex()).startswith("1 blocks dropped")

@@ -50,6 +50,14 @@ def test_a_deleted_pool_is_not_lost(path: Path) -> None:
     assert LostPools(path).why(7, "decode") is None
 
 
+def test_what_was_lost_in_one_life_is_not_lost_again_in_the_next(path: Path) -> None:
+    pools = LostPools(path)
+    pools.made(7, "decode", "npu:0")
+    pools.lose(7, "decode", "went with its card")
+    assert pools.why(7, "decode") == "went with its card"
+    assert LostPools(path).why(7, "decode") is None
+
+
 def test_a_pool_that_is_lost_while_the_daemon_lives(path: Path) -> None:
     pools = LostPools(path)
     pools.lose(7, "lent", "was lent by an engine that is gone")

@@ -37,7 +37,9 @@ def main() -> int:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("command", choices=("map", "run", "pick", "compare"))
-    parser.add_argument("rest", nargs="*", help="mutants to run; the seed to pick by; two results to compare")
+    parser.add_argument(
+        "rest", nargs="*", help="of map: host, npu; of run: mutants; of pick: the seed; of compare: two results"
+    )
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout, to be tried with our catalogue")
     parser.add_argument("--maps", type=Path, default=ROOT / "build" / "mutants", help="where the maps are, and go")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants" / "results.json")
@@ -48,16 +50,18 @@ def main() -> int:
         write_catalogue(pick(ROOT, seed=int(options.rest[0]) if options.rest else SEED, each=EACH))
         return 0
     if options.command == "map":
-        return make_maps(options.maps)
+        return make_maps(options.maps, options.rest)
     if options.command == "compare":
         return compare(*(_read(Path(one)) for one in options.rest))
     return run(options)
 
 
-def make_maps(folder: Path) -> int:
-    """Run the suite under coverage, on both devices at the same time."""
+def make_maps(folder: Path, names: Sequence[str]) -> int:
+    """Run the suite under coverage, on both devices at the same time, or on those named."""
     runs = {}
     for name, python, arguments, environment in _runs(ROOT):
+        if names and name not in names:
+            continue
         settings = write_settings(folder / name, ROOT)
         for old in (folder / name).glob(".coverage*"):
             old.unlink()

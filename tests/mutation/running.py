@@ -15,7 +15,7 @@ import msgspec
 from tests.mutation.catalogue import GoneError, Mutant, apply, find
 from tests.mutation.reaching import SAME_LAYER, Reach, distance
 
-TEST_TIMEOUT_S: Final = 120
+TEST_TIMEOUT_S: Final = 60
 FIRST_TESTS: Final = 40
 """Most mutants fall to the nearest tests; the others are started for those that did not."""
 

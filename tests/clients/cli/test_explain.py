@@ -236,6 +236,12 @@ def test_logical_pages_that_do_not_fit(command: Command, code: str, field: str, 
         assert (status, error["code"], error["field"]) == (2, code, field)
 
 
+def test_pages_that_nothing_fills_are_named(command: Command) -> None:
+    status, text = command.run({**PLAN, "source_first_page": 1, "source_pages": [1, 2]}, "--json")
+    assert status == 2
+    assert json.loads(text)["error"]["detail"].endswith("nothing fills the destination's pages 0..0")
+
+
 LAYERS = st.lists(st.sampled_from([(c, r, n) for c in ("main", "draft") for r in "kv" for n in range(3)]), unique=True)
 IDS = st.lists(st.integers(1, 39), unique=True, min_size=1, max_size=12)
 
