@@ -14,7 +14,14 @@ from typing import NoReturn, Self, TypeVar
 import zmq
 
 from kvferry.clients.arguments import seconds
-from kvferry.clients.connection import LAST_WORDS_MS, REPLY_MARGIN_S, Connection, milliseconds, open_control_socket
+from kvferry.clients.connection import (
+    LAST_WORDS_MS,
+    REPLY_MARGIN_S,
+    Connection,
+    given_back_with,
+    milliseconds,
+    open_control_socket,
+)
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.clients.operations import Operation
 from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions
@@ -41,6 +48,7 @@ class SyncRequests(Submissions):
         if self._channel is not None:
             self._poller.register(self._channel.socket.fileno(), zmq.POLLIN)
         self._replies: dict[int, ReplyArrived] = {}
+        self._give_back = given_back_with(self, self._channel, self._socket, self._context)
         self._use = ExclusiveUse(self._end, self._release)
 
     def __enter__(self) -> Self:
@@ -77,10 +85,7 @@ class SyncRequests(Submissions):
             self._channel.end()  # wakes the call that is under way, if any
 
     def _release(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        self._socket.close()
-        self._context.term()
+        self._give_back()
 
     def is_ready(self, pending: PendingReply[T]) -> bool:
         """Return whether ``wait`` would return at once; never waits.
