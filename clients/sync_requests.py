@@ -144,18 +144,32 @@ class SyncRequests(Submissions):
         margin_s: float = REPLY_MARGIN_S,
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
-        """Send a request and wait for its reply; ``said`` is what the session socket has to say of it before."""
-        deadline_ms = milliseconds(deadline_s)
+        """Send a request and wait for its reply; see ``_exchange``."""
         with self._use:
-            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
-            if said is not None and self._channel is not None:
-                frames = said(outgoing.message_id)
-                if frames:
-                    self._channel.say(frames)
-            self._put(outgoing)
-            return outgoing, self._reply(
-                PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + margin_s)
-            )
+            return self._exchange(operation, deadline_s=deadline_s, margin_s=margin_s, said=said)
+
+    def _exchange(
+        self,
+        operation: Operation[T],
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        margin_s: float = REPLY_MARGIN_S,
+        said: Callable[[int], Sequence[ShareFollows]] | None = None,
+    ) -> tuple[Outgoing, T]:
+        """Send a request and wait for its reply, in a call that is under way.
+
+        ``said`` is what the session socket has to say of it before.
+        """
+        deadline_ms = milliseconds(deadline_s)
+        outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
+        if said is not None and self._channel is not None:
+            frames = said(outgoing.message_id)
+            if frames:
+                self._channel.say(frames)
+        self._put(outgoing)
+        return outgoing, self._reply(
+            PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + margin_s)
+        )
 
     def _put(self, outgoing: Outgoing) -> None:
         self._socket.send_multipart(outgoing.frames, NOBLOCK)
