@@ -252,3 +252,10 @@ def test_a_call_that_has_begun_ends_whatever_another_thread_calls(
     intruder = Intruder(client, helper)
     assert intruder.watch(lambda: WHOLE[call](client, name)) is not None
     assert intruder.refused > 5
+
+
+def test_a_call_in_the_midst_of_ones_own_says_what_it_is(client: Client) -> None:
+    operation = Operation(Ping(), (), lambda _: client.poll())  # as a signal handler would
+    with pytest.raises(ConcurrentUseError, match="'MainThread' is in a call of this client already: a signal handler"):
+        client.call(operation)
+    assert client.ping() > 0, "the client goes on"
