@@ -98,8 +98,8 @@ class ExclusiveUse:
 def _both(thread: int, user: int) -> str:
     if thread == user:
         return (
-            f"{_name(thread)} is in a call of this client already: a signal handler or a finalizer calls it, or a signal's "
-            "exception broke that call off, and the client is to be closed"
+            f"{_name(thread)} is in a call of this client already: a signal handler or a finalizer calls it, or a "
+            "signal's exception broke that call off, and the client is to be closed"
         )
     return f"{_name(thread)} calls a client that {_name(user)} calls"
 

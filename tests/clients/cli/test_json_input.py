@@ -21,6 +21,15 @@ def test_what_is_no_json_object(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 @pytest.mark.parametrize("command", ["layout", "plan"])
+def test_a_list_where_an_object_is_expected_is_no_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    error = refusal(capsys, command, "[]", tmp_path)
+    assert error["detail"] == "Expected `object`, got `array`"
+    assert "field" not in error
+
+
+@pytest.mark.parametrize("command", ["layout", "plan"])
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
     assert main([command, str(tmp_path / "nothing.json"), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["field"] == "FILE"
