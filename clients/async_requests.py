@@ -14,7 +14,14 @@ from typing import NoReturn, Self, TypeVar, cast
 import zmq
 
 from kvferry.clients.arguments import seconds
-from kvferry.clients.connection import LAST_WORDS_MS, REPLY_MARGIN_S, Connection, milliseconds, open_control_socket
+from kvferry.clients.connection import (
+    LAST_WORDS_MS,
+    REPLY_MARGIN_S,
+    Connection,
+    given_back_with,
+    milliseconds,
+    open_control_socket,
+)
 from kvferry.clients.loop_use import LoopUse, running_loop
 from kvferry.clients.operations import Operation
 from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions
@@ -42,6 +49,7 @@ class AsyncRequests(Submissions):
         self._news = asyncio.Event()
         self._drain_scheduled = False
         self._lost: KvferryError | None = None
+        self._give_back = given_back_with(self, self._channel, self._socket, self._context)
         self._use = LoopUse(self._loop)
         self._loop.add_reader(self._socket.FD, self._drain)
         if self._channel is not None:
@@ -87,12 +95,8 @@ class AsyncRequests(Submissions):
             self._loop.remove_reader(self._socket.FD)
             if self._channel is not None:
                 self._loop.remove_reader(self._channel.socket)
-        if self._channel is not None:
-            self._channel.end()
-            self._channel.close()
         self._fail_all(ClientClosedError("the client was closed while this call waited"))
-        self._socket.close()
-        self._context.term()
+        self._give_back()
 
     def is_ready(self, pending: PendingReply[T]) -> bool:
         """Return whether ``wait`` would return at once; never waits.

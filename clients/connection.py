@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from typing import NamedTuple
+
+import zmq
 
 from kvferry.clients import arguments, daemon_socket
 from kvferry.clients.daemon_socket import LAST_WORDS_MS, REPLY_MARGIN_S, open_control_socket
@@ -15,6 +18,7 @@ __all__ = [
     "REPLY_MARGIN_S",
     "Connection",
     "find_runtime_dir",
+    "given_back_with",
     "milliseconds",
     "open_control_socket",
 ]
@@ -48,3 +52,26 @@ def milliseconds(deadline_s: float) -> int:
         InvalidFieldError: it is no number of seconds.
     """
     return max(1, round(arguments.seconds(deadline_s, "deadline_s") * 1000))
+
+
+def given_back_with(
+    client: object, channel: SessionChannel | None, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]
+) -> weakref.finalize[[int, SessionChannel | None, zmq.Socket[bytes], zmq.Context[zmq.Socket[bytes]]], object]:
+    """Return what gives a client's connection back: when it is called, or the client is garbage that nobody closed.
+
+    Left to the collector, a context may be ended before its socket is closed, and that waits for ever.
+    """
+    finalizer = weakref.finalize(client, _give_back, os.getpid(), channel, socket, context)
+    finalizer.atexit = False  # the process's end does it
+    return finalizer
+
+
+def _give_back(
+    pid: int, channel: SessionChannel | None, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    if channel is not None:
+        if os.getpid() == pid:
+            channel.end()
+        channel.close()
+    socket.close()  # these two do nothing in a forked child
+    context.term()

@@ -116,6 +116,10 @@ class EventRing:
         self._check_open()
         if not isinstance(step, LayerStep | EventPoint):
             raise wrong_kind(step, "step or point, as the ring makes them", "step")
+        if not 0 <= step.event < len(self._promised):
+            raise InvalidFieldError(
+                f"this ring has no event {step.event}: it is a step of another ring, or made by hand", field="step"
+            )
         if int(self._counters[step.event]) != step.value - 1:
             raise InvalidFieldError(
                 f"event {step.event} stands at {self._counters[step.event]}, the step's is {step.value}: record each "

@@ -54,7 +54,7 @@ class ExclusiveUse:
         if not self._lock.acquire(blocking=False):
             if self._closing:
                 raise ClientClosedError("the client is being closed")
-            raise ConcurrentUseError(f"{_name(threading.get_ident())} calls a client that {_name(self._user)} calls")
+            raise ConcurrentUseError(_both(threading.get_ident(), self._user))
         if self._closing:
             self._lock.release()
             self._release_once()
@@ -93,6 +93,15 @@ class ExclusiveUse:
                 release()
             finally:
                 self._lock.release()
+
+
+def _both(thread: int, user: int) -> str:
+    if thread == user:
+        return (
+            f"{_name(thread)} is in a call of this client already: a signal handler or a finalizer calls it, or a "
+            "signal's exception broke that call off, and the client is to be closed"
+        )
+    return f"{_name(thread)} calls a client that {_name(user)} calls"
 
 
 def _name(thread: int) -> str:

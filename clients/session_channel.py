@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
+import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -39,6 +42,7 @@ class SessionChannel:
         self._passed: dict[int, list[int]] = {}
         self._shares: dict[int, ShareFollows] = {}
         self._tables: dict[int, TablesFollow] = {}
+        self._saying = threading.Lock()
 
     @classmethod
     def open(cls, runtime_dir: str | os.PathLike[str], name: str) -> SessionChannel:
@@ -139,14 +143,23 @@ class SessionChannel:
         Raises:
             DaemonLostError: the daemon closed the session, or does not read.
         """
-        data = b"".join(pack(frame) for frame in frames)
-        try:
-            self.socket.settimeout(OPENING_TIMEOUT_S)
-            self.socket.sendall(data)
-        except OSError as cause:
-            raise DaemonLostError(f"the session's socket: {cause.strerror or cause}") from cause
-        finally:
-            self.socket.setblocking(False)  # noqa: FBT003  socket's own signature
+        data = memoryview(b"".join(pack(frame) for frame in frames))
+        ends_at = time.monotonic() + OPENING_TIMEOUT_S
+        with self._saying:  # what two say must not mix
+            while data:
+                try:
+                    data = data[self.socket.send(data) :]
+                except BlockingIOError:
+                    self._wait_until_writable(ends_at - time.monotonic())
+                except OSError as cause:
+                    raise DaemonLostError(f"the session's socket: {cause.strerror or cause}") from cause
+
+    def _wait_until_writable(self, timeout_s: float) -> None:
+        """Wait, and leave the socket as it is for whoever receives meanwhile: one that had a timeout would block."""
+        poll = select.poll()
+        poll.register(self.socket.fileno(), select.POLLOUT)
+        if timeout_s <= 0 or not poll.poll(timeout_s * 1000):
+            raise DaemonLostError("the session's socket: the daemon does not read")
 
     def end(self) -> None:
         """End the session: the daemon takes back what it owns, though a forked child has the socket too."""

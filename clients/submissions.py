@@ -92,11 +92,15 @@ class Submissions(ABC):
 
     def begin(self, operation: Operation[T], *, deadline_s: float = DEFAULT_DEADLINE_S) -> PendingReply[T]:
         """Send a request and return at once; ``wait`` takes its reply, ``is_ready`` says whether it has come."""
-        deadline_ms = milliseconds(deadline_s)
         with self._use:
-            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
-            self._expect(outgoing.message_id)
-            self._put(outgoing)
+            return self._begin(operation, deadline_s=deadline_s)
+
+    def _begin(self, operation: Operation[T], *, deadline_s: float = DEFAULT_DEADLINE_S) -> PendingReply[T]:
+        """Send a request, in a call that is under way."""
+        deadline_ms = milliseconds(deadline_s)
+        outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
+        self._expect(outgoing.message_id)
+        self._put(outgoing)
         return PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + REPLY_MARGIN_S)
 
     # -- hand-offs

@@ -143,9 +143,9 @@ class Client(SyncTiers):
             PoolLostError: it was on a card, and its memory is gone.
         """
         operation = operations.attach_pool(name, layout_digest, self._devices.process_id())
-        outgoing, attached = self._round_trip(operation)
-        channel = self._open_channel()
-        with self._use:
+        with self._use:  # whole: what another thread asks may not come between the reply and its descriptors
+            outgoing, attached = self._exchange(operation)
+            channel = self._open_channel()
             return attached_pool(name, attached, outgoing.message_id, channel, self._devices)
 
     def lend_pool(
@@ -204,9 +204,9 @@ class Client(SyncTiers):
             made.extend(found)
             return (frame,)
 
-        outgoing, opened = self._round_trip(operations.open_events(device), deadline_s=deadline_s, said=said)
-        channel = self._open_channel()
         with self._use:
+            outgoing, opened = self._exchange(operations.open_events(device), deadline_s=deadline_s, said=said)
+            channel = self._open_channel()
             channel.receive()
             counters, eventfd = channel.take_fds(outgoing.message_id)
         return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)

@@ -14,7 +14,14 @@ from typing import NoReturn, Self, TypeVar
 import zmq
 
 from kvferry.clients.arguments import seconds
-from kvferry.clients.connection import LAST_WORDS_MS, REPLY_MARGIN_S, Connection, milliseconds, open_control_socket
+from kvferry.clients.connection import (
+    LAST_WORDS_MS,
+    REPLY_MARGIN_S,
+    Connection,
+    given_back_with,
+    milliseconds,
+    open_control_socket,
+)
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.clients.operations import Operation
 from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions
@@ -41,6 +48,7 @@ class SyncRequests(Submissions):
         if self._channel is not None:
             self._poller.register(self._channel.socket.fileno(), zmq.POLLIN)
         self._replies: dict[int, ReplyArrived] = {}
+        self._give_back = given_back_with(self, self._channel, self._socket, self._context)
         self._use = ExclusiveUse(self._end, self._release)
 
     def __enter__(self) -> Self:
@@ -77,10 +85,7 @@ class SyncRequests(Submissions):
             self._channel.end()  # wakes the call that is under way, if any
 
     def _release(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        self._socket.close()
-        self._context.term()
+        self._give_back()
 
     def is_ready(self, pending: PendingReply[T]) -> bool:
         """Return whether ``wait`` would return at once; never waits.
@@ -139,18 +144,32 @@ class SyncRequests(Submissions):
         margin_s: float = REPLY_MARGIN_S,
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
-        """Send a request and wait for its reply; ``said`` is what the session socket has to say of it before."""
-        deadline_ms = milliseconds(deadline_s)
+        """Send a request and wait for its reply; see ``_exchange``."""
         with self._use:
-            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
-            if said is not None and self._channel is not None:
-                frames = said(outgoing.message_id)
-                if frames:
-                    self._channel.say(frames)
-            self._put(outgoing)
-            return outgoing, self._reply(
-                PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + margin_s)
-            )
+            return self._exchange(operation, deadline_s=deadline_s, margin_s=margin_s, said=said)
+
+    def _exchange(
+        self,
+        operation: Operation[T],
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        margin_s: float = REPLY_MARGIN_S,
+        said: Callable[[int], Sequence[ShareFollows]] | None = None,
+    ) -> tuple[Outgoing, T]:
+        """Send a request and wait for its reply, in a call that is under way.
+
+        ``said`` is what the session socket has to say of it before.
+        """
+        deadline_ms = milliseconds(deadline_s)
+        outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
+        if said is not None and self._channel is not None:
+            frames = said(outgoing.message_id)
+            if frames:
+                self._channel.say(frames)
+        self._put(outgoing)
+        return outgoing, self._reply(
+            PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + margin_s)
+        )
 
     def _put(self, outgoing: Outgoing) -> None:
         self._socket.send_multipart(outgoing.frames, NOBLOCK)

@@ -57,14 +57,15 @@ class SyncTables(SyncRequests):
             window=window,
             device_pid=self._devices.process_id(),
         )
-        outgoing, created = self._round_trip(operations.create_tables(body), deadline_s=deadline_s)
-        channel = self._open_channel()
-        try:
-            with self._use:
+        operation = operations.create_tables(body)
+        with self._use:  # whole: another thread's call may not come between the reply and its descriptors
+            outgoing, created = self._exchange(operation, deadline_s=deadline_s)
+            channel = self._open_channel()
+            try:
                 return mapped_tables(created, max_batch, outgoing.message_id, channel, self._devices)
-        except BaseException:
-            self.begin(operations.delete_tables(name))  # nobody here can use them
-            raise
+            except BaseException:
+                self._begin(operations.delete_tables(name))  # nobody here can use them
+                raise
 
     def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""

@@ -159,7 +159,6 @@ def tables_name(tables: Tables) -> str:
 
     Raises:
         InvalidFieldError: they are none.
-        ClientClosedError: they were deleted or closed.
     """
     if not isinstance(tables, Tables):
         raise wrong_kind(tables, "Tables, as create_tables returns them", "tables")

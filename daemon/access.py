@@ -44,6 +44,18 @@ class RuntimeDirectory:
         """Return the path of the socket for other daemons of this host."""
         return self.path / PEER_SOCKET
 
+    def check_path(self) -> None:
+        """Check what no other state of the host can mend.
+
+        Raises:
+            ConfigError: the path is too long for sockets.
+        """
+        if len(os.fsencode(self.control_socket)) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"{self.control_socket} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path",
+                field="runtime_dir",
+            )
+
     def __enter__(self) -> Self:
         """Make the directory, lock it, and remove what a dead daemon left.
 
@@ -51,11 +63,7 @@ class RuntimeDirectory:
             ConfigError: the path is too long, the directory is shared with other things, or another daemon runs in it.
             AccessDeniedError: it cannot be made or written.
         """
-        if len(os.fsencode(self.control_socket)) > MAX_SOCKET_PATH_BYTES:
-            raise ConfigError(
-                f"{self.control_socket} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path",
-                field="runtime_dir",
-            )
+        self.check_path()
         try:
             self._make()
             self._lock()

@@ -34,13 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         config = load_config(options.config) if options.config else Config()
+        path = options.runtime_dir or Path(config.runtime_dir or default_runtime_dir(os.environ))
+        runtime_directory = RuntimeDirectory(path.absolute())
+        runtime_directory.check_path()
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     try:
         configure_logs(config.logging)
-        path = options.runtime_dir or Path(config.runtime_dir or default_runtime_dir(os.environ))
-        with RuntimeDirectory(path.absolute()) as directory:
+        with runtime_directory as directory:
             uvloop.run(run_daemon(config, directory, ServiceManager()))
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)

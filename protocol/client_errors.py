@@ -6,10 +6,13 @@ from kvferry.protocol.error_base import CallerError
 
 
 class ClientClosedError(CallerError):
-    """The client was closed, or is being closed while the call waits."""
+    """The client was closed, or is being closed while the call waits; or what it has mapped was closed by itself."""
 
     code = "CLIENT_CLOSED"
-    remedy = "connect again: a closed client's pages and hand-offs were given back"
+    remedy = (
+        "connect again: a closed client's pages and hand-offs were given back; where the client is open, attach "
+        "the pool, or make the tables or the ring, again"
+    )
 
 
 class ConcurrentUseError(CallerError):

@@ -29,6 +29,6 @@ def invalid_field(cause: msgspec.ValidationError) -> InvalidFieldError:
     what, _, where = in_words(cause).partition(" - at `$")
     path = where.rstrip("`")
     field = _ENVELOPE_FIELDS.get(path, path.removeprefix(_BODY).lstrip("."))
-    if not field and "`" in what:
+    if not field and " field `" in what:  # a type is quoted as a field is
         field = what.rsplit("`", 2)[-2]
     return InvalidFieldError(what, field=field)

@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise AssertionError(given)
     if arguments is not None:
         return _run(importlib.import_module(MODULES[name]), name, given[1:])
+    if sys.stdin is None:  # closed: an empty one takes its place, and its number, before a socket does
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: PTH123, SIM115  it is the process's
     gc.disable()  # nothing that is loaded is ever garbage; looking for some would take a fifth of a ping's time
     module = importlib.import_module(MODULES[name])
     gc.freeze()

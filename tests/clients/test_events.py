@@ -105,6 +105,14 @@ def test_recording_twice_is_refused(memory: Memory) -> None:
         assert memory.counters[step.event] == 1
 
 
+@pytest.mark.parametrize("event", [-1, EVENT_RING_SLOTS])
+def test_a_step_of_another_ring_is_refused(memory: Memory, event: int) -> None:
+    with memory.ring() as ring, pytest.raises(InvalidFieldError, match="no event") as caught:
+        ring.record(EventPoint(event=event, value=1))
+    assert caught.value.field == "step"
+    assert memory.counters == [0] * EVENT_RING_SLOTS
+
+
 def test_a_ring_opened_again_gives_no_step_that_is_ready_already(memory: Memory) -> None:
     with memory.ring() as ring:
         ring.record(ring.step(0, 1))

@@ -14,7 +14,7 @@ from hypothesis import given
 
 from kvferry.clients.pool import AttachedPool
 from kvferry.pools.layouts import manifest_of
-from kvferry.protocol.errors import InvalidFieldError, TorchMissingError
+from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, TorchMissingError
 from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 from tests.devices import DEVICE, new_region
 from tests.pools.layouts.pool_specs import pool_specs
@@ -99,6 +99,14 @@ def test_an_array_outlives_its_pool() -> None:
     del pool
     gc.collect()
     assert (k == 7).all()
+
+
+@pytest.mark.host_only
+def test_a_closed_pool_says_to_attach_it_again() -> None:
+    pool = attached(MhaSpec(layers=1, kv_heads=1, head_dim=8, **SMALL))
+    pool.close()
+    with pytest.raises(ClientClosedError, match="attach the pool"):
+        pool.array("main", "k")
 
 
 @pytest.mark.card_only

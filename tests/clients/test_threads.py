@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
+from typing import Final
 
 import pytest
 
 from kvferry.clients import AsyncClient, Client, HandOff, MhaSpec, new_request_id, pages
+from kvferry.clients.exclusive_use import ExclusiveUse
+from kvferry.clients.operations import Operation
 from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, DeadlineError
 from kvferry.protocol.events import Finished
+from kvferry.protocol.session_messages import Ping
 from tests.daemons import DaemonProcess
 
 SOON_S = 20.0
@@ -186,3 +192,70 @@ def test_an_async_client_is_closed_after_its_loop(daemon: DaemonProcess) -> None
     with Client.connect(daemon.runtime_dir) as looker:
         while any(one.name == "after the loop" for one in looker.status().sessions):
             pass
+
+
+class Intruder:
+    """Another thread that begins a call at every step of a call, once that is under way, and stays in it."""
+
+    def __init__(self, client: Client, helper: ThreadPoolExecutor) -> None:
+        self._client = client
+        self._helper = helper
+        self._inside, self._leave = threading.Event(), threading.Event()
+        self._calls: list[Future[None]] = []
+        self._under_way = False
+        self.refused = 0
+
+    def watch(self, call: Callable[[], object]) -> object:
+        """Return what a call returns that this thread tries to come into the middle of."""
+        sys.setprofile(self._step)
+        try:
+            return call()
+        finally:
+            sys.setprofile(None)
+            self._leave.set()
+            for one in self._calls:
+                one.result(SOON_S)
+
+    def _step(self, frame: FrameType, event: str, _: object) -> None:
+        self._under_way |= event == "return" and frame.f_code is ExclusiveUse.__enter__.__code__
+        if event != "return" or not self._under_way or self._inside.is_set():
+            return
+        call = self._helper.submit(self._stay)
+        while not self._inside.is_set() and not call.done():
+            pass
+        if call.done() and call.exception() is not None:
+            assert isinstance(call.exception(), ConcurrentUseError)
+            self.refused += 1
+        else:
+            self._calls.append(call)
+
+    def _stay(self) -> None:
+        def read(_: object) -> None:
+            self._inside.set()
+            self._leave.wait(SOON_S)
+
+        self._client.call(Operation(Ping(), (), read))
+
+
+WHOLE: Final[dict[str, Callable[[Client, str], object]]] = {
+    "attach_pool": lambda client, name: client.attach_pool(name),
+    "open_events": lambda client, _: client.open_events(),
+    "create_tables": lambda client, name: client.create_tables("t", name, max_batch=1, max_context_tokens=16),
+}
+
+
+@pytest.mark.parametrize("call", WHOLE)
+def test_a_call_that_has_begun_ends_whatever_another_thread_calls(
+    client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec, call: str
+) -> None:
+    client.create_pool(name, spec)
+    intruder = Intruder(client, helper)
+    assert intruder.watch(lambda: WHOLE[call](client, name)) is not None
+    assert intruder.refused > 5
+
+
+def test_a_call_in_the_midst_of_ones_own_says_what_it_is(client: Client) -> None:
+    operation = Operation(Ping(), (), lambda _: client.poll())  # as a signal handler would
+    with pytest.raises(ConcurrentUseError, match="'MainThread' is in a call of this client already: a signal handler"):
+        client.call(operation)
+    assert client.ping() > 0, "the client goes on"
