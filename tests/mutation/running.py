@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +20,7 @@ TEST_TIMEOUT_S: Final = 60
 FIRST_TESTS: Final = 40
 """Most mutants fall to the nearest tests; the others are started for those that did not."""
 
-FAILED, INTERRUPTED, INTERNAL_ERROR = 1, 2, 3
-NOTICED: Final = frozenset({FAILED, INTERRUPTED, INTERNAL_ERROR})
-CANNOT_BE_FOUND: Final = 4
+NOTHING_TO_DO: Final = 5
 
 Verdict = Literal["killed", "survived", "not reached", "gone"]
 
@@ -58,6 +57,7 @@ class Workplace:
 
     def __init__(self, tree: Path, folder: Path) -> None:
         self._sound: set[str] = set()
+        self._temporary = Path(tempfile.gettempdir()) / f"kvferry-mutants-{os.getpid()}-{folder.name}"
         self._unsound: set[str] = set()
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
@@ -133,7 +133,13 @@ class Workplace:
         listed.parent.mkdir(exist_ok=True)
         listed.write_text("\n".join(tests))
         command = [str(device.python), "-m", "pytest", *device.arguments, "-x", "-q", "--no-header", "--tb=no", "-rfE"]
-        limits = ["-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}", f"@{listed}"]
+        limits = [
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={self._temporary}",
+            f"--timeout={TEST_TIMEOUT_S}",
+            f"@{listed}",
+        ]
         environment = {**os.environ, **device.environment, "PYTHONPATH": str(self.folder / "src"), "CI": "true"}
         try:
             done = subprocess.run(
@@ -147,12 +153,22 @@ class Workplace:
             )
         except subprocess.TimeoutExpired:
             return "(the run had no end)"
-        if done.returncode == CANNOT_BE_FOUND:
-            raise RuntimeError(f"tests that are not there: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-        if done.returncode not in {0, 5}:
-            failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return failed[0].split(" ", 1)[1] if failed else f"(pytest ended with {done.returncode})"
+        return _noticed_by(done)
+
+
+def _noticed_by(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the first test that failed, or what else became of the run; nothing where all passed."""
+    if done.returncode in {0, NOTHING_TO_DO}:
         return ""
+    said = done.stdout + done.stderr
+    failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if failed:
+        return failed[0].split(" ", 1)[1]
+    if "+ Timeout +" in said:
+        return "(a test hangs)"
+    if done.returncode < 0 or "ImportError" in said or "Error" in said.rpartition("conftest")[2]:
+        return f"(no test can run: {done.returncode})"
+    raise RuntimeError(f"pytest ended with {done.returncode}: {said[-2000:]}")
 
 
 def _batches(file: str, tests: Sequence[str]) -> list[Sequence[str]]:
