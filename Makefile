@@ -55,7 +55,7 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another card, STRICT=1 fails where a target is missed)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE)) $(if $(STRICT),--strict)
 
-mutants: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu $(STAMPS)/mutants  ## put seeded faults into the code and see which no test notices
+mutants: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## put seeded faults into the code and see which no test notices
 	@$(BIN)/python -m tests.mutation map
 	@$(BIN)/python -m tests.mutation run
 
@@ -105,10 +105,6 @@ $(STAMPS)/mooncake: $(STAMPS)/base
 
 $(STAMPS)/test: $(STAMPS)/base
 	$(call install,what the tests need,-e '.[test]')
-	@touch $@
-
-$(STAMPS)/mutants: $(STAMPS)/test
-	$(call install,what the mutants need,-e '.[mutants]')
 	@touch $@
 
 # What tests install into fresh environments, so that they need no network.
