@@ -37,6 +37,7 @@ direct = {direct}
 quarantined_bytes = {quarantined_bytes}
 quarantined_s = 1.5
 drain_timeout_s = 0.2
+write_timeout_s = 5
 [transfers]
 whole_below_bytes = 0
 [service]
