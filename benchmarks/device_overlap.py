@@ -80,8 +80,8 @@ class Copies:
             )
         self._host = HostRegion.create("bench-overlap", size_bytes)
         self._noise = np.random.default_rng(0).integers(0, 256, size_bytes, np.uint8)
+        accelerator.register_host(self._host)
         with accelerator.calling():
-            accelerator.register_host(self._host)
             side = 64 if card.simulated else 4096
             self._matrix = torch.ones(side, side, device=accelerator.name)
             self._product = torch.empty_like(self._matrix)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvferry.daemon.rooms.matching import DRAFT, Match
-from kvferry.daemon.rooms.page_ranges import PageRange
+from kvferry.daemon.rooms.page_ranges import PageRange, lists_with_pages
 from kvferry.daemon.rooms.sides import Chunk, Excused, Offer, Room
 from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, KvferryError, PageGapError
 from kvferry.protocol.manifests import Manifest
@@ -92,7 +92,7 @@ def hold_for_writing(room: Room) -> None:
     """
     held: list[PageRange] = []
     try:
-        for one in _holding(room.ranges.values()):
+        for one in lists_with_pages(room.ranges.values()):
             room.pool.allocator_of(one.component).begin_write(room.session_id, one.ids, f"{one.field}.pages")
             held.append(one)
     except KvferryError:
@@ -112,15 +112,10 @@ def hold_for_reading(offer: Offer, chunk: Chunk) -> None:
         return
     held: list[PageRange] = []
     try:
-        for one in _holding(chunk.ranges):
+        for one in lists_with_pages(chunk.ranges):
             pool.allocator_of(one.component).begin_read(offer.session_id, one.ids, f"{one.field}.pages")
             held.append(one)
     except KvferryError:
         for one in held:
             pool.allocator_of(one.component).end_read(one.ids)
         raise
-
-
-def _holding(ranges: Iterable[PageRange]) -> list[PageRange]:
-    """Return the lists that hold pages: not the empty ones, nor those whose pages another list holds."""
-    return [one for one in ranges if len(one.ids) and not one.shared]

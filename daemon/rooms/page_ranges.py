@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -77,6 +77,11 @@ def page_ranges(
     if required and not may_lack:
         raise UnknownComponentError(f"no list for component {required[0]!r}", field="lists")
     return tuple(ranges)
+
+
+def lists_with_pages(ranges: Iterable[PageRange]) -> list[PageRange]:
+    """Return the lists that hold pages: not the empty ones, nor those whose pages another list holds."""
+    return [one for one in ranges if len(one.ids) and not one.shared]
 
 
 def entries_of(manifest: Manifest, component: str) -> tuple[Entry, ...]:

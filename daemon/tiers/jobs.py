@@ -15,9 +15,6 @@ from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, OutOfMemoryError
 
-REGISTERING_S_PER_BYTE = 2e-9
-"""What to register memory may take: its pages are taken and locked, one by one."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -66,10 +63,8 @@ class JobStarter:
             self.start(work, job)
 
     def _register(self, card: Accelerator) -> None:
-        region = self._host.region
         try:
-            with card.calling(more_s=region.size_bytes * REGISTERING_S_PER_BYTE):
-                card.register_host(region)
+            card.register_host(self._host.region)
         except OutOfMemoryError as cause:
             log.warning(
                 "the host tier is not registered: copies to and from the card take a detour",

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 
 from kvferry.daemon.dispatch import Call
-from kvferry.daemon.rooms.page_ranges import PageRange, page_ranges
+from kvferry.daemon.rooms.page_ranges import PageRange, lists_with_pages, page_ranges
 from kvferry.daemon.sessions import Session
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.service import TierService
-from kvferry.daemon.tiers.snapshots import Snapshot, distinct_lists, space_of
+from kvferry.daemon.tiers.snapshots import Snapshot, space_of
 from kvferry.daemon.tiers.works import Ending, Work, Works
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.manifest import bytes_per_page, component_of, spaces_of
@@ -76,7 +76,7 @@ class Landings:
         laid_out = _laid_out(pool.manifest, lists)
         ranges = page_ranges(lists, ids, laid_out, may_end_inside=True)
         size_bytes = laid_out.region_bytes
-        snapshot = self._service.new_snapshot(call, pool, distinct_lists(ranges))
+        snapshot = self._service.new_snapshot(call, pool, lists_with_pages(ranges))
         snapshot.state = "landing"
         try:
             offset = int(self._host.reserve(pool.tenant, 1, size_bytes)[0])
@@ -120,7 +120,7 @@ class Landings:
         self._free(landed)
 
     def _keep(self, landed: Landed) -> None:
-        job = self._service.filling(landed.snapshot, landed.pool, [one.ids for one in distinct_lists(landed.ranges)])
+        job = self._service.filling(landed.snapshot, landed.pool, [one.ids for one in lists_with_pages(landed.ranges)])
 
         def finish(work: Work, error: KvferryError | None) -> Ending:
             self._free(landed)

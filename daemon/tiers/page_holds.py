@@ -20,7 +20,7 @@ class _Held(NamedTuple):
 
 
 class PageHold:
-    """Pages with one reader, or their one writer, more. ``release`` it once."""
+    """Pages with one reader, or their one writer, more, until ``release``."""
 
     def __init__(self, *, write: bool) -> None:
         self._write = write
@@ -39,7 +39,7 @@ class PageHold:
         self._held.append(_Held(allocator, ids))
 
     def release(self) -> None:
-        """Hold them no longer."""
+        """Hold them no longer; a second time there is nothing to do."""
         for allocator, ids in self._held:
             if self._write:
                 allocator.end_write(ids)

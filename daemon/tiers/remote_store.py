@@ -76,7 +76,7 @@ class RemoteStore:
         self._master_answers = False
         self._told_away = False
         self._lookups = 0
-        self._moves = StoreMoves(config.threads, config.timeout_s, lambda: self._link if self.available else None)
+        self._moves = StoreMoves(config.threads, config.timeout_s, lambda: self._reachable)
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -94,7 +94,12 @@ class RemoteStore:
     @property
     def available(self) -> bool:
         """Return whether the store can be asked."""
-        return self._link is not None and self._master_answers
+        return self._reachable is not None
+
+    @property
+    def _reachable(self) -> StoreLink | None:
+        """The process that can be asked now: its master answered last time."""
+        return self._link if self._master_answers else None
 
     @property
     def process_id(self) -> int:
@@ -131,9 +136,9 @@ class RemoteStore:
 
         What is there is not evicted for the next ten seconds, but may go with its node.
         """
-        link = self._link
+        link = self._reachable
         nothing = [False] * len(names)
-        if link is None or not self.available or not names:
+        if link is None or not names:
             return nothing
         if self._lookups >= MAX_LOOKUPS:
             self._counters.add("remote.lookups_refused")
@@ -193,8 +198,8 @@ class RemoteStore:
 
     async def remove(self, names: Sequence[str]) -> bool:
         """Let the store forget names, also where others are fetching them; return whether it has none of them now."""
-        link = self._link
-        if link is None or not self.available:
+        link = self._reachable
+        if link is None:
             return False
         try:
             async with asyncio.timeout(self._config.hung_s):
@@ -206,8 +211,8 @@ class RemoteStore:
 
     async def _move(self, block: PutBlock | GetBlock, what: str, ranges: Sequence[Range]) -> Moved | None:
         """Return how a block's way ended; nothing of it is under way any more."""
-        link = self._link
-        if link is None or not self.available:
+        link = self._reachable
+        if link is None:
             return None
         size_bytes = sum(size for _, size in ranges)
         moved = await self._moves.move(block, size_bytes)

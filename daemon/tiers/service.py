@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.pool_service import PoolService
-from kvferry.daemon.rooms.page_ranges import PageRange, page_ranges
+from kvferry.daemon.rooms.page_ranges import PageRange, lists_with_pages, page_ranges
 from kvferry.daemon.tiers.copier import BlockJob, BlockPart
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.jobs import JobStarter
@@ -21,7 +21,6 @@ from kvferry.daemon.tiers.snapshots import (
     SnapshotBook,
     SnapshotPart,
     check_layout,
-    distinct_lists,
     ids_for,
     new_parts,
     space_of,
@@ -167,7 +166,7 @@ class TierService:
         pool = self._pools.get(call.session.tenant, body.pool)
         if body.release and pool.lent_by is not None:
             raise InvalidFieldError(f"pool {pool.name!r} is lent: its engine numbers its pages itself", field="release")
-        lists = distinct_lists(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
+        lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
         for one in lists:
             if body.release:
                 check_distinct(one.ids, one.field)
@@ -208,7 +207,7 @@ class TierService:
         if body.allocate:
             self._check_allocatable(restoring)
         else:
-            lists = distinct_lists(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
+            lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
             restoring.ids = ids_for(snapshot, lists)
             restoring.release = hold_pages(pool, call.session.session_id, lists, write=True).release
         work = self._works.begin(

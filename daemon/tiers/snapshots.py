@@ -173,11 +173,6 @@ class SnapshotBook:
             self._counts[snapshot.tenant] -= 1
 
 
-def distinct_lists(ranges: Sequence[PageRange]) -> list[PageRange]:
-    """Return the lists that hold pages: a component on another one's pages goes with it."""
-    return [one for one in ranges if not one.shared and not one.none and len(one.ids)]
-
-
 def new_parts(pool: Pool, lists: Sequence[PageRange]) -> list[SnapshotPart]:
     """Return the parts for these lists; their memory is not there yet."""
     manifest = pool.manifest

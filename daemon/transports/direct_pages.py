@@ -87,7 +87,6 @@ class DirectPages:
         for task in list(self._work.values()):
             task.cancel()
         await asyncio.gather(*self._work.values(), return_exceptions=True)
-        self._pools.clear()
 
     def _begin(self, one: _Registered, work: Coroutine[None, None, None]) -> None:
         task = self._work[one] = self._loop.create_task(work)

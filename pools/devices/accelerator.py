@@ -32,6 +32,9 @@ LENT_STREAMS: Final = 24
 OPENING_S: Final = 120.0
 """What opening may take longer than a call: torch and its plugin are loaded from files, perhaps from far away."""
 
+REGISTERING_S_PER_BYTE: Final = 2e-9
+"""What registering memory may take longer: its pages are taken and locked, one by one."""
+
 VENDORS: Final[dict[str, Callable[[], Vendor]]] = {"npu": NpuVendor, "cuda": CudaVendor}
 
 
@@ -245,14 +248,16 @@ class Accelerator:
         return made
 
     def register_host(self, region: HostRegion) -> None:
-        """Let the card copy to and from a host region itself; within ``calling``, until ``unregister_host``.
+        """Let the card copy to and from a host region itself until ``unregister_host``; not within ``calling``.
 
         Raises:
             OutOfMemoryError: more than may be locked: without, copies go by pinned memory in between.
+            DeviceLostError: as ``calling``.
         """
-        tensor = self.torch.from_numpy(region.view())
-        self._vendor.register_host(region.address, region.size_bytes)
-        self._registered[region.address] = tensor
+        with self.calling(more_s=region.size_bytes * REGISTERING_S_PER_BYTE):
+            tensor = self.torch.from_numpy(region.view())
+            self._vendor.register_host(region.address, region.size_bytes)
+            self._registered[region.address] = tensor
 
     def unregister_host(self, region: HostRegion) -> None:
         """Undo ``register_host``, before the region is closed; within ``calling``. Nothing where it was not done."""

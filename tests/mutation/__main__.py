@@ -120,7 +120,7 @@ def _work(
 
 def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> int:
     """Print what lives on, and the sums; return the exit status."""
-    alive = [one for one in mutants if outcomes[one.name].verdict in {"survived", "not reached"}]
+    alive = [one for one in mutants if _lives(outcomes[one.name])]
     for one in alive:
         print(f"\n{one.name} {outcomes[one.name].verdict}: {one.file}, {one.function}\n- {one.before}\n+ {one.after}")
         print(f"  {one.harmless or 'needs a test, or a reason in ' + CATALOGUE.name}")
@@ -139,7 +139,7 @@ def compare(before: dict[str, Outcome], after: dict[str, Outcome]) -> int:
 
 
 def _lives(outcome: Outcome | None) -> bool:
-    return outcome is not None and outcome.verdict in {"survived", "not reached"}
+    return outcome is not None and outcome.verdict in {"survived", "not reached", "unclear"}
 
 
 def _read(file: Path) -> dict[str, Outcome]:

@@ -22,7 +22,7 @@ FIRST_TESTS: Final = 40
 
 NOTHING_TO_DO: Final = 5
 
-Verdict = Literal["killed", "survived", "not reached", "gone"]
+Verdict = Literal["killed", "survived", "not reached", "gone", "unclear"]
 
 
 class Device(NamedTuple):
@@ -39,7 +39,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a mutant.
 
     Attributes:
-        by: the first test that failed.
+        by: the first test that failed; of what is unclear, how pytest ended.
         tests: how many were selected.
         left_out: how many of those there was no time for.
     """
@@ -50,6 +50,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tests: int = 0
     left_out: int = 0
     seconds: float = 0.0
+
+
+class UnknownEndingError(Exception):
+    """Pytest ended otherwise than by its tests: that says nothing of the mutant."""
 
 
 class Workplace:
@@ -108,6 +112,8 @@ class Workplace:
                         by = self.run(device, [one for one in batch if one not in self._unsound], budget_s)
                     if by:
                         return _outcome(mutant, "killed", started, tests, left_out, by)
+        except UnknownEndingError as ending:
+            return _outcome(mutant, "unclear", started, tests, left_out, str(ending))
         finally:
             file.write_text(source)
         return _outcome(mutant, "survived" if tests else "not reached", started, tests, left_out)
@@ -168,7 +174,7 @@ def _noticed_by(done: subprocess.CompletedProcess[str]) -> str:
         return "(a test hangs)"
     if done.returncode < 0 or "ImportError" in said or "Error" in said.rpartition("conftest")[2]:
         return f"(no test can run: {done.returncode})"
-    raise RuntimeError(f"pytest ended with {done.returncode}: {said[-2000:]}")
+    raise UnknownEndingError(f"pytest ended with {done.returncode}: {said[-2000:]}")
 
 
 def _batches(file: str, tests: Sequence[str]) -> list[Sequence[str]]:

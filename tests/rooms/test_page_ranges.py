@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.daemon.rooms.page_ranges import PageRange, page_ranges
+from kvferry.daemon.rooms.page_ranges import PageRange, lists_with_pages, page_ranges
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
@@ -50,6 +50,15 @@ def test_ranges_keep_order_ids_and_logical_pages(pool: Pool) -> None:
     assert main.ids.tolist() == [9, 4]
     assert (mamba.field, mamba.end_page, mamba.end_token) == ("lists[1]", 1, None)
     assert (draft.component, draft.ids.tolist(), draft.shared) == ("draft", [9, 4], True)
+
+
+def test_lists_with_pages_leaves_out_the_empty_and_those_whose_pages_another_has(pool: Pool) -> None:
+    main, mamba, draft = found = ranges(pool, of("main", 2), of("mamba", 0), ids=[[9, 4], []])
+    assert draft.shared
+    assert not len(mamba.ids)
+    assert lists_with_pages(found) == [main]
+    main, mamba, _ = found = ranges(pool, of("main", 2), of("mamba", 1), ids=[[9, 4], [1]])
+    assert lists_with_pages(found) == [main, mamba]
 
 
 def test_a_list_starts_at_page_0_unless_it_says_so_but_a_states_or_windows_is_unknown(pool: Pool) -> None:

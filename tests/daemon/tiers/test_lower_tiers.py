@@ -92,6 +92,18 @@ async def test_new_blocks_go_down_pinned_meanwhile(far: Far) -> None:
     assert far.counters.snapshot()["tiers.remote.written_blocks"] == 2
 
 
+@pytest.mark.parametrize("checksums", [True, False])
+async def test_what_goes_to_the_store_has_digests_also_where_host_memory_has_none(*, checksums: bool) -> None:
+    """Whoever fetches it, another node perhaps, compares them."""
+    async with world(8, remote=True, checksums=checksums) as one:
+        far = cast("Far", one)
+        [block] = await stored(far, 1)
+        assert bool(block.digests) is checksums
+        await until(lambda: block.in_remote)
+        [value] = far.store.values.values()
+        assert value.header.digests == tuple(xxhash.xxh3_64_intdigest(page) for page in value.pages)
+
+
 async def test_a_block_comes_up_once_however_many_ask(far: Far) -> None:
     [block] = await away(far, 1)
     far.store.holds = True

@@ -8,13 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.daemon.rooms.page_ranges import page_ranges
+from kvferry.daemon.rooms.page_ranges import lists_with_pages, page_ranges
 from kvferry.daemon.tiers import snapshots
 from kvferry.daemon.tiers.snapshots import (
     Snapshot,
     SnapshotBook,
     check_layout,
-    distinct_lists,
     ids_for,
     new_parts,
 )
@@ -56,7 +55,7 @@ def lists_of(pool: Pool, **pages: int) -> list[Any]:
     """Return page lists of so many pages a component."""
     lists = [PageList(component=name, pages=count, first_page=2 * (name == "swa")) for name, count in pages.items()]
     ids = [np.arange(1, 1 + count) for count in pages.values()]
-    return distinct_lists(page_ranges(lists, ids, pool.manifest, may_end_inside=True))
+    return lists_with_pages(page_ranges(lists, ids, pool.manifest, may_end_inside=True))
 
 
 def snapshot_of(pool: Pool, tenant: int = 1, **pages: int) -> Snapshot:

@@ -31,8 +31,7 @@ def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
     with HostRegion.create("arena", 4 << 20) as region:
         registered = request.param and DEVICE.name != HOST
         if registered:
-            with DEVICE.accelerator.calling():
-                DEVICE.accelerator.register_host(region)
+            DEVICE.accelerator.register_host(region)
         yield region.view()
         if registered:
             with DEVICE.accelerator.calling():

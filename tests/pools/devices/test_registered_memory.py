@@ -24,7 +24,7 @@ host = HostRegion.create("registered", 1 << 20)
 with card.calling():
     mapped = card.allocate(1 << 20)
     mapped.tensor.fill_(7); torch.npu.synchronize()
-    card.register_host(host)
+card.register_host(host)
 there = card.registered(host.address + 4096, 8192)
 stream = card.streams.device_to_host
 """
@@ -52,3 +52,32 @@ def test_a_copy_returns_at_once(
         assert child.do("result = card.registered(host.address + (1 << 20) - 1, 2) is None")
         assert child.do("card.unregister_host(host); result = card.registered(host.address, 1) is None")
     assert not simulator.races()
+
+
+TIMED = """
+import time
+from kvferry.pools.devices.accelerator import REGISTERING_S_PER_BYTE, VENDORS, Accelerator
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.npu import NpuVendor
+lost = []
+
+class SlowVendor(NpuVendor):
+    def register_host(self, address, size_bytes):
+        may_take_s = 5.0 + size_bytes * REGISTERING_S_PER_BYTE
+        for late_s in (may_take_s - 1, may_take_s + 1):
+            card.check(time.monotonic() + late_s)
+            lost.append(card.lost is not None)
+
+VENDORS["npu"] = SlowVendor
+card = Accelerator("npu:0", stuck_after_s=5.0); card.open()
+host = HostRegion.create("registered", 1 << 30)
+"""
+
+
+def test_a_card_has_more_time_for_more_memory_but_not_for_ever(
+    require: Callable[[object, str], None], tmp_path: Path
+) -> None:
+    require(NPU_PYTHON.exists() and shutil.which("g++"), "the environment .venv-npu, and g++")
+    with Child(Simulator(tmp_path, memory_bytes=256 << 20)) as child:
+        child.do(TIMED)
+        assert child.do("card.register_host(host); result = lost") == [False, True]
