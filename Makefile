@@ -19,7 +19,7 @@ LMCACHE := 0.5.6
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check bench mutants peers clean
+.PHONY: help demo test test-full check bench mutants census peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu  ## measure (NAMES="a b
 mutants: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## put seeded faults into the code and see which no test notices
 	@$(BIN)/python -m tests.mutation map
 	@$(BIN)/python -m tests.mutation run
+
+census: $(STAMPS)/test $(STAMPS)/check  ## count the product: lines, modules, circles, what one request goes through
+	@$(BIN)/python -m tests.census $(ARGS)
 
 peers: $(PEERS)/sglang/installed-$(SGLANG) $(PEERS)/lmcache/installed-$(LMCACHE)  ## fetch what else `make bench` can compare with, into .peers (some 1.6 GB)
 

@@ -105,6 +105,12 @@ def test_tables_that_are_given_up_stay_mapped_until_their_copies_are_done(
     made(client)
 
 
+def open_events(raw: RawEngine, device: str, *handles: bytes) -> None:
+    """Say that these are handles of events."""
+    events = SharedEvents(handles=handles)
+    raw.call(operations.open_events(device), lambda number: [ShareFollows(message_id=number, events=events)])
+
+
 def test_what_is_no_share_costs_nobody_the_card(client: Client, raw: RawEngine, device: str) -> None:
     said, _ = raw.numbered(operations.attach_pool("pool", "", None))
     raw.channel.receive()
@@ -129,9 +135,11 @@ def test_what_is_no_share_costs_nobody_the_card(client: Client, raw: RawEngine, 
         with pytest.raises(KvferryError) as refused:
             lend(raw, device, share, share)
         assert refused.value.code in {"DEVICE_UNAVAILABLE", "INVALID_FIELD", "OUT_OF_MEMORY"}, refused.value
-    events = SharedEvents(handles=(bytes(64), os.urandom(64)))
-    with pytest.raises(InvalidFieldError):
-        raw.call(operations.open_events(device), lambda number: [ShareFollows(message_id=number, events=events)])
+    with pytest.raises(InvalidFieldError, match="no such event"):
+        open_events(raw, device, bytes(64), os.urandom(64))
+    for size in (0, 63, 65):
+        with pytest.raises(InvalidFieldError, match=f"of {size} bytes; 64 are needed"):
+            open_events(raw, device, os.urandom(size))
     assert client.status().devices[0].state == "ready"
     client.allocate("pool", 2)
 

@@ -1,0 +1,46 @@
+"""``make census``: how large the product is, how its parts hang together, how many of them one request goes through.
+
+python -m tests.census             prints the figures
+python -m tests.census functions   prints also which functions a transfer and an offload enter
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.census.execution import Entered, entered, offload, transfer
+from tests.census.source import count
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(arguments: list[str]) -> int:
+    """Print a line a figure."""
+    counted = count(ROOT)
+    rows: list[tuple[str, object]] = [(name.replace("_", " "), value) for name, value in counted._asdict().items()]
+    requests = {"SEND": entered(ROOT, transfer), "OFFLOAD": entered(ROOT, offload)}
+    for name, found in requests.items():
+        rows += [(f"{name}: modules", found.modules), (f"{name}: functions", len(found.functions))]
+    for name, value in rows:
+        print(f"{name:20} {_shown(value)}")
+    if arguments == ["functions"]:
+        _print_functions(requests)
+    return 0
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return f"{len(value)}" + "".join(f"\n{'':20} {one}" for one in value)
+    return str(value)
+
+
+def _print_functions(requests: dict[str, Entered]) -> None:
+    for name, found in requests.items():
+        print(f"\n{name}")
+        for file, function in sorted(found.functions):
+            print(f"  {file} {function}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
