@@ -135,6 +135,8 @@ class Workplace:
         """Run tests until one fails; return its name, or nothing."""
         if not tests:
             return ""
+        _unmount_below(self._temporary)
+        shutil.rmtree(self._temporary, ignore_errors=True)
         listed = self.folder / "build" / "mutant-tests.txt"
         listed.parent.mkdir(exist_ok=True)
         listed.write_text("\n".join(tests))
@@ -175,6 +177,14 @@ def _noticed_by(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0 or "ImportError" in said or "Error" in said.rpartition("conftest")[2]:
         return f"(no test can run: {done.returncode})"
     raise UnknownEndingError(f"pytest ended with {done.returncode}: {said[-2000:]}")
+
+
+def _unmount_below(folder: Path) -> None:
+    """Let go of what tests that were killed had mounted: pytest could not empty its folder."""
+    mounted = [line.split(" ")[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    for one in mounted:
+        if one.startswith(f"{folder}/"):
+            subprocess.run(["umount", "--lazy", one], check=True)
 
 
 def _batches(file: str, tests: Sequence[str]) -> list[Sequence[str]]:

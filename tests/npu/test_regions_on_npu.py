@@ -6,6 +6,7 @@ What happens to a card that fails is tried on an ``Accelerator`` of its own, whi
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from kvferry.daemon.config import DevicesConfig
 from kvferry.daemon.devices import Devices
 from kvferry.pools.copies import copy_one_by_one
-from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, Accelerator
+from kvferry.pools.devices.accelerator import LENT_STREAMS, REGION_ALIGNMENT, Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
 from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.gather import total_segments
@@ -187,6 +188,18 @@ def test_pools_have_a_budget_in_whole_two_mebibytes() -> None:
     for one in held:
         one.close()
     assert [one.pool_bytes for one in devices.status()] == [0]
+
+
+def test_borrowers_of_streams_share_only_when_there_are_too_many_and_then_evenly(card: Accelerator) -> None:
+    card.open()
+    borrowers = [object() for _ in range(LENT_STREAMS + 3)]
+    with card.calling():
+        streams = [card.lend_stream(one) for one in borrowers]
+        shared = Counter(id(one) for one in streams)
+        assert sorted(shared.values()) == [1] * (LENT_STREAMS - 3) + [2] * 3
+        alone = next(number for number, one in enumerate(streams) if shared[id(one)] == 1)
+        card.take_stream_back(borrowers[alone])
+        assert card.lend_stream(object()) is streams[alone]
 
 
 def test_a_card_that_is_not_there_is_said_to_be_unavailable() -> None:

@@ -28,7 +28,10 @@ def small(tmp_path: Path, require: Callable[[object, str], None]) -> Iterator[Pa
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "kvferry-test", root], check=False)
     require(mounted.returncode == 0, "the right to mount a file system")
     yield root
-    subprocess.run(["umount", root], check=True)
+    left = subprocess.run(["umount", root], check=False, capture_output=True, text=True)
+    if left.returncode:  # or it would be in the way of whoever removes the folder
+        subprocess.run(["umount", "--lazy", root], check=True)
+        pytest.fail(f"something of it was left open: {left.stderr}")
 
 
 def test_a_full_disk_takes_no_block_and_keeps_the_others(small: Path) -> None:
