@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 def _work(
     number: int, waiting: queue.SimpleQueue[Mutant], outcomes: dict[str, Outcome], options: argparse.Namespace
 ) -> None:
-    workplace = Workplace(options.tree, options.results.with_suffix("") / f"worker-{number}")
+    workplace = Workplace(options.tree, options.results.resolve().with_suffix("") / f"worker-{number}")
     devices = [
         Device(name, python, arguments, environment, Reach(options.maps / name, options.tree))
         for name, python, arguments, environment in _runs(workplace.folder)

@@ -78,3 +78,11 @@ def test_an_entry_that_contradicts_itself(
     with pytest.raises(error) as refused:
         check_entry(msgspec.structs.replace(entry, **changes), "x[1]")
     assert refused.value.field == f"x[1].{field}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [((2, 10, 16, 8), "blocks of another engine"), ((10, 32, 8), "ND"), ((10, 2, 16, 8, 1), "ND"), ((10, 256), None)],
+)
+def test_a_shape_whose_axes_nobody_knows_contradicts_nothing(shape: tuple[int, ...], form: str | None) -> None:
+    check_entry(msgspec.structs.replace(PAGED, shape=shape, format=form), "x[1]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from typing import Any
 
 import msgspec
@@ -73,6 +74,8 @@ SEND = f'"request_id": "{REQUEST_ID}", "pool": "a"'
         ("PING", "{", ""),
         ("PING", "[" * 100_000, ""),
         ("PING", '{"colour": 1}', "colour"),
+        ("PING", json.dumps(dict.fromkeys(reversed(string.ascii_lowercase), 1)), "a"),
+        ("SEND", json.dumps({"lists": [dict.fromkeys(reversed(string.ascii_lowercase), 1)]}), "lists[0].a"),
         ("PING", '{"type": "STATUS"}', "type"),
         ("ALLOCATE", '{"pool": "a"}', "count"),
         ("ALLOCATE", '{"pool": "a", "count": 0}', "count"),
