@@ -60,7 +60,6 @@ class Workplace:
     """A copy of a checkout in which one mutant at a time lives."""
 
     def __init__(self, tree: Path, folder: Path) -> None:
-        self._sound: set[str] = set()
         self._temporary = Path(tempfile.gettempdir()) / f"kvferry-mutants-{os.getpid()}-{folder.name}"
         self._unsound: set[str] = set()
         self.folder = folder
@@ -108,7 +107,7 @@ class Workplace:
                 left_out += len(reached) - len(chosen)
                 for batch in _batches(mutant.file, chosen):
                     by = self.run(device, batch, budget_s)
-                    while by and not self._is_sound(device, mutant, source, by, budget_s):
+                    while by and not self._is_sound(device, mutant, source, batch, by, budget_s):
                         by = self.run(device, [one for one in batch if one not in self._unsound], budget_s)
                     if by:
                         return _outcome(mutant, "killed", started, tests, left_out, by)
@@ -118,18 +117,24 @@ class Workplace:
             file.write_text(source)
         return _outcome(mutant, "survived" if tests else "not reached", started, tests, left_out)
 
-    def _is_sound(self, device: Device, mutant: Mutant, source: str, test: str, budget_s: float) -> bool:
-        """Return whether a test that failed passes without the mutant; one that does not proves nothing."""
+    def _is_sound(
+        self, device: Device, mutant: Mutant, source: str, batch: Sequence[str], test: str, budget_s: float
+    ) -> bool:
+        """Return whether a test that failed passes without the mutant, after the same tests; else it proves nothing."""
         if test.startswith("("):  # a hang: there is no name
             return True
-        if test not in self._sound:
-            file = self.folder / mutant.file
-            changed = file.read_text()
-            file.write_text(source)
-            fails = self.run(device, [test], budget_s)
+        upto = batch[: batch.index(test) + 1] if test in batch else [test]
+        before = [one for one in upto if one not in self._unsound]
+        file = self.folder / mutant.file
+        changed = file.read_text()
+        file.write_text(source)
+        try:
+            fails = self.run(device, before, budget_s)
+        finally:
             file.write_text(changed)
-            (self._unsound if fails else self._sound).add(test)
-        return test in self._sound
+        if fails:
+            self._unsound.add(fails)
+        return not fails
 
     def run(self, device: Device, tests: Sequence[str], budget_s: float) -> str:
         """Run tests until one fails; return its name, or nothing."""
