@@ -6,6 +6,7 @@ CANN is installed. The host's run leaves out ``tests/npu``.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from tests.devices import DEVICE
 from tests.simulated_host import SimulatedHost
 
 IN_CI: Final = os.environ.get("CI") == "true"
+EXIT_S: Final = 30.0
 
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
@@ -55,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove what the simulated cards have left."""
+    """Remove what the simulated cards have left; and end, also where Python would wait for a failed test's threads."""
+    faulthandler.dump_traceback_later(EXIT_S, exit=True)
     host = config.stash.get(simulated_host, None)
     if host is not None:
         host.close()
