@@ -6,6 +6,7 @@ answer has a time limit: a failed operator can block torch_npu for ever.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -17,7 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from tests.cann_simulator.simulator import NPU_PYTHON, Simulator
-from tests.forked import Forked
+from tests.forked import COVERAGE, Forked
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 ANSWER_TIMEOUT_S: Final = 60.0
@@ -31,6 +32,11 @@ import torch, torch_npu
 torch.npu.set_device({device})
 torch.npu.current_stream()
 acl = ctypes.CDLL("libascendcl.so")
+"""
+
+_SAVE_COVERAGE: Final = """
+import coverage
+coverage.Coverage.current().save()
 """
 
 
@@ -125,6 +131,9 @@ class Child:
 
     def close(self) -> None:
         """End the process; what it has not done is not done."""
+        if COVERAGE in os.environ:
+            with contextlib.suppress(ChildError, EOFError, TimeoutError):
+                self.do(_SAVE_COVERAGE)
         self.kill()
         self._reader.join(timeout=10)
         for pipe in (self.process.stdin, self.process.stdout):

@@ -30,7 +30,7 @@ from tests.mutation.running import Device, Outcome, Workplace
 ROOT: Final = Path(__file__).resolve().parents[2]
 SEED: Final = 12
 EACH: Final = 7
-BUDGET_S: Final = 60.0
+BUDGET_S: Final = 150.0
 
 
 def main() -> int:
