@@ -131,14 +131,15 @@ class Child:
 
     def close(self) -> None:
         """End the process; what it has not done is not done."""
-        if COVERAGE in os.environ:
+        if COVERAGE in os.environ and self.process.poll() is None:
             with contextlib.suppress(ChildError, EOFError, TimeoutError):
                 self.do(_SAVE_COVERAGE)
         self.kill()
         self._reader.join(timeout=10)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # what was said last nobody has read
+                pipe.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
