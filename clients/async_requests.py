@@ -49,7 +49,7 @@ class AsyncRequests(Submissions):
         self._news = asyncio.Event()
         self._drain_scheduled = False
         self._lost: KvferryError | None = None
-        self._give_back = given_back_with(self, self._channel, self._socket, self._context)
+        self._give_back = given_back_with(self, self._channel, (self._socket,), self._context)
         self._use = LoopUse(self._loop)
         self._loop.add_reader(self._socket.FD, self._drain)
         if self._channel is not None:

@@ -5,7 +5,9 @@ Knows no kind of request: the client's own methods are in ``sync_client``. One t
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -30,6 +32,7 @@ from kvferry.protocol.errors import ClientClosedError, DaemonLostError, Deadline
 from kvferry.protocol.session_messages import ShareFollows
 
 NOBLOCK = int(zmq.NOBLOCK)  # an enum costs a microsecond at every use
+CLOSED = "the client was closed while this call waited"
 T = TypeVar("T")
 
 
@@ -47,8 +50,12 @@ class SyncRequests(Submissions):
         self._poller.register(self._socket, zmq.POLLIN)
         if self._channel is not None:
             self._poller.register(self._channel.socket.fileno(), zmq.POLLIN)
+        # Where no session's socket can, these two wake a call that waits when the client is closed.
+        self._bell: tuple[socket.socket, ...] = socket.socketpair() if self._channel is None else ()
+        for one in self._bell:
+            self._poller.register(one.fileno(), zmq.POLLIN)
         self._replies: dict[int, ReplyArrived] = {}
-        self._give_back = given_back_with(self, self._channel, self._socket, self._context)
+        self._give_back = given_back_with(self, self._channel, (self._socket, *self._bell), self._context)
         self._use = ExclusiveUse(self._end, self._release)
 
     def __enter__(self) -> Self:
@@ -83,6 +90,9 @@ class SyncRequests(Submissions):
     def _end(self) -> None:
         if self._channel is not None:
             self._channel.end()  # wakes the call that is under way, if any
+        for one in self._bell:
+            with contextlib.suppress(OSError):  # another thread has closed the client at the same time
+                one.shutdown(socket.SHUT_RDWR)
 
     def _release(self) -> None:
         self._give_back()
@@ -192,12 +202,14 @@ class SyncRequests(Submissions):
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
         if not ready:
             return False
-        if ready[0][0] is not self._socket and self._channel is not None:
+        if ready[0][0] is not self._socket:
+            if self._channel is None:
+                raise ClientClosedError(CLOSED)
             try:
                 self._channel.receive()
             except DaemonLostError:
                 if self._use.closing:
-                    raise ClientClosedError("the client was closed while this call waited") from None
+                    raise ClientClosedError(CLOSED) from None
                 if not self._socket.poll(LAST_WORDS_MS):
                     raise
             else:
