@@ -77,7 +77,7 @@ class AsyncClient(AsyncTiers):
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
         """
-        return Connecting(cls._connect(runtime_dir, name, devices, timeout_s, session=session))
+        return Connecting(cls, cls._connect(runtime_dir, name, devices, timeout_s, session=session))
 
     @classmethod
     async def _connect(

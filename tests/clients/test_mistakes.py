@@ -449,6 +449,50 @@ def test_an_unawaited_call_as_an_argument_is_named(worlds: dict[str, World]) -> 
     worlds["AsyncClient"].runner.run(call())
 
 
+UNAWAITED: Final[dict[str, Callable[[Any], object]]] = {
+    "a call": lambda c: c.ping(),
+    "a call with arguments": lambda c: c.create_pool("x", SPEC),
+    "a call that returns at once": lambda c: c.update_tables(None, []),
+    "a send": lambda c: c.send("p", "r", []),
+    "a send by names": lambda c: c.send(pool="p", request_id="r", lists=[]),
+    "what the daemon said": lambda c: c.welcome,
+    "a property": lambda c: c.boot_id,
+}
+
+
+@pytest.mark.parametrize("name", UNAWAITED)
+def test_a_client_that_nobody_awaited_is_named(own_daemon: DaemonProcess, name: str) -> None:
+    connecting = AsyncClient.connect(own_daemon.runtime_dir)
+    try:
+        with pytest.raises(MisuseError, match="await it first"):
+            UNAWAITED[name](connecting)
+        assert not hasattr(connecting, "no_name_of_a_clients")
+    finally:
+        connecting.close()
+
+
+AWAITED: Final[dict[str, Callable[[Any], Any]]] = {
+    "await": lambda c: c,
+    "a task": asyncio.ensure_future,
+    "async with": lambda c: c.__aenter__(),
+}
+
+
+@pytest.mark.parametrize("first", AWAITED)
+@pytest.mark.parametrize("second", AWAITED)
+def test_a_connection_is_awaited_once(
+    worlds: dict[str, World], own_daemon: DaemonProcess, first: str, second: str
+) -> None:
+    async def connect() -> None:
+        connecting = AsyncClient.connect(own_daemon.runtime_dir)
+        async with await AWAITED[first](connecting) as client:
+            with pytest.raises(MisuseError, match="awaited before: keep the client"):
+                await AWAITED[second](connecting)
+            assert await client.ping() > 0
+
+    worlds["AsyncClient"].runner.run(connect())
+
+
 def test_the_wrong_kind_of_with(worlds: dict[str, World], own_daemon: DaemonProcess) -> None:
     async def enter() -> None:
         with Client.connect(own_daemon.runtime_dir) as client, pytest.raises(MisuseError, match="by `with`"):
