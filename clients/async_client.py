@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients import operations
-from kvferry.clients.arguments import device_names, pool_spec, seconds, whole
+from kvferry.clients.arguments import device_names, pool_spec, seconds, truth, whole
 from kvferry.clients.async_tiers import AsyncTiers
 from kvferry.clients.connecting import Connecting
 from kvferry.clients.connection import Connection, find_runtime_dir
@@ -90,7 +90,7 @@ class AsyncClient(AsyncTiers):
         session: bool,
     ) -> AsyncClient:
         hello, names = operations.hello(name), device_names(devices)
-        timeout_s = seconds(timeout_s, "timeout_s")
+        timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
         channel = await asyncio.to_thread(SessionChannel.open, directory, name) if session else None
         client = cls(Connection(directory, channel, names))

@@ -43,7 +43,10 @@ def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
     """
     if not isinstance(runtime_dir, str | os.PathLike | None):
         raise arguments.wrong_kind(runtime_dir, "path", "runtime_dir")
-    return daemon_socket.find_runtime_dir(runtime_dir)
+    try:
+        return daemon_socket.find_runtime_dir(runtime_dir)
+    except (TypeError, ValueError):  # bytes of its own making, a NUL, half a surrogate pair
+        raise arguments.wrong_kind(runtime_dir, "path", "runtime_dir") from None
 
 
 def milliseconds(deadline_s: float) -> int:

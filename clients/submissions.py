@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeVar
 import numpy.typing as npt
 
 from kvferry.clients import operations, tier_operations
-from kvferry.clients.arguments import wrong_kind
+from kvferry.clients.arguments import seconds, wrong_kind
 from kvferry.clients.connection import REPLY_MARGIN_S, Connection, milliseconds
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.operations import Cells, Operation, Pages
@@ -53,6 +53,17 @@ class PendingReply(Generic[T]):
     def __repr__(self) -> str:
         """Show what was asked for."""
         return f"<PendingReply {self.message_id} to {type(self.operation.body).__name__}>"
+
+
+def times_of(operation: Operation[T], deadline_s: float, margin_s: float) -> tuple[int, float]:
+    """Return an operation's deadline as it travels, and for how many seconds its reply is waited for.
+
+    Raises:
+        InvalidFieldError: it is no operation, or one of the times no number of seconds.
+    """
+    if not isinstance(operation, Operation):
+        raise wrong_kind(operation, "Operation, as kvferry.clients.operations makes them", "operation")
+    return milliseconds(deadline_s), seconds(deadline_s, "deadline_s") + seconds(margin_s, "margin_s")
 
 
 class Submissions(ABC):
@@ -97,11 +108,11 @@ class Submissions(ABC):
 
     def _begin(self, operation: Operation[T], *, deadline_s: float = DEFAULT_DEADLINE_S) -> PendingReply[T]:
         """Send a request, in a call that is under way."""
-        deadline_ms = milliseconds(deadline_s)
+        deadline_ms, timeout_s = times_of(operation, deadline_s, REPLY_MARGIN_S)
         outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
         self._expect(outgoing.message_id)
         self._put(outgoing)
-        return PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + REPLY_MARGIN_S)
+        return PendingReply(self._core.token, operation, outgoing.message_id, timeout_s)
 
     # -- hand-offs
 

@@ -21,12 +21,11 @@ from kvferry.clients.connection import (
     REPLY_MARGIN_S,
     Connection,
     given_back_with,
-    milliseconds,
     open_control_socket,
 )
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.clients.operations import Operation
-from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions
+from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions, times_of
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, MisuseError
 from kvferry.protocol.session_messages import ShareFollows
@@ -170,16 +169,14 @@ class SyncRequests(Submissions):
 
         ``said`` is what the session socket has to say of it before.
         """
-        deadline_ms = milliseconds(deadline_s)
+        deadline_ms, timeout_s = times_of(operation, deadline_s, margin_s)
         outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
         if said is not None and self._channel is not None:
             frames = said(outgoing.message_id)
             if frames:
                 self._channel.say(frames)
         self._put(outgoing)
-        return outgoing, self._reply(
-            PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + margin_s)
-        )
+        return outgoing, self._reply(PendingReply(self._core.token, operation, outgoing.message_id, timeout_s))
 
     def _put(self, outgoing: Outgoing) -> None:
         self._socket.send_multipart(outgoing.frames, NOBLOCK)
