@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.clients.arguments import whole, wrong_kind
+from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.event_points import EventPoint
@@ -40,7 +41,7 @@ class RingEvent(NamedTuple):
     event: torch.Event
 
 
-class EventRing:
+class EventRing(OfOneProcess):
     """One session's ring; made by ``open_events``. Any thread may use it, also one that does not have the client."""
 
     def __init__(self, region: HostRegion, eventfd: int, events: Sequence[RingEvent] = ()) -> None:

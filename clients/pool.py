@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvferry.clients.arguments import text, wrong_kind
 from kvferry.clients.elements import array_dtype, import_torch, torch_dtype
+from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.pools.arrays import Array, array_of
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class AttachedPool:
+class AttachedPool(OfOneProcess):
     """A mapped pool. On the host, what is seen of it stays valid as long as it is referenced, also after its deletion.
 
     On a card it is valid until ``close``: graphs that were captured over tensors need it mapped as long as they live.

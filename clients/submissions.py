@@ -18,6 +18,7 @@ from kvferry.clients import operations, tier_operations
 from kvferry.clients.arguments import seconds, wrong_kind
 from kvferry.clients.connection import REPLY_MARGIN_S, Connection, milliseconds
 from kvferry.clients.devices import EngineDevices
+from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.clients.operations import Cells, Operation, Pages
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.tables import Tables, tables_name
@@ -66,7 +67,7 @@ def times_of(operation: Operation[T], deadline_s: float, margin_s: float) -> tup
     return milliseconds(deadline_s), seconds(deadline_s, "deadline_s") + seconds(margin_s, "margin_s")
 
 
-class Submissions(ABC):
+class Submissions(OfOneProcess, ABC):
     """One session, in as far as nothing waits."""
 
     _use: AbstractContextManager[None]
@@ -347,7 +348,7 @@ class Submissions(ABC):
             self._put(outgoing)
         return work
 
-    def _expect(self, message_id: int) -> None:  # noqa: B027  there may be nothing to prepare
+    def _expect(self, message_id: int) -> None:
         """Prepare for a reply that somebody will wait for."""
 
     def _check_pending(self, pending: PendingReply[T]) -> None:

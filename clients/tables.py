@@ -22,6 +22,7 @@ from kvferry.attention.host_lengths import HostLengths, HostLengthsReader
 from kvferry.clients.arguments import text, whole, wrong_kind
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.elements import import_torch
+from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
@@ -39,7 +40,7 @@ _SHAPES: Final = {"block_tables": 2, "block_tables_swa": 2, "seq_lens": 1}
 """Dimensions of each table."""
 
 
-class Tables:
+class Tables(OfOneProcess):
     """Tables of one captured model; made by ``create_tables``. Tensors are valid until ``close``.
 
     Attributes:

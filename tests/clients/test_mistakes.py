@@ -8,14 +8,17 @@ One table for both clients, and one daemon for all. A type checker finds many of
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import os
+import pickle
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from decimal import Decimal
 from fractions import Fraction
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -607,6 +610,23 @@ SECONDS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 @pytest.mark.parametrize("name", SECONDS)
 def test_a_time_is_any_number(world: World, name: str, seconds: object) -> None:
     world.run(lambda world: SECONDS[name](world, seconds))
+
+
+COPIES: Final[dict[str, Callable[[object], object]]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "an old pickle": lambda one: pickle.dumps(one, 0),
+    "what spawn does": ForkingPickler.dumps,
+}
+
+
+@pytest.mark.parametrize("what", ["client", "closed", "pool", "ring", "tables"])
+@pytest.mark.parametrize("how", COPIES)
+def test_what_belongs_to_a_process_is_not_copied(world: World, what: str, how: str) -> None:
+    one = getattr(world, what)
+    with pytest.raises(MisuseError, match=f"{type(one).__name__} belongs to .*: hand .* connect and attach there"):
+        COPIES[how](one)
 
 
 def test_a_hybrid_pool_names_the_space_that_is_full(world: World) -> None:
