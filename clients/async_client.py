@@ -92,7 +92,7 @@ class AsyncClient(AsyncTiers):
         hello, names = operations.hello(name), device_names(devices)
         timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
-        channel = await asyncio.to_thread(SessionChannel.open, directory, name) if session else None
+        channel = await asyncio.to_thread(SessionChannel.open, directory, str(name)) if session else None
         client = cls(Connection(directory, channel, names))
         try:
             client.welcome = await client.call(hello, deadline_s=timeout_s, margin_s=0.0)

@@ -79,7 +79,7 @@ class Client(SyncTiers):
         hello, names = operations.hello(name), device_names(devices)
         timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = find_runtime_dir(runtime_dir)
-        channel = SessionChannel.open(directory, name) if session else None
+        channel = SessionChannel.open(directory, str(name)) if session else None
         client = cls(Connection(directory, channel, names))
         try:
             client.welcome = client.call(hello, deadline_s=timeout_s, margin_s=0.0)

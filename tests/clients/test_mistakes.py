@@ -593,6 +593,9 @@ def test_numbers_of_numpy_and_torch_are_numbers(world: World) -> None:
     assert len(block_hashes(torch.arange(8), np.int64(4))) == 2
     assert world.call("free", name, ids.astype(np.uint64)).freed == 4
     world.call("delete_pool", name)
+    named = world.run(lambda world: world.kind.connect(world.runtime_dir, name=np.str_("n"), session=np.bool_(True)))  # noqa: FBT003
+    assert "n" in {one.name for one in world.call("status").sessions}
+    world.run(lambda _: named.close())
 
 
 SECONDS: Final[dict[str, Callable[[Any, Any], Any]]] = {
