@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
@@ -50,6 +51,8 @@ def seconds(value: float, field: str) -> float:
             value = float(value)
         except (TypeError, ValueError):
             raise wrong_kind(value, "number of seconds", field) from None
+        except OverflowError:  # a whole number of more than 300 digits
+            value = math.inf if value > 0 else -math.inf
     if not 0.0 <= value <= MAX_SECONDS:
         raise InvalidFieldError(f"{value:g} seconds; give from 0 to {MAX_SECONDS:g}", field=field)
     return value
@@ -122,7 +125,7 @@ def _decoder(kind: type[BodyT]) -> msgspec.msgpack.Decoder[BodyT]:
     return msgspec.msgpack.Decoder(kind)
 
 
-def whole(value: int, field: str, *, least: int = 0) -> int:
+def whole(value: int, field: str, *, least: float = 0) -> int:
     """Return a whole number.
 
     Raises:
@@ -137,6 +140,28 @@ def whole(value: int, field: str, *, least: int = 0) -> int:
     if number < least:
         raise InvalidFieldError(f"{number}; give {least} or more", field=field)
     return number
+
+
+def text(value: str, field: str) -> str:
+    """Return a text.
+
+    Raises:
+        InvalidFieldError: it is none.
+    """
+    if not isinstance(value, str):
+        raise wrong_kind(value, "text", field)
+    return value
+
+
+def truth(value: bool, field: str) -> bool:  # noqa: FBT001  any argument of a caller's
+    """Return True or False.
+
+    Raises:
+        InvalidFieldError: it is neither.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise wrong_kind(value, "True or False", field)
+    return bool(value)
 
 
 def mapping(value: Mapping[T, S], wanted: str, field: str) -> Mapping[T, S]:
@@ -196,7 +221,9 @@ def _hint_at(body: msgspec.Struct, field: str) -> str:
 def _plain(value: object) -> object:
     """Return a number of numpy's or torch's as Python's."""
     if isinstance(value, np.generic):
-        return value.item()
+        item: object = value.item()
+        if isinstance(item, int | float | str | bytes):  # and no date, which would travel as a text
+            return item
     if not isinstance(value, bool | float | str) and hasattr(value, "__index__"):
         return operator.index(value)
     raise TypeError
@@ -223,8 +250,11 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 def shown(value: object) -> str:
     """Return a value as errors show it."""
-    text = repr(value)
-    return text if len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"  # noqa: PLR2004  a line
+    try:
+        line = repr(value)
+    except ValueError:  # Python shows no whole number of thousands of digits
+        line = ""
+    return line if 0 < len(line) <= 80 and "\n" not in line else f"a {type(value).__name__}"  # noqa: PLR2004  a line
 
 
 def _hint(value: object) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients import operations
-from kvferry.clients.arguments import device_names, pool_spec, seconds, whole
+from kvferry.clients.arguments import device_names, pool_spec, seconds, truth, whole
 from kvferry.clients.async_tiers import AsyncTiers
 from kvferry.clients.connecting import Connecting
 from kvferry.clients.connection import Connection, find_runtime_dir
@@ -77,7 +77,7 @@ class AsyncClient(AsyncTiers):
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
         """
-        return Connecting(cls._connect(runtime_dir, name, devices, timeout_s, session=session))
+        return Connecting(cls, cls._connect(runtime_dir, name, devices, timeout_s, session=session))
 
     @classmethod
     async def _connect(
@@ -90,9 +90,9 @@ class AsyncClient(AsyncTiers):
         session: bool,
     ) -> AsyncClient:
         hello, names = operations.hello(name), device_names(devices)
-        timeout_s = seconds(timeout_s, "timeout_s")
+        timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
-        channel = await asyncio.to_thread(SessionChannel.open, directory, name) if session else None
+        channel = await asyncio.to_thread(SessionChannel.open, directory, str(name)) if session else None
         client = cls(Connection(directory, channel, names))
         try:
             client.welcome = await client.call(hello, deadline_s=timeout_s, margin_s=0.0)

@@ -19,12 +19,11 @@ from kvferry.clients.connection import (
     REPLY_MARGIN_S,
     Connection,
     given_back_with,
-    milliseconds,
     open_control_socket,
 )
 from kvferry.clients.loop_use import LoopUse, running_loop
 from kvferry.clients.operations import Operation
-from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions
+from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions, times_of
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, MisuseError
 from kvferry.protocol.session_messages import ShareFollows
@@ -49,7 +48,7 @@ class AsyncRequests(Submissions):
         self._news = asyncio.Event()
         self._drain_scheduled = False
         self._lost: KvferryError | None = None
-        self._give_back = given_back_with(self, self._channel, self._socket, self._context)
+        self._give_back = given_back_with(self, self._channel, (self._socket,), self._context)
         self._use = LoopUse(self._loop)
         self._loop.add_reader(self._socket.FD, self._drain)
         if self._channel is not None:
@@ -155,7 +154,7 @@ class AsyncRequests(Submissions):
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
         """Send a request and wait for its reply; ``said`` is what the session socket has to say of it before."""
-        deadline_ms = milliseconds(deadline_s)
+        deadline_ms, timeout_s = times_of(operation, deadline_s, margin_s)
         with self._use:
             outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
             if said is not None:
@@ -168,9 +167,7 @@ class AsyncRequests(Submissions):
             except BaseException:
                 del self._replies[outgoing.message_id]
                 raise
-        return outgoing, await self.wait(
-            PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + margin_s)
-        )
+        return outgoing, await self.wait(PendingReply(self._core.token, operation, outgoing.message_id, timeout_s))
 
     def _expect(self, message_id: int) -> None:
         future: asyncio.Future[ReplyArrived] = self._loop.create_future()

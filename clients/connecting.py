@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Generator
+from inspect import CORO_CREATED, CORO_SUSPENDED, getcoroutinestate
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from kvferry.protocol.errors import MisuseError
 
@@ -20,19 +21,32 @@ ClientT = TypeVar("ClientT", bound=Closable)
 
 
 class Connecting(Coroutine[Any, Any, ClientT]):
-    """A connection that is being made: ``await`` it, or enter it by ``async with``."""
+    """A connection that is being made: ``await`` it, or enter it by ``async with``, once.
 
-    def __init__(self, coroutine: Coroutine[Any, Any, ClientT]) -> None:
+    It is a coroutine, so that ``asyncio.run`` and ``create_task`` take it too.
+    """
+
+    def __init__(self, kind: type[ClientT], coroutine: Coroutine[Any, Any, ClientT]) -> None:
+        self._kind = kind
         self._coroutine = coroutine
         self._client: ClientT | None = None
 
+    if not TYPE_CHECKING:  # type checkers find it by themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say that what is asked for is the client's."""
+            if not name.startswith("_") and hasattr(self._kind, name):
+                raise _not_awaited(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     def __await__(self) -> Generator[Any, Any, ClientT]:
         """Return the client."""
+        self._check(CORO_CREATED)
         return self._coroutine.__await__()
 
     async def __aenter__(self) -> ClientT:
         """Return the client."""
-        self._client = await self._coroutine
+        self._client = await self
         return self._client
 
     async def __aexit__(
@@ -50,9 +64,12 @@ class Connecting(Coroutine[Any, Any, ClientT]):
     def __exit__(self, *_: object) -> None:
         """Do nothing: it cannot be entered."""
 
-    def send(self, value: Any) -> Any:  # noqa: ANN401  as the generator protocol has it
-        """See ``Coroutine``."""
-        return self._coroutine.send(value)
+    def send(self, *value: Any, **named: Any) -> Any:  # noqa: ANN401  as the generator protocol has it
+        """See ``Coroutine``; a client's takes more."""
+        if len(value) != 1 or named:
+            raise _not_awaited("send")
+        self._check(CORO_CREATED, CORO_SUSPENDED)
+        return self._coroutine.send(*value)
 
     def throw(self, *error: Any) -> Any:  # noqa: ANN401  as the generator protocol has it
         """See ``Coroutine``."""
@@ -61,3 +78,14 @@ class Connecting(Coroutine[Any, Any, ClientT]):
     def close(self) -> None:
         """Give it up."""
         self._coroutine.close()
+
+    def _check(self, *states: str) -> None:
+        if getcoroutinestate(self._coroutine) not in states:
+            raise MisuseError("this connection was awaited before: keep the client that the first await returned")
+
+
+def _not_awaited(name: str) -> MisuseError:
+    return MisuseError(
+        f"{name!r} is asked of a connection that is being made: await it first, as in "
+        "client = await AsyncClient.connect(...)"
+    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import zmq
 
 from kvferry.clients import arguments, daemon_socket
+from kvferry.clients.connecting import Closable
 from kvferry.clients.daemon_socket import LAST_WORDS_MS, REPLY_MARGIN_S, open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 
@@ -42,7 +43,10 @@ def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
     """
     if not isinstance(runtime_dir, str | os.PathLike | None):
         raise arguments.wrong_kind(runtime_dir, "path", "runtime_dir")
-    return daemon_socket.find_runtime_dir(runtime_dir)
+    try:
+        return daemon_socket.find_runtime_dir(runtime_dir)
+    except (TypeError, ValueError):  # bytes of its own making, a NUL, half a surrogate pair
+        raise arguments.wrong_kind(runtime_dir, "path", "runtime_dir") from None
 
 
 def milliseconds(deadline_s: float) -> int:
@@ -55,23 +59,24 @@ def milliseconds(deadline_s: float) -> int:
 
 
 def given_back_with(
-    client: object, channel: SessionChannel | None, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]
-) -> weakref.finalize[[int, SessionChannel | None, zmq.Socket[bytes], zmq.Context[zmq.Socket[bytes]]], object]:
+    client: object, channel: SessionChannel | None, sockets: Sequence[Closable], context: zmq.Context[zmq.Socket[bytes]]
+) -> weakref.finalize[[int, SessionChannel | None, Sequence[Closable], zmq.Context[zmq.Socket[bytes]]], object]:
     """Return what gives a client's connection back: when it is called, or the client is garbage that nobody closed.
 
     Left to the collector, a context may be ended before its socket is closed, and that waits for ever.
     """
-    finalizer = weakref.finalize(client, _give_back, os.getpid(), channel, socket, context)
+    finalizer = weakref.finalize(client, _give_back, os.getpid(), channel, sockets, context)
     finalizer.atexit = False  # the process's end does it
     return finalizer
 
 
 def _give_back(
-    pid: int, channel: SessionChannel | None, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]
+    pid: int, channel: SessionChannel | None, sockets: Sequence[Closable], context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     if channel is not None:
         if os.getpid() == pid:
             channel.end()
         channel.close()
-    socket.close()  # these two do nothing in a forked child
+    for socket in sockets:
+        socket.close()  # zmq's, and its context's end, do nothing in a forked child
     context.term()

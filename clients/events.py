@@ -9,6 +9,7 @@ On a device an event is an interprocess event that is recorded on the stream whi
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.clients.arguments import wrong_kind
+from kvferry.clients.arguments import whole, wrong_kind
+from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.event_points import EventPoint
@@ -39,7 +41,7 @@ class RingEvent(NamedTuple):
     event: torch.Event
 
 
-class EventRing:
+class EventRing(OfOneProcess):
     """One session's ring; made by ``open_events``. Any thread may use it, also one that does not have the client."""
 
     def __init__(self, region: HostRegion, eventfd: int, events: Sequence[RingEvent] = ()) -> None:
@@ -116,21 +118,23 @@ class EventRing:
         self._check_open()
         if not isinstance(step, LayerStep | EventPoint):
             raise wrong_kind(step, "step or point, as the ring makes them", "step")
-        if not 0 <= step.event < len(self._promised):
+        slot = whole(step.event, "step.event", least=-math.inf)
+        value = whole(step.value, "step.value", least=-math.inf)
+        if not 0 <= slot < len(self._promised):
             raise InvalidFieldError(
-                f"this ring has no event {step.event}: it is a step of another ring, or made by hand", field="step"
+                f"this ring has no event {slot}: it is a step of another ring, or made by hand", field="step"
             )
-        if int(self._counters[step.event]) != step.value - 1:
+        if int(self._counters[slot]) != value - 1:
             raise InvalidFieldError(
-                f"event {step.event} stands at {self._counters[step.event]}, the step's is {step.value}: record each "
-                "once, in the order in which they were made",
+                f"event {slot} stands at {self._counters[slot]}, the step's is {value}: record each once, in the order "
+                "in which they were made",
                 field="step",
             )
         if self._events:
-            card, event = self._events[step.event]
+            card, event = self._events[slot]
             # Before the daemon is told, which else finds the event as it was.
             card.vendor.record(event, stream or card.current_stream())
-        self._counters[step.event] = step.value
+        self._counters[slot] = value
         os.eventfd_write(self._eventfd, 1)
 
     def _check_open(self) -> None:

@@ -11,8 +11,9 @@ import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import NoReturn, SupportsIndex
 
-from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, ForkedError
+from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, ForkedError, MisuseError
 
 
 def check_process(pid: int) -> None:
@@ -23,6 +24,22 @@ def check_process(pid: int) -> None:
     """
     if os.getpid() != pid:
         raise ForkedError(f"process {pid} opened this client, not its child {os.getpid()}")
+
+
+class OfOneProcess:
+    """What can be neither copied nor pickled: a second one would share the first one's sockets and memory."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Say what to do instead.
+
+        Raises:
+            MisuseError: always.
+        """
+        kind = type(self).__name__
+        raise MisuseError(
+            f"{kind} belongs to the process that made it, and is neither copied nor pickled: hand the runtime_dir and "
+            "the pool's name to the other process, connect and attach there"
+        )
 
 
 class ExclusiveUse:

@@ -56,7 +56,7 @@ def block_hashes(
             hash.
     """
     block_tokens = whole(block_tokens, "block_tokens", least=1)
-    if parent is not None and (type(parent), len(parent)) != (bytes, HASH_BYTES):
+    if parent is not None and (type(parent) is not bytes or len(parent) != HASH_BYTES):
         raise InvalidFieldError(f"{shown(parent)} is no hash of {HASH_BYTES} bytes", field="parent")
     if not isinstance(salt, bytes):
         raise InvalidFieldError(f"{shown(salt)} is no bytes: give salt.encode()", field="salt")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.clients.arguments import mapping, pool_spec
+from kvferry.clients.elements import import_torch
 from kvferry.pools.arrays import Held, arrays_of, check_apart, check_form, check_storage
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import InvalidFieldError
@@ -31,6 +32,7 @@ def lent_tensors(
     Raises:
         InvalidFieldError: a tensor is not exactly what the spec needs, or shares bytes with another one.
         DuplicateEntryError, UncoveredEntryError: some layer is in two tensors, or in none.
+        TorchMissingError: torch is not installed, so they are no tensors.
     """
     keys = [_parts(key) for key in mapping(tensors, "(component, role) to tensor", "tensors")]
     arrays = arrays_of(manifest_of(pool_spec(spec)), keys)
@@ -49,9 +51,8 @@ def lent_tensors(
 
 
 def _form(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], str]:  # noqa: ANN401  an engine may give anything
-    import torch  # noqa: PLC0415  whoever lends a tensor has imported it
-
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+    backend = import_torch()
+    if not isinstance(tensor, backend.Tensor) or tensor.layout is not backend.strided:
         raise InvalidFieldError(f"{name} is {type(tensor).__name__}, not a strided torch.Tensor", field=name)
     return tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch.")
 

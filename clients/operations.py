@@ -227,7 +227,7 @@ def update_tables(
         raise wrong_kind(bound, "pair of lists: full pages, and the window pages that they get", "bound")
     whole_rows = {
         whole(row, "rows"): page_ids(ids, f"rows[{row}]")
-        for row, ids in mapping(rows or {}, "row to ids", "rows").items()
+        for row, ids in mapping({} if rows is None else rows, "row to ids", "rows").items()
     }
     counts = [len(ids) for ids in whole_rows.values()]
     given = [

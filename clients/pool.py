@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from kvferry.clients.arguments import text, wrong_kind
 from kvferry.clients.elements import array_dtype, import_torch, torch_dtype
+from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.pools.arrays import Array, array_of
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class AttachedPool:
+class AttachedPool(OfOneProcess):
     """A mapped pool. On the host, what is seen of it stays valid as long as it is referenced, also after its deletion.
 
     On a card it is valid until ``close``: graphs that were captured over tensors need it mapped as long as they live.
@@ -53,6 +55,7 @@ class AttachedPool:
         Raises:
             InvalidFieldError: the pool has no such component.
         """
+        text(component, "component")
         for entry in self.manifest.entries:
             if entry.component == component:
                 return entry.page_tokens
@@ -64,6 +67,7 @@ class AttachedPool:
         Raises:
             InvalidFieldError: the pool has no such component.
         """
+        text(component, "component")
         for one in self.manifest.components:
             if one.name == component:
                 return one.space
@@ -71,7 +75,8 @@ class AttachedPool:
 
     def layers(self, component: str, role: str) -> tuple[int, ...]:
         """Return the model's numbers of the layers that ``tensor`` has for a role, in its order; () without any."""
-        return tuple(e.layer for e in self.manifest.entries if (e.component, e.role) == (component, role))
+        wanted = text(component, "component"), text(role, "role")
+        return tuple(e.layer for e in self.manifest.entries if (e.component, e.role) == wanted)
 
     @property
     def device(self) -> str:
@@ -86,7 +91,7 @@ class AttachedPool:
 
     def entry_tensor(self, entry: Entry) -> torch.Tensor:
         """Return one entry as a tensor of ``entry.shape`` and ``entry.dtype``, sharing the pool's memory."""
-        return self._tensor(array_of(self.manifest, entry.component, entry.role, entry.layer))
+        return self._tensor(self._entry(entry))
 
     def tensor(self, component: str, role: str) -> torch.Tensor:
         """Return all layers of a role as one tensor, sharing the pool's memory.
@@ -101,11 +106,11 @@ class AttachedPool:
             InvalidFieldError: the pool has no such entries.
             TorchMissingError: torch is not installed, or older than the pool's dtype; on the host ``array`` needs none.
         """
-        return self._tensor(array_of(self.manifest, component, role))
+        return self._tensor(self._layers(component, role))
 
     def entry_array(self, entry: Entry) -> npt.NDArray[Any]:
         """Return one entry as an array of ``entry.shape``, sharing the pool's memory; see ``array``."""
-        return self._array(array_of(self.manifest, entry.component, entry.role, entry.layer))
+        return self._array(self._entry(entry))
 
     def array(self, component: str, role: str) -> npt.NDArray[Any]:
         """Return all layers of a role as one numpy array of ``tensor``'s shape, sharing the pool's memory.
@@ -115,11 +120,19 @@ class AttachedPool:
         Raises:
             InvalidFieldError: the pool has no such entries, or is on a card.
         """
-        return self._array(array_of(self.manifest, component, role))
+        return self._array(self._layers(component, role))
 
     def close(self) -> None:
         """Give the descriptor back; host memory stays mapped while tensors use it, a card's is unmapped at once."""
         self.region.close()
+
+    def _entry(self, entry: Entry) -> Array:
+        if not isinstance(entry, Entry):
+            raise wrong_kind(entry, "entry, as manifest.entries has them", "entry")
+        return array_of(self.manifest, entry.component, entry.role, entry.layer)
+
+    def _layers(self, component: str, role: str) -> Array:
+        return array_of(self.manifest, text(component, "component"), text(role, "role"))
 
     def _tensor(self, array: Array) -> torch.Tensor:
         backend = import_torch()

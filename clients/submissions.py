@@ -15,9 +15,10 @@ from typing import Final, Generic, TypeVar
 import numpy.typing as npt
 
 from kvferry.clients import operations, tier_operations
-from kvferry.clients.arguments import wrong_kind
+from kvferry.clients.arguments import seconds, wrong_kind
 from kvferry.clients.connection import REPLY_MARGIN_S, Connection, milliseconds
 from kvferry.clients.devices import EngineDevices
+from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.clients.operations import Cells, Operation, Pages
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.tables import Tables, tables_name
@@ -55,7 +56,18 @@ class PendingReply(Generic[T]):
         return f"<PendingReply {self.message_id} to {type(self.operation.body).__name__}>"
 
 
-class Submissions(ABC):
+def times_of(operation: Operation[T], deadline_s: float, margin_s: float) -> tuple[int, float]:
+    """Return an operation's deadline as it travels, and for how many seconds its reply is waited for.
+
+    Raises:
+        InvalidFieldError: it is no operation, or one of the times no number of seconds.
+    """
+    if not isinstance(operation, Operation):
+        raise wrong_kind(operation, "Operation, as kvferry.clients.operations makes them", "operation")
+    return milliseconds(deadline_s), seconds(deadline_s, "deadline_s") + seconds(margin_s, "margin_s")
+
+
+class Submissions(OfOneProcess, ABC):
     """One session, in as far as nothing waits."""
 
     _use: AbstractContextManager[None]
@@ -97,11 +109,11 @@ class Submissions(ABC):
 
     def _begin(self, operation: Operation[T], *, deadline_s: float = DEFAULT_DEADLINE_S) -> PendingReply[T]:
         """Send a request, in a call that is under way."""
-        deadline_ms = milliseconds(deadline_s)
+        deadline_ms, timeout_s = times_of(operation, deadline_s, REPLY_MARGIN_S)
         outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
         self._expect(outgoing.message_id)
         self._put(outgoing)
-        return PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + REPLY_MARGIN_S)
+        return PendingReply(self._core.token, operation, outgoing.message_id, timeout_s)
 
     # -- hand-offs
 
@@ -336,7 +348,7 @@ class Submissions(ABC):
             self._put(outgoing)
         return work
 
-    def _expect(self, message_id: int) -> None:  # noqa: B027  there may be nothing to prepare
+    def _expect(self, message_id: int) -> None:
         """Prepare for a reply that somebody will wait for."""
 
     def _check_pending(self, pending: PendingReply[T]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from kvferry.clients import operations
-from kvferry.clients.arguments import device_names, pool_spec, seconds, whole
+from kvferry.clients.arguments import device_names, pool_spec, seconds, truth, whole
 from kvferry.clients.connection import Connection, find_runtime_dir
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
@@ -77,9 +77,9 @@ class Client(SyncTiers):
             VersionMismatchError: it speaks other versions of the protocol.
         """
         hello, names = operations.hello(name), device_names(devices)
-        timeout_s = seconds(timeout_s, "timeout_s")
+        timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = find_runtime_dir(runtime_dir)
-        channel = SessionChannel.open(directory, name) if session else None
+        channel = SessionChannel.open(directory, str(name)) if session else None
         client = cls(Connection(directory, channel, names))
         try:
             client.welcome = client.call(hello, deadline_s=timeout_s, margin_s=0.0)

@@ -5,7 +5,9 @@ Knows no kind of request: the client's own methods are in ``sync_client``. One t
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -19,17 +21,17 @@ from kvferry.clients.connection import (
     REPLY_MARGIN_S,
     Connection,
     given_back_with,
-    milliseconds,
     open_control_socket,
 )
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.clients.operations import Operation
-from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions
+from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions, times_of
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, MisuseError
 from kvferry.protocol.session_messages import ShareFollows
 
 NOBLOCK = int(zmq.NOBLOCK)  # an enum costs a microsecond at every use
+CLOSED = "the client was closed while this call waited"
 T = TypeVar("T")
 
 
@@ -47,8 +49,12 @@ class SyncRequests(Submissions):
         self._poller.register(self._socket, zmq.POLLIN)
         if self._channel is not None:
             self._poller.register(self._channel.socket.fileno(), zmq.POLLIN)
+        # Where no session's socket can, these two wake a call that waits when the client is closed.
+        self._bell: tuple[socket.socket, ...] = socket.socketpair() if self._channel is None else ()
+        for one in self._bell:
+            self._poller.register(one.fileno(), zmq.POLLIN)
         self._replies: dict[int, ReplyArrived] = {}
-        self._give_back = given_back_with(self, self._channel, self._socket, self._context)
+        self._give_back = given_back_with(self, self._channel, (self._socket, *self._bell), self._context)
         self._use = ExclusiveUse(self._end, self._release)
 
     def __enter__(self) -> Self:
@@ -83,6 +89,9 @@ class SyncRequests(Submissions):
     def _end(self) -> None:
         if self._channel is not None:
             self._channel.end()  # wakes the call that is under way, if any
+        for one in self._bell:
+            with contextlib.suppress(OSError):  # another thread has closed the client at the same time
+                one.shutdown(socket.SHUT_RDWR)
 
     def _release(self) -> None:
         self._give_back()
@@ -160,16 +169,14 @@ class SyncRequests(Submissions):
 
         ``said`` is what the session socket has to say of it before.
         """
-        deadline_ms = milliseconds(deadline_s)
+        deadline_ms, timeout_s = times_of(operation, deadline_s, margin_s)
         outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
         if said is not None and self._channel is not None:
             frames = said(outgoing.message_id)
             if frames:
                 self._channel.say(frames)
         self._put(outgoing)
-        return outgoing, self._reply(
-            PendingReply(self._core.token, operation, outgoing.message_id, deadline_s + margin_s)
-        )
+        return outgoing, self._reply(PendingReply(self._core.token, operation, outgoing.message_id, timeout_s))
 
     def _put(self, outgoing: Outgoing) -> None:
         self._socket.send_multipart(outgoing.frames, NOBLOCK)
@@ -192,12 +199,14 @@ class SyncRequests(Submissions):
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
         if not ready:
             return False
-        if ready[0][0] is not self._socket and self._channel is not None:
+        if ready[0][0] is not self._socket:
+            if self._channel is None:
+                raise ClientClosedError(CLOSED)
             try:
                 self._channel.receive()
             except DaemonLostError:
                 if self._use.closing:
-                    raise ClientClosedError("the client was closed while this call waited") from None
+                    raise ClientClosedError(CLOSED) from None
                 if not self._socket.poll(LAST_WORDS_MS):
                     raise
             else:

@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.attention.host_lengths import HostLengths, HostLengthsReader
-from kvferry.clients.arguments import wrong_kind
+from kvferry.clients.arguments import text, whole, wrong_kind
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.elements import import_torch
+from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
@@ -39,7 +40,7 @@ _SHAPES: Final = {"block_tables": 2, "block_tables_swa": 2, "seq_lens": 1}
 """Dimensions of each table."""
 
 
-class Tables:
+class Tables(OfOneProcess):
     """Tables of one captured model; made by ``create_tables``. Tensors are valid until ``close``.
 
     Attributes:
@@ -99,7 +100,7 @@ class Tables:
             raise InvalidFieldError(
                 f"the tables are on {self.device}, and numpy sees host memory only: use the tensors", field="device"
             )
-        start: int | None = getattr(self._created, name) if name in _SHAPES else None
+        start: int | None = getattr(self._created, name) if text(name, "name") in _SHAPES else None
         if start is None:
             raise InvalidFieldError(f"these tables have no {name!r}", field="name")
         shape = (self._max_batch, self.columns)[: _SHAPES[name]]
@@ -123,9 +124,14 @@ class Tables:
         Args:
             draft_step: of a multi-step draft, whose step i reads i + 1 tokens more; None for decode and verify.
             operators: how many attention operators the graph has; 1 is enough where all take the same lengths.
+
+        Raises:
+            InvalidFieldError: one of them is no whole number, or negative.
         """
+        operators = whole(operators, "operators")
+        step = None if draft_step is None else whole(draft_step, "draft_step")
         lengths = self.host_lengths()
-        kv = lengths.for_update() if draft_step is None else lengths.for_draft_step(draft_step)
+        kv = lengths.for_update() if step is None else lengths.for_draft_step(step)
         return [{"actual_seq_lengths_kv": kv} for _ in range(operators)]
 
     def order(self, stream: torch.Stream | None = None) -> None:

@@ -15,7 +15,7 @@ from kvferry.protocol.cache_messages import Load, Store
 from kvferry.protocol.client_works import TierWork
 from kvferry.protocol.codec import Frames, IncomingReply, PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Event, Request
-from kvferry.protocol.errors import KvferryError, OverloadedError, raised
+from kvferry.protocol.errors import KvferryError, MisuseError, OverloadedError, raised
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.requests import Busy, ErrorReply, RequestBody
@@ -88,12 +88,12 @@ class HandOff:
 
         Raises:
             KvferryError: it failed or was refused.
-            ValueError: it is not finished yet.
+            MisuseError: it is not finished yet.
         """
         if self.error is not None:
             raise self.error
         if self.finished is None:
-            raise ValueError(f"{self!r} is not finished")
+            raise MisuseError(f"{self!r} is not finished: wait_finished waits for it, is_finished says whether it is")
         return self.finished
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import KvferryError, raised
+from kvferry.protocol.errors import KvferryError, MisuseError, raised
 from kvferry.protocol.tier_messages import TierDone, WorkKind
 
 
@@ -61,12 +61,12 @@ class TierWork:
 
         Raises:
             KvferryError: it failed or was refused.
-            ValueError: it is not done yet.
+            MisuseError: it is not done yet.
         """
         if self.error is not None:
             raise self.error
         if self.done is None:
-            raise ValueError(f"{self!r} is not done")
+            raise MisuseError(f"{self!r} is not done: wait_done waits for it, is_done says whether it is")
         return self.done
 
     def end(self, done: TierDone, ids: tuple[PageIds, ...]) -> None:

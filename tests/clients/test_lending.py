@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from kvferry.clients import AttachedPool, DraftSpec, HybridSwaSpec, MambaSpec, M
 from kvferry.clients.lending import lent_tensors
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.protocol.errors import InvalidFieldError, KvferryError, UncoveredEntryError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, TorchMissingError, UncoveredEntryError
 from kvferry.protocol.manifests import PoolSpec
 
 MHA: Final = MhaSpec(
@@ -181,3 +183,10 @@ def test_what_cannot_be_compared_is_named(tensors: Any, error: type[KvferryError
     with pytest.raises(error) as refused:
         lent_tensors(MHA, tensors)
     assert refused.value.field == field
+
+
+def test_without_torch_nothing_can_be_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays: Any = {("main", role): np.zeros(1) for role in ("k", "v")}
+    monkeypatch.setitem(sys.modules, "torch", None)  # what an import of it finds
+    with pytest.raises(TorchMissingError, match="not installed"):
+        lent_tensors(MHA, arrays)

@@ -8,12 +8,17 @@ One table for both clients, and one daemon for all. A type checker finds many of
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import os
+import pickle
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from decimal import Decimal
+from fractions import Fraction
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -35,6 +40,7 @@ from kvferry.clients import (
     pages_wanted,
     slots_from_pages,
 )
+from kvferry.clients.operations import ping
 from kvferry.protocol.errors import (
     ClientClosedError,
     DuplicatePageError,
@@ -56,12 +62,15 @@ from kvferry.protocol.errors import (
     UnknownSnapshotError,
     UnknownTablesError,
 )
+from kvferry.protocol.event_points import EventPoint
+from kvferry.protocol.session_messages import Ping
 from tests.daemons import DaemonProcess, running_daemon
 
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 TINY: Final = msgspec.structs.replace(SPEC, tokens=8)
 RID: Final = new_request_id()
 SOON_S: Final = 20.0
+ARRAY: Final = np.array([1, 2])
 replace = msgspec.structs.replace
 
 
@@ -218,6 +227,15 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "tensors without names": wrong(
         lambda w: w.client.lend_pool("x", SPEC, [torch.zeros(1)], device="npu:0"), "tensors", "(component, role)"
     ),
+    "a word for an entry": wrong(lambda w: w.pool.entry_array("k"), "entry", "'k' is no entry, as manifest.entries"),
+    "a number for an entry": wrong(lambda w: w.pool.entry_tensor(0), "entry", "0 is no entry"),
+    "an array for a component": wrong(lambda w: w.pool.array(ARRAY, "k"), "component", "array([1, 2]) is no text"),
+    "an array for a tensor's component": wrong(lambda w: w.pool.tensor(ARRAY, "k"), "component", "is no text"),
+    "an array for a role": wrong(lambda w: w.pool.array("main", ARRAY), "role", "is no text"),
+    "layers of an array": wrong(lambda w: w.pool.layers(ARRAY, "k"), "component", "is no text"),
+    "layers of a role that is an array": wrong(lambda w: w.pool.layers("main", ARRAY), "role", "is no text"),
+    "tokens of an array": wrong(lambda w: w.pool.page_tokens(ARRAY), "component", "is no text"),
+    "the space of an array": wrong(lambda w: w.pool.space_of(ARRAY), "component", "is no text"),
     "numbers for tensors": wrong(
         lambda w: w.client.lend_pool("x", SPEC, {("main", "k"): 5, ("main", "v"): 5}, device="npu:0"),
         "main/k",
@@ -257,6 +275,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "a truth for a count": wrong(lambda w: w.client.allocate(w.p, count=True), "count", "got `bool`"),
     "None for a count": wrong(lambda w: w.client.allocate(w.p, None), "count", "got `None`"),
     "too many to count": wrong(lambda w: w.client.allocate(w.p, 2**70), "count", ""),
+    "too many to show": wrong(lambda w: w.client.allocate(w.p, 10**5000), "count", "a int is no"),
     "an unknown space": Mistake(lambda w: w.client.allocate(w.p, 1, "swa"), UnknownComponentError, "space", "but main"),
     "freeing twice": Mistake(lambda w: w.client.free(w.p, w.freed), NotOwnerError, "pages", "freed before"),
     "freeing another's": Mistake(lambda w: w.client.free(w.p, w.theirs), NotOwnerError, "pages", "another session's"),
@@ -316,6 +335,12 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "waiting for None": wrong(lambda w: w.client.wait_settled(None), "hand_off", "None is no hand-off"),
     "waiting for a work": wrong(lambda w: w.client.wait_finished(w.work), "hand_off", "for wait_done"),
     "waiting for another's": wrong(lambda w: w.client.wait_finished(w.their_room), "hand_off", "another client's"),
+    "the outcome of what is under way": Mistake(
+        lambda w: w.room.outcome(), MisuseError, "", "is not finished: wait_finished waits for it"
+    ),
+    "the outcome of a work under way": Mistake(
+        lambda w: w.client.offload(w.p, [pages(w.ids)]).outcome(), MisuseError, "", "is not done: wait_done waits"
+    ),
     "cancelling a request id": wrong(lambda w: w.client.cancel(RID), "hand_off", "is no hand-off"),
     "cancelling another's": wrong(lambda w: w.client.cancel(w.their_room), "hand_off", "another client's"),
     "a result of no side": wrong(lambda w: w.client.result(w.p, RID, "both"), "side", "'both'"),
@@ -330,6 +355,12 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "for ever": wrong(lambda w: w.client.create_pool("x", SPEC, deadline_s=math.inf), "deadline_s", "inf seconds"),
     "None for a deadline": wrong(lambda w: w.client.offload(w.p, [pages([1])], deadline_s=None), "deadline_s", "None"),
     "a text for a deadline": wrong(lambda w: w.client.cancel(w.room, deadline_s="5"), "deadline_s", "'5' is no"),
+    "a deadline beyond floats": wrong(
+        lambda w: w.client.send(w.p, RID, [pages([1])], deadline_s=10**400), "deadline_s", "inf seconds; give from 0"
+    ),
+    "a deadline far below 0": wrong(lambda w: w.client.call(ping(), deadline_s=-(10**400)), "deadline_s", "-inf"),
+    "a time-out beyond floats": wrong(lambda w: w.client.poll(10**400), "timeout_s", "inf seconds"),
+    "a text for a margin": wrong(lambda w: w.client.call(ping(), margin_s="x"), "margin_s", "'x' is no number"),
     "a negative time-out": wrong(lambda w: w.client.wait_finished(w.room, -0.5), "timeout_s", "-0.5 seconds"),
     "None for a time-out": wrong(lambda w: w.client.wait_settled(w.room, None), "timeout_s", "None is no number"),
     "polling for None": wrong(lambda w: w.client.poll(None), "timeout_s", "None is no number"),
@@ -342,6 +373,14 @@ MISTAKES: Final[dict[str, Mistake]] = {
     ),
     "a length for lengths": wrong(lambda w: w.client.update_tables(w.tables, 5), "lengths", "5 is no list"),
     "a list for rows": wrong(lambda w: w.client.update_tables(w.tables, [1], rows=[[1]]), "rows", "mapping of row"),
+    "an array for rows": wrong(lambda w: w.client.update_tables(w.tables, [1], rows=ARRAY), "rows", "mapping of row"),
+    "a tensor for rows": wrong(
+        lambda w: w.client.update_tables(w.tables, [1], rows=torch.tensor([1, 2])), "rows", "mapping of row"
+    ),
+    "a word for operators": wrong(lambda w: w.tables.graph_inputs(operators="x"), "operators", "whole number"),
+    "a word for a step": wrong(lambda w: w.tables.graph_inputs(draft_step="x"), "draft_step", "whole number"),
+    "an array for a step": wrong(lambda w: w.tables.graph_inputs(draft_step=ARRAY), "draft_step", "whole number"),
+    "an array for a table": wrong(lambda w: w.tables.array(ARRAY), "name", "is no text"),
     "a word for a row": wrong(lambda w: w.client.update_tables(w.tables, [1], rows={"a": [1]}), "rows", "whole number"),
     "a page for a row's pages": wrong(lambda w: w.client.update_tables(w.tables, [1], rows={0: 4}), "rows[0]", "[id]"),
     "a tuple for cells": wrong(
@@ -372,6 +411,12 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "looking twice": wrong(lambda w: w.client.is_ready(w.taken), "pending", "keep what wait returned"),
     "recording twice": wrong(lambda w: w.ring.record(w.recorded), "step", "record each once"),
     "recording a layer": wrong(lambda w: w.ring.record(3), "step", "3 is no step"),
+    "recording words": wrong(
+        lambda w: w.ring.record(EventPoint(event="0", value="1")), "step.event", "'0' is no whole number"
+    ),
+    "recording the word for a value": wrong(
+        lambda w: w.ring.record(EventPoint(event=0, value="1")), "step.value", "'1' is no whole number"
+    ),
     "a ring of no card": wrong(lambda w: w.client.open_events("gpu:0"), "device", "npu:N or cuda:N"),
     "a ring of no events": wrong(lambda w: w.client.open_events("npu:0", events=0), "events", "give 1 or more"),
     # -- tiers
@@ -395,11 +440,15 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "half a block": wrong(lambda _: block_hashes([1, 2], 1.5), "block_tokens", "whole number"),
     "words to hash": wrong(lambda _: block_hashes("abc", 1), "tokens", "no list of integers"),
     "a salt that is a word": wrong(lambda _: block_hashes([1], 1, salt="user"), "salt", "salt.encode()"),
+    "a parent that is a number": wrong(lambda _: block_hashes([1, 2], 1, parent=5), "parent", "5 is no hash"),
     "a parent that is no hash": wrong(lambda _: block_hashes([1], 1, parent="0" * 16), "parent", "no hash"),
     "slots of pages of a word": wrong(lambda _: pages_from_slots([1], "4"), "page_size", "whole number"),
     "slots that are words": wrong(lambda _: pages_from_slots(["a"], 4), "slots", "no list of integers"),
     "tokens that are no number": wrong(lambda _: slots_from_pages([1], 4, None), "tokens", "whole number"),
     # -- clients
+    "a word for an operation": wrong(lambda w: w.client.call("PING"), "operation", "'PING' is no Operation, as"),
+    "a message for an operation": wrong(lambda w: w.client.call(Ping()), "operation", "Ping() is no Operation, as"),
+    "beginning nothing": wrong(lambda w: w.client.begin(None), "operation", "None is no Operation, as"),
     "after close": Mistake(lambda w: w.closed.allocate(w.p, 1), ClientClosedError, "", "connect again"),
     "sending after close": Mistake(
         lambda w: w.closed.send(w.p, RID, [pages([1])]), ClientClosedError, "", "the client was closed"
@@ -410,6 +459,14 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "no connect": Mistake(lambda w: w.kind(w.runtime_dir), MisuseError, "", "connect(runtime_dir, name=...)"),
     "no connect, by name": Mistake(lambda w: w.kind(name="x"), MisuseError, "", "connect(runtime_dir, name=...)"),
     "a number for a folder": wrong(lambda w: w.kind.connect(5), "runtime_dir", "5 is no path"),
+    "a folder with a NUL": wrong(lambda w: w.kind.connect("a\0b"), "runtime_dir", "is no path"),
+    "a folder with half a character": wrong(lambda w: w.kind.connect("\ud800"), "runtime_dir", "is no path"),
+    "an array for a session": wrong(
+        lambda w: w.kind.connect(w.runtime_dir, session=ARRAY), "session", "array([1, 2]) is no True or False"
+    ),
+    "a date for a client's name": wrong(
+        lambda w: w.kind.connect(w.runtime_dir, name=np.datetime64("2020-01-01")), "name", "no value that can be sent"
+    ),
     "a number for a client's name": wrong(lambda w: w.kind.connect(w.runtime_dir, name=5), "name", "Expected `str`"),
     "a list of devices": wrong(lambda w: w.kind.connect(w.runtime_dir, devices=["npu:0"]), "devices", "mapping of"),
     "devices by number": wrong(lambda w: w.kind.connect(w.runtime_dir, devices={3: 0}), "devices", "pair of names"),
@@ -447,6 +504,50 @@ def test_an_unawaited_call_as_an_argument_is_named(worlds: dict[str, World]) -> 
             unawaited.close()
 
     worlds["AsyncClient"].runner.run(call())
+
+
+UNAWAITED: Final[dict[str, Callable[[Any], object]]] = {
+    "a call": lambda c: c.ping(),
+    "a call with arguments": lambda c: c.create_pool("x", SPEC),
+    "a call that returns at once": lambda c: c.update_tables(None, []),
+    "a send": lambda c: c.send("p", "r", []),
+    "a send by names": lambda c: c.send(pool="p", request_id="r", lists=[]),
+    "what the daemon said": lambda c: c.welcome,
+    "a property": lambda c: c.boot_id,
+}
+
+
+@pytest.mark.parametrize("name", UNAWAITED)
+def test_a_client_that_nobody_awaited_is_named(own_daemon: DaemonProcess, name: str) -> None:
+    connecting = AsyncClient.connect(own_daemon.runtime_dir)
+    try:
+        with pytest.raises(MisuseError, match="await it first"):
+            UNAWAITED[name](connecting)
+        assert not hasattr(connecting, "no_name_of_a_clients")
+    finally:
+        connecting.close()
+
+
+AWAITED: Final[dict[str, Callable[[Any], Any]]] = {
+    "await": lambda c: c,
+    "a task": asyncio.ensure_future,
+    "async with": lambda c: c.__aenter__(),
+}
+
+
+@pytest.mark.parametrize("first", AWAITED)
+@pytest.mark.parametrize("second", AWAITED)
+def test_a_connection_is_awaited_once(
+    worlds: dict[str, World], own_daemon: DaemonProcess, first: str, second: str
+) -> None:
+    async def connect() -> None:
+        connecting = AsyncClient.connect(own_daemon.runtime_dir)
+        async with await AWAITED[first](connecting) as client:
+            with pytest.raises(MisuseError, match="awaited before: keep the client"):
+                await AWAITED[second](connecting)
+            assert await client.ping() > 0
+
+    worlds["AsyncClient"].runner.run(connect())
 
 
 def test_the_wrong_kind_of_with(worlds: dict[str, World], own_daemon: DaemonProcess) -> None:
@@ -492,6 +593,43 @@ def test_numbers_of_numpy_and_torch_are_numbers(world: World) -> None:
     assert len(block_hashes(torch.arange(8), np.int64(4))) == 2
     assert world.call("free", name, ids.astype(np.uint64)).freed == 4
     world.call("delete_pool", name)
+    named = world.run(lambda world: world.kind.connect(world.runtime_dir, name=np.str_("n"), session=np.bool_(True)))  # noqa: FBT003
+    assert "n" in {one.name for one in world.call("status").sessions}
+    world.run(lambda _: named.close())
+
+
+SECONDS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "call": lambda w, time_s: w.client.call(ping(), deadline_s=time_s, margin_s=time_s),
+    "begin": lambda w, time_s: w.client.wait(w.client.begin(ping(), deadline_s=time_s)),
+    "create_pool": lambda w, time_s: w.client.create_pool(w.p, SPEC, deadline_s=time_s),
+    "open_events": lambda w, time_s: w.client.open_events(deadline_s=time_s),
+    "cache_events": lambda w, time_s: w.client.cache_events(1, timeout_s=time_s * 0),
+    "update_tables": lambda w, time_s: w.client.wait(w.client.update_tables(w.tables, [], deadline_s=time_s)),
+    "poll": lambda w, time_s: w.client.poll(time_s * 0),
+}
+
+
+@pytest.mark.parametrize("seconds", [Decimal("20.5"), Fraction(41, 2), 20])
+@pytest.mark.parametrize("name", SECONDS)
+def test_a_time_is_any_number(world: World, name: str, seconds: object) -> None:
+    world.run(lambda world: SECONDS[name](world, seconds))
+
+
+COPIES: Final[dict[str, Callable[[object], object]]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "an old pickle": lambda one: pickle.dumps(one, 0),
+    "what spawn does": ForkingPickler.dumps,
+}
+
+
+@pytest.mark.parametrize("what", ["client", "closed", "pool", "ring", "tables"])
+@pytest.mark.parametrize("how", COPIES)
+def test_what_belongs_to_a_process_is_not_copied(world: World, what: str, how: str) -> None:
+    one = getattr(world, what)
+    with pytest.raises(MisuseError, match=f"{type(one).__name__} belongs to .*: hand .* connect and attach there"):
+        COPIES[how](one)
 
 
 def test_a_hybrid_pool_names_the_space_that_is_full(world: World) -> None:

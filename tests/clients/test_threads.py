@@ -140,6 +140,26 @@ def test_any_thread_may_close(
         assert len(other.allocate(name, 16)) == 16
 
 
+@pytest.mark.parametrize("session", [True, False])
+def test_closing_ends_a_call_that_waits_also_without_a_session(
+    daemon: DaemonProcess, helper: ThreadPoolExecutor, *, session: bool
+) -> None:
+    client = Client.connect(daemon.runtime_dir, session=session)
+
+    def poll_in_turn() -> None:
+        while True:
+            try:
+                client.poll(2 * SOON_S)
+            except ConcurrentUseError:
+                continue
+
+    waiting = helper.submit(poll_in_turn)
+    refused(client.poll)
+    client.close()
+    with pytest.raises(ClientClosedError, match="while this call waited"):
+        waiting.result(SOON_S)
+
+
 def test_a_failed_wait_gives_the_client_back(client: Client, helper: ThreadPoolExecutor, name: str) -> None:
     client.create_pool(name, MhaSpec(layers=1, tokens=8, page_size=4, kv_heads=1, head_dim=4, dtype="float32"))
     room = client.receive(name, new_request_id(), [pages(client.allocate(name, 1))])

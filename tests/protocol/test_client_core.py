@@ -12,7 +12,14 @@ from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Ou
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.errors import MalformedError, OverloadedError, PageBusyError, PageGapError, PeerLostError
+from kvferry.protocol.errors import (
+    MalformedError,
+    MisuseError,
+    OverloadedError,
+    PageBusyError,
+    PageGapError,
+    PeerLostError,
+)
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated
@@ -159,7 +166,7 @@ def states(hand_off: HandOff) -> tuple[str, bool, bool]:
 def test_the_life_of_a_hand_off(core: ClientCore) -> None:
     hand_off, outgoing = begin(core)
     assert states(hand_off) == ("sent", False, False)
-    with pytest.raises(ValueError, match="is not finished"):
+    with pytest.raises(MisuseError, match="is not finished: wait_finished"):
         hand_off.outcome()
     assert changed(reply(core, outgoing, Accepted(generation=1))) is hand_off
     assert states(hand_off) == ("open", False, False)
