@@ -6,19 +6,24 @@ its pool, is only as good as whoever wrote it; addresses and cuts by heads are r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from kvferry.pools.geometry import PAGE_HEADS, dtype_bytes, page_bytes_of, page_rows
+from kvferry.pools.layouts.mla import is_packed
 from kvferry.pools.layouts.parts import FIA_NZ, ND
 from kvferry.pools.scales import check_scales
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import Entry
 
 MAX_ADDRESS = (1 << 63) - 1
-_ND_AXES = {"page_tokens": 1, "heads": 2}
-"""Of ``(pages, page_size, heads, dim)``, ``format`` ND or not given."""
+STATE_ROLES = ("conv", "ssm")
+"""Arrays ``(slots, window, channels)`` and ``(slots, heads, ...)``, without tokens."""
 
-_NZ_AXES = {"page_tokens": 3, "heads": 1}
+_TOKENS = {"page_tokens": 1, "heads": 2}
+"""Of ``(pages, page_size, heads, dim)``, as keys, values and packed rows are, and of the indexer's scales."""
+
+_FRACTALS = {"page_tokens": 3, "heads": 1}
 """Of ``(pages, heads, dim / n, page_size, n)``."""
 
 
@@ -46,8 +51,8 @@ def check_entry(entry: Entry, field: str) -> None:
 def _check_page(entry: Entry) -> None:
     """Check that a page divides into its elements, and into its tokens' heads."""
     element_bytes = 1 if entry.dtype is None else dtype_bytes(entry.dtype)
-    if entry.shape is not None and entry.dtype is not None:
-        page_bytes_of(entry.shape, entry.dtype, entry.pages, entry.page_bytes, entry.name)
+    if entry.shape is not None:
+        _check_elements(entry, entry.shape)
     rows = page_rows(entry)
     cells = 1 if rows is None or _is_of_pages(entry) else rows * (entry.heads or 1)
     if entry.page_bytes % (cells * element_bytes):
@@ -55,6 +60,20 @@ def _check_page(entry: Entry) -> None:
         parts = f"{rows} tokens x {entry.heads or 1} heads" if cells > 1 else "elements"
         raise GeometryMismatchError(
             f"{entry.name}: {entry.page_bytes} bytes do not divide into {parts}{dtype}", field="page_bytes"
+        )
+
+
+def _check_elements(entry: Entry, shape: tuple[int, ...]) -> None:
+    """Check that a page has the bytes of its share of the array's elements, of whatever size where nobody says it."""
+    if entry.dtype is not None:
+        page_bytes_of(shape, entry.dtype, entry.pages, entry.page_bytes, entry.name)
+        return
+    elements, rest = divmod(math.prod(shape), entry.pages)
+    if rest or entry.page_bytes % elements:
+        raise GeometryMismatchError(
+            f"{entry.name}: {entry.page_bytes} bytes a page are no whole number for each of its elements, "
+            f"{math.prod(shape) / entry.pages:g} by its shape",
+            field="page_bytes",
         )
 
 
@@ -74,15 +93,33 @@ def _check_shape(entry: Entry) -> None:
 
 def _axes(entry: Entry, shape: tuple[int, ...]) -> Mapping[str, int]:
     """Return at which axis of the shape which field stands; none of an array whose form is not one of ours."""
-    if entry.format == FIA_NZ:
-        return {"pages": 0, **_NZ_AXES} if len(shape) == 5 else {}  # noqa: PLR2004  see _NZ_AXES
-    if entry.format == PAGE_HEADS:
-        return {"pages": 0, "heads": 1} if len(shape) == 2 else {}  # noqa: PLR2004  (pages, heads)
-    if entry.format not in {None, ND} or len(shape) != 4 or entry.page_tokens is None:  # noqa: PLR2004  see _ND_AXES
+    if not shape or (entry.format not in {None, ND, FIA_NZ, PAGE_HEADS} and not is_packed(entry.format)):
         return {}
-    if shape[:2] == (entry.pages * entry.page_tokens, 1):  # fused infer attention's view: a row is a token
-        return {"heads": 2}
-    return {"pages": 0, **_ND_AXES}
+    if _is_of_tokens(entry, shape):
+        return {"heads": 2} if entry.page_tokens else {}
+    return {"pages": 0, **_page_axes(entry, len(shape))}
+
+
+def _page_axes(entry: Entry, axes: int) -> Mapping[str, int]:
+    """Return the same of what follows the pages; of an array without tokens only its role tells it."""
+    if entry.format == FIA_NZ:
+        return _FRACTALS if axes == 5 else {}  # noqa: PLR2004  see _FRACTALS
+    if entry.format == PAGE_HEADS:
+        return {"heads": 1} if axes == 2 else {}  # noqa: PLR2004  (pages, heads)
+    if entry.role in STATE_ROLES:
+        return {"heads": 1} if entry.role == "ssm" and axes > 1 else {}
+    return _TOKENS if entry.page_tokens and axes == (3 if entry.role == "index_scale" else 4) else {}
+
+
+def _is_of_tokens(entry: Entry, shape: tuple[int, ...]) -> bool:
+    """Return whether the shape may be fused infer attention's view, in which a row is a token, not a page."""
+    if len(shape) != 4 or shape[1] != 1:  # noqa: PLR2004  (tokens, 1, heads, dim)
+        return False
+    if entry.format not in {None, ND} or entry.role in STATE_ROLES:
+        return False
+    if entry.page_tokens is None:
+        return shape[0] % entry.pages == 0
+    return shape[0] == entry.pages * entry.page_tokens
 
 
 def _is_of_pages(entry: Entry) -> bool:

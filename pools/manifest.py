@@ -6,7 +6,7 @@ Two pools with one digest hold the same things in pages of the same form: a page
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -47,7 +47,7 @@ def lay_out(
         if base > MAX_REGION_BYTES:
             raise InvalidFieldError(f"the region would exceed {MAX_REGION_BYTES} bytes", field="tokens")
     check_unique(placed, "entries")
-    _check_optional({entry.component for entry in placed}, optional_components)
+    check_optional({entry.component for entry in placed}, optional_components, "optional_components")
     return Manifest(
         pages=entries[0].pages,
         region_bytes=base,
@@ -79,6 +79,19 @@ def check_unique(entries: Iterable[Entry], field: str) -> None:
         first = seen.setdefault(key_of(entry), index)
         if first != index:
             raise DuplicateEntryError(f"{entry.name} is entry {first} and entry {index}", field=f"{field}[{index}]")
+
+
+def check_optional(components: set[str], optional: Collection[str], field: str) -> None:
+    """Check that what is optional is there, or might be in any pool, and that something is not.
+
+    Raises:
+        InvalidFieldError: an optional component is unknown, or all are optional.
+    """
+    unknown = sorted(set(optional) - components - set(OPTIONAL_COMPONENTS))
+    if unknown:
+        raise InvalidFieldError(f"the pool has no component {unknown[0]!r}", field=field)
+    if components and components <= set(optional):
+        raise InvalidFieldError("a hand-off must bring something: not all can be optional", field=field)
 
 
 def key_of(entry: Entry) -> tuple[str, str, int]:
@@ -118,14 +131,6 @@ def bytes_per_page(manifest: Manifest, space: str | None = None) -> int:
         space = manifest.components[0].space
     inside = {one.name for one in manifest.components if one.space == space}
     return sum(entry.page_bytes for entry in manifest.entries if entry.component in inside)
-
-
-def _check_optional(components: set[str], optional: Sequence[str]) -> None:
-    unknown = sorted(set(optional) - components - set(OPTIONAL_COMPONENTS))
-    if unknown:
-        raise InvalidFieldError(f"the pool has no component {unknown[0]!r}", field="optional_components")
-    if components <= set(optional):
-        raise InvalidFieldError("a hand-off must bring something: not all can be optional", field="optional_components")
 
 
 def _one_space(entries: Sequence[Entry]) -> tuple[Component, ...]:

@@ -7,7 +7,7 @@ the heads that both sides hold, each entry with its own width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +16,7 @@ from kvferry.pools.geometry import PAGE_HEADS, page_rows
 from kvferry.pools.heads import Heads, intersect
 from kvferry.pools.manifest import check_unique, key_of
 from kvferry.pools.scales import check_same_scales
-from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
+from kvferry.protocol.errors import GeometryMismatchError, ScaleMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 
 MUST_AGREE = ("dtype", "format", "page_tokens", "head_start", "heads", "total_heads", "page_bytes")
@@ -27,6 +27,9 @@ MUST_AGREE_SLICED = ("page_tokens", "total_heads", "dtype", "format")
 
 SLICEABLE_FORMATS = (None, "ND", PAGE_HEADS)
 """Physical orders in which one head of one token, or of a page without tokens, is contiguous."""
+
+SCALE_ROLES = {"k": "k_scale", "v": "v_scale", "index_k": "index_scale"}
+"""Whose scales travel under which role."""
 
 
 class HeadSlice(msgspec.Struct, frozen=True):
@@ -66,7 +69,8 @@ def pair_entries(source: Sequence[Entry], destination: Sequence[Entry]) -> Pairi
         DuplicateEntryError: a side has two entries of one (component, role, layer).
         GeometryMismatchError: the entries of a pair differ in a field that both give, or in the bytes of a token's
             head.
-        ScaleMismatchError: the heads that a pair exchanges have other scales on the other side.
+        ScaleMismatchError: the heads that a pair exchanges have other scales on the other side, or only one side has
+            scales that travel with them.
     """
     check_unique(source, "source.entries")
     check_unique(destination, "destination.entries")
@@ -79,6 +83,7 @@ def pair_entries(source: Sequence[Entry], destination: Sequence[Entry]) -> Pairi
             uncovered.append(entry)
         else:
             pairs.append(pair)
+    _check_scales_travel(pairs, by_key, {key_of(entry) for entry in destination})
     return Pairing(tuple(pairs), tuple(uncovered), len(source) - len(pairs))
 
 
@@ -114,6 +119,19 @@ def _pair(source: Entry, destination: Entry, index: int) -> Pair | None:
     _check_agreement(source, destination, index)
     check_same_scales(source, destination, None, None, f"destination.entries[{index}].scales")
     return Pair(source, destination, index)
+
+
+def _check_scales_travel(pairs: Iterable[Pair], source: Container[object], destination: Container[object]) -> None:
+    """Check that scales which travel as entries of their own are there on both sides of what is paired, or on none."""
+    for pair in pairs:
+        entry = pair.destination
+        key = (entry.component, SCALE_ROLES.get(entry.role), entry.layer)
+        if (key in source) != (key in destination):
+            other, bare = ("source", "destination") if key in source else ("destination", "source")
+            raise ScaleMismatchError(
+                f"{entry.name} has scales that travel with its pages ({key[1]}) at the {other}, none at the {bare}",
+                field=f"destination.entries[{pair.destination_index}].scales",
+            )
 
 
 def _heads_of(entry: Entry) -> Heads | None:

@@ -15,6 +15,7 @@ from kvferry.clients.cli.plan_input import (
     PlanInput,
     check_no_shared_lists,
     component_lists,
+    destination_entries_of,
     entries_of,
     shared_lists,
 )
@@ -65,7 +66,7 @@ def dry_run(given: PlanInput) -> DryRun:
         InvalidFieldError, DuplicateEntryError, GeometryMismatchError: the entries do not make a pairing at all.
     """
     source_entries = entries_of(given.source, "source")
-    destination_entries = entries_of(given.destination, "destination")
+    destination_entries = destination_entries_of(given.destination)
     pairing = pair_entries(source_entries, destination_entries)
     lists: list[tuple[str | None, ListedPages | None, ListedPages]]
     if given.has_lists:

@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvferry.attention.state_windows import StateList
 from kvferry.pools.entry_checks import check_entry
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.manifest import OPTIONAL_COMPONENTS
+from kvferry.pools.manifest import OPTIONAL_COMPONENTS, check_optional
 from kvferry.pools.page_checks import check_range
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import InvalidFieldError, UnknownComponentError
@@ -118,6 +118,20 @@ def entries_of(side: PlanSource, name: str) -> tuple[Entry, ...]:
     for index, entry in enumerate(side.entries):
         check_entry(entry, f"{name}.entries[{index}]")
     return side.entries
+
+
+def destination_entries_of(side: PlanDestination) -> tuple[Entry, ...]:
+    """Return the destination's entries, checked, also against what it calls optional.
+
+    Raises:
+        InvalidFieldError: as ``entries_of``, or no entry is of an optional component, or all are.
+        GeometryMismatchError: an entry contradicts itself.
+    """
+    entries = entries_of(side, "destination")
+    if side.optional_components is not None:
+        components = {entry.component for entry in entries}
+        check_optional(components, side.optional_components, "destination.optional_components")
+    return entries
 
 
 def shared_lists(given: PlanInput) -> tuple[ListedPages, ListedPages]:

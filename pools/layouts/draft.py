@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.pools.layouts.parts import DRAFT, Heads, Paged, attention_entries, heads_of
+from kvferry.pools.layouts.parts import DRAFT, Heads, Paged, attention_entries, heads_beside
 from kvferry.pools.scales import KeyValueScales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
@@ -27,7 +27,10 @@ def mha_draft_entries(draft: DraftSpec | None, main: Paged, head_dim: int, v_hea
     if draft is None:
         return []
     check_absent(draft, LATENT_FIELDS, "multi-head attention")
-    part = _part(draft, main, _heads(draft, main.heads))
+    heads = heads_beside(
+        main.heads, draft.head_start, draft.kv_heads, draft.total_heads, draft.replicas, prefix="draft."
+    )
+    part = _part(draft, main, heads)
     own_width = draft.head_dim is not None
     return attention_entries(
         part,
@@ -67,10 +70,3 @@ def _scales(draft: DraftSpec, main: Paged) -> KeyValueScales:
         inherited(draft.v_scale, main.scales.v, "draft.v_scale"),
         "draft.",
     )
-
-
-def _heads(draft: DraftSpec, main: Heads) -> Heads:
-    if draft.kv_heads is None and draft.head_start is None and draft.total_heads is None:
-        return main if draft.replicas is None else msgspec.structs.replace(main, replicas=draft.replicas)
-    count = main.count if draft.kv_heads is None else draft.kv_heads
-    return heads_of(draft.head_start or 0, count, draft.total_heads, draft.replicas or 1, prefix="draft.")

@@ -10,11 +10,11 @@ from __future__ import annotations
 from kvferry.pools.geometry import page_count
 from kvferry.pools.layouts.draft import draft_components, mha_draft_entries
 from kvferry.pools.layouts.parts import (
-    Heads,
     Paged,
     attention_entries,
     check_apart,
     check_ascending,
+    heads_beside,
     heads_of,
     main_component,
 )
@@ -82,7 +82,14 @@ def _window(spec: HybridSwaSpec, full: Paged) -> Paged:
         layers=spec.window_layers,
         pages=page_count(spec.window_tokens, spec.page_size, "window_tokens"),
         page_size=spec.page_size,
-        heads=_window_heads(spec, full.heads),
+        heads=heads_beside(
+            full.heads,
+            spec.window_head_start,
+            spec.window_kv_heads,
+            spec.window_total_heads,
+            spec.window_replicas,
+            prefix="window_",
+        ),
         dtype=spec.dtype,
         view=spec.view,
         scales=_window_scales(spec),
@@ -96,19 +103,6 @@ def _window_scales(spec: HybridSwaSpec) -> KeyValueScales:
         inherited(spec.window_k_scale, spec.k_scale, "window_k_scale"),
         inherited(spec.window_v_scale, spec.v_scale, "window_v_scale"),
         "window_",
-    )
-
-
-def _window_heads(spec: HybridSwaSpec, full: Heads) -> Heads:
-    given = (spec.window_kv_heads, spec.window_head_start, spec.window_total_heads, spec.window_replicas)
-    if given == (None,) * len(given):
-        return full
-    return heads_of(
-        spec.window_head_start or 0,
-        spec.window_kv_heads or full.count,
-        spec.window_total_heads,
-        spec.window_replicas or 1,
-        prefix="window_",
     )
 
 

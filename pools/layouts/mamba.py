@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import msgspec
+
 from kvferry.pools.geometry import MAX_PAGES, dtype_bytes, page_bytes_of, page_count
 from kvferry.pools.layouts.draft import draft_components, mha_draft_entries
 from kvferry.pools.layouts.parts import (
+    FRACTAL_BYTES,
     ND,
     Heads,
     Paged,
@@ -43,13 +46,13 @@ def manifest_of(spec: MambaSpec) -> Manifest:
     check_apart(spec.state_layers, spec.attention_layers, "attention_layers")
     if not spec.state_layers and not spec.attention_layers:
         raise InvalidFieldError("neither state nor attention layers", field="state_layers")
+    has_main = bool(spec.attention_layers or spec.draft)
+    part, head_dim = _attention(spec if has_main else _completed(spec))
     components: list[Component] = []
-    entries: list[Entry] = []
-    if spec.attention_layers or spec.draft:
-        part, head_dim = _attention(spec)
+    if has_main:
         components += [main_component(part.pages), *draft_components(spec.draft, part.pages)]
-        entries += attention_entries(part, head_dim, spec.v_head_dim)
-        entries += mha_draft_entries(spec.draft, part, head_dim, spec.v_head_dim)
+    entries = attention_entries(part, head_dim, spec.v_head_dim)
+    entries += mha_draft_entries(spec.draft, part, head_dim, spec.v_head_dim)
     if spec.state_layers:
         slots = _slots(spec)
         components.append(Component(name=MAMBA, space=MAMBA, pages=slots, kind="state"))
@@ -70,6 +73,18 @@ def _attention(spec: MambaSpec) -> tuple[Paged, int]:
         scales=KeyValueScales(spec.k_scale, spec.v_scale),
     )
     return part, _required(spec.head_dim, "head_dim")
+
+
+def _completed(spec: MambaSpec) -> MambaSpec:
+    """Return the spec of a stage without attention layers with what it need not say of them, to check what it says."""
+    page_size = spec.page_size or spec.tokens or 1
+    return msgspec.structs.replace(
+        spec,
+        page_size=page_size,
+        tokens=spec.tokens or page_size,
+        kv_heads=spec.kv_heads or 1,
+        head_dim=spec.head_dim or FRACTAL_BYTES,
+    )
 
 
 def _slots(spec: MambaSpec) -> int:

@@ -36,6 +36,9 @@ from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import DraftSpec, Entry, LayerScales, Manifest, MlaSpec, Scale
 
 PACKED_FORMATS = {"ds_mla": "FP8_DS_MLA", "ascend": "FP8_ASCEND_MLA"}
+PACKED_SPLIT = (512, 64)
+"""Latent and rope of the plain formats; the names of other splits end with them: as many bytes may be another token."""
+
 PACKED_DTYPE = "float8_e4m3fn"
 HEAD_FIELDS = ("head_start", "total_heads", "head_dim", "v_head_dim", "v_scale")
 SCALE_GROUP = 128
@@ -81,6 +84,11 @@ def packed_token_bytes(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
     )
 
 
+def is_packed(form: str | None) -> bool:
+    """Return whether entries of this format are packed tokens, of any split into latent and rope."""
+    return form is not None and form.startswith(tuple(PACKED_FORMATS.values()))
+
+
 def _draft_entries(spec: MlaSpec, main: Paged) -> list[Entry]:
     """Return the draft's arrays: latent and packed as the model's, or k and v where it has ``kv_heads``."""
     draft = spec.draft
@@ -89,6 +97,11 @@ def _draft_entries(spec: MlaSpec, main: Paged) -> list[Entry]:
     if draft.kv_heads is not None:
         if draft.head_dim is None:
             raise InvalidFieldError("a draft with kv_heads has a head_dim", field="draft.head_dim")
+        if draft.total_heads is None and spec.replicas > 1:  # a latent is no KV head: one here may be one of many
+            raise InvalidFieldError(
+                f"{draft.kv_heads} heads here, on one of {spec.replicas} ranks, do not say of how many: give it",
+                field="draft.total_heads",
+            )
         return mha_draft_entries(draft, main, draft.head_dim, draft.v_head_dim)
     check_absent(draft, HEAD_FIELDS, "latent attention")
     own = msgspec.structs.replace(
@@ -136,7 +149,8 @@ def _attention(spec: MlaSpec, part: Paged) -> list[Entry]:
         raise InvalidFieldError("packed tokens are paged", field="view")
     size = packed_token_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
     shape = (part.pages, part.page_size, 1, size)
-    form = PACKED_FORMATS[spec.packed]
+    split = (spec.kv_lora_rank, spec.qk_rope_head_dim)
+    form = PACKED_FORMATS[spec.packed] + ("" if split == PACKED_SPLIT else "_{}_{}".format(*split))
     return [paged_entry(part, "k", layer, shape, size, form=form) for layer in part.layers]
 
 

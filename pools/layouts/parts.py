@@ -65,6 +65,36 @@ def heads_of(start: int, count: int, total: int | None, replicas: int, *, prefix
     return Heads(start, count, total, replicas)
 
 
+def heads_beside(
+    full: Heads, start: int | None, count: int | None, total: int | None, replicas: int | None, *, prefix: str
+) -> Heads:
+    """Return the heads of a part; what is left out is as in the ``full`` attention.
+
+    Of another number of heads than the full attention's, here or in all, neither where they begin nor how many there
+    are follows from it, unless this rank has all of them. ``replicas`` then are those of as many ranks.
+
+    Raises:
+        InvalidFieldError: they are not within the model's, or must be given; fields are named with the prefix.
+    """
+    count = full.count if count is None else count
+    if count == full.count and total in {None, full.total}:
+        start, total = full.start if start is None else start, full.total
+    elif total is None and (full.count < full.total or full.replicas > 1):
+        raise InvalidFieldError(
+            f"{count} heads here, {full.count} of {full.total} in the full attention, do not say of how many: give it",
+            field=f"{prefix}total_heads",
+        )
+    elif start is None and total is not None and count < total:
+        raise InvalidFieldError(
+            f"{count} of {total} heads, beside {full.count} of {full.total} in the full attention, do not say which: "
+            "give the first",
+            field=f"{prefix}head_start",
+        )
+    found = heads_of(start or 0, count, total, 1, prefix=prefix)
+    ranks = full.replicas * full.total * found.count // (full.count * found.total)
+    return msgspec.structs.replace(found, replicas=replicas or max(1, ranks))
+
+
 def layers_from(first: int, count: int) -> range:
     """Return the numbers of ``count`` layers from ``first`` on.
 

@@ -64,6 +64,9 @@ CASES: Final = {
     "fixed scales of 8-bit keys or values that differ": Case(
         replace(MHA, dtype="int8", k_scale=0.5), (replace(MHA, dtype="int8", k_scale=0.25),)
     ),
+    "scales that travel with the pages, on one side only": Case(
+        replace(MHA, dtype="int8"), (replace(MHA, dtype="int8", v_scale="page"),)
+    ),
     "scales a page at different TP sizes": Case(
         replace(MHA, dtype="int8", v_scale="page"), (replace(HALF, dtype="int8", v_scale="page"),)
     ),

@@ -194,6 +194,8 @@ REFUSALS: Final = (
     Refusal("dtypes that differ", "GEOMETRY_MISMATCH", "SEND", "one dtype"),
     Refusal("fixed scales of 8-bit keys or values that differ", "SCALE_MISMATCH", "SEND",
             "the scales of one checkpoint on both sides"),
+    Refusal("scales that travel with the pages, on one side only", "SCALE_MISMATCH", "SEND",
+            "the same `k_scale`, `v_scale` and `index_scale` on both sides"),
     Refusal("scales a page at different TP sizes", "GEOMETRY_MISMATCH", "SEND",
             "the same TP size, or scales a page and head"),
     Refusal("other numbers of KV heads in the model", "GEOMETRY_MISMATCH", "SEND", "one model on both sides"),

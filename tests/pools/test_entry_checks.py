@@ -22,10 +22,30 @@ STATE: Final = msgspec.structs.replace(PAGED, shape=(10, 2, 16, 8), page_tokens=
 SCALES: Final = msgspec.structs.replace(
     PAGED, role="k_scale", shape=(10, 2), page_tokens=None, page_bytes=2 * 4, dtype="float32", format="PAGE_HEADS"
 )
+INDEX_SCALE: Final = msgspec.structs.replace(
+    PAGED, role="index_scale", shape=(9, 128, 1), pages=9, page_tokens=128, page_bytes=512, dtype="float32",
+    head_start=0, heads=1, total_heads=1,
+)  # fmt: skip
+PACKED: Final = msgspec.structs.replace(
+    PAGED, shape=(5, 128, 1, 656), pages=5, page_tokens=128, page_bytes=128 * 656, dtype="float8_e4m3fn",
+    head_start=0, heads=1, total_heads=1, format="FP8_DS_MLA",
+)  # fmt: skip
+SSM: Final = msgspec.structs.replace(
+    PAGED, role="ssm", shape=(4, 4, 8, 8), pages=4, page_tokens=None, page_bytes=4 * 8 * 8 * 4, dtype="float32",
+    head_start=0, heads=4, total_heads=16,
+)  # fmt: skip
+ONE_HEAD: Final = msgspec.structs.replace(SSM, shape=(4, 1, 8, 8), page_bytes=8 * 8 * 4, heads=1)
+CONV: Final = msgspec.structs.replace(
+    SSM, role="conv", shape=(4, 3, 8), page_bytes=3 * 8 * 4, head_start=1, heads=1, total_heads=4
+)
 OPTIONAL: Final = ("page_tokens", "head_start", "heads", "total_heads", "dtype", "shape", "format")
 
 
-@pytest.mark.parametrize("entry", [PAGED, FIA, NZ, STATE, SCALES], ids=["paged", "fia", "nz", "state", "scales"])
+@pytest.mark.parametrize(
+    "entry",
+    [PAGED, FIA, NZ, STATE, SCALES, INDEX_SCALE, PACKED, SSM, ONE_HEAD, CONV],
+    ids=["paged", "fia", "nz", "state", "scales", "index scale", "packed", "ssm", "one head", "conv"],
+)
 def test_whatever_is_left_out_the_rest_goes_together(entry: Entry) -> None:
     for count in range(len(OPTIONAL) + 1):
         for names in itertools.combinations(OPTIONAL, count):
@@ -69,6 +89,27 @@ def test_whatever_is_left_out_the_rest_goes_together(entry: Entry) -> None:
         (GeometryMismatchError, "shape", SCALES, {"shape": (5, 4)}),
         (GeometryMismatchError, "page_bytes", SCALES, {"heads": 4, "shape": None}),
         (GeometryMismatchError, "page_bytes", SCALES, {"heads": 3, "shape": None, "dtype": None}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 32, "dtype": None}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"page_bytes": 32, "dtype": None, "page_tokens": None}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"shape": (7, 16, 2, 8), "dtype": None}),
+        (GeometryMismatchError, "page_bytes", PAGED, {"shape": (1,), "dtype": None}),
+        (GeometryMismatchError, "shape", PAGED, {"pages": 5, "page_bytes": 1024, "page_tokens": None}),
+        (GeometryMismatchError, "shape", PAGED, {"shape": (16, 10, 2, 8), "page_tokens": None}),
+        (GeometryMismatchError, "shape", PAGED, {"shape": (5, 64, 8)}),
+        (GeometryMismatchError, "shape", FIA, {"shape": (16, 1, 20, 8), "page_tokens": None}),
+        (GeometryMismatchError, "shape", SCALES, {"pages": 5, "page_bytes": 16}),
+        (GeometryMismatchError, "shape", INDEX_SCALE, {"page_tokens": 64}),
+        (GeometryMismatchError, "shape", INDEX_SCALE, {"page_tokens": 64, "format": None}),
+        (GeometryMismatchError, "shape", INDEX_SCALE, {"pages": 3, "page_bytes": 1536}),
+        (GeometryMismatchError, "page_bytes", INDEX_SCALE, {"heads": 2, "total_heads": 2}),
+        (GeometryMismatchError, "shape", PACKED, {"page_tokens": 64}),
+        (GeometryMismatchError, "shape", PACKED, {"page_tokens": 64, "format": "FP8_ASCEND_MLA_384_130"}),
+        (GeometryMismatchError, "shape", PACKED, {"pages": 1, "page_bytes": 5 * 128 * 656}),
+        (GeometryMismatchError, "shape", SSM, {"heads": 16}),
+        (GeometryMismatchError, "shape", SSM, {"heads": 16, "format": None}),
+        (GeometryMismatchError, "shape", SSM, {"pages": 2, "page_bytes": 2 * 4 * 8 * 8 * 4}),
+        (GeometryMismatchError, "shape", ONE_HEAD, {"pages": 2, "page_bytes": 2 * 8 * 8 * 4}),
+        (GeometryMismatchError, "shape", CONV, {"pages": 2, "page_bytes": 2 * 3 * 8 * 4}),
     ],
 )
 def test_an_entry_that_contradicts_itself(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.pools.entry_checks import check_entry
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.model_facts import MODELS
 from kvferry.pools.models import model_spec
@@ -85,6 +86,15 @@ def test_the_ranks_hold_each_head_once_or_as_replicas(name: str) -> None:
         if entry.role != "conv"
     }
     assert seen == {(key, head): count for key, (total, count) in expected.items() for head in range(total or 0)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_entry_contradicts_itself(name: str) -> None:
+    packed: tuple[Any, ...] = (None, "ds_mla", "ascend") if name.startswith("deepseek") else (None,)
+    for form, page_size in itertools.product(packed, (1, 128)):
+        spec = model_spec(name, tokens=1024, page_size=page_size, tp_size=tp_of(name), packed=form)
+        for entry in manifest_of(spec).entries:
+            check_entry(entry, "entry")
 
 
 def tp_of(name: str) -> int:

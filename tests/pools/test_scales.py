@@ -221,6 +221,45 @@ def test_scales_that_differ_are_refused_by_entry_and_head(ours: list[Entry], the
     assert caught.value.field.endswith("].scales")
 
 
+INDEXED = msgspec.structs.replace(
+    MLA, draft=DraftSpec(layers=1, index_head_dim=4), index_head_dim=4, index_dtype="float8_e4m3fn", index_layers=(1,)
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "with_scales", "name"),
+    [
+        (MHA, {"k_scale": "page"}, "main/k/3"),
+        (MHA, {"k_scale": "page_head"}, "main/k/3"),
+        (MHA, {"v_scale": "page_head"}, "main/v/3"),
+        (SWA, {"window_v_scale": "page"}, "swa/v/1"),
+        (MAMBA, {"k_scale": "page"}, "main/k/1"),
+        (MHA, {"draft": DraftSpec(layers=1, k_scale="page")}, "draft/k/0"),
+        (INDEXED, {"index_scale": True}, "main/index_k/1"),
+    ],
+    ids=str,
+)
+def test_scales_that_travel_from_or_to_one_side_only_are_refused(
+    spec: PoolSpec, with_scales: dict[str, Any], name: str
+) -> None:
+    bare = msgspec.structs.replace(spec, draft=spec.draft or DraftSpec(layers=1))
+    plain, scaled = manifest_of(bare).entries, changed(bare, **with_scales).entries
+    for ours, theirs, there in ((scaled, plain, "source"), (plain, scaled, "destination")):
+        with pytest.raises(ScaleMismatchError, match=f"^.*{name} has scales that travel.* at the {there}") as caught:
+            pair_entries(ours, theirs)
+        index = [entry.name for entry in theirs].index(name)
+        assert caught.value.field == f"destination.entries[{index}].scales"
+
+
+def test_scales_that_travel_with_what_the_destination_has_not_are_left_over() -> None:
+    ours = changed(MHA, k_scale="page", draft=DraftSpec(layers=1)).entries
+    theirs = changed(MHA, first_layer=4, k_scale="page").entries
+    assert pair_entries(ours, theirs).skipped_source_entries == len(ours) - 3
+    without_index = changed(INDEXED, index_head_dim=None, index_dtype=None, index_layers=None, draft=None).entries
+    assert len(pair_entries(changed(INDEXED, index_scale=True).entries, without_index).pairs) == len(without_index)
+    assert pair_entries(side(0, 2, "page_head"), side(2, 2)).pairs == ()
+
+
 def test_scales_of_pages_and_heads_are_cut_by_heads() -> None:
     pairing = pair_entries(side(0, 4, "page_head"), side(2, 2, "page_head"))
     cut = [pair.heads for pair in pairing.pairs if pair.destination.role == "k_scale"]

@@ -26,6 +26,19 @@ def test_other_scales_are_refused(theirs: list[Entry]) -> None:
         world.receive(decode, destination, world.filled(destination, decode, 2))
 
 
+@pytest.mark.parametrize("source_has_them", [True, False])
+@pytest.mark.parametrize("sources", [1, 2])
+def test_scales_that_travel_are_on_both_sides_or_on_none(*, source_has_them: bool, sources: int) -> None:
+    world = RoomWorld()
+    prefill, decode = world.session(), world.session()
+    bare, scaled_ = layers(2), [*layers(2), *(msgspec.structs.replace(one, role="v_scale") for one in layers(2)[2:])]
+    source = world.pool("prefill", scaled_ if source_has_them else bare)
+    destination = world.pool("decode", bare if source_has_them else scaled_)
+    world.receive(decode, destination, world.filled(destination, decode, 2), sources=sources)
+    with pytest.raises(ScaleMismatchError, match="main/v/0 has scales that travel"):
+        world.send(prefill, source, world.filled(source, prefill, 2))
+
+
 @pytest.mark.parametrize(
     ("ours", "told"),
     [

@@ -70,6 +70,34 @@ def entry(**changes: object) -> dict[str, object]:
             "destination.entries",
             {"destination": {"entries": [entry(), entry(component="draft")], "optional_components": []}},
         ),
+        (
+            "INVALID_FIELD",
+            "destination.optional_components",
+            {"destination": {"entries": [entry()], "optional_components": ["foo"]}},
+        ),
+        (
+            "INVALID_FIELD",
+            "destination.optional_components",
+            {"destination": {"entries": [entry()], "optional_components": ["main"]}},
+        ),
+        (
+            "INVALID_FIELD",
+            "destination.optional_components",
+            {"source": {"spec": SPEC}, "destination": {"spec": SPEC, "optional_components": ["foo"]}},
+        ),
+        (
+            "SCALE_MISMATCH",
+            "destination.entries[0].scales",
+            {"source": {"entries": [entry(), entry(role="k_scale", page_bytes=4)]}},
+        ),
+        (
+            "SCALE_MISMATCH",
+            "destination.entries[3].scales",
+            {
+                "source": {"spec": {**SPEC, "dtype": "int8", "v_scale": "page"}},
+                "destination": {"spec": {**SPEC, "dtype": "int8"}},
+            },
+        ),
         ("GEOMETRY_MISMATCH", "destination.entries[0].page_bytes", {"source": {"entries": [entry(page_bytes=32)]}}),
         (
             "GEOMETRY_MISMATCH",

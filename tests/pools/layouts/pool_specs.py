@@ -16,11 +16,12 @@ DTYPES = sorted(DTYPE_BYTES)
 
 @st.composite
 def _heads(draw: st.DrawFn, prefix: str = "") -> dict[str, Any]:
+    """Draw heads; those of a part beside others, which may be split otherwise, say of how many."""
     start, count = draw(st.integers(0, 8)), draw(st.integers(1, 4))
     return {
         f"{prefix}kv_heads": count,
         f"{prefix}head_start": start,
-        f"{prefix}total_heads": draw(st.none() | st.integers(start + count, 16)),
+        f"{prefix}total_heads": draw(st.integers(start + count, 16) | (st.nothing() if prefix else st.none())),
     }
 
 
@@ -55,7 +56,11 @@ def _draft(draw: st.DrawFn, view: str) -> DraftSpec | None:
         layers=draw(st.integers(1, 2)),
         head_dim=draw(st.none() | _width(view)),
         dtype=draw(st.none() | st.sampled_from(DTYPES)),
-        **({name: value for name, value in draw(_heads()).items() if value is not None} if draw(st.booleans()) else {}),
+        **(
+            {name.removeprefix("draft_"): one for name, one in draw(_heads("draft_")).items()}
+            if draw(st.booleans())
+            else {}
+        ),
     )
 
 

@@ -59,6 +59,71 @@ def test_heads_and_widths_of_the_window_layers_may_differ() -> None:
     assert other.layout_digest != same.layout_digest
 
 
+RANK: dict[str, Any] = {"kv_heads": 2, "head_start": 2, "total_heads": 4, "replicas": 2}
+"""Of four ranks one that holds the second half of four heads, as another one does."""
+
+WHOLE: dict[str, Any] = {"kv_heads": 4, "head_start": 0, "total_heads": None, "replicas": 1}
+
+
+@pytest.mark.parametrize(
+    ("full", "own", "held"),
+    [
+        (RANK, {}, (2, 2, 4, 2)),
+        (RANK, {"replicas": 3}, (2, 2, 4, 3)),
+        (RANK, {"head_start": 0}, (0, 2, 4, 2)),
+        (RANK, {"kv_heads": 2}, (2, 2, 4, 2)),
+        (RANK, {"total_heads": 4}, (2, 2, 4, 2)),
+        (RANK, {"total_heads": 8, "head_start": 6}, (6, 2, 8, 1)),
+        (RANK, {"kv_heads": 1, "total_heads": 4, "head_start": 3}, (3, 1, 4, 1)),
+        (RANK, {"kv_heads": 1, "total_heads": 2, "head_start": 1}, (1, 1, 2, 2)),
+        (RANK, {"kv_heads": 1, "total_heads": 1}, (0, 1, 1, 4)),
+        (RANK, {"kv_heads": 1, "total_heads": 1, "replicas": 8}, (0, 1, 1, 8)),
+        (WHOLE, {"kv_heads": 2}, (0, 2, 2, 1)),
+        (WHOLE, {"kv_heads": 8, "replicas": 2}, (0, 8, 8, 2)),
+        (WHOLE, {"kv_heads": 2, "total_heads": 4, "head_start": 2}, (2, 2, 4, 1)),
+    ],
+    ids=str,
+)
+def test_heads_of_windows_and_drafts_are_as_the_full_ones_where_they_are_left_out(
+    full: dict[str, Any], own: dict[str, Any], held: tuple[int, ...]
+) -> None:
+    window = {f"window_{name}": value for name, value in own.items()}
+    for entry in changed(**full, **window, draft=DraftSpec(layers=1, **own)).entries:
+        if entry.component != "main":
+            assert (entry.head_start, entry.heads, entry.total_heads, entry.replicas or 1) == held
+
+
+def test_ranks_of_window_layers_only_are_told_apart() -> None:
+    of_ranks = [
+        changed(full_layers=(), kv_heads=2, total_heads=4, head_start=start, window_replicas=2) for start in (0, 2)
+    ]
+    assert len({one.layout_digest for one in of_ranks}) == 2
+
+
+@pytest.mark.parametrize(
+    ("full", "own", "missing"),
+    [
+        (RANK, {"kv_heads": 1}, "total_heads"),
+        (RANK, {"kv_heads": 4, "head_start": 0}, "total_heads"),
+        ({**WHOLE, "replicas": 2}, {"kv_heads": 2}, "total_heads"),
+        (RANK, {"kv_heads": 1, "total_heads": 2}, "head_start"),
+        (RANK, {"kv_heads": 1, "total_heads": 4}, "head_start"),
+        (RANK, {"total_heads": 8}, "head_start"),
+        (WHOLE, {"total_heads": 8}, "head_start"),
+    ],
+    ids=str,
+)
+def test_which_heads_of_another_split_are_meant_must_be_said(
+    full: dict[str, Any], own: dict[str, Any], missing: str
+) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        changed(**full, **{f"window_{name}": value for name, value in own.items()})
+    assert refused.value.field == f"window_{missing}"
+    with pytest.raises(InvalidFieldError) as refused:
+        changed(**full, draft=DraftSpec(layers=1, **own))
+    assert refused.value.field == f"draft.{missing}"
+
+
 @pytest.mark.parametrize(("missing", "present"), [("full_layers", "swa"), ("window_layers", "main")])
 def test_a_stage_may_have_layers_of_one_kind_only(missing: str, present: str) -> None:
     manifest = changed(**{missing: ()})

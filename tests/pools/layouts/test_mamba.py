@@ -58,6 +58,31 @@ def test_a_pool_of_states_only() -> None:
     assert manifest.pages == 7
 
 
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("tokens", {"tokens": 65, "page_size": 16}),
+        ("k_scale", {"k_scale": 2.0}),
+        ("v_scale", {"v_scale": "page"}),
+        ("k_scale", {"k_scale": (2.0,), "dtype": "int8"}),
+        ("total_heads", {"head_start": 3, "kv_heads": 2, "total_heads": 4}),
+        ("view", {"view": "nz", "head_dim": 40}),
+        ("dtype", {"dtype": "float31", "conv_dtype": "float16"}),
+    ],
+)
+def test_what_a_stage_of_states_only_says_of_attention_makes_sense(field: str, fields: dict[str, Any]) -> None:
+    bare = dict.fromkeys(("tokens", "page_size", "kv_heads", "head_dim"))
+    with pytest.raises(InvalidFieldError) as refused:
+        changed(attention_layers=(), **{**bare, **fields})
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("left_out", ["tokens", "page_size", "kv_heads", "head_dim"])
+def test_a_stage_of_states_only_may_leave_out_any_of_it(left_out: str) -> None:
+    fields = {"attention_layers": (), "head_dim": 32, "dtype": "int8", "k_scale": 2.0, "view": "nz", left_out: None}
+    assert [one.name for one in changed(**fields).components] == ["mamba"]
+
+
 def test_a_stage_of_attention_only() -> None:
     assert [one.name for one in changed(state_layers=()).components] == ["main"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -85,6 +86,26 @@ def test_packed_forms_are_formats_of_their_own() -> None:
     assert refused.value.field == "destination.entries[0].format"
 
 
+@pytest.mark.parametrize(("packed", "form"), [("ds_mla", "FP8_DS_MLA"), ("ascend", "FP8_ASCEND_MLA")])
+def test_packed_tokens_of_as_many_bytes_in_other_parts_are_another_format(packed: str, form: str) -> None:
+    splits = [(512, 64), (384, 130), (256, 196)]
+    made = [changed(PACKED, packed=packed, kv_lora_rank=latent, qk_rope_head_dim=rope) for latent, rope in splits]
+    keys = [by_role(one)["k"][0] for one in made]
+    assert {key.page_bytes for key in keys} == {656 * 128}
+    assert [key.format for key in keys] == [form, f"{form}_384_130", f"{form}_256_196"]
+    assert len({one.layout_digest for one in made}) == len(made)
+    for one, other in itertools.permutations(made, 2):
+        with pytest.raises(GeometryMismatchError) as refused:
+            pair_entries(one.entries, other.entries)
+        assert refused.value.field == "destination.entries[0].format"
+
+
+def test_a_packed_draft_of_another_split_is_another_format() -> None:
+    draft = DraftSpec(layers=1, kv_lora_rank=384, qk_rope_head_dim=130)
+    (key,) = by_role(changed(PACKED, draft=draft), "draft")["k"]
+    assert (key.page_bytes, key.format) == (656 * 128, "FP8_ASCEND_MLA_384_130")
+
+
 def test_fia_nz_is_in_fractals() -> None:
     roles = by_role(changed(view="nz", index_scale=True))
     assert roles["k"][0].shape == (9, 1, 32, 128, 16)
@@ -107,7 +128,7 @@ def test_the_draft_is_as_the_model_and_numbered_from_0(spec: MlaSpec) -> None:
 
 
 def test_the_draft_of_another_kind() -> None:
-    manifest = changed(draft=DraftSpec(layers=1, kv_heads=2, head_dim=64, v_head_dim=32, total_heads=8))
+    manifest = changed(draft=DraftSpec(layers=1, kv_heads=2, head_start=4, head_dim=64, v_head_dim=32, total_heads=8))
     k, v = [one for one in manifest.entries if one.component == "draft"]
     assert (k.page_bytes, v.page_bytes, k.heads, k.total_heads) == (128 * 2 * 64 * 2, 128 * 2 * 32 * 2, 2, 8)
 
@@ -135,6 +156,9 @@ def test_a_draft_without_an_indexer() -> None:
         ("tokens", SPEC, {"tokens": 100}),
         ("tokens", SPEC, {"tokens": 1025}),
         ("draft.head_dim", SPEC, {"draft": DraftSpec(layers=1, kv_heads=2)}),
+        ("draft.head_start", SPEC, {"draft": DraftSpec(layers=1, kv_heads=2, head_dim=2, total_heads=8)}),
+        ("draft.total_heads", SPEC, {"draft": DraftSpec(layers=1, kv_heads=2, head_dim=2), "replicas": 2}),
+        ("draft.total_heads", SPEC, {"draft": DraftSpec(layers=1, kv_heads=1, head_dim=2), "replicas": 2}),
         ("draft.head_dim", SPEC, {"draft": DraftSpec(layers=1, head_dim=2)}),
         ("draft.kv_lora_rank", SPEC, {"draft": DraftSpec(layers=1, kv_heads=2, head_dim=2, kv_lora_rank=8)}),
     ],
