@@ -28,11 +28,15 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError, MisuseError, NoSessionError
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
+from kvferry.protocol.limits import Limits
 from kvferry.protocol.room_messages import Landing, LayerStep, Receive, Send
+from kvferry.protocol.session_messages import Welcome
 from kvferry.protocol.table_messages import TablesUpdated
 from kvferry.protocol.tier_messages import Offload, Restore
 
-DEFAULT_DEADLINE_S: Final = 30.0
+DEFAULT_WAIT_S: Final = 30.0
+"""How long a call waits for what is under way already. A request's own deadline is by default the daemon's."""
+
 CHANGES_KEPT: Final = 1 << 16
 """Of an engine that never polls: beyond these the oldest change is forgotten. The hand-off itself says how it is."""
 
@@ -59,6 +63,7 @@ class Submissions(ABC):
     """One session, in as far as nothing waits."""
 
     _use: AbstractContextManager[None]
+    welcome: Welcome | None = None
 
     def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
         """Use ``connect``.
@@ -90,14 +95,14 @@ class Submissions(ABC):
     def _put(self, outgoing: Outgoing) -> None:
         """Send a request."""
 
-    def begin(self, operation: Operation[T], *, deadline_s: float = DEFAULT_DEADLINE_S) -> PendingReply[T]:
+    def begin(self, operation: Operation[T], *, deadline_s: float | None = None) -> PendingReply[T]:
         """Send a request and return at once; ``wait`` takes its reply, ``is_ready`` says whether it has come."""
         with self._use:
             return self._begin(operation, deadline_s=deadline_s)
 
-    def _begin(self, operation: Operation[T], *, deadline_s: float = DEFAULT_DEADLINE_S) -> PendingReply[T]:
+    def _begin(self, operation: Operation[T], *, deadline_s: float | None = None) -> PendingReply[T]:
         """Send a request, in a call that is under way."""
-        deadline_ms = milliseconds(deadline_s)
+        deadline_s, deadline_ms = self._deadline(deadline_s)
         outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
         self._expect(outgoing.message_id)
         self._put(outgoing)
@@ -116,7 +121,7 @@ class Submissions(ABC):
         last: bool = True,
         destinations: int = 1,
         steps: Sequence[LayerStep] = (),
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> HandOff:
         """Offer filled pages to the request's rooms. Returns at once; watch the hand-off with ``poll`` or ``wait_…``.
 
@@ -157,7 +162,7 @@ class Submissions(ABC):
         after: EventPoint | None = None,
         land: Landing = "pages",
         any_model: bool = False,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> HandOff:
         """Make a room for the request in pages of this session. Returns at once, like ``send``.
 
@@ -194,7 +199,7 @@ class Submissions(ABC):
         released: npt.ArrayLike = (),
         bound: tuple[npt.ArrayLike, npt.ArrayLike] = ((), ()),
         after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> PendingReply[TablesUpdated]:
         """Change tables for the next replay: all of it or nothing. Returns at once; then ``wait`` and ``tables.order``.
 
@@ -235,7 +240,7 @@ class Submissions(ABC):
         *,
         release: bool = False,
         after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> TierWork:
         """Copy pages to the host tier, as a snapshot, which the work names once it is accepted. Returns at once.
 
@@ -260,7 +265,7 @@ class Submissions(ABC):
         drop: bool = False,
         any_model: bool = False,
         after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> TierWork:
         """Copy a snapshot of this user into pages. Returns at once; all or nothing.
 
@@ -286,7 +291,7 @@ class Submissions(ABC):
         first_block: int = 0,
         unpin: bool = False,
         after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> TierWork:
         """Copy blocks of a lease into pages, ``block_pages`` each, from block ``first_block`` on. Returns at once.
 
@@ -307,7 +312,7 @@ class Submissions(ABC):
         space: str = MAIN,
         block_pages: int = 1,
         after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> TierWork:
         """Put pages into the cache, ``block_pages`` a hash: those that are not there yet. Returns at once.
 
@@ -320,21 +325,39 @@ class Submissions(ABC):
         )
         return self._begin_work(body, [array], deadline_s)
 
-    def _begin_hand_off(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float) -> HandOff:
-        deadline_ms = milliseconds(deadline_s)
+    def _begin_hand_off(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None) -> HandOff:
+        _, deadline_ms = self._deadline(deadline_s)
         with self._use:
             hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=deadline_ms)
             self._put(outgoing)
         return hand_off
 
     def _begin_work(
-        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float
+        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float | None
     ) -> TierWork:
-        deadline_ms = milliseconds(deadline_s)
+        _, deadline_ms = self._deadline(deadline_s)
         with self._use:
             work, outgoing = self._core.work(body, ids, deadline_ms=deadline_ms)
             self._put(outgoing)
         return work
+
+    def _deadline(self, deadline_s: float | None) -> tuple[float, int]:
+        """Return a request's deadline in seconds, and in milliseconds as it travels: 0 is the daemon's default.
+
+        Raises:
+            InvalidFieldError: it is no number of seconds, or longer than the daemon takes.
+        """
+        limits = self.welcome.limits if self.welcome else Limits()
+        if deadline_s is None:
+            return limits.default_deadline_ms / 1000, 0
+        deadline_ms = milliseconds(deadline_s)
+        if self.welcome and self._channel and deadline_ms > limits.max_deadline_ms:  # without a session none is kept to
+            raise InvalidFieldError(
+                f"{deadline_s:g} seconds; this daemon takes at most {limits.max_deadline_ms / 1000:g}, as its "
+                "limits.max_deadline_ms has it",
+                field="deadline_s",
+            )
+        return deadline_s, deadline_ms
 
     def _expect(self, message_id: int) -> None:  # noqa: B027  there may be nothing to prepare
         """Prepare for a reply that somebody will wait for."""

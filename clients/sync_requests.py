@@ -19,12 +19,11 @@ from kvferry.clients.connection import (
     REPLY_MARGIN_S,
     Connection,
     given_back_with,
-    milliseconds,
     open_control_socket,
 )
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.clients.operations import Operation
-from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions
+from kvferry.clients.submissions import PendingReply, Submissions
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, MisuseError
 from kvferry.protocol.session_messages import ShareFollows
@@ -126,7 +125,7 @@ class SyncRequests(Submissions):
         self,
         operation: Operation[T],
         *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
     ) -> T:
         """Send a request and wait for its reply.
@@ -140,7 +139,7 @@ class SyncRequests(Submissions):
         self,
         operation: Operation[T],
         *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
@@ -152,7 +151,7 @@ class SyncRequests(Submissions):
         self,
         operation: Operation[T],
         *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
@@ -160,7 +159,7 @@ class SyncRequests(Submissions):
 
         ``said`` is what the session socket has to say of it before.
         """
-        deadline_ms = milliseconds(deadline_s)
+        deadline_s, deadline_ms = self._deadline(deadline_s)
         outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
         if said is not None and self._channel is not None:
             frames = said(outgoing.message_id)

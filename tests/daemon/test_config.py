@@ -247,7 +247,7 @@ def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field
         '[landing]\naddress = "10.0.0.3"\n[tiers.remote]\ntransport = "mooncake_store"',
         "[tiers]\nhost_bytes = 0\ntenant_bytes = 0",
         '[tiers]\ntenant_bytes = 0\nquotas = { 7 = "1GiB" }',
-        "[limits]\nmax_rooms = 1",
+        "[limits]\nmax_rooms = 2\nmax_rooms_per_session = 1",
     ],
 )
 def test_keys_that_go_together_are_taken(tmp_path: Path, text: str) -> None:
