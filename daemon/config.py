@@ -14,10 +14,10 @@ from msgspec import Meta
 
 from kvferry.daemon.config_file import read_file
 from kvferry.daemon.conflicts import check_together
-from kvferry.daemon.sections import MIB, MOST_BYTES, Host, Section
+from kvferry.daemon.sections import MIB, MOST_BYTES, Host, Listen, Section
 from kvferry.daemon.sections import Path as PathText
 from kvferry.daemon.tiers.config import TiersConfig
-from kvferry.protocol.ids import DeviceName, PeerAddress
+from kvferry.protocol.ids import DeviceName
 from kvferry.protocol.limits import Limits
 
 
@@ -69,7 +69,7 @@ class PeersConfig(Section, frozen=True, kw_only=True):
     there. A peer that says nothing for ``timeout_ms`` is lost; every ``heartbeat_ms`` a sign of life is asked for.
     """
 
-    listen: PeerAddress | None = None
+    listen: Listen | None = None
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 1000
     timeout_ms: Annotated[int, Meta(ge=50, le=600_000)] = 3000
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.clients.cli.arguments import seconds
+from kvferry.clients.cli.arguments import add_runtime_dir, seconds
 from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.exit_codes import BAD_INPUT, WORKED
 from kvferry.clients.cli.probe_messages import ProbeMessage, Reader
@@ -56,7 +56,7 @@ def add_probe(command: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     command.epilog = GUIDE
     command.set_defaults(complain=command.error)
-    command.add_argument("--runtime-dir", metavar="DIR", help="where the daemon's sockets are")
+    add_runtime_dir(command)
     command.add_argument(
         "--timeout",
         type=seconds,
