@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from kvferry.clients import tier_operations as operations
 from kvferry.clients.arguments import seconds
 from kvferry.clients.async_tables import AsyncTables
-from kvferry.clients.submissions import DEFAULT_DEADLINE_S
+from kvferry.clients.submissions import DEFAULT_WAIT_S
 from kvferry.clients.sync_tiers import LIST_LIMIT
 from kvferry.protocol.cache_messages import CacheChanges, CachedBlockStatus, CacheEvicted, Found
 from kvferry.protocol.client_works import TierWork
@@ -25,7 +25,7 @@ class AsyncTiers(AsyncTables):
 
     # -- offload and restore
 
-    async def wait_done(self, work: TierWork, timeout_s: float = DEFAULT_DEADLINE_S) -> TierDone:
+    async def wait_done(self, work: TierWork, timeout_s: float = DEFAULT_WAIT_S) -> TierDone:
         """Wait until a work is done and return its event.
 
         Raises:
@@ -35,7 +35,7 @@ class AsyncTiers(AsyncTables):
         await self._wait_until(lambda: work.is_done, timeout_s, "the end of the work")
         return work.outcome()
 
-    async def wait_accepted(self, work: TierWork, timeout_s: float = DEFAULT_DEADLINE_S) -> TierWork:
+    async def wait_accepted(self, work: TierWork, timeout_s: float = DEFAULT_WAIT_S) -> TierWork:
         """Wait until the daemon has answered the request and return the work: an OFFLOAD's now names its snapshot.
 
         Raises:
@@ -47,7 +47,7 @@ class AsyncTiers(AsyncTables):
             raise work.refused
         return work
 
-    async def cancel_work(self, work: TierWork, *, deadline_s: float = DEFAULT_DEADLINE_S) -> WorkCancelled:
+    async def cancel_work(self, work: TierWork, *, deadline_s: float | None = None) -> WorkCancelled:
         """Give a work up; returns when no byte of it can move any more.
 
         Raises:
@@ -81,7 +81,7 @@ class AsyncTiers(AsyncTables):
         block_pages: int = 1,
         lease: int | None = None,
         pin: bool = True,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> Found:
         """Return how many leading blocks are cached, and pin them: ``found.lease`` is for ``load`` and ``unpin``.
 

@@ -29,11 +29,15 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError, MisuseError, NoSessionError
 from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
+from kvferry.protocol.limits import Limits
 from kvferry.protocol.room_messages import Landing, LayerStep, Receive, Send
+from kvferry.protocol.session_messages import Welcome
 from kvferry.protocol.table_messages import TablesUpdated
 from kvferry.protocol.tier_messages import Offload, Restore
 
-DEFAULT_DEADLINE_S: Final = 30.0
+DEFAULT_WAIT_S: Final = 30.0
+"""How long a call waits for what is under way already. A request's own deadline is by default the daemon's."""
+
 CHANGES_KEPT: Final = 1 << 16
 """Of an engine that never polls: beyond these the oldest change is forgotten. The hand-off itself says how it is."""
 
@@ -56,21 +60,11 @@ class PendingReply(Generic[T]):
         return f"<PendingReply {self.message_id} to {type(self.operation.body).__name__}>"
 
 
-def times_of(operation: Operation[T], deadline_s: float, margin_s: float) -> tuple[int, float]:
-    """Return an operation's deadline as it travels, and for how many seconds its reply is waited for.
-
-    Raises:
-        InvalidFieldError: it is no operation, or one of the times no number of seconds.
-    """
-    if not isinstance(operation, Operation):
-        raise wrong_kind(operation, "Operation, as kvferry.clients.operations makes them", "operation")
-    return milliseconds(deadline_s), seconds(deadline_s, "deadline_s") + seconds(margin_s, "margin_s")
-
-
 class Submissions(OfOneProcess, ABC):
     """One session, in as far as nothing waits."""
 
     _use: AbstractContextManager[None]
+    welcome: Welcome | None = None
 
     def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
         """Use ``connect``.
@@ -102,14 +96,14 @@ class Submissions(OfOneProcess, ABC):
     def _put(self, outgoing: Outgoing) -> None:
         """Send a request."""
 
-    def begin(self, operation: Operation[T], *, deadline_s: float = DEFAULT_DEADLINE_S) -> PendingReply[T]:
+    def begin(self, operation: Operation[T], *, deadline_s: float | None = None) -> PendingReply[T]:
         """Send a request and return at once; ``wait`` takes its reply, ``is_ready`` says whether it has come."""
         with self._use:
             return self._begin(operation, deadline_s=deadline_s)
 
-    def _begin(self, operation: Operation[T], *, deadline_s: float = DEFAULT_DEADLINE_S) -> PendingReply[T]:
+    def _begin(self, operation: Operation[T], *, deadline_s: float | None = None) -> PendingReply[T]:
         """Send a request, in a call that is under way."""
-        deadline_ms, timeout_s = times_of(operation, deadline_s, REPLY_MARGIN_S)
+        deadline_ms, timeout_s = self._times(operation, deadline_s, REPLY_MARGIN_S)
         outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
         self._expect(outgoing.message_id)
         self._put(outgoing)
@@ -128,7 +122,7 @@ class Submissions(OfOneProcess, ABC):
         last: bool = True,
         destinations: int = 1,
         steps: Sequence[LayerStep] = (),
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> HandOff:
         """Offer filled pages to the request's rooms. Returns at once; watch the hand-off with ``poll`` or ``wait_…``.
 
@@ -169,7 +163,7 @@ class Submissions(OfOneProcess, ABC):
         after: EventPoint | None = None,
         land: Landing = "pages",
         any_model: bool = False,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> HandOff:
         """Make a room for the request in pages of this session. Returns at once, like ``send``.
 
@@ -206,7 +200,7 @@ class Submissions(OfOneProcess, ABC):
         released: npt.ArrayLike = (),
         bound: tuple[npt.ArrayLike, npt.ArrayLike] = ((), ()),
         after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> PendingReply[TablesUpdated]:
         """Change tables for the next replay: all of it or nothing. Returns at once; then ``wait`` and ``tables.order``.
 
@@ -247,7 +241,7 @@ class Submissions(OfOneProcess, ABC):
         *,
         release: bool = False,
         after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> TierWork:
         """Copy pages to the host tier, as a snapshot, which the work names once it is accepted. Returns at once.
 
@@ -272,7 +266,7 @@ class Submissions(OfOneProcess, ABC):
         drop: bool = False,
         any_model: bool = False,
         after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> TierWork:
         """Copy a snapshot of this user into pages. Returns at once; all or nothing.
 
@@ -298,7 +292,7 @@ class Submissions(OfOneProcess, ABC):
         first_block: int = 0,
         unpin: bool = False,
         after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> TierWork:
         """Copy blocks of a lease into pages, ``block_pages`` each, from block ``first_block`` on. Returns at once.
 
@@ -319,7 +313,7 @@ class Submissions(OfOneProcess, ABC):
         space: str = MAIN,
         block_pages: int = 1,
         after: EventPoint | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> TierWork:
         """Put pages into the cache, ``block_pages`` a hash: those that are not there yet. Returns at once.
 
@@ -332,21 +326,51 @@ class Submissions(OfOneProcess, ABC):
         )
         return self._begin_work(body, [array], deadline_s)
 
-    def _begin_hand_off(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float) -> HandOff:
-        deadline_ms = milliseconds(deadline_s)
+    def _begin_hand_off(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None) -> HandOff:
+        _, deadline_ms = self._deadline(deadline_s)
         with self._use:
             hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=deadline_ms)
             self._put(outgoing)
         return hand_off
 
     def _begin_work(
-        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float
+        self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float | None
     ) -> TierWork:
-        deadline_ms = milliseconds(deadline_s)
+        _, deadline_ms = self._deadline(deadline_s)
         with self._use:
             work, outgoing = self._core.work(body, ids, deadline_ms=deadline_ms)
             self._put(outgoing)
         return work
+
+    def _times(self, operation: Operation[T], deadline_s: float | None, margin_s: float) -> tuple[int, float]:
+        """Return an operation's deadline as it travels, and for how many seconds its reply is waited for.
+
+        Raises:
+            InvalidFieldError: it is no operation, or one of the times no number of seconds, or beyond the daemon's.
+        """
+        if not isinstance(operation, Operation):
+            raise wrong_kind(operation, "Operation, as kvferry.clients.operations makes them", "operation")
+        kept_s, deadline_ms = self._deadline(deadline_s)
+        return deadline_ms, kept_s + seconds(margin_s, "margin_s")
+
+    def _deadline(self, deadline_s: float | None) -> tuple[float, int]:
+        """Return a request's deadline in seconds, and in milliseconds as it travels: 0 is the daemon's default.
+
+        Raises:
+            InvalidFieldError: it is no number of seconds, or longer than the daemon takes.
+        """
+        limits = self.welcome.limits if self.welcome else Limits()
+        if deadline_s is None:
+            return limits.default_deadline_ms / 1000, 0
+        deadline_s = seconds(deadline_s, "deadline_s")
+        deadline_ms = milliseconds(deadline_s)
+        if self.welcome and self._channel and deadline_ms > limits.max_deadline_ms:  # without a session none is kept to
+            raise InvalidFieldError(
+                f"{deadline_s:g} seconds; this daemon takes at most {limits.max_deadline_ms / 1000:g}, as its "
+                "limits.max_deadline_ms has it",
+                field="deadline_s",
+            )
+        return deadline_s, deadline_ms
 
     def _expect(self, message_id: int) -> None:
         """Prepare for a reply that somebody will wait for."""

@@ -21,7 +21,7 @@ from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.lending import lent_tensors
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.clients.submissions import DEFAULT_DEADLINE_S
+from kvferry.clients.submissions import DEFAULT_WAIT_S
 from kvferry.clients.sync_tiers import SyncTiers
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.client_core import HandOff
@@ -35,7 +35,7 @@ from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.room_messages import Cancelled, RoomResult, Side
-from kvferry.protocol.session_messages import ShareFollows, StatusReport, Welcome
+from kvferry.protocol.session_messages import ShareFollows, StatusReport
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +48,6 @@ class Client(SyncTiers):
     nothing. It may be handed from one thread to another between two calls, and any thread may ``close`` it. A forked
     child has neither the session nor the pools: every call there is a ForkedError; connect and attach anew.
     """
-
-    welcome: Welcome | None = None
 
     @classmethod
     def connect(
@@ -112,7 +110,7 @@ class Client(SyncTiers):
         *,
         model: ModelIdentity | None = None,
         device: str = HOST,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> AttachedPool:
         """Create a pool, or find it as it was created before, and map it.
 
@@ -156,7 +154,7 @@ class Client(SyncTiers):
         *,
         device: str,
         model: ModelIdentity | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> Manifest:
         """Let the daemon use a pool whose memory this process owns: it ends with this session.
 
@@ -185,7 +183,7 @@ class Client(SyncTiers):
         return lent.manifest
 
     def open_events(
-        self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float = DEFAULT_DEADLINE_S
+        self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float | None = None
     ) -> EventRing:
         """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready.
 
@@ -239,7 +237,7 @@ class Client(SyncTiers):
 
     # -- hand-offs
 
-    def cancel(self, hand_off: HandOff, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Cancelled:
+    def cancel(self, hand_off: HandOff, *, deadline_s: float | None = None) -> Cancelled:
         """Give up this side; returns when no byte can move any more.
 
         Raises:
@@ -272,7 +270,7 @@ class Client(SyncTiers):
                 pass
             return self._take_changes()
 
-    def wait_finished(self, hand_off: HandOff, timeout_s: float = DEFAULT_DEADLINE_S) -> Finished:
+    def wait_finished(self, hand_off: HandOff, timeout_s: float = DEFAULT_WAIT_S) -> Finished:
         """Wait until the outcome is known and return it.
 
         Raises:
@@ -282,7 +280,7 @@ class Client(SyncTiers):
         self._wait_until(lambda: hand_off.is_finished, timeout_s, "the outcome of the hand-off")
         return hand_off.outcome()
 
-    def wait_settled(self, hand_off: HandOff, timeout_s: float = DEFAULT_DEADLINE_S) -> None:
+    def wait_settled(self, hand_off: HandOff, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until the daemon holds the hand-off's pages no longer, whatever its outcome.
 
         Raises:

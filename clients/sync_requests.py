@@ -25,7 +25,7 @@ from kvferry.clients.connection import (
 )
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.clients.operations import Operation
-from kvferry.clients.submissions import DEFAULT_DEADLINE_S, PendingReply, Submissions, times_of
+from kvferry.clients.submissions import PendingReply, Submissions
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, MisuseError
 from kvferry.protocol.session_messages import ShareFollows
@@ -135,7 +135,7 @@ class SyncRequests(Submissions):
         self,
         operation: Operation[T],
         *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
     ) -> T:
         """Send a request and wait for its reply.
@@ -149,7 +149,7 @@ class SyncRequests(Submissions):
         self,
         operation: Operation[T],
         *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
@@ -161,7 +161,7 @@ class SyncRequests(Submissions):
         self,
         operation: Operation[T],
         *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
@@ -169,7 +169,7 @@ class SyncRequests(Submissions):
 
         ``said`` is what the session socket has to say of it before.
         """
-        deadline_ms, timeout_s = times_of(operation, deadline_s, margin_s)
+        deadline_ms, timeout_s = self._times(operation, deadline_s, margin_s)
         outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
         if said is not None and self._channel is not None:
             frames = said(outgoing.message_id)

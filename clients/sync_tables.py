@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from kvferry.clients import operations
 from kvferry.clients.arguments import sequence
-from kvferry.clients.submissions import DEFAULT_DEADLINE_S
 from kvferry.clients.sync_requests import SyncRequests
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
 from kvferry.protocol.table_messages import CreateTables
@@ -26,7 +25,7 @@ class SyncTables(SyncRequests):
         request_row_tokens: int = 0,
         captured: Sequence[int] = (),
         window: int | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> Tables:
         """Make the tables that captured graphs read, on the pool's device, and map them; before the first capture.
 

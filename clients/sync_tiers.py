@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from kvferry.clients import tier_operations as operations
 from kvferry.clients.arguments import seconds
-from kvferry.clients.submissions import DEFAULT_DEADLINE_S
+from kvferry.clients.submissions import DEFAULT_WAIT_S
 from kvferry.clients.sync_tables import SyncTables
 from kvferry.protocol.cache_messages import CacheChanges, CachedBlockStatus, CacheEvicted, Found
 from kvferry.protocol.client_works import TierWork
@@ -29,7 +29,7 @@ class SyncTiers(SyncTables):
 
     # -- offload and restore
 
-    def wait_done(self, work: TierWork, timeout_s: float = DEFAULT_DEADLINE_S) -> TierDone:
+    def wait_done(self, work: TierWork, timeout_s: float = DEFAULT_WAIT_S) -> TierDone:
         """Wait until a work is done and return its event.
 
         Raises:
@@ -39,7 +39,7 @@ class SyncTiers(SyncTables):
         self._wait_until(lambda: work.is_done, timeout_s, "the end of the work")
         return work.outcome()
 
-    def wait_accepted(self, work: TierWork, timeout_s: float = DEFAULT_DEADLINE_S) -> TierWork:
+    def wait_accepted(self, work: TierWork, timeout_s: float = DEFAULT_WAIT_S) -> TierWork:
         """Wait until the daemon has answered the request and return the work: an OFFLOAD's now names its snapshot.
 
         Raises:
@@ -51,7 +51,7 @@ class SyncTiers(SyncTables):
             raise work.refused
         return work
 
-    def cancel_work(self, work: TierWork, *, deadline_s: float = DEFAULT_DEADLINE_S) -> WorkCancelled:
+    def cancel_work(self, work: TierWork, *, deadline_s: float | None = None) -> WorkCancelled:
         """Give a work up; returns when no byte of it can move any more.
 
         Raises:
@@ -85,7 +85,7 @@ class SyncTiers(SyncTables):
         block_pages: int = 1,
         lease: int | None = None,
         pin: bool = True,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: float | None = None,
     ) -> Found:
         """Return how many leading blocks are cached, and pin them: ``found.lease`` is for ``load`` and ``unpin``.
 

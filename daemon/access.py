@@ -60,7 +60,8 @@ class RuntimeDirectory:
         """Make the directory, lock it, and remove what a dead daemon left.
 
         Raises:
-            ConfigError: the path is too long, the directory is shared with other things, or another daemon runs in it.
+            ConfigError: the path is too long or no directory, the directory is shared with other things, or another
+                daemon runs in it; the last is retryable.
             AccessDeniedError: it cannot be made or written.
         """
         self.check_path()
@@ -83,18 +84,31 @@ class RuntimeDirectory:
         self._lock_fd = -1
 
     def _make(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
+        try:
+            self.path.mkdir(parents=True, mode=DIRECTORY_MODE)
+        except NotADirectoryError:
+            raise ConfigError(f"{self.path} lies below a file", field="runtime_dir") from None
+        except FileExistsError:
+            self._close_to_others()
+        else:
+            self.path.chmod(DIRECTORY_MODE)  # whatever the umask is
+
+    def _close_to_others(self) -> None:
+        """Check a directory that is there; never open it, nor touch its mode where it is not the daemon's alone."""
+        if not self.path.is_dir():
+            raise ConfigError(f"{self.path} is no directory", field="runtime_dir")
         mode = stat.S_IMODE(self.path.stat().st_mode)
-        if mode & ~DIRECTORY_MODE:
-            ours = {CONTROL_SOCKET, SESSION_SOCKET, PEER_SOCKET, LOCK_FILE, DEVICE_POOLS_FILE}
-            foreign = {one.name for one in self.path.iterdir()} - ours
-            if foreign:
-                raise ConfigError(
-                    f"{self.path} has mode {mode:04o} and holds other things ({min(foreign)}): "
-                    f"give the daemon a directory of its own, or set mode {DIRECTORY_MODE:04o}",
-                    field="runtime_dir",
-                )
-        self.path.chmod(DIRECTORY_MODE)
+        if not mode & ~DIRECTORY_MODE:
+            return
+        ours = {CONTROL_SOCKET, SESSION_SOCKET, PEER_SOCKET, LOCK_FILE, DEVICE_POOLS_FILE}
+        foreign = {one.name for one in self.path.iterdir()} - ours
+        if foreign or mode & stat.S_ISVTX:
+            holds = f" and holds other things ({min(foreign)})" if foreign else ", which is made for many"
+            raise ConfigError(
+                f"{self.path} has mode {mode:04o}{holds}: give the daemon a directory of its own",
+                field="runtime_dir",
+            )
+        self.path.chmod(mode & DIRECTORY_MODE)
 
     def _lock(self) -> None:
         self._lock_fd = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
@@ -103,9 +117,11 @@ class RuntimeDirectory:
         except BlockingIOError:
             holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock_fd)
-            raise ConfigError(
+            error = ConfigError(
                 f"another daemon (pid {holder}) runs in {self.path}: stop it, or take another directory",
                 field="runtime_dir",
-            ) from None
+            )
+            error.retryable = True
+            raise error from None
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)

@@ -14,7 +14,7 @@ from kvferry.daemon.config import Config, load_config
 from kvferry.daemon.logs import configure_logs
 from kvferry.daemon.loop import run_daemon
 from kvferry.daemon.service_manager import ServiceManager
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.paths import default_runtime_dir
 
 EXIT_BAD_INPUT = 2
@@ -28,7 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="kvferry daemon", description="Run the daemon of this node.")
     parser.add_argument("--config", type=Path, help="a TOML file; see systemd/kvferry.toml for every key")
-    parser.add_argument("--runtime-dir", type=Path, help="where the sockets go; overrides the configuration")
+    parser.add_argument(
+        "--runtime-dir", type=_folder, metavar="DIR", help="where the sockets go; overrides the configuration"
+    )
     options = parser.parse_args(arguments)
     # A torch_npu without CANN would make torch itself fail: cards are asked for when a pool needs one.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -46,5 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
             uvloop.run(run_daemon(config, directory, ServiceManager()))
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)
-        return 1
+        return EXIT_BAD_INPUT if isinstance(error, ConfigError) and not error.retryable else 1
     return 0
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path names no directory")
+    return Path(text)

@@ -14,10 +14,10 @@ from msgspec import Meta
 
 from kvferry.daemon.config_file import read_file
 from kvferry.daemon.conflicts import check_together
-from kvferry.daemon.sections import MIB, MOST_BYTES, Host, Section
+from kvferry.daemon.sections import MIB, MOST_BYTES, Host, Listen, Section
 from kvferry.daemon.sections import Path as PathText
 from kvferry.daemon.tiers.config import TiersConfig
-from kvferry.protocol.ids import DeviceName, PeerAddress
+from kvferry.protocol.ids import DeviceName
 from kvferry.protocol.limits import Limits
 
 
@@ -69,7 +69,7 @@ class PeersConfig(Section, frozen=True, kw_only=True):
     there. A peer that says nothing for ``timeout_ms`` is lost; every ``heartbeat_ms`` a sign of life is asked for.
     """
 
-    listen: PeerAddress | None = None
+    listen: Listen | None = None
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 1000
     timeout_ms: Annotated[int, Meta(ge=50, le=600_000)] = 3000
 
@@ -109,6 +109,8 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
 
     Of hand-offs that ended before their other side came, ``max_tombstones`` are remembered for ``tombstone_s``, so that
     who comes late need not wait for them. HELLO does not say these two.
+
+    A hand-off within one daemon is two rooms, one a side; they may be of two sessions.
     """
 
     max_frame_bytes: Annotated[int, Meta(ge=128 << 10, le=1 << 30)] = Limits().max_frame_bytes
@@ -116,7 +118,7 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     max_message_bytes: Annotated[int, Meta(ge=128 << 10, le=1 << 34)] = Limits().max_message_bytes
     max_requests_per_session: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_requests_per_session
     max_rooms_per_session: Annotated[int, Meta(ge=1, le=1 << 20)] = Limits().max_rooms_per_session
-    max_rooms: Annotated[int, Meta(ge=1, le=1 << 24)] = Limits().max_rooms
+    max_rooms: Annotated[int, Meta(ge=2, le=1 << 24)] = Limits().max_rooms
     max_sessions: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_sessions
     max_deadline_ms: Annotated[int, Meta(ge=1, le=7 * 86_400_000)] = Limits().max_deadline_ms
     default_deadline_ms: Annotated[int, Meta(ge=1, le=7 * 86_400_000)] = Limits().default_deadline_ms

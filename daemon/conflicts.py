@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.daemon.peer_addresses import is_numeric
 from kvferry.daemon.sections import LEAST_BYTES
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import HOST
@@ -34,6 +35,10 @@ def check_together(config: Config, path: Path) -> None:
     for checks in (_times, _limits, _addresses, _landing, _tiers, _quotas, _remote):
         for key, what in checks(config):
             raise ConfigError(f"{path}: {what}", field=key)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _times(config: Config) -> Iterator[Conflict]:
@@ -65,7 +70,14 @@ def _limits(config: Config) -> Iterator[Conflict]:
 def _addresses(config: Config) -> Iterator[Conflict]:
     if HOST in config.devices.open:
         yield Conflict("devices.open", 'devices.open = ["host"]: the host is no card; npu:N or cuda:N, or nothing')
-    for key, address in (("peers.listen", config.peers.listen), ("tiers.remote.master", config.tiers.remote.master)):
+    listen = config.peers.listen
+    if listen and not is_numeric(listen):
+        yield Conflict(
+            "peers.listen",
+            f'peers.listen = "{listen}": give an address of this host in numbers, as in "tcp://10.0.0.3:7801" or '
+            '"tcp://[fd00::3]:7801"',
+        )
+    for key, address in (("peers.listen", listen), ("tiers.remote.master", config.tiers.remote.master)):
         port = address.rpartition(":")[2] if address else ""
         if port.isdecimal() and not 0 < int(port) <= _MAX_PORT:
             yield Conflict(key, f'{key} = "{address}": the port must be from 1 to {_MAX_PORT}')
@@ -94,7 +106,7 @@ def _landing(config: Config) -> Iterator[Conflict]:
             'others reach this host, peers.listen = "tcp://ADDRESS:PORT"',
         )
     slots_bytes = landing.slots * landing.slot_bytes
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = _memory_bytes()
     for key, count in (("slots", landing.slots), ("staging", landing.staging)):
         if count * landing.slot_bytes > memory_bytes:
             yield Conflict(
@@ -121,6 +133,13 @@ def _tiers(config: Config) -> Iterator[Conflict]:
     ):
         if size and size < LEAST_BYTES:
             yield Conflict(key, f'{key} = {size}: 0, or at least "4KiB"; was a unit meant, as in "{size}GiB"?')
+    for key, size in (("host_bytes", tiers.host_bytes), ("remote.segment_bytes", tiers.remote.segment_bytes)):
+        if size and size > _memory_bytes():
+            yield Conflict(
+                f"tiers.{key}",
+                f"tiers.{key} = {size_text(size)}: more than this host's memory of {_memory_bytes() >> 20}MiB; give "
+                "the tier a part of it",
+            )
     if tiers.host_bytes == 0:
         for key, asked in (
             ("tiers.disk.path", tiers.disk.path is not None),

@@ -136,7 +136,9 @@ class ControlSocket:
         except zmq.ZMQError as cause:
             self._socket.close(0)
             self._context.term()
-            raise ConfigError(f"cannot listen on {address}: {cause.strerror}", field="peers.listen") from cause
+            error = ConfigError(f"cannot listen on {address}: {cause.strerror}", field="peers.listen")
+            error.retryable = True  # who listens there may end, and an address may come up
+            raise error from cause
 
     def _schedule_drain(self) -> None:
         """Make sure that a message which arrived unsignalled is seen."""

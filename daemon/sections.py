@@ -21,6 +21,15 @@ Host = Annotated[
     Meta(pattern="^[0-9A-Za-z_.:-]+\\Z", max_length=256, description="an address or name of this host, without a port"),
 ]
 
+Listen = Annotated[
+    str,
+    Meta(
+        pattern="^tcp://[^ ]+:[0-9]+\\Z",
+        max_length=256,
+        description="tcp://ADDRESS:PORT with an address of this host in numbers",
+    ),
+]
+
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the file; unknown keys are mistakes."""

@@ -78,8 +78,9 @@ def _evict(client: Client, options: argparse.Namespace) -> int:
 
 def _watch(client: Client, options: argparse.Namespace) -> int:
     cursor = client.cache_cursor() if options.cursor is None else options.cursor
+    watch_s = min(WATCH_S, client.welcome.limits.max_deadline_ms / 1000) if client.welcome else WATCH_S
     while True:
-        changes = client.cache_events(cursor, timeout_s=WATCH_S)
+        changes = client.cache_events(cursor, timeout_s=watch_s)
         if changes.lost:
             print(msgspec.json.encode({"lost_before": changes.cursor, "boot_id": client.boot_id}).decode(), flush=True)
         for one in changes.changes:

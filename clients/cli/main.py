@@ -93,7 +93,9 @@ def _run(module: ModuleType, name: str, arguments: Sequence[str]) -> int:
 def _become_daemon(arguments: Sequence[str]) -> int:
     import signal  # noqa: PLC0415  the quick commands do without
 
-    for number in (ignored := {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}):
+    classic = "HUP", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "IO", "PWR", "XCPU", "STKFLT"
+    ignored = {*(signal.Signals[f"SIG{name}"] for name in classic), *range(signal.SIGRTMIN, signal.SIGRTMAX + 1)}
+    for number in ignored:  # as the daemon's own module has them
         signal.signal(number, signal.SIG_IGN)  # threads of what was imported take signals as well
     signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # until the daemon can log them
     os.execv(sys.executable, [sys.executable, "-P", "-m", "kvferry.daemon", *arguments])  # noqa: S606  ourselves, no shell

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.clients.cli.arguments import seconds
+from kvferry.clients.cli.arguments import add_runtime_dir, seconds
 from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.exit_codes import BAD_INPUT, WORKED
 from kvferry.clients.cli.probe_messages import ProbeMessage, Reader
@@ -56,7 +56,7 @@ def add_probe(command: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     command.epilog = GUIDE
     command.set_defaults(complain=command.error)
-    command.add_argument("--runtime-dir", metavar="DIR", help="where the daemon's sockets are")
+    add_runtime_dir(command)
     command.add_argument(
         "--timeout",
         type=seconds,
@@ -84,10 +84,10 @@ def probe(options: argparse.Namespace) -> int:
     except KvferryError as error:
         return _refuse(reader.number, error)
     session = streamed or options.events or any(one.kind not in WITHOUT_SESSION for one in messages)
-    timeout_s = options.timeout or DEFAULT_TIMEOUT_S
-    opening_s = min(timeout_s, OPENING_TIMEOUT_S)
+    opening_s = min(options.timeout or DEFAULT_TIMEOUT_S, OPENING_TIMEOUT_S)
     with Connection.open(options.runtime_dir, "probe", timeout_s=opening_s, session=session) as connection:
-        run = ProbeRun(connection, timeout_s, _say)
+        most_s = connection.welcome.limits.max_deadline_ms / 1000
+        run = ProbeRun(connection, options.timeout or min(DEFAULT_TIMEOUT_S, most_s), _say)
         keep_going = options.keep_going or (streamed and sys.stdin.isatty())
         bad = _send(run, messages, keep_going=keep_going)
         if streamed and (keep_going or not (bad or run.status)):

@@ -20,7 +20,6 @@ import mmap
 import os
 import queue
 import resource
-import signal
 import socket
 import sys
 import threading
@@ -31,6 +30,7 @@ from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import msgspec
 
+from kvferry.daemon.signals import end_within, ignore_but_for_libraries
 from kvferry.daemon.tiers.store_messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
@@ -273,6 +273,7 @@ def give_memory(store: Any, begin: Begin, memory: Memory) -> list[str]:  # noqa:
 
 def main(socket_fd: int, arena_fd: int) -> NoReturn:
     """Serve until the daemon's end of the socket closes."""
+    ignore_but_for_libraries()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what users wrote does not belong in core files
     channel = socket.socket(fileno=socket_fd)
     begin = receive(channel)
@@ -288,7 +289,7 @@ def main(socket_fd: int, arena_fd: int) -> NoReturn:
     process = StoreProcess(channel, store, memory, begin.threads)
     process.send(Began(endpoint=store.get_hostname()))
     process.serve()
-    signal.alarm(CLOSE_S)
+    end_within(CLOSE_S)
     process.finish()
     if segments:
         store.unmount_and_free_segment(segments)  # so that others do not ask for what was there

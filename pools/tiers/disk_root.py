@@ -42,7 +42,7 @@ def _check(root: Path) -> None:
     if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             f"{root} (mode {stat.S_IMODE(status.st_mode):04o}, user {status.st_uid}) can be written by others, who "
-            f"could slip in blocks: make it the daemon's own, mode 0700",
+            f"could slip in blocks: leave it to them, and name a folder that is the daemon's own, mode 0700",
             field=CONFIG_KEY,
         )
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
@@ -56,9 +56,11 @@ def _lock(fd: int, root: Path) -> None:
         os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     except BlockingIOError:
         holder = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "of unknown pid"
-        raise ConfigError(
+        error = ConfigError(
             f"another daemon ({holder}) keeps its blocks in {root}: stop it, or take another directory",
             field=CONFIG_KEY,
-        ) from None
+        )
+        error.retryable = True
+        raise error from None
     except OSError as cause:
         raise ConfigError(f"{root / LOCK_FILE}: {cause.strerror}", field=CONFIG_KEY) from cause

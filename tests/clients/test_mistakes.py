@@ -353,7 +353,10 @@ MISTAKES: Final[dict[str, Mistake]] = {
         lambda w: w.client.receive(w.p, RID, [pages([1])], deadline_s=math.nan), "deadline_s", "nan seconds"
     ),
     "for ever": wrong(lambda w: w.client.create_pool("x", SPEC, deadline_s=math.inf), "deadline_s", "inf seconds"),
-    "None for a deadline": wrong(lambda w: w.client.offload(w.p, [pages([1])], deadline_s=None), "deadline_s", "None"),
+    "a list for a deadline": wrong(lambda w: w.client.offload(w.p, [pages([1])], deadline_s=[]), "deadline_s", "[]"),
+    "more than the daemon takes": wrong(
+        lambda w: w.client.store(w.p, [b"h" * 16], [1], deadline_s=3601), "deadline_s", "at most 3600"
+    ),
     "a text for a deadline": wrong(lambda w: w.client.cancel(w.room, deadline_s="5"), "deadline_s", "'5' is no"),
     "a deadline beyond floats": wrong(
         lambda w: w.client.send(w.p, RID, [pages([1])], deadline_s=10**400), "deadline_s", "inf seconds; give from 0"

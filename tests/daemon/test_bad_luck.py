@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -19,7 +21,10 @@ import pytest
 import torch
 
 from kvferry.clients import Client, KvferryError, new_request_id, pages
+from kvferry.daemon.access import RuntimeDirectory
+from kvferry.pools.tiers.disk import DiskStore
 from kvferry.protocol.errors import (
+    ConfigError,
     DaemonLostError,
     PeerLostError,
     PoolFullError,
@@ -227,6 +232,11 @@ def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
         ("[landing]\ndirect = true\n", "landing.transport"),
         ("colour = 'red'\n", "colour"),
         ("[pools\n", "broken.toml"),
+        ("[peers]\nlisten = 'tcp://999.1.1.1:80'\n", "peers.listen"),
+        ("[tiers]\nhost_bytes = '1023TiB'\n", "tiers.host_bytes"),
+        ("[tiers.disk]\npath = '/dev/null'\n", "[tiers.disk.path]"),
+        ("[tiers.disk]\npath = '/tmp'\n", "name a folder that is the daemon's own"),
+        ("[tiers.disk]\npath = '/nowhere/at/all'\n", "[tiers.disk.path]"),
         (None, "No such file"),
     ],
 )
@@ -237,7 +247,8 @@ def test_a_wrong_configuration_is_one_line(tmp_path: Path, config: str | None, n
         file.write_text(config)
     done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "run"))
     assert done.returncode == 2, "no restart mends it: RestartPreventExitStatus"
-    (line,) = done.stderr.splitlines()
+    *logged, line = done.stderr.splitlines()
+    assert all(one.startswith("{") for one in logged)
     assert named in line
 
 
@@ -248,16 +259,49 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     assert "runtime_dir" in done.stderr
 
 
+@pytest.mark.parametrize(("mode", "holds"), [(0o755, "precious"), (0o1777, "precious"), (0o1777, "daemon.lock")])
 @pytest.mark.host_only
-def test_a_shared_directory_is_left_alone(tmp_path: Path) -> None:
+def test_a_shared_directory_is_left_alone(tmp_path: Path, mode: int, holds: str) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    shared.chmod(0o755)
-    (shared / "precious").touch()
+    shared.chmod(mode)
+    (shared / holds).touch()
     done = kvferry("daemon", "--runtime-dir", str(shared))
+    assert done.returncode == 2
+    assert "CONFIG [runtime_dir]" in done.stderr
+    assert "a directory of its own" in done.stderr
+    assert "0750" not in done.stderr
+    assert stat.S_IMODE(shared.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize(
+    ("mode", "then", "holds"),
+    [(0o700, 0o700, "precious"), (0o750, 0o750, "precious"), (0o700, 0o700, "daemon.lock"), (0o757, 0o750, "")],
+)
+def test_a_directory_that_is_there_is_never_opened(tmp_path: Path, mode: int, then: int, holds: str) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(mode)
+    if holds:
+        (there / holds).touch()
+    with RuntimeDirectory(there):
+        assert stat.S_IMODE(there.stat().st_mode) == then
+
+
+def test_who_is_in_the_way_now_may_be_gone_later(tmp_path: Path) -> None:
+    """So the daemon ends with 1 then, and its service manager tries again."""
+    with RuntimeDirectory(tmp_path / "run"), pytest.raises(ConfigError, match="another daemon") as refused:
+        RuntimeDirectory(tmp_path / "run").__enter__()
+    assert refused.value.retryable
+    with DiskStore(tmp_path), pytest.raises(ConfigError, match="another daemon") as refused:
+        DiskStore(tmp_path)
+    assert refused.value.retryable
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        file = tmp_path / "taken.toml"
+        file.write_text(f"[peers]\nlisten = 'tcp://127.0.0.1:{server.getsockname()[1]}'\n")
+        done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "other"))
     assert done.returncode == 1
-    assert "precious" in done.stderr
-    assert shared.stat().st_mode & 0o777 == 0o755
+    assert "CONFIG [peers.listen]" in done.stderr
 
 
 @pytest.mark.host_only

@@ -209,6 +209,8 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         ("[peers]\nheartbeat_ms = 5000", "peers.timeout_ms", "peers.heartbeat_ms = 5000"),
         ("[peers]\nheartbeat_ms = 100\ntimeout_ms = 100", "peers.timeout_ms", "peers.heartbeat_ms = 100"),
         ('[peers]\nlisten = "tcp://10.0.0.3:70000"', "peers.listen", "65535"),
+        ('[peers]\nlisten = "tcp://999.1.1.1:80"', "peers.listen", "in numbers"),
+        ('[peers]\nlisten = "tcp://*:7801"', "peers.listen", "tcp://[fd00::3]:7801"),
         ('[devices]\nopen = ["host"]', "devices.open", "npu:N"),
         ('[limits]\nmax_frame_bytes = "32MiB"', "limits.max_message_bytes", "limits.max_frame_bytes = 33554432"),
         ("[limits]\nmax_deadline_ms = 1000", "limits.default_deadline_ms", "limits.max_deadline_ms = 1000"),
@@ -223,6 +225,8 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         ('[tiers]\nhost_bytes = 0\ntenant_bytes = "1GiB"', "tiers.tenant_bytes", "tiers.host_bytes = 0"),
         ('[tiers]\nhost_bytes = 0\nquotas = { 7 = "1GiB" }', "tiers.quotas", "tiers.host_bytes = 0"),
         ("[tiers]\nhost_bytes = 8", "tiers.host_bytes", '"8GiB"?'),
+        ('[tiers]\nhost_bytes = "1023TiB"', "tiers.host_bytes", "this host's memory of"),
+        (STORE + 'segment_bytes = "1023TiB"', "tiers.remote.segment_bytes", "this host's memory of"),
         ('[tiers]\nhost_bytes = "1GiB"\ntenant_bytes = "2GiB"', "tiers.tenant_bytes", "tiers.host_bytes = 1GiB"),
         ('[tiers]\nhost_bytes = "1GiB"\nquotas = { 7 = "2GiB" }', "tiers.quotas.7", "tiers.host_bytes = 1GiB"),
         ("[tiers]\ntenant_bytes = 0", "tiers.tenant_bytes", "tiers.quotas"),
@@ -247,13 +251,20 @@ def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field
         '[landing]\naddress = "10.0.0.3"\n[tiers.remote]\ntransport = "mooncake_store"',
         "[tiers]\nhost_bytes = 0\ntenant_bytes = 0",
         '[tiers]\ntenant_bytes = 0\nquotas = { 7 = "1GiB" }',
-        "[limits]\nmax_rooms = 1",
+        "[limits]\nmax_rooms = 2\nmax_rooms_per_session = 1",
     ],
 )
 def test_keys_that_go_together_are_taken(tmp_path: Path, text: str) -> None:
     file = tmp_path / "kvferry.toml"
     file.write_text(text)
     load_config(file)
+
+
+def test_daemons_of_other_hosts_are_listened_for_on_tcp_only(tmp_path: Path) -> None:
+    error = refused(tmp_path, '[peers]\nlisten = "ipc:///run/peer.sock"')
+    assert error.field == "peers.listen"
+    assert "must be tcp://ADDRESS:PORT" in error.detail
+    assert "ipc:///PATH" not in error.detail
 
 
 def test_the_limits_of_the_file_are_those_of_the_wire() -> None:

@@ -18,7 +18,21 @@ from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from tests.daemons import END_S, START_S, DaemonProcess, running_daemon
 
-IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+IGNORED = {
+    "SIGHUP": signal.SIGHUP,
+    "SIGUSR1": signal.SIGUSR1,
+    "SIGUSR2": signal.SIGUSR2,
+    "SIGALRM": signal.SIGALRM,
+    "SIGVTALRM": signal.SIGVTALRM,
+    "SIGPROF": signal.SIGPROF,
+    "SIGIO": signal.SIGIO,
+    "SIGPWR": signal.SIGPWR,
+    "SIGXCPU": signal.SIGXCPU,
+    "SIGSTKFLT": signal.SIGSTKFLT,
+    "SIGRTMIN": signal.SIGRTMIN,
+    **{f"SIGRTMIN+{at}": signal.SIGRTMIN + at for at in range(1, signal.SIGRTMAX - signal.SIGRTMIN)},
+    "SIGRTMAX": signal.SIGRTMAX,
+}
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 CONFIG = "[logging]\nformat = 'json'\n"
@@ -42,20 +56,18 @@ def ignored(log: Path) -> set[str]:
     return {line["signal"] for line in events(log, "signal ignored")}
 
 
-@pytest.mark.parametrize("number", IGNORED)
-def test_a_signal_that_means_nothing_here_is_logged_and_takes_nothing(
-    daemon: DaemonProcess, number: signal.Signals
-) -> None:
+@pytest.mark.parametrize("name", IGNORED)
+def test_a_signal_that_means_nothing_here_is_logged_and_takes_nothing(daemon: DaemonProcess, name: str) -> None:
     with Client.connect(daemon.runtime_dir) as client:
-        pool = f"kept-{number.name}"
+        pool = f"kept-{IGNORED[name]}"
         client.create_pool(pool, SPEC)
         held = client.allocate(pool, 2)
-        daemon.process.send_signal(number)
+        daemon.process.send_signal(IGNORED[name])
         for _ in range(LOOKS):
             client.ping()
-            if number.name in ignored(daemon.log):
+            if name in ignored(daemon.log):
                 break
-        (line,) = [one for one in events(daemon.log, "signal ignored") if one["signal"] == number.name]
+        (line,) = [one for one in events(daemon.log, "signal ignored") if one["signal"] == name]
         assert line["level"] == "warning"
         assert "reload" in line["cause"]
         assert "restart" in line["remedy"]
@@ -74,8 +86,12 @@ def test_a_signal_to_end_is_logged_and_leaves_no_socket(tmp_path: Path, number: 
 
 def held_back(pid: int) -> set[int]:
     """Return the signals that a process's first thread holds back."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    (mask,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk:")]
+    return signals_of(Path(f"/proc/{pid}/status").read_text(), "SigBlk")
+
+
+def signals_of(status: str, field: str) -> set[int]:
+    """Return the signals of a mask in the text of ``/proc/PID/status``."""
+    (mask,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(f"{field}:")]
     return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
 
 
@@ -99,9 +115,9 @@ def test_signals_before_the_daemon_serves_are_logged_once_it_does(tmp_path: Path
             stderr=output,
         )
         try:
-            while not is_daemon(process.pid) or held_back(process.pid) != set(IGNORED):
+            while not is_daemon(process.pid) or held_back(process.pid) != set(IGNORED.values()):
                 assert process.poll() is None, log.read_text()
-            for number in IGNORED:
+            for number in IGNORED.values():
                 process.send_signal(number)
             try:
                 assert b"READY=1" in notifications.recv(4096), log.read_text()
@@ -112,7 +128,59 @@ def test_signals_before_the_daemon_serves_are_logged_once_it_does(tmp_path: Path
         finally:
             process.kill()
             process.wait(END_S)
-    assert ignored(log) == {number.name for number in IGNORED}
+    assert ignored(log) == set(IGNORED)
+
+
+def told_by(program: str) -> str:
+    """Return what a Python program prints."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+
+def test_what_becomes_the_daemon_holds_the_same_signals_back() -> None:
+    """Until the daemon's own first line does: threads that take no part in that ignore them."""
+    status = told_by(
+        "import os; from kvferry.clients.cli.main import main\n"
+        "os.execv = lambda *_: print(open('/proc/self/status').read())\n"
+        "main(['daemon'])"
+    )
+    assert signals_of(status, "SigBlk") == set(IGNORED.values())
+    assert set(IGNORED.values()) <= signals_of(status, "SigIgn")
+
+
+def test_a_signal_that_a_library_uses_is_left_to_it() -> None:
+    """As some that are written in C do: they install handlers that Python knows nothing of."""
+    number = signal.SIGRTMIN + 5
+    said = told_by(
+        "import asyncio, ctypes, signal\n"
+        "from kvferry.daemon.signals import answered\n"
+        "taken = []\n"
+        "handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(taken.append)\n"
+        f"ctypes.CDLL(None).signal({number}, handler)\n"
+        "async def serve():\n"
+        "    with answered(asyncio.get_running_loop(), asyncio.Event()):\n"
+        f"        signal.raise_signal({number})\n"
+        "asyncio.run(serve())\n"
+        "print(taken)"
+    )
+    assert said == f"[{number}]\n"
+
+
+def test_libraries_of_the_store_process_may_use_real_time_signals() -> None:
+    status = told_by(
+        "from kvferry.daemon.signals import hold_back, ignore_but_for_libraries\n"
+        "hold_back()\n"
+        "ignore_but_for_libraries()\n"
+        "print(open('/proc/self/status').read())"
+    )
+    real_time = {number for number in IGNORED.values() if number >= signal.SIGRTMIN}
+    assert signals_of(status, "SigBlk") == set(IGNORED.values()) - real_time
+    assert set(IGNORED.values()) <= signals_of(status, "SigIgn")
+
+
+def test_the_store_process_has_an_end_though_it_hangs_then() -> None:
+    hanging = "import signal; from kvferry.daemon.signals import *; hold_back(); end_within(0.01); signal.pause()"
+    done = subprocess.run([sys.executable, "-c", hanging], check=False, timeout=END_S)
+    assert done.returncode == -signal.SIGALRM
 
 
 def test_signals_while_it_drains_do_not_cut_it_short(tmp_path: Path) -> None:
@@ -129,13 +197,13 @@ def test_signals_while_it_drains_do_not_cut_it_short(tmp_path: Path) -> None:
         daemon.process.terminate()
         with pytest.raises(ShuttingDownError):
             client.wait_finished(late)  # it drains
-        for number in (*IGNORED, signal.SIGTERM):
+        for number in (*IGNORED.values(), signal.SIGTERM):
             daemon.process.send_signal(number)
         for _ in range(LOOKS):
             client.ping()
             if len(ignored(daemon.log)) == len(IGNORED):
                 break
-        assert ignored(daemon.log) == {number.name for number in IGNORED}
+        assert ignored(daemon.log) == set(IGNORED)
         ring.record(step)
         assert client.wait_finished(receiving).error is None
         client.wait_settled(sending)
@@ -157,7 +225,7 @@ def test_a_reader_of_the_log_who_is_gone_does_not_matter(tmp_path: Path) -> None
     ):
         os.close(reader)
         client.create_pool("pool", SPEC)
-        for number in IGNORED:
+        for number in IGNORED.values():
             daemon.process.send_signal(number)
         client.delete_pool("pool")
         assert daemon.end() == 0

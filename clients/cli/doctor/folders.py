@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from kvferry.clients.cli.doctor.host import Host, User
+from kvferry.pools.tiers.block_file import FORM_NAME, OUTDATED_NAME, TENANT_NAME
 from kvferry.pools.tiers.disk_root import LOCK_FILE
 
 STATE_FOLDER: Final = PurePosixPath("/var/lib/kvferry")
@@ -62,15 +63,14 @@ def close_to_others(host: Host, path: str, user: User, key: str) -> str:
 def is_shared(host: Host, path: str, user: User) -> bool:
     """Return whether anything says that others use a folder, or may: also where nobody can look.
 
-    It is nobody else's where it is empty, or a disk tier has been in it, and neither its mode nor its place is one that
-    is made for many.
+    It is nobody else's where it is empty, or a disk tier has been in it and nothing else, and neither its mode nor its
+    place is one that is made for many.
     """
     folder = host.path(path)
     try:
         if folder.stat().st_mode & stat.S_ISVTX or os.path.ismount(folder):
             return True
-        names = {one.name for one in folder.iterdir()}
-        return _is_a_place_for_many(host, _real(host, folder), user) or bool(names and LOCK_FILE not in names)
+        return _is_a_place_for_many(host, _real(host, folder), user) or _holds_others(folder, user)
     except OSError:
         return True
 
@@ -87,6 +87,21 @@ def may_hold(host: Host, path: str) -> bool:
 def is_of_all(path: PurePosixPath) -> bool:
     """Return whether a path can be no program's own, by its name alone."""
     return bool(_OF_ALL.fullmatch(str(path))) or path.parts[1] in _OF_THE_SYSTEM
+
+
+def _holds_others(folder: Path, user: User) -> bool:
+    """Return whether anything in a folder is no disk tier's, or neither the user's nor root's."""
+    tenants = [one for one in folder.iterdir() if one.name != LOCK_FILE]
+    forms = [one for tenant in tenants if TENANT_NAME.match(tenant.name) for one in tenant.iterdir()]
+    if not tenants and not (folder / LOCK_FILE).exists():
+        return False
+    return not (
+        (folder / LOCK_FILE).is_file()
+        and all(TENANT_NAME.match(one.name) for one in tenants)
+        and all(FORM_NAME.match(one.name) or OUTDATED_NAME.match(one.name) for one in forms)
+        and all(one.is_dir() and not one.is_symlink() for one in (*tenants, *forms))
+        and all(one.lstat().st_uid in {0, user.uid} for one in (folder / LOCK_FILE, *tenants, *forms))
+    )
 
 
 def _is_a_place_for_many(host: Host, path: PurePosixPath, user: User) -> bool:

@@ -61,6 +61,10 @@ def check_directory(running: Running) -> Finding:
     except OSError:
         fix = "the daemon makes it; elsewhere? give --runtime-dir, or set KVFERRY_RUNTIME_DIR"
         return Finding(name, "warning", f"no {directory}", fix)
+    if not directory.is_dir():
+        return Finding(
+            name, "missing", f"{directory} is no directory", "name another one in --runtime-dir or runtime_dir"
+        )
     return Finding(name, "ok", f"{directory}, of group {group}")
 
 

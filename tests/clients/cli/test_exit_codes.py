@@ -25,6 +25,12 @@ WRONG_USAGE: Final = (
     "--fast",
     "ping --fast",
     "ping more",
+    "ping --runtime-dir=",
+    "status --runtime-dir=",
+    "probe PING --runtime-dir=",
+    "cache list --runtime-dir=",
+    "doctor --runtime-dir=",
+    "daemon --runtime-dir=",
     "ping --timeout",
     "ping --timeout x",
     "ping --timeout -1",
@@ -82,6 +88,9 @@ WRONG_INPUT: Final = {
     "doctor --user nobody-of-that-name": False,
     "daemon --config DIR/none": False,
     "daemon --config DIR/broken": False,
+    "daemon --runtime-dir DIR/broken": False,
+    "daemon --runtime-dir DIR/broken/below": False,
+    "daemon --runtime-dir /tmp": False,
 }
 """And whether the error is JSON on standard output."""
 

@@ -110,11 +110,11 @@ class Node:
         """Return the page at ``offset``."""
         return self.arena[offset : offset + PAGE_BYTES].tobytes()
 
-    def signal(self, number: signal.Signals) -> int:
+    def signal(self, number: int) -> int:
         """Send the store process a signal, and wait until it has worked; return the process's number."""
         pid = self.store.process_id
         os.kill(pid, number)
-        if number is signal.SIGSTOP:
+        if number == signal.SIGSTOP:
             os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
         return pid
 

@@ -8,7 +8,7 @@ import ast
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -126,7 +126,8 @@ def advice(root: Path, path: str, mode: int, *, holds: tuple[str, ...] = (), par
     folder = host.path(path)
     folder.mkdir(parents=True, exist_ok=True)
     for name in holds:
-        (folder / name).touch()
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).mkdir(exist_ok=True) if name.endswith("/") else (folder / name).touch()
     for parent in folder.parents:
         if parent.is_relative_to(root):
             parent.chmod(parent_mode)
@@ -158,6 +159,11 @@ def advice(root: Path, path: str, mode: int, *, holds: tuple[str, ...] = (), par
         ("/srv/homes/other", 0o755, (), "/srv/homes/other/kvferry"),
         ("/srv/blocks", 0o755, ("somebody's file",), "/srv/blocks/kvferry"),
         ("/srv/blocks", 0o1777, (LOCK_FILE,), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o755, (LOCK_FILE, "somebody's file"), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o755, (LOCK_FILE, "somebody's folder/"), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o755, (LOCK_FILE, "0/", "2024/holidays.jpg"), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o755, (LOCK_FILE, "0"), "/srv/blocks/kvferry"),
+        ("/srv/blocks", 0o755, ("0/",), "/srv/blocks/kvferry"),
         ("/srv/blocks", 0o777, ("somebody's file",), OWN),
         ("/srv/blocks", 0o775, ("somebody's file",), OWN),
     ],
@@ -176,7 +182,8 @@ def test_a_folder_of_others_stays_as_it_is(
     [
         ("/srv/blocks", 0o755, ()),
         ("/srv/blocks", 0o777, ()),
-        ("/srv/blocks", 0o755, (LOCK_FILE, "0")),
+        ("/srv/blocks", 0o755, (LOCK_FILE, "0/")),
+        ("/srv/blocks", 0o755, (LOCK_FILE, f"1001/{'0' * 32}-{'1' * 32}/", f"1001/{'0' * 32}/")),
         ("/srv/worker", 0o755, ()),
         ("/mnt/nvme/blocks", 0o770, ()),
         ("/var/lib/kvferry", 0o750, (LOCK_FILE,)),
@@ -213,7 +220,19 @@ def test_names_with_spaces_stay_one_word(tmp_path: Path) -> None:
     assert shlex.split(command)[-1] == "/srv/your blocks/kvferry"
 
 
-def test_another_users_own_folder_is_given_with_all_in_it(tmp_path: Path) -> None:
+def test_a_block_folder_of_another_user_is_his(tmp_path: Path, require: Callable[[object, str], None]) -> None:
+    require(os.geteuid() == 0, "root alone may give a folder away")
+    theirs = make_host(tmp_path, user=WORKER).path("/srv/blocks/7")
+    theirs.mkdir(parents=True)
+    os.chown(theirs, WORKER.uid + 1, -1)
+    *commands, _ = advice(tmp_path, "/srv/blocks", 0o755, holds=(LOCK_FILE,))
+    assert commands == ["install -d -m 0700 -o worker /srv/blocks/kvferry"]
+
+
+def test_another_users_own_folder_is_given_with_all_in_it(
+    tmp_path: Path, require: Callable[[object, str], None]
+) -> None:
+    require(os.geteuid() == 0, "it is root's")
     host = make_host(tmp_path, user=WORKER)
     folder = host.path("/srv/blocks")
     folder.mkdir(parents=True)

@@ -39,6 +39,13 @@ def test_none(tmp_path: Path) -> None:
     assert check_devices(running) == ()
 
 
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    finding = check_directory(ask(file))
+    assert (finding.state, finding.found) == ("missing", f"{file} is no directory")
+
+
 def test_one(daemon: DaemonProcess) -> None:
     running = ask(daemon.runtime_dir)
     assert running.pid == daemon.process.pid
