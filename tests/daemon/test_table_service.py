@@ -232,9 +232,10 @@ def test_a_pool_of_states_only_has_no_tables(client: Client, device: str) -> Non
     client.delete_pool("states")
 
 
-def test_a_hybrid_pool_wants_its_window(client: Client, hybrid: str) -> None:
+@pytest.mark.parametrize("window", [None, WINDOW - 1, WINDOW + 1])
+def test_a_hybrid_pool_wants_its_window(client: Client, hybrid: str, window: int | None) -> None:
     with pytest.raises(InvalidFieldError) as raised:
-        new_tables(client, hybrid)
+        new_tables(client, hybrid, window=window)
     assert raised.value.field == "window"
 
 
