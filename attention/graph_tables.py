@@ -78,6 +78,7 @@ class GraphTables:
 
         Raises:
             TableHoleError: a row's length needs a page that the row was not given; row and column are named.
+            DuplicatePageError: a row's length needs one page in two columns; row and page are named.
             WindowMismatchError: a visible page has no window page, or one that is released; row and column are named.
             TableOverflowError: a length needs more columns than there are; row, length and columns are named.
             KvferryError: what ``check_update`` and the full-to-window map raise.
@@ -88,6 +89,7 @@ class GraphTables:
             self._given.give(update, cells, undo)
             touched = step.full()
             pages = self._filled(touched)
+            self._full.check_distinct(touched, pages)
             touched_swa = self._apply_window(update, step, undo)
         before = self.batch
         self._full.show(touched, pages)

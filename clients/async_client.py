@@ -132,7 +132,7 @@ class AsyncClient(AsyncTiers):
             deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
 
         Raises:
-            PoolExistsError: the name has another layout, size or model, or is on another device.
+            PoolExistsError: the name has another layout, size, window or model, or is on another device.
             InvalidFieldError: the spec makes no sense.
             OutOfMemoryError: the host or the card cannot give it.
             DeviceUnavailableError: no such card, or what drives it is missing, there or here.

@@ -80,7 +80,8 @@ class EngineDevices:
         """Return the frames by which tensors of this process, by their arrays' names, are lent to the daemon.
 
         Raises:
-            InvalidFieldError: a tensor is on another device, or its bytes do not lie as its shape says.
+            InvalidFieldError: a tensor is on another device, its bytes do not lie as its shape says, or torch cannot
+                share its memory.
         """
         accelerator = self.open(name)
         for array, tensor in tensors.items():

@@ -54,6 +54,12 @@ def _form(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], str
     backend = import_torch()
     if not isinstance(tensor, backend.Tensor) or tensor.layout is not backend.strided:
         raise InvalidFieldError(f"{name} is {type(tensor).__name__}, not a strided torch.Tensor", field=name)
+    if tensor.is_neg() or tensor.is_conj():
+        raise InvalidFieldError(
+            f"{name} is a view that negates or conjugates what is in memory: lend what resolve_neg() or resolve_conj() "
+            "returns",
+            field=name,
+        )
     return tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch.")
 
 

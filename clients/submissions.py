@@ -204,6 +204,10 @@ class Submissions(OfOneProcess, ABC):
     ) -> PendingReply[TablesUpdated]:
         """Change tables for the next replay: all of it or nothing. Returns at once; then ``wait`` and ``tables.order``.
 
+        Pages need not be this session's, nor allocated: ids are compared with the pool's range, lengths with the
+        tables' width, and no row shows a page twice. Whose page it is is the engine's own affair: often the session
+        that allocates is another one.
+
         Args:
             tables: which.
             lengths: ``(batch,)`` tokens of each row; rows from ``batch`` on are no longer in use.
@@ -216,8 +220,8 @@ class Submissions(OfOneProcess, ABC):
             deadline_s: for the daemon's reply.
 
         Raises:
-            TableOverflowError, TableHoleError, WindowMismatchError, PageOutOfRangeError, InvalidFieldError: by
-                ``wait``; the tables are as they were.
+            TableOverflowError, TableHoleError, WindowMismatchError, PageOutOfRangeError, DuplicatePageError,
+                InvalidFieldError: by ``wait``; the tables are as they were.
             TablesBusyError: by ``wait``: the update before has not ended.
         """
         operation = operations.update_tables(

@@ -37,7 +37,7 @@ class SyncTables(SyncRequests):
             draft_tokens: the most that speculation adds to a length.
             request_row_tokens: the width of the engine's own token map, which is wider than the context in practice.
             captured: the captured batch sizes; none: every batch is replayed as it is.
-            window: the sliding window of a hybrid pool, in tokens.
+            window: the sliding window of a hybrid pool, in tokens: the one that the pool was made with.
             deadline_s: for the daemon's reply.
 
         Raises:

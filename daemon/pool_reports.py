@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvferry.pools.manifest import bytes_per_page, spaces_of
+from kvferry.pools.manifest import bytes_per_page, spaces_of, windows_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import PoolExistsError
 from kvferry.protocol.manifests import Manifest
@@ -50,7 +50,7 @@ def check_same(
     """Check that a pool is the one that is asked for; ``held`` says who has its pages.
 
     Raises:
-        PoolExistsError: it has another layout or size, is on another device, or its hand-offs may leave out others.
+        PoolExistsError: it has another layout, size or window, another device, or its hand-offs may leave out others.
     """
     if device != wanted_device:
         raise PoolExistsError(
@@ -60,6 +60,12 @@ def check_same(
         raise PoolExistsError(
             f"pool {name!r} exists with {_pages_text(existing)} pages of layout {existing.layout_digest}; "
             f"asked for {_pages_text(wanted)} of {wanted.layout_digest}: {difference(existing, wanted)}"
+            f"{held and f'; {held}'}",
+            field="spec",
+        )
+    if windows_of(existing) != windows_of(wanted):
+        raise PoolExistsError(
+            f"pool {name!r} exists with {_windows_text(existing)}, asked for with {_windows_text(wanted)}"
             f"{held and f'; {held}'}",
             field="spec",
         )
@@ -115,6 +121,10 @@ def _model_text(model: ModelIdentity | None) -> str:
 def _optional(manifest: Manifest) -> list[str]:
     """Return those of the pool's components that a hand-off may leave out."""
     return sorted({one.name for one in manifest.components} & set(manifest.optional_components))
+
+
+def _windows_text(manifest: Manifest) -> str:
+    return ", ".join(f"a window of {tokens} tokens in {name}" for name, tokens in windows_of(manifest).items())
 
 
 def _pages_text(manifest: Manifest) -> str:

@@ -342,6 +342,10 @@ def _tables_for(pool: Pool, body: CreateTables) -> GraphTables:
         )
     if window is None and any(one.kind == "window" for one in pool.manifest.components):
         raise InvalidFieldError(f"pool {pool.name!r} has window layers: give their window in tokens", field="window")
+    if window is not None and window.window not in {None, body.window}:
+        raise InvalidFieldError(
+            f"pool {pool.name!r} has a window of {window.window} tokens, not of {body.window}", field="window"
+        )
     shape: TableShape = table_shape(
         max_batch=body.max_batch,
         max_context_tokens=body.max_context_tokens,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.pools.geometry import dtype_bytes
+from kvferry.pools.manifest import windows_of
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError, PoolExistsError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry, Manifest
 
@@ -146,8 +147,9 @@ def viewed_as(manifest: Manifest, wanted: Manifest, name: str) -> Manifest:
     Raises:
         PoolExistsError: they differ in more.
     """
-    if manifest.layout_digest != wanted.layout_digest or _unviewed(manifest) != _unviewed(wanted):
-        raise PoolExistsError(f"pool {name!r} has other entries than were asked for", field="spec")
+    same_use = manifest.layout_digest == wanted.layout_digest and windows_of(manifest) == windows_of(wanted)
+    if not same_use or _unviewed(manifest) != _unviewed(wanted):
+        raise PoolExistsError(f"pool {name!r} has other entries or windows than were asked for", field="spec")
     return msgspec.structs.replace(manifest, entries=wanted.entries)
 
 

@@ -68,6 +68,11 @@ def spaces_of(manifest: Manifest) -> dict[str, int]:
     return {one.space: one.pages for one in manifest.components}
 
 
+def windows_of(manifest: Manifest) -> dict[str, int | None]:
+    """Return the tokens of each sliding window, by its component's name."""
+    return {one.name: one.window for one in manifest.components if one.kind == "window"}
+
+
 def check_unique(entries: Iterable[Entry], field: str) -> None:
     """Check that each (component, role, layer) occurs once.
 

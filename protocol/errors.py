@@ -13,7 +13,7 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- StaleBootError            STALE_BOOT           meant for another incarnation of the daemon
     |   +-- AccessDeniedError         ACCESS_DENIED        not this user's to do
     |   +-- UnknownPoolError          UNKNOWN_POOL         no pool of that name for this tenant
-    |   +-- PoolExistsError           POOL_EXISTS          that name has another layout, size or model
+    |   +-- PoolExistsError           POOL_EXISTS          that name has another layout, size, window or model
     |   +-- PoolInUseError            POOL_IN_USE          pages of the pool are owned or in flight
     |   +-- LayoutMismatchError       LAYOUT_MISMATCH      the layout digest is not the pool's
     |   +-- PageOutOfRangeError       PAGE_OUT_OF_RANGE    page 0, negative, or past the pool's end
@@ -264,7 +264,7 @@ class UnknownPoolError(CallerError):
 
 
 class PoolExistsError(CallerError):
-    """The name is taken by a pool of another layout, size or model."""
+    """The name is taken by a pool of another layout, size, window or model."""
 
     code = "POOL_EXISTS"
     remedy = "take another name, the same spec, or delete_pool first; kvferry status shows the pools and their sessions"

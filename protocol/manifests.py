@@ -238,13 +238,14 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the entries of one component have in common.
 
     ``space`` names the page ids they use: components of one space have a page each under one id, and ``pages`` pages
-    (the padding page included); each space is allocated from by itself.
+    (the padding page included); each space is allocated from by itself. ``window`` is a window's tokens, where known.
     """
 
     name: str
     space: str
     pages: int
     kind: ComponentKind = "paged"
+    window: int | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ class CreateTables(Body, frozen=True, kw_only=True, tag="CREATE_TABLES"):
     component: ComponentName = MAIN
     """The component whose pages the tables name."""
     window: Tokens | None = None
-    """The sliding window of hybrid models, in tokens: then there are window tables too."""
+    """The sliding window of hybrid models, in tokens, the pool's: then there are window tables too."""
     window_component: ComponentName = "swa"
     device_pid: ProcessId | None = None
     """See ATTACH_POOL."""

@@ -24,13 +24,19 @@ def lend(kind: str, tensor: torch.Tensor) -> TorchShare:
     """Return what another process needs to map a tensor.
 
     Raises:
-        InvalidFieldError: it is not on such a device, or not contiguous.
+        InvalidFieldError: it is not on such a device, not contiguous, or torch cannot share its storage.
     """
     if tensor.device.type != kind:
         raise InvalidFieldError(f"the tensor is on {tensor.device}, not on {kind}", field="device")
     if not tensor.is_contiguous():
         raise InvalidFieldError("only a contiguous tensor can be lent", field="strides")
-    fields = getattr(tensor.untyped_storage(), f"_share_{kind}_")()
+    try:
+        fields = getattr(tensor.untyped_storage(), f"_share_{kind}_")()
+    except RuntimeError as cause:  # a pool's memory, say; no word on the card: the next call to it will tell
+        why = (str(cause).splitlines() or [type(cause).__name__])[0]
+        raise InvalidFieldError(
+            f"the tensor's storage is not of torch's allocator, or cannot be shared: {why}", field="storage"
+        ) from cause
     _, handle, size_bytes, offset_bytes, counter, counter_offset, event, sync = fields
     return TorchShare(
         handle=bytes(handle),

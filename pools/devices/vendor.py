@@ -93,8 +93,8 @@ class Vendor(Protocol):
         """Return what another process needs to map a tensor of torch's own allocator; its owner has to outlive it.
 
         Raises:
-            InvalidFieldError: it is elsewhere, not contiguous, or its bytes do not lie as its shape says; the field is
-                ``device``, ``strides`` or ``format``.
+            InvalidFieldError: it is elsewhere, not contiguous, its bytes do not lie as its shape says, or its storage
+                cannot be shared; the field is ``device``, ``strides``, ``format`` or ``storage``.
         """
 
     def process_id(self) -> int:

@@ -41,7 +41,7 @@ def manifest_of(spec: HybridSwaSpec) -> Manifest:
     components = [main_component(full.pages)] if spec.full_layers or spec.draft else []
     components += draft_components(spec.draft, full.pages)
     if spec.window_layers:
-        components.append(Component(name=SWA, space=SWA, pages=window.pages, kind="window"))
+        components.append(Component(name=SWA, space=SWA, pages=window.pages, kind="window", window=spec.window))
     return lay_out(
         [
             *attention_entries(full, spec.head_dim, spec.v_head_dim),

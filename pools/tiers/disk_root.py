@@ -26,7 +26,9 @@ def lock_root(root: Path) -> int:
         _check(root)
         fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as cause:
-        raise ConfigError(f"{root}: {cause.strerror}", field=CONFIG_KEY) from cause
+        error = ConfigError(f"{root}: {cause.strerror}", field=CONFIG_KEY)
+        error.retryable = isinstance(cause, FileNotFoundError)  # what it is on may be mounted yet
+        raise error from cause
     try:
         _lock(fd, root)
     except BaseException:

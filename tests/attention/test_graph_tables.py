@@ -18,6 +18,7 @@ from kvferry.attention.table_layout import table_layout, views
 from kvferry.attention.table_shape import TableShape, table_shape
 from kvferry.attention.table_update import TableUpdate
 from kvferry.protocol.errors import (
+    DuplicatePageError,
     InvalidFieldError,
     KvferryError,
     TableHoleError,
@@ -114,6 +115,38 @@ def test_padding_is_zero_up_to_every_captured_size_and_rows_that_left_have_no_pa
         made.apply(TableUpdate(lengths=ids(6, 5)))
     change = made.apply(TableUpdate(lengths=ids(6, 3, 2), **whole((1, (9,)), (2, (8,)))))
     assert change.replayed_rows == 4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fields", "said"),
+    [
+        (ids(8, 12), whole((1, (3, 4, 3))), "row 1 has page 3"),
+        (ids(12, 12), whole((0, (4, 5, 6)), (1, (5, 6, 6))), "row 1 has page 6"),
+        (ids(12, 8), cells((0, 2, 1)), "row 0 has page 1"),
+        (ids(8, 8), cells((0, 1, 1)), "row 0 has page 1"),
+        (ids(12, 12), cells((0, 2, 4), (1, 2, 1)), "row 1 has page 1"),
+        (ids(16, 8), cells((0, 2, 7), (0, 3, 7)), "row 0 has page 7"),
+    ],
+)
+def test_a_row_shows_each_page_once(lengths: Positions, fields: dict[str, Any], said: str) -> None:
+    made = tables()
+    made.apply(TableUpdate(lengths=ids(8, 8), **whole((0, (1, 2)), (1, (1, 3)))))  # rows may share a prefix
+    with pytest.raises(DuplicatePageError, match=f"{said} in more than one column"):
+        made.apply(TableUpdate(lengths=lengths, **fields))
+    assert rows_of(made)[:2] == [[1, 2], [1, 3]]
+    made.apply(TableUpdate(lengths=ids(8, 8), **cells((0, 0, 2), (0, 1, 1))))
+    assert rows_of(made)[:2] == [[2, 1], [1, 3]], "what was refused left nothing, and pages may change places"
+
+
+def test_a_page_that_a_row_does_not_show_any_more_may_come_again() -> None:
+    made = tables()
+    made.apply(TableUpdate(lengths=ids(12), **whole((0, (1, 2, 3)))))
+    made.apply(TableUpdate(lengths=ids(8), **cells((0, 0, 3))))
+    assert rows_of(made)[0] == [3, 2]
+    with pytest.raises(DuplicatePageError, match="row 0 has page 3"):
+        made.apply(TableUpdate(lengths=ids(9)))
+    made.apply(TableUpdate(lengths=ids(9), **cells((0, 2, 1))))
+    assert rows_of(made)[0] == [3, 2, 1]
 
 
 def test_an_empty_batch() -> None:
@@ -268,6 +301,7 @@ def after(model: Model, update: TableUpdate, shape: TableShape) -> Model:
         need(length == 0 or length + made.extra <= shape.columns * shape.page_size)
         full, window = shown(made, row, shape)
         need(all(column in rows[row] for column in full))
+        need(len({rows[row][column] for column in full}) == len(full))
         need(shape.window is None or all(rows[row][column] in swa for column in window))
     return made
 
@@ -406,7 +440,9 @@ class Steps(RuleBasedStateMachine):
         lengths = [data.draw(self.lengths_of(row)) for row in range(batch)]
         fresh = {row for row in range(batch) if data.draw(st.integers(0, 5)) == 0}
         given = {
-            row: data.draw(st.lists(st.integers(1, PAGES - 1), min_size=self.need(lengths[row], extra), max_size=6))
+            row: data.draw(
+                st.lists(st.integers(1, PAGES - 1), min_size=self.need(lengths[row], extra), max_size=6, unique=True)
+            )
             for row in fresh
         }
         added: list[tuple[int, int, int]] = []
@@ -414,7 +450,9 @@ class Steps(RuleBasedStateMachine):
             held = self.model.rows[row]
             missing = [column for column in range(self.need(lengths[row], extra)) if column not in held]
             again = data.draw(st.lists(st.integers(0, 5), max_size=1))
-            added += [(row, column, data.draw(st.integers(1, PAGES - 1))) for column in {*missing, *again}]
+            others = sorted({*range(1, PAGES)} - {*held.values()})
+            news = data.draw(st.permutations(others)) if missing or again else ()
+            added += [(row, column, page) for column, page in zip({*missing, *again}, news, strict=False)]
         update = TableUpdate(
             lengths=ids(*lengths),
             extra_tokens=extra,

@@ -190,3 +190,16 @@ def test_without_torch_nothing_can_be_lent(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "torch", None)  # what an import of it finds
     with pytest.raises(TorchMissingError, match="not installed"):
         lent_tensors(MHA, arrays)
+
+
+@pytest.mark.parametrize("bit", ["neg", "conj"])
+def test_a_view_that_shows_other_values_than_its_memory_holds_is_refused(bit: str) -> None:
+    spec = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float32")
+    k = torch.zeros(2, 5, 16, 2, 8)
+    conjugated = torch.zeros(k.shape, dtype=torch.complex64).conj()
+    v = conjugated if bit == "conj" else conjugated.imag.as_strided(k.shape, k.stride())
+    assert v.is_neg() == (bit == "neg")
+    with pytest.raises(InvalidFieldError, match=rf"resolve_{bit}\(\)") as refused:
+        lent_tensors(spec, {("main", "k"): k, ("main", "v"): v})
+    assert refused.value.field == "main/v"
+    lent_tensors(spec, {("main", "k"): k, ("main", "v"): torch.zeros_like(k)})

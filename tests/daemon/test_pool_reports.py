@@ -11,7 +11,7 @@ from kvferry.daemon.pool_reports import check_same
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import PoolExistsError
 from kvferry.protocol.ids import HOST
-from kvferry.protocol.manifests import DraftSpec, MhaSpec
+from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MhaSpec
 
 SPEC: Final = MhaSpec(
     layers=2, tokens=8, page_size=4, kv_heads=1, head_dim=4, dtype="float8_e4m3fn", k_scale=0.5, v_scale=0.5,
@@ -35,6 +35,20 @@ def test_another_pool_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(PoolExistsError, match=said) as caught:
         check_same(existing, wanted, "decode", HOST, HOST)
     assert caught.value.field == "spec"
+
+
+def test_a_pool_of_another_window_is_refused() -> None:
+    spec = HybridSwaSpec(
+        full_layers=(0,), window_layers=(1,), tokens=8, window_tokens=8, window=4, page_size=4, kv_heads=1, head_dim=4,
+        dtype="float16",
+    )  # fmt: skip
+    existing, wanted = manifest_of(spec), manifest_of(msgspec.structs.replace(spec, window=8))
+    assert existing.layout_digest == wanted.layout_digest, "pages of one are pages of the other"
+    with pytest.raises(PoolExistsError, match="a window of 4 tokens in swa, asked for with a window of 8") as caught:
+        check_same(existing, wanted, "decode", HOST, HOST)
+    assert caught.value.field == "spec"
+    stage = msgspec.structs.replace(spec, window_layers=())
+    check_same(manifest_of(stage), manifest_of(msgspec.structs.replace(stage, window=8)), "decode", HOST, HOST)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvferry.attention.host_lengths import HostLengths
 from kvferry.clients import AsyncClient, Cells, Client, HybridSwaSpec, MambaSpec, MhaSpec, Tables
 from kvferry.protocol.errors import (
     DeadlineError,
+    DuplicatePageError,
     InvalidFieldError,
     KvferryError,
     PageOutOfRangeError,
@@ -232,9 +233,10 @@ def test_a_pool_of_states_only_has_no_tables(client: Client, device: str) -> Non
     client.delete_pool("states")
 
 
-def test_a_hybrid_pool_wants_its_window(client: Client, hybrid: str) -> None:
+@pytest.mark.parametrize("window", [None, WINDOW - 1, WINDOW + 1])
+def test_a_hybrid_pool_wants_its_window(client: Client, hybrid: str, window: int | None) -> None:
     with pytest.raises(InvalidFieldError) as raised:
-        new_tables(client, hybrid)
+        new_tables(client, hybrid, window=window)
     assert raised.value.field == "window"
 
 
@@ -338,6 +340,7 @@ WRONG: list[tuple[dict[str, Any], type[KvferryError], str]] = [
     ({"lengths": [5, 5], "rows": {0: [1, 256]}}, PageOutOfRangeError, "256"),
     ({"lengths": [5, 5], "rows": {0: [1, 0]}}, PageOutOfRangeError, "page 0"),
     ({"lengths": [5, 5], "rows": {2: [1, 2]}}, InvalidFieldError, "2"),
+    ({"lengths": [5, 9], "cells": Cells([1], [2], [21])}, DuplicatePageError, "row 1 has page 21"),
     ({"lengths": [5, 5], "rows": {0: [1] * 9}}, InvalidFieldError, "9"),
     ({"lengths": [5, 5], "cells": Cells([0, 0], [3, 3], [1, 2])}, InvalidFieldError, "row 0 column 3"),
     ({"lengths": [5, 5], "cells": Cells([0], [8], [1])}, InvalidFieldError, "8"),
@@ -412,7 +415,7 @@ def test_steps_in_a_row_keep_their_order_and_their_addresses(client: Client, poo
     tables = new_tables(client, pool, captured=(2, 4, 6))
     ring = client.open_events(device)
     addresses = [tables.block_tables.data_ptr(), tables.seq_lens.data_ptr()]
-    random = np.random.default_rng(3)
+    random, every = np.random.default_rng(3), np.arange(1, 256)
     lengths: list[int] = []
     rows: list[list[int]] = []
     for step in range(40):
@@ -420,7 +423,7 @@ def test_steps_in_a_row_keep_their_order_and_their_addresses(client: Client, poo
         if len(rows) < BATCH and step % 3 == 0:
             lengths.append(int(random.integers(1, 20)))
             rows.append([])
-            given[len(rows) - 1] = rows[-1] = random.integers(1, 256, -(-lengths[-1] // PAGE)).tolist()
+            given[len(rows) - 1] = rows[-1] = random.choice(every, -(-lengths[-1] // PAGE), replace=False).tolist()
         if step % 11 == 10:
             lengths.pop()
             rows.pop()
@@ -434,7 +437,7 @@ def test_steps_in_a_row_keep_their_order_and_their_addresses(client: Client, poo
                 lengths[row], given[row] = 2, [row + 1]
                 rows[row] = [row + 1]
             elif -(-lengths[row] // PAGE) > len(rows[row]):
-                cells.append((row, len(rows[row]), int(random.integers(1, 256))))
+                cells.append((row, len(rows[row]), int(random.choice(np.setdiff1d(every, rows[row])))))
                 rows[row].append(cells[-1][2])
         three = zip(*cells, strict=True) if cells else ((), (), ())
         update(client, tables, lengths, rows=given, cells=Cells(*map(list, three)), after=ring.mark())

@@ -134,7 +134,7 @@ def test_batches_of_all_sizes_go_through_the_captured_ones(
     random = np.random.default_rng(0)
     for batch in (1, 3, 8, 0, 2, 5, 4, 0, 7):
         lengths = random.integers(1, 41, batch).tolist()
-        pages = {row: random.integers(1, 64, 5) for row in range(batch)}
+        pages = {row: random.permutation(np.arange(1, 64))[:5] for row in range(batch)}
         update(client, tables, lengths, rows=pages, after=ring.mark())
         lengths_of_replay = tables.host_lengths().for_update()
         graph = graphs[len(lengths_of_replay)]

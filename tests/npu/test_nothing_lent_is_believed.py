@@ -292,6 +292,20 @@ def test_the_library_names_a_tensor_in_a_private_format(
     assert refused.value.field == "main/v.format"
 
 
+def test_the_library_names_memory_that_is_not_the_engines_to_lend(world: World, polite: Client) -> None:
+    before = held(world)
+    tensors = {("main", "k"): world.tensors[0], ("main", "v"): world.tensors[1]}
+    pool = polite.attach_pool("theirs")
+    with pytest.raises(InvalidFieldError, match="not of torch's allocator") as refused:
+        polite.lend_pool("polite", SPEC, tensors | {("main", "v"): pool.tensor("main", "v")}, device=DEVICE.name)
+    pool.close()
+    assert refused.value.field == "main/v.storage"
+    assert held(world) == before
+    polite.lend_pool("polite", SPEC, tensors, device=DEVICE.name)  # the card is none the worse
+    polite.delete_pool("polite")
+    assert held(world) == before
+
+
 EVENT_ROWS: Final[dict[str, RequestBody]] = {
     "a step of an event beyond the ring": Send(
         request_id=new_request_id(),

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from kvferry.pools.arrays import Held, array_of, arrays_of, check_apart, check_storage, viewed_as
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError, PoolExistsError, UncoveredEntryError
-from kvferry.protocol.manifests import Entry, MhaSpec, PoolSpec
+from kvferry.protocol.manifests import Entry, HybridSwaSpec, MhaSpec, PoolSpec
 from tests.pools.layouts.pool_specs import pool_specs
 
 SPEC = MhaSpec(layers=2, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32")
+WINDOWED = HybridSwaSpec(
+    window_layers=(0,), tokens=8, window_tokens=8, window=4, page_size=4, kv_heads=1, head_dim=4, dtype="float16"
+)
 MANIFEST = manifest_of(SPEC)
 K, V = ("main", "k", None), ("main", "v", None)
 
@@ -120,3 +123,9 @@ def test_another_view_is_the_same_pool_and_another_size_is_not() -> None:
     assert array_of(viewed_as(MANIFEST, fia, "pool"), "main", "k").shape == (2, 68, 1, 2, 4)
     with pytest.raises(PoolExistsError):
         viewed_as(MANIFEST, manifest_of(msgspec.structs.replace(SPEC, tokens=32)), "pool")
+
+
+def test_another_window_is_another_pool() -> None:
+    here, there = (manifest_of(msgspec.structs.replace(WINDOWED, window=window)) for window in (4, 8))
+    with pytest.raises(PoolExistsError, match="windows"):
+        viewed_as(here, there, "pool")

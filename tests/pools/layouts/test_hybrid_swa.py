@@ -44,7 +44,7 @@ def test_each_kind_has_pages_of_its_own() -> None:
     assert manifest.components == (
         Component(name="main", space="main", pages=9),
         Component(name="draft", space="main", pages=9),
-        Component(name="swa", space="swa", pages=3, kind="window"),
+        Component(name="swa", space="swa", pages=3, kind="window", window=SPEC.window),
     )
     assert manifest.pages == 9
     assert {one.pages for one in manifest.entries if one.component == "swa"} == {3}

@@ -386,6 +386,7 @@ def test_a_root_that_is_none_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=why) as error:
             DiskStore(tmp_path / name)
         assert error.value.field == "tiers.disk.path"
+        assert error.value.retryable is (name == "missing"), "what it is on may be mounted yet"
 
 
 def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
