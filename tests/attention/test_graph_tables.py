@@ -448,7 +448,10 @@ class Steps(RuleBasedStateMachine):
         added: list[tuple[int, int, int]] = []
         for row in set(range(batch)) - fresh:
             held = self.model.rows[row]
-            missing = [column for column in range(self.need(lengths[row], extra)) if column not in held]
+            wanted = range(self.need(lengths[row], extra))
+            # What a broken step gave ahead may be a page that the row has already: nobody could show that.
+            twice = {column for column in wanted if held.get(column, 0) in {held.get(one, -1) for one in range(column)}}
+            missing = [column for column in wanted if column not in held or column in twice]
             again = data.draw(st.lists(st.integers(0, 5), max_size=1))
             others = sorted({*range(1, PAGES)} - {*held.values()})
             news = data.draw(st.permutations(others)) if missing or again else ()

@@ -236,7 +236,6 @@ def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
         ("[tiers]\nhost_bytes = '1023TiB'\n", "tiers.host_bytes"),
         ("[tiers.disk]\npath = '/dev/null'\n", "[tiers.disk.path]"),
         ("[tiers.disk]\npath = '/tmp'\n", "name a folder that is the daemon's own"),
-        ("[tiers.disk]\npath = '/nowhere/at/all'\n", "[tiers.disk.path]"),
         (None, "No such file"),
     ],
 )
@@ -250,6 +249,15 @@ def test_a_wrong_configuration_is_one_line(tmp_path: Path, config: str | None, n
     *logged, line = done.stderr.splitlines()
     assert all(one.startswith("{") for one in logged)
     assert named in line
+
+
+@pytest.mark.host_only
+def test_a_disk_that_is_not_mounted_yet_is_tried_again(tmp_path: Path) -> None:
+    file = tmp_path / "daemon.toml"
+    file.write_text(f"[tiers]\nhost_bytes = 4096\n[tiers.disk]\npath = '{tmp_path / 'later'}'\n")
+    done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "run"))
+    assert done.returncode == 1, "the unit restarts what ends with 1"
+    assert "[tiers.disk.path]" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.host_only
