@@ -54,8 +54,10 @@ class Terminal:
 
     def end(self, status: int = 0) -> list[str]:
         """Wait for its end, with this status; return the types of all that it printed."""
-        text, _ = self._shell.communicate(timeout=WAIT_S)
-        self.said += [json.loads(line) for line in text.splitlines()]
+        assert self._shell.stdout is not None
+        with self._shell.stdout as printed:  # not communicate(), which would miss what has been read ahead of a line
+            self.said += [json.loads(line) for line in printed]
+        self._shell.wait(WAIT_S)
         assert self._shell.returncode == status, self.said
         return [one["type"] for one in self.said]
 
