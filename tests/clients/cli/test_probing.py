@@ -301,8 +301,12 @@ class Typed:
 
     def end(self) -> tuple[int, str]:
         """Close its input; return its status and what else it prints."""
-        text, _ = self._process.communicate(timeout=60)
-        return self._process.returncode, text
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        with self._process.stdout as printed:  # not communicate(), which would miss what has been read ahead of a line
+            text = printed.read()
+        return self._process.wait(60), text
 
 
 def test_lines_are_answered_as_they_are_typed(daemon: DaemonProcess, name: str) -> None:
