@@ -38,6 +38,7 @@ def test_a_missing_wait_is_a_race(child: Child, new_races: Callable[[], list[Rac
     child.do(PAGE_OUT)
     child.do("page.fill_(7)")
     child.do(COPY_OUT)
+    child.do("torch.npu.synchronize()")  # whichever of the two runs last has run now
     [race] = new_races()
     assert {race.first.operation, race.second.operation} == {"aclnnInplaceFillScalar", "aclrtMemcpyAsync"}
     assert {race.first.writes, race.second.writes} == {True, False}
@@ -69,6 +70,7 @@ def test_an_event_orders_what_came_before_it_only(child: Child, new_races: Calla
     child.do(PAGE_OUT)
     child.do("event = torch.npu.Event(); event.record(compute); page.fill_(7); copies.wait_event(event)")
     child.do(COPY_OUT)
+    child.do("torch.npu.synchronize()")
     [race] = new_races()
     assert {race.first.operation, race.second.operation} == {"aclnnInplaceFillScalar", "aclrtMemcpyAsync"}
 
