@@ -39,8 +39,8 @@ test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/wheels $(STAMPS
 	trap 'kill $$npu 2>/dev/null' EXIT; \
 	$(BIN)/python -m pytest $(SPREAD) $(FULL) $(ARGS); host=$$?; \
 	echo "==> tests on a simulated NPU"; \
-	tail -n +1 -f --pid=$$npu $(VENV_NPU)/test.log; wait $$npu; card=$$?; trap - EXIT; \
-	for status in $$host $$card; do \
+	tail -n +1 -f --pid=$$npu $(VENV_NPU)/test.log; wait $$npu; device=$$?; trap - EXIT; \
+	for status in $$host $$device; do \
 	    [ $$status = 0 ] || { [ $$status = 5 ] && $(if $(ARGS),true,false); } || exit $$status; done
 
 test-full: FULL := --full
@@ -52,7 +52,7 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another card, STRICT=1 fails where a target is missed)
+bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another device, STRICT=1 fails where a target is missed)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE)) $(if $(STRICT),--strict)
 
 mutants: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## put seeded faults into the code and see which no test notices

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.attention.given_pages import GivenPages
+from kvferry.attention.assigned_pages import AssignedPages
 from kvferry.attention.row_ranges import RowRanges
 from kvferry.attention.spans import NONE, Positions
 from kvferry.attention.table_change import TableChange
@@ -21,7 +21,7 @@ from kvferry.attention.table_layout import Int32s, TableViews
 from kvferry.attention.table_shape import TableShape
 from kvferry.attention.table_step import FewMoves, ManyMoves, step_of
 from kvferry.attention.table_update import TableUpdate, check_update
-from kvferry.attention.touched_cells import Cells
+from kvferry.attention.touched_entries import TouchedEntries
 from kvferry.attention.undo import Undo
 from kvferry.attention.visible_table import VisibleTable
 from kvferry.attention.window_table import WindowTable
@@ -51,14 +51,14 @@ class GraphTables:
             raise InvalidFieldError(f"{window_pages} for a window of {shape.window} tokens", field="window_pages")
         self.shape = shape
         self._pages = pages
-        self._given = GivenPages(shape)
+        self._assigned = AssignedPages(shape)
         self._ranges = RowRanges(shape)
         self._full = VisibleTable(shape)
         self._swa = None if window_pages is None else WindowTable(shape, pages, window_pages)
         self._seq_lens: Int32s = np.zeros(shape.max_batch, np.int32)
         self.visible = TableViews(
-            block_tables=_read_only(self._full.cells),
-            block_tables_swa=None if self._swa is None else _read_only(self._swa.cells),
+            block_tables=_read_only(self._full.entries),
+            block_tables_swa=None if self._swa is None else _read_only(self._swa.entries),
             seq_lens=_read_only(self._seq_lens),
         )
 
@@ -83,17 +83,17 @@ class GraphTables:
             TableOverflowError: a length needs more columns than there are; row, length and columns are named.
             KvferryError: what ``check_update`` and the full-to-window map raise.
         """
-        cells = check_update(update, self.shape, self._pages)
-        step = step_of(update, cells, self._ranges, self.shape.columns)
+        entries = check_update(update, self.shape, self._pages)
+        step = step_of(update, entries, self._ranges, self.shape.columns)
         with Undo() as undo:
-            self._given.give(update, cells, undo)
+            self._assigned.give(update, entries, undo)
             touched = step.full()
             pages = self._filled(touched)
             self._full.check_distinct(touched, pages)
             touched_swa = self._apply_window(update, step, undo)
         before = self.batch
         self._full.show(touched, pages)
-        self._given.forget(update.batch, before)
+        self._assigned.forget(update.batch, before)
         step.take()
         self._set_lengths(update)
         return TableChange(
@@ -106,12 +106,12 @@ class GraphTables:
 
     def everything(self) -> TableChange:
         """Return a change that covers all tables, for visible tables that are new or of unknown contents."""
-        cells = np.arange(self.shape.max_batch * self.shape.columns)
+        entries = np.arange(self.shape.max_batch * self.shape.columns)
         return TableChange(
             batch=self.batch,
             replayed_rows=self.shape.replayed_rows(self.batch),
-            block_tables=cells,
-            block_tables_swa=NONE if self._swa is None else cells,
+            block_tables=entries,
+            block_tables_swa=NONE if self._swa is None else entries,
             length_rows=self.shape.max_batch,
         )
 
@@ -134,7 +134,7 @@ class GraphTables:
         for table, shown in ((self._full, self._ranges.full), (self._swa, self._ranges.shown)):
             if table is not None:
                 visible = (shown.first[:, None] <= columns) & (columns < shown.end[:, None])
-                assert np.array_equal(table.cells > 0, visible)
+                assert np.array_equal(table.entries > 0, visible)
         if self._swa is not None:
             self._swa.check()
 
@@ -142,16 +142,16 @@ class GraphTables:
         if self._swa is None:
             return NONE
         released = self._swa.rebind(update, undo)
-        cells = step.window()
-        pages = self._swa.translated(cells, self._given.at(cells.positions), released, undo)
-        self._swa.show(cells, pages)
-        return cells.positions
+        entries = step.window()
+        pages = self._swa.translated(entries, self._assigned.at(entries.positions), released, undo)
+        self._swa.show(entries, pages)
+        return entries.positions
 
-    def _filled(self, cells: Cells) -> Int32s:
-        pages: Int32s = self._given.at(cells.positions) * cells.visible
-        if np.count_nonzero(pages) != np.count_nonzero(cells.visible):
-            hole = np.flatnonzero(cells.visible & (pages == 0))[0]
-            row, column = divmod(int(cells.positions[hole]), self.shape.columns)
+    def _filled(self, entries: TouchedEntries) -> Int32s:
+        pages: Int32s = self._assigned.at(entries.positions) * entries.visible
+        if np.count_nonzero(pages) != np.count_nonzero(entries.visible):
+            hole = np.flatnonzero(entries.visible & (pages == 0))[0]
+            row, column = divmod(int(entries.positions[hole]), self.shape.columns)
             raise TableHoleError(f"row {row} has no page in column {column}, which its length needs", field="lengths")
         return pages
 

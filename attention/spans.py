@@ -1,4 +1,4 @@
-"""Positions in a flat array that have to be copied, and the stretches that they make.
+"""Positions in a flat array that have to be copied, and the extents that they make.
 
 Pure arithmetic; knows neither tables nor bytes. Written for few positions, the ordinary case: each call into numpy
 costs more than the positions do.
@@ -21,7 +21,7 @@ NONE.flags.writeable = False
 
 
 class Spans(NamedTuple):
-    """The stretches ``[starts[i], ends[i])``, ascending, none empty, none touching another.
+    """The extents ``[starts[i], ends[i])``, ascending, none empty, none touching another.
 
     Attributes:
         starts: ``(n,)`` int64; n may be 0.
@@ -37,7 +37,7 @@ class Spans(NamedTuple):
 
 
 def expanded(starts: Positions, ends: Positions) -> Positions:
-    """Return the positions of the stretches ``[starts[i], ends[i])`` one after the other; some may be empty."""
+    """Return the positions of the extents ``[starts[i], ends[i])`` one after the other; some may be empty."""
     lengths = ends - starts
     reached = lengths.cumsum()
     return np.repeat(starts - reached + lengths, lengths) + np.arange(reached[-1] if len(reached) else 0)
@@ -55,7 +55,7 @@ def distinct(parts: Sequence[Positions]) -> Positions:
 
 
 def spans_of(positions: Positions) -> Spans:
-    """Return the stretches of distinct, ascending positions."""
+    """Return the extents of distinct, ascending positions."""
     if not len(positions):
         return Spans(NONE, NONE)
     cuts = np.flatnonzero(positions[1:] != positions[:-1] + 1)

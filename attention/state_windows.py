@@ -57,7 +57,8 @@ class StateList(NamedTuple):
 class StateMatch(msgspec.Struct, frozen=True):
     """What of both lists belongs together: ``count`` ids from each start on, and how many are left out.
 
-    ``trimmed``: the lists gave no logical pages and were cut to one length. Warn then, with room, component and both
+    ``trimmed``: the lists gave no logical pages and were cut to one length. Warn then, with transfer, component and
+        both
     lengths: nothing proves that what was kept belongs together.
     """
 
@@ -94,7 +95,7 @@ def window_of(prefix_tokens: int, seq_len: int, window: int, page_size: int) -> 
     return PageWindow(max(prefix_tokens, seq_len - window) // page_size, -(-seq_len // page_size))
 
 
-def match_state(source: StateList, destination: StateList, component: str, room: str) -> StateMatch:
+def match_state(source: StateList, destination: StateList, component: str, transfer: str) -> StateMatch:
     """Return which ids of the two lists belong together; the lists are not changed.
 
     Where both say their first page, they are paired by logical page and what the source has beside the destination's
@@ -105,7 +106,7 @@ def match_state(source: StateList, destination: StateList, component: str, room:
         source: what the sender has.
         destination: what the receiver wants.
         component: for errors.
-        room: for errors.
+        transfer: for errors.
 
     Raises:
         EmptyStateError: one side is empty and the other is not, and the destination did not say ``none``.
@@ -117,23 +118,26 @@ def match_state(source: StateList, destination: StateList, component: str, room:
             raise InvalidFieldError(f"{component}: the {side} says none and names {len(one.ids)} ids", field="none")
     if destination.none:
         return StateMatch(0, 0, 0, dropped_source=len(source.ids))
-    _check_emptiness(source, destination, component, room)
+    _check_emptiness(source, destination, component, transfer)
     if not len(source.ids):
         return StateMatch(0, 0, 0)
     if source.first_page is None or destination.first_page is None:
         return _heads(len(source.ids), len(destination.ids))
-    return _by_logical_page(source.window, destination.window, component, room)
+    return _by_logical_page(source.window, destination.window, component, transfer)
 
 
-def _check_emptiness(source: StateList, destination: StateList, component: str, room: str) -> None:
+def _check_emptiness(source: StateList, destination: StateList, component: str, transfer: str) -> None:
     ours, theirs = len(source.ids), len(destination.ids)
     if ours and not theirs:
         raise EmptyStateError(
-            f"{component} of room {room}: the source gives {ours} ids, the destination's list is empty", field="lists"
+            f"{component} of transfer {transfer}: the source gives {ours} ids, the destination's list is empty",
+            field="lists",
         )
     if theirs and not ours:
         what = "the source says none" if source.none else "the source's list is empty"
-        raise EmptyStateError(f"{component} of room {room}: the destination wants {theirs} ids, {what}", field="lists")
+        raise EmptyStateError(
+            f"{component} of transfer {transfer}: the destination wants {theirs} ids, {what}", field="lists"
+        )
 
 
 def _heads(source_length: int, destination_length: int) -> StateMatch:
@@ -142,10 +146,10 @@ def _heads(source_length: int, destination_length: int) -> StateMatch:
     return StateMatch(0, 0, count, *surplus, trimmed=source_length != destination_length)
 
 
-def _by_logical_page(source: PageWindow, destination: PageWindow, component: str, room: str) -> StateMatch:
+def _by_logical_page(source: PageWindow, destination: PageWindow, component: str, transfer: str) -> StateMatch:
     if destination.first_page < source.first_page or destination.end_page > source.end_page:
         raise WindowMismatchError(
-            f"{component} of room {room}: the destination wants pages {destination}, the source has {source}",
+            f"{component} of transfer {transfer}: the destination wants pages {destination}, the source has {source}",
             field="first_page",
         )
     return StateMatch(

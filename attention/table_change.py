@@ -31,7 +31,7 @@ class TableChange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     block_tables_swa: Positions = NONE
 
     def byte_spans(self, layout: TableLayout) -> Spans:
-        """Return the bytes of the region to copy, ascending; stretches that touch are one."""
+        """Return the bytes of the region to copy, ascending; extents that touch are one."""
         parts = [self.block_tables * ITEM_BYTES + layout.block_tables]
         if layout.block_tables_swa is not None:
             parts.append(self.block_tables_swa * ITEM_BYTES + layout.block_tables_swa)

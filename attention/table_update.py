@@ -1,6 +1,6 @@
 """What one decode step changes in the graph tables, and the checks that need no table.
 
-An update names what changed and nothing else: the lengths of all rows, cells that a row got, rows that are another
+An update names what changed and nothing else: the lengths of all rows, entries that a row got, rows that are another
 request's now. Knows neither what the tables hold nor how they are copied.
 """
 
@@ -29,9 +29,9 @@ class TableUpdate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         lengths: ``(batch,)`` tokens of each row, without the extra ones; rows from ``batch`` on are no longer in use
             and lose their pages. ``(0,)`` for an empty batch.
         extra_tokens: what this step adds to every length: 0 to decode, the draft tokens to verify.
-        cell_rows: the row of each cell that gets a page, none of them in ``rows``.
-        cell_columns: its column, the logical page.
-        cell_pages: the page.
+        entry_rows: the row of each entry that gets a page, none of them in ``rows``.
+        entry_columns: its column, the logical page.
+        entry_pages: the page.
         rows: rows that get other pages as a whole, each once.
         row_pages: how many pages each of them has; 0 empties it.
         pages: their pages, one row after the other, ``(sum(row_pages),)``.
@@ -42,9 +42,9 @@ class TableUpdate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     lengths: Positions
     extra_tokens: int = 0
-    cell_rows: Positions = NONE
-    cell_columns: Positions = NONE
-    cell_pages: StateIds = NONE
+    entry_rows: Positions = NONE
+    entry_columns: Positions = NONE
+    entry_pages: StateIds = NONE
     rows: Positions = NONE
     row_pages: Positions = NONE
     pages: StateIds = NONE
@@ -67,7 +67,7 @@ def check_update(update: TableUpdate, shape: TableShape, pages: int) -> Position
         pages: of the pool whose pages the tables name, the padding page included.
 
     Returns:
-        The flat positions of its cells, ``(n,)`` int64, in its order.
+        The flat positions of its entries, ``(n,)`` int64, in its order.
 
     Raises:
         TooLargeError: more rows than the tables have.
@@ -82,31 +82,31 @@ def check_update(update: TableUpdate, shape: TableShape, pages: int) -> Position
         raise InvalidFieldError(
             f"{update.extra_tokens}; the tables were made for 0..{shape.draft_tokens}", field="extra_tokens"
         )
-    cells = NONE
-    if len(update.cell_rows) or len(update.cell_columns) or len(update.cell_pages):
-        cells = _check_cells(update, shape, pages)
+    entries = NONE
+    if len(update.entry_rows) or len(update.entry_columns) or len(update.entry_pages):
+        entries = _check_entries(update, shape, pages)
     if len(update.rows) or len(update.row_pages) or len(update.pages):
         _check_rows(update, shape, pages)
     if shape.window is None and (len(update.released) or len(update.bound_full) or len(update.bound_window)):
         raise InvalidFieldError("the tables have no window", field="bound_full")
-    return cells
+    return entries
 
 
-def _check_cells(update: TableUpdate, shape: TableShape, pages: int) -> Positions:
-    rows, columns = update.cell_rows, update.cell_columns
-    if not len(rows) == len(columns) == len(update.cell_pages):
+def _check_entries(update: TableUpdate, shape: TableShape, pages: int) -> Positions:
+    rows, columns = update.entry_rows, update.entry_columns
+    if not len(rows) == len(columns) == len(update.entry_pages):
         raise LengthMismatchError(
-            f"{len(rows)} rows, {len(columns)} columns, {len(update.cell_pages)} pages", field="cell_pages"
+            f"{len(rows)} rows, {len(columns)} columns, {len(update.entry_pages)} pages", field="entry_pages"
         )
-    _check_within(rows, update.batch, "cell_rows", "a batch of")
-    _check_within(columns, shape.columns, "cell_columns", "columns:")
-    _check_pages(update.cell_pages, pages, "cell_pages")
-    cells: Positions = rows * shape.columns + columns
-    again = _twice(cells)
+    _check_within(rows, update.batch, "entry_rows", "a batch of")
+    _check_within(columns, shape.columns, "entry_columns", "columns:")
+    _check_pages(update.entry_pages, pages, "entry_pages")
+    entries: Positions = rows * shape.columns + columns
+    again = _twice(entries)
     if again is not None:
         row, column = divmod(again, shape.columns)
-        raise InvalidFieldError(f"row {row} column {column} is named more than once", field="cell_rows")
-    return cells
+        raise InvalidFieldError(f"row {row} column {column} is named more than once", field="entry_rows")
+    return entries
 
 
 def _check_rows(update: TableUpdate, shape: TableShape, pages: int) -> None:
@@ -123,9 +123,11 @@ def _check_rows(update: TableUpdate, shape: TableShape, pages: int) -> None:
         raise InvalidFieldError(f"row {again} is named more than once", field="rows")
     whole = np.zeros(shape.max_batch, np.bool_)
     whole[rows] = True
-    both = np.flatnonzero(whole[update.cell_rows])
+    both = np.flatnonzero(whole[update.entry_rows])
     if len(both):
-        raise InvalidFieldError(f"row {update.cell_rows[both[0]]} is sent as a whole and in cells", field="cell_rows")
+        raise InvalidFieldError(
+            f"row {update.entry_rows[both[0]]} is sent as a whole and in entries", field="entry_rows"
+        )
 
 
 def _check_within(numbers: Positions, end: int, field: str, what: str) -> None:

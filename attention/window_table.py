@@ -16,7 +16,7 @@ from kvferry.attention.swa_map import SwaMap
 from kvferry.attention.table_layout import Int32s
 from kvferry.attention.table_shape import TableShape
 from kvferry.attention.table_update import TableUpdate
-from kvferry.attention.touched_cells import Cells
+from kvferry.attention.touched_entries import TouchedEntries
 from kvferry.attention.undo import Undo
 from kvferry.attention.visible_table import VisibleTable
 from kvferry.protocol.errors import WindowMismatchError
@@ -32,7 +32,7 @@ class WindowTable(VisibleTable):
     def __init__(self, shape: TableShape, pages: int, window_pages: int) -> None:
         super().__init__(shape)
         self.swa = SwaMap(pages, window_pages)
-        self._uses = np.zeros(window_pages, np.int64)  # in how many cells each window page is visible
+        self._uses = np.zeros(window_pages, np.int64)  # in how many entries each window page is visible
 
     def rebind(self, update: TableUpdate, undo: Undo) -> StateIds:
         """Release and bind what an update says; ``undo`` takes it back.
@@ -52,11 +52,11 @@ class WindowTable(VisibleTable):
             undo.by(self.swa.release, update.bound_full)
         return released
 
-    def translated(self, cells: Cells, full_ids: Int32s, released: StateIds, undo: Undo) -> Int32s:
-        """Return the window pages of these cells, ``(n,)`` int32, 0 where a cell is not visible.
+    def translated(self, entries: TouchedEntries, full_ids: Int32s, released: StateIds, undo: Undo) -> Int32s:
+        """Return the window pages of these entries, ``(n,)`` int32, 0 where an entry is not visible.
 
         Args:
-            cells: what may change.
+            entries: what may change.
             full_ids: the full page of each, ``(n,)``.
             released: window pages that ``rebind`` released.
             undo: takes back what is counted here.
@@ -64,11 +64,11 @@ class WindowTable(VisibleTable):
         Raises:
             WindowMismatchError: a visible page has no window page, or lost it; row, column and page are named.
         """
-        pages: Int32s = (self.swa.pages[full_ids] * cells.visible).astype(np.int32)
-        if np.count_nonzero(pages) != np.count_nonzero(cells.visible):
-            self._missing(cells, full_ids, pages)
-        self._count(self.contents(cells), -1, undo)
-        self._check_unused(released, cells)
+        pages: Int32s = (self.swa.pages[full_ids] * entries.visible).astype(np.int32)
+        if np.count_nonzero(pages) != np.count_nonzero(entries.visible):
+            self._missing(entries, full_ids, pages)
+        self._count(self.contents(entries), -1, undo)
+        self._check_unused(released, entries)
         self._count(pages, 1, undo)
         return pages
 
@@ -78,9 +78,9 @@ class WindowTable(VisibleTable):
         uses = np.bincount(self._flat, minlength=len(self._uses))
         assert np.array_equal(uses[1:], self._uses[1:])
 
-    def _missing(self, cells: Cells, full_ids: Int32s, pages: Int32s) -> NoReturn:
-        at = int(np.flatnonzero(cells.visible & (pages == 0))[0])
-        row, column = divmod(int(cells.positions[at]), self._columns)
+    def _missing(self, entries: TouchedEntries, full_ids: Int32s, pages: Int32s) -> NoReturn:
+        at = int(np.flatnonzero(entries.visible & (pages == 0))[0])
+        row, column = divmod(int(entries.positions[at]), self._columns)
         raise WindowMismatchError(
             f"row {row} column {column}: full page {full_ids[at]} is visible in the window and has no page in the "
             "window pool",
@@ -91,13 +91,13 @@ class WindowTable(VisibleTable):
         np.add.at(self._uses, pages, step)
         undo.by(np.subtract.at, self._uses, pages, step)
 
-    def _check_unused(self, released: StateIds, cells: Cells) -> None:
+    def _check_unused(self, released: StateIds, entries: TouchedEntries) -> None:
         used = np.flatnonzero(self._uses[released]) if len(released) else released
         if not len(used):
             return
         page = released[used[0]]
         elsewhere = self._flat == page
-        elsewhere[cells.positions] = False
+        elsewhere[entries.positions] = False
         row, column = divmod(int(np.flatnonzero(elsewhere)[0]), self._columns)
         raise WindowMismatchError(
             f"row {row} column {column}: window page {page} is visible and cannot be released", field="released"

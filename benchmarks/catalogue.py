@@ -16,10 +16,9 @@ from benchmarks import (
     control_messages,
     device_overlap,
     eviction,
-    hand_off,
-    landing,
     local_transfer,
-    npu_handoff,
+    network,
+    npu_transfer,
     offload,
     overlap,
     page_ids,
@@ -27,6 +26,7 @@ from benchmarks import (
     prefix_cache,
     tables,
     trace_replay,
+    transfer,
     unequal_tp,
 )
 from benchmarks.measure import Effort, Row
@@ -43,15 +43,15 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "plan": planning.measure,
     "local_transfer": local_transfer.measure,
     "unequal_tp": unequal_tp.measure,
-    "hand_off": hand_off.measure,
-    "landing": landing.measure,
+    "transfer": transfer.measure,
+    "network": network.measure,
     "overlap": overlap.measure,
     "offload": offload.measure,
     "prefix_cache": prefix_cache.measure,
     "allocation": allocation.measure,
     "tables": tables.measure,
     "device_overlap": device_overlap.measure,
-    "npu_handoff": npu_handoff.measure,
+    "npu_transfer": npu_transfer.measure,
 }
 
 

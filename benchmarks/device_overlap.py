@@ -1,7 +1,7 @@
 """Page copies on their own streams while another stream computes: both together, against the longer of the two alone.
 
-1.0 is a perfect overlap. The copies are those of the daemon's regions on cards: gathered by a kernel an entry, and one
-copy over. The last row shows what a copy costs that has to wait for the compute stream, as it would on one stream.
+1.0 is a perfect overlap. The copies are those of the daemon's regions on devices: gathered by a kernel an entry, and
+one copy over. The last row shows what a copy costs that has to wait for the compute stream, as it would on one stream.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Final
 import numpy as np
 
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare
-from benchmarks.on_card import Card, measured_on_card
+from benchmarks.on_device import Device, measured_on_device
 from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.manifest import lay_out
@@ -34,18 +34,18 @@ ALONE: Final = "the longer of the two alone: the copy, or the kernels, of which 
 
 
 def measure(effort: Effort) -> list[Row]:
-    """Measure each direction, where there is a card or its simulator.
+    """Measure each direction, where there is a device or its simulator.
 
     Raises:
         MissingPeerError: there is neither.
     """
-    return measured_on_card("device_overlap", effort)
+    return measured_on_device("device_overlap", effort)
 
 
-def measure_on(card: Card, effort: Effort) -> list[Row]:
-    """Measure each direction on this process's card."""
+def measure_on(device: Device, effort: Effort) -> list[Row]:
+    """Measure each direction on this process's device."""
     rounds = effort.pick(7, 1)
-    with copies(card, effort.pick(32, 8) * MIB) as one:
+    with copies(device, effort.pick(32, 8) * MIB) as one:
         rows = [
             one.row(f"device_overlap/{name}", action, rounds, Target(MOST)) for name, action in one.directions.items()
         ]
@@ -55,10 +55,10 @@ def measure_on(card: Card, effort: Effort) -> list[Row]:
 
 
 class Copies:
-    """Two regions on a card, registered host memory, and kernels on a stream of their own."""
+    """Two regions on a device, registered host memory, and kernels on a stream of their own."""
 
-    def __init__(self, card: Card, accelerator: Accelerator, size_bytes: int) -> None:
-        self._card = card
+    def __init__(self, device: Device, accelerator: Accelerator, size_bytes: int) -> None:
+        self._device = device
         self._accelerator = accelerator
         torch = self._torch = accelerator.torch
         pages = size_bytes // PAGE_BYTES // LAYERS
@@ -75,14 +75,14 @@ class Copies:
         stagings = StagingPool(accelerator)
         with accelerator.calling():
             self._source, self._destination = (
-                AcceleratorRegion(accelerator, [RegionPart(0, accelerator.allocate(size))], size, stagings)
+                AcceleratorRegion(accelerator, [RegionSegment(0, accelerator.allocate(size))], size, stagings)
                 for size in [manifest.region_bytes] * 2
             )
         self._host = HostRegion.create("bench-overlap", size_bytes)
         self._noise = np.random.default_rng(0).integers(0, 256, size_bytes, np.uint8)
         accelerator.register_host(self._host)
         with accelerator.calling():
-            side = 64 if card.simulated else 4096
+            side = 64 if device.simulated else 4096
             self._matrix = torch.ones(side, side, device=accelerator.name)
             self._product = torch.empty_like(self._matrix)
             self._stream = torch.get_device_module(accelerator.kind).Stream()
@@ -113,7 +113,7 @@ class Copies:
             peer_is=ALONE,
             rounds=rounds,
             target=target,
-            note=f"{kernels} kernels, {self._plan.total_bytes / MIB:.0f} MiB in random pages; {self._card.note}",
+            note=f"{kernels} kernels, {self._plan.total_bytes / MIB:.0f} MiB in random pages; {self._device.note}",
         )
 
     def to_host_in_turn(self) -> None:
@@ -173,11 +173,11 @@ class Copies:
 
 
 @contextmanager
-def copies(card: Card, size_bytes: int) -> Iterator[Copies]:
-    """Open the card and make what is copied."""
-    accelerator = Accelerator(card.device)
+def copies(device: Device, size_bytes: int) -> Iterator[Copies]:
+    """Open the device and make what is copied."""
+    accelerator = Accelerator(device.device)
     accelerator.open()
-    made = Copies(card, accelerator, size_bytes)
+    made = Copies(device, accelerator, size_bytes)
     try:
         yield made
     finally:

@@ -19,7 +19,7 @@ import uvloop
 from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare, gigabytes_a_second
 from kvferry.daemon.config import Config
 from kvferry.daemon.memory import keep_freed_memory
-from kvferry.daemon.rooms.effects import StartPiece
+from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.manifest import lay_out
@@ -105,7 +105,7 @@ class Copier:
     async def _copy(self, plan: Plan) -> float:
         self._ended = self._loop.create_future()
         started = time.perf_counter()
-        self.transport.start(StartPiece(next(self._piece_ids), self.source, self.destination, (plan,)))
+        self.transport.start(StartOp(next(self._piece_ids), self.source, self.destination, (plan,)))
         error = await self._ended
         if error is not None:
             raise error

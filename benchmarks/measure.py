@@ -16,7 +16,7 @@ Contender = Callable[[], float]
 
 
 class Effort(NamedTuple):
-    """How much to measure: all of it, or as little as shows that a benchmark works; and on which card, if on one."""
+    """How much to measure: all of it, or as little as shows that a benchmark works; and on which device, if on one."""
 
     quick: bool = False
     device: str = "npu:0"

@@ -1,4 +1,4 @@
-"""Mooncake's engine by itself, over loopback into another process: what hand-offs between hosts are compared with.
+"""Mooncake's engine by itself, over loopback into another process: what transfers between hosts are compared with.
 
 The same bytes go in two ways: one block a page, as engines write today, with many under way (all in one submission is
 no faster, and blocks its thread); and in big blocks, which is the most this engine does. Other benchmarks take
@@ -89,27 +89,27 @@ def raw_mooncake(size_bytes: int) -> Iterator[RawMooncake]:
     """Run an engine here and one in another process, with so many bytes registered there and noise to write here."""
     with (
         HostRegion.create("bench-source", size_bytes) as source,
-        HostRegion.create("bench-landing", size_bytes) as landing,
+        HostRegion.create("bench-landing", size_bytes) as network,
     ):
         source.view()[:] = np.resize(np.random.default_rng(0).integers(0, 256, NOISE_BYTES, np.uint8), size_bytes)
-        landing.view()[:] = 1
+        network.view()[:] = 1
         holder = [mooncake_native.create(MooncakeSettings(address=ADDRESS))]
         try:
-            with _running_peer(landing) as (port, address):
+            with _running_peer(network) as (port, address):
                 raw = RawMooncake(holder, f"{ADDRESS}:{port}", source, address)
                 raw.big_blocks()
-                assert np.array_equal(source.view(), landing.view())
+                assert np.array_equal(source.view(), network.view())
                 yield raw
         finally:
             mooncake_native.destroy(holder)
 
 
 @contextmanager
-def _running_peer(landing: HostRegion) -> Iterator[tuple[int, int]]:
-    command = [sys.executable, "-m", "benchmarks.mooncake_peer", str(landing.fd), str(landing.size_bytes)]
+def _running_peer(network: HostRegion) -> Iterator[tuple[int, int]]:
+    command = [sys.executable, "-m", "benchmarks.mooncake_peer", str(network.fd), str(network.size_bytes)]
     root = Path(__file__).parents[1]
     with subprocess.Popen(  # noqa: S603  our own module
-        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[landing.fd]
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[network.fd]
     ) as process:
         assert process.stdout is not None
         port, address = map(int, process.stdout.readline().split())

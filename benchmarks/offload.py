@@ -1,8 +1,8 @@
 """Offload and restore through a real daemon, against memcpy of the same bytes and against the way engines do it today.
 
-Ours is the whole way, from the call to the event that the work is done: checked, queued, gathered block by block into
-the host tier (or scattered from it), with and without checksums. Pages are random, and restored into other ones. The
-peers have nothing before or after their copies. Every byte that came back is compared, outside the clock.
+Ours is the whole way, from the call to the event that the operation is done: checked, queued, gathered block by block
+into the host tier (or scattered from it), with and without checksums. Pages are random, and restored into other ones.
+The peers have nothing before or after their copies. Every byte that came back is compared, outside the clock.
 """
 
 from __future__ import annotations
@@ -94,18 +94,18 @@ class Engine:
     @contextmanager
     def snapshot(self) -> Iterator[str]:
         """Offload all pages and wait; yield the snapshot, which is dropped in the end."""
-        work = self._client.offload(self._source.name, [pages(self.source_ids, tokens=self.count * PAGE_SIZE)])
-        moved_bytes = self._client.wait_done(work, TIMEOUT_S).moved_bytes
+        operation = self._client.offload(self._source.name, [pages(self.source_ids, tokens=self.count * PAGE_SIZE)])
+        moved_bytes = self._client.wait_done(operation, TIMEOUT_S).moved_bytes
         assert moved_bytes == self.size_bytes, moved_bytes
-        yield work.snapshot
-        self._client.drop_snapshot(work.snapshot)
+        yield operation.snapshot
+        self._client.drop_snapshot(operation.snapshot)
 
     def restore(self, snapshot: str) -> float:
         """Restore a snapshot into the second pool, check every byte, and return how fast it was, in GB/s."""
         self._forget()
         started = time.perf_counter()
-        work = self._client.restore(self._target.name, snapshot, [pages(self.target_ids)])
-        self._client.wait_done(work, TIMEOUT_S)
+        operation = self._client.restore(self._target.name, snapshot, [pages(self.target_ids)])
+        self._client.wait_done(operation, TIMEOUT_S)
         elapsed_s = time.perf_counter() - started
         self.check()
         return self.size_bytes / elapsed_s / 1e9

@@ -93,9 +93,9 @@ def _run(runtime_dir: Path, size_bytes: int, signals: Signals) -> None:
             if not signals.go.is_set():
                 signals.resting.set()
                 signals.go.wait()
-            work = client.offload(POOL, [pages(ids[::2])])
-            client.wait_done(work, TIMEOUT_S)
-            back = client.restore(POOL, work.snapshot, [pages(ids[1::2])], drop=True)
+            operation = client.offload(POOL, [pages(ids[::2])])
+            client.wait_done(operation, TIMEOUT_S)
+            back = client.restore(POOL, operation.snapshot, [pages(ids[1::2])], drop=True)
             client.wait_done(back, TIMEOUT_S)
             signals.moved_bytes.value += 2 * size_bytes
             signals.moved.set()

@@ -1,8 +1,8 @@
-"""What a hand-off leaves to do once prefill has ended: layer by layer while it computes, against whole at its end.
+"""What a transfer leaves to do once prefill has ended: layer by layer while it computes, against whole at its end.
 
-Prefill is simulated: a timer a layer, as long as a card that prefills ``PREFILL_TOKENS_A_SECOND`` would take, which
-leaves this machine's cores to the daemon, as a card's compute does. The pages are full from the beginning; what is
-timed is from the end of the last layer to FINISHED at decode, whose room waits already. The model has the layers of
+Prefill is simulated: a timer a layer, as long as a device that prefills ``PREFILL_TOKENS_A_SECOND`` would take, which
+leaves this machine's cores to the daemon, as a device's compute does. The pages are full from the beginning; what is
+timed is from the end of the last layer to FINISHED at decode, whose transfer waits already. The model has the layers of
 SmolLM2-135M in fp32: 45 KiB a token, so that prefill fills 0.47 GB/s. Every byte is compared at the destination.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare
 from benchmarks.processes import running_daemon
-from kvferry.clients import AttachedPool, Client, EventRing, HandOff, MhaSpec, new_request_id, pages
+from kvferry.clients import AttachedPool, Client, EventRing, MhaSpec, Transfer, new_request_id, pages
 from kvferry.protocol.codec import PageIds
 
 PREFILL_TOKENS_A_SECOND = 10_000
@@ -45,13 +45,13 @@ def measure(effort: Effort) -> list[Row]:
         prefill.open_events() as ring,
     ):
         return [
-            _row(tokens, HandOffs(prefill, decode, ring, tokens), effort)
+            _row(tokens, Transfers(prefill, decode, ring, tokens), effort)
             for tokens in TOKENS[: effort.pick(len(TOKENS), 1)]
         ]
 
 
-class HandOffs:
-    """Hand-offs of one length of prompt. Both ways return the milliseconds left after prefill's end."""
+class Transfers:
+    """Transfers of one length of prompt. Both ways return the milliseconds left after prefill's end."""
 
     def __init__(self, prefill: Client, decode: Client, ring: EventRing, tokens: int) -> None:
         self._ring = ring
@@ -80,8 +80,8 @@ class HandOffs:
         ended_at = self._prefill(after_layer=lambda layer: self._ring.record(steps[layer]))
         return self._end(sent, received, ended_at)
 
-    def _receive(self) -> tuple[str, HandOff]:
-        """Empty the destination's pages and make a room for them."""
+    def _receive(self) -> tuple[str, Transfer]:
+        """Empty the destination's pages and make a transfer for them."""
         client, pool, ids = self._destination
         for role in ROLES:
             pool.tensor("main", role).numpy()[:] = 0
@@ -101,7 +101,7 @@ class HandOffs:
             after_layer(layer)
         return ended_at
 
-    def _end(self, sent: HandOff, received: HandOff, ended_at: float) -> float:
+    def _end(self, sent: Transfer, received: Transfer, ended_at: float) -> float:
         self._destination.client.wait_finished(received, TIMEOUT_S)
         left_ms = (time.perf_counter() - ended_at) * 1e3
         self._source.client.wait_settled(sent, TIMEOUT_S)
@@ -136,14 +136,14 @@ def _side(client: Client, name: str, tokens: int) -> Side:
     return Side(client, pool, np.random.default_rng(len(name)).permutation(ids))
 
 
-def _row(tokens: int, hand_offs: HandOffs, effort: Effort) -> Row:
-    with closing(hand_offs):
+def _row(tokens: int, transfers: Transfers, effort: Effort) -> Row:
+    with closing(transfers):
         return compare(
             f"overlap/{tokens}_tokens",
             MILLISECONDS,
-            ours=hand_offs.by_layers_ms,
-            peer=hand_offs.whole_ms,
-            peer_is="the same hand-off, sent whole when prefill has ended",
+            ours=transfers.by_layers_ms,
+            peer=transfers.whole_ms,
+            peer_is="the same transfer, sent whole when prefill has ended",
             rounds=effort.pick(9, 1),
             target=Target(0.5),
             note=f"{tokens / PREFILL_TOKENS_A_SECOND * 1e3:.0f} ms of prefill in {LAYERS} layers; the rest after it",

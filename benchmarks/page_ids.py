@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.measure import MICROSECONDS, Effort, Row, Target, compare, microseconds
 from benchmarks.peers import sglang
 from benchmarks.peers.sglang import SGLang
-from kvferry.clients.operations import pages, send_body
+from kvferry.clients.calls import pages, send_body
 from kvferry.daemon.memory import keep_freed_memory
 from kvferry.pools.runs import PageIds
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode

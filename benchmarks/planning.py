@@ -1,4 +1,4 @@
-"""Planning a hand-off: pairing, all checks, runs, addresses; against a loop over entries and runs, and SGLang's own."""
+"""Planning a transfer: pairing, all checks, runs, addresses; against a loop over entries and runs, and SGLang's own."""
 
 from __future__ import annotations
 

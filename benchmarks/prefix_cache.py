@@ -88,8 +88,8 @@ class Engine:
         hashes = self._hashes(self._prompts)
         self._prompts += 1
         started = time.perf_counter()
-        work = self._client.store(POOL, hashes, self._source, block_pages=self._block_pages)
-        done = self._client.wait_done(work, TIMEOUT_S)
+        operation = self._client.store(POOL, hashes, self._source, block_pages=self._block_pages)
+        done = self._client.wait_done(operation, TIMEOUT_S)
         elapsed_s = time.perf_counter() - started
         assert (done.stored, done.present) == (len(hashes), 0), done
         return elapsed_s * 1e3
@@ -106,8 +106,8 @@ class Engine:
         """Load the newest prompt, and compare every byte; return the milliseconds of the load alone."""
         lease = self._found()
         started = time.perf_counter()
-        work = self._client.load(POOL, lease, self._target)
-        self._client.wait_done(work, TIMEOUT_S)
+        operation = self._client.load(POOL, lease, self._target)
+        self._client.wait_done(operation, TIMEOUT_S)
         elapsed_s = time.perf_counter() - started
         self._client.unpin(lease)
         for view in self._views:

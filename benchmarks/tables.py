@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.measure import MICROSECONDS, Contender, Effort, Row, Target, compare
 from benchmarks.processes import running_daemon
-from kvferry.clients import Cells, Client, MhaSpec
+from kvferry.clients import BlockTableEntries, Client, MhaSpec
 
 ROWS = 256
 PAGE_SIZE = 128
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     """One decode step: the lengths, and the pages that rows get; made before the clock starts."""
 
     lengths: Int64s
-    cells: Cells
+    entries: BlockTableEntries
 
 
 class Times(NamedTuple):
@@ -71,7 +71,7 @@ class Requests:
     def _step(self, lengths: Int64s, before: Int64s) -> Step:
         [rows] = np.nonzero(-(-lengths // PAGE_SIZE) > -(-before // PAGE_SIZE))
         columns = (lengths[rows] - 1) // PAGE_SIZE
-        return Step(lengths, Cells(rows, columns, self.pages[rows, columns]))
+        return Step(lengths, BlockTableEntries(rows, columns, self.pages[rows, columns]))
 
 
 class OurTables:
@@ -92,9 +92,11 @@ class OurTables:
         client, tables = self._client, self._tables
         client.wait(client.update_tables(tables, self._requests.first.lengths, rows=self._requests.rows()))
         called, visible = [], []
-        for lengths, cells in self._requests.steps:
+        for lengths, entries in self._requests.steps:
             started = time.perf_counter()
-            update = client.update_tables(tables, lengths, cells=cells, after=self._ring.mark() if marked else None)
+            update = client.update_tables(
+                tables, lengths, entries=entries, after=self._ring.record_event() if marked else None
+            )
             called.append(time.perf_counter() - started)
             client.wait(update)
             visible.append(time.perf_counter() - started)
@@ -157,7 +159,11 @@ def measure(effort: Effort) -> list[Row]:
                 lambda: ours.round().call_us,
                 "the part of it that an engine cannot hide: the call itself",
             ),
-            row("tables/marked", lambda: ours.round(marked=True).visible_us, "with after=ring.mark(), as on a card"),
+            row(
+                "tables/marked",
+                lambda: ours.round(marked=True).visible_us,
+                "with after=ring.record_event(), as on a device",
+            ),
         ]
 
 

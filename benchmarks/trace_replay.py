@@ -1,4 +1,4 @@
-"""Replaying a request trace: hand-offs of as many pages as its prompts have, one after another, against memcpy.
+"""Replaying a request trace: transfers of as many pages as its prompts have, one after another, against memcpy.
 
 The trace's times are not kept: the question is what a realistic mix of sizes costs.
 """
@@ -13,16 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.hand_off import PAGE_SIZE, Side, hand_off_s
 from benchmarks.measure import GIGABYTES_A_SECOND, MILLISECONDS, Effort, Row, compare
 from benchmarks.processes import running_daemon
 from benchmarks.traces import read_trace
+from benchmarks.transfer import PAGE_SIZE, Side, transfer_s
 from kvferry.clients import Client, MhaSpec
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.manifest import bytes_per_page
 
 
-class HandOffs:
+class Transfers:
     """A prefill engine's pool and a decode engine's, of a small model, for prompts of up to ``longest`` tokens."""
 
     def __init__(self, prefill: Client, decode: Client, longest: int) -> None:
@@ -35,29 +35,29 @@ class HandOffs:
 
     def run(self, lengths: Sequence[int]) -> list[float]:
         """Hand over prompts of these lengths in tokens, one after another; return the seconds of each."""
-        return [self._hand_off_s(pages_of(length)) for length in lengths]
+        return [self._transfer_s(pages_of(length)) for length in lengths]
 
-    def _hand_off_s(self, count: int) -> float:
+    def _transfer_s(self, count: int) -> float:
         source = Side(self._prefill, "prefill", self._prefill.allocate("prefill", count))
         destination = Side(self._decode, "decode", self._decode.allocate("decode", count))
-        elapsed_s = hand_off_s(source, destination)
+        elapsed_s = transfer_s(source, destination)
         for side in (source, destination):
             side.client.free(side.pool, side.ids)
         return elapsed_s
 
 
 def measure(trace: Path, effort: Effort) -> list[Row]:
-    """Measure the first requests of the trace: bytes a second over all, and the median hand-off."""
+    """Measure the first requests of the trace: bytes a second over all, and the median transfer."""
     lengths = [one.input_length for one in read_trace(trace, effort.pick(200, 10))]
     with (
         running_daemon() as runtime_dir,
         Client.connect(runtime_dir, name="prefill") as prefill,
         Client.connect(runtime_dir, name="decode") as decode,
     ):
-        hand_offs = HandOffs(prefill, decode, max(lengths))
-        sizes = [pages_of(length) * hand_offs.page_bytes for length in lengths]
+        transfers = Transfers(prefill, decode, max(lengths))
+        sizes = [pages_of(length) * transfers.page_bytes for length in lengths]
         source, destination = np.ones(max(sizes), np.uint8), np.ones(max(sizes), np.uint8)
-        ours = partial(hand_offs.run, lengths)
+        ours = partial(transfers.run, lengths)
         peer = partial(_memcpys, source, destination, sizes)
         what = f"the first {len(lengths)} prompts, {sum(lengths)} tokens, {sum(sizes) / 1e9:.2f} GB"
         rounds = effort.pick(5, 2)
@@ -73,7 +73,7 @@ def measure(trace: Path, effort: Effort) -> list[Row]:
                 note=what,
             ),
             compare(
-                "trace/median_hand_off",
+                "trace/median_transfer",
                 MILLISECONDS,
                 ours=lambda: statistics.median(ours()) * 1e3,
                 peer=lambda: statistics.median(peer()) * 1e3,

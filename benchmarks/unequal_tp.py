@@ -16,7 +16,7 @@ from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare,
 from kvferry.daemon.memory import keep_freed_memory
 from kvferry.daemon.transports.local import STAGING_BYTES
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.gather import Parcel, cut_parcels, gather, scatter
+from kvferry.pools.gather import CopyChunk, cut_copy_chunks, gather, scatter
 from kvferry.pools.heads import rank_heads
 from kvferry.pools.manifest import lay_out
 from kvferry.pools.pairing import pair_entries
@@ -89,11 +89,11 @@ def entries_of(size: int, pages: int) -> list[Entry]:
     ]
 
 
-def staged(moved: Moved, parcels: list[Parcel], staging_address: int) -> None:
+def staged(moved: Moved, copy_chunks: list[CopyChunk], staging_address: int) -> None:
     """Copy as the local transport's threads do."""
-    for parcel in parcels:
-        gather(moved.plan.source, moved.source.address, parcel.first, parcel.stop, staging_address)
-        scatter(moved.plan.destination, moved.destination.address, parcel.first, parcel.stop, staging_address)
+    for copy_chunk in copy_chunks:
+        gather(moved.plan.source, moved.source.address, copy_chunk.first, copy_chunk.stop, staging_address)
+        scatter(moved.plan.destination, moved.destination.address, copy_chunk.first, copy_chunk.stop, staging_address)
 
 
 def written(writes: list[tuple[int, int, int]]) -> None:
@@ -105,7 +105,7 @@ def written(writes: list[tuple[int, int, int]]) -> None:
 
 def _row(name: str, moved: Moved, effort: Effort) -> Row:
     staging = np.empty(STAGING_BYTES, np.uint8)
-    parcels = cut_parcels(moved.plan.source, STAGING_BYTES)
+    copy_chunks = cut_copy_chunks(moved.plan.source, STAGING_BYTES)
     blocks: Blocks = moved.plan.blocks()
     writes = list(
         zip(
@@ -119,7 +119,7 @@ def _row(name: str, moved: Moved, effort: Effort) -> Row:
     return compare(
         name,
         GIGABYTES_A_SECOND,
-        ours=gigabytes_a_second(lambda: staged(moved, parcels, staging.ctypes.data), size_bytes),
+        ours=gigabytes_a_second(lambda: staged(moved, copy_chunks, staging.ctypes.data), size_bytes),
         peer=gigabytes_a_second(lambda: written(writes), size_bytes),
         peer_is=WRITES,
         rounds=effort.pick(11, 2),

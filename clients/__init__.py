@@ -6,8 +6,8 @@ An engine needs three names: ``Client`` or ``AsyncClient``, and ``pages`` to des
         pool = client.create_pool("prefill", MhaSpec(...))
         ids = client.allocate("prefill", 8)
         pool.tensor("main", "k")[layer, ids] = ...
-        hand_off = client.send("prefill", request_id, [pages(ids, tokens=1000)], first_token=42)
-        client.wait_settled(hand_off)
+        transfer = client.send("prefill", request_id, [pages(ids, tokens=1000)], first_token=42)
+        client.wait_settled(transfer)
         client.free("prefill", ids)
 
 What is named here is loaded when it is first used; torch only where a tensor is asked for.
@@ -23,15 +23,15 @@ if __name__ != "kvferry.clients":
 
 if TYPE_CHECKING:
     from kvferry.clients.async_client import AsyncClient
+    from kvferry.clients.calls import BlockTableEntries, Pages, no_pages, pages, pages_wanted
     from kvferry.clients.events import EventRing
     from kvferry.clients.hashing import block_hashes
-    from kvferry.clients.operations import Cells, Pages, no_pages, pages, pages_wanted
     from kvferry.clients.pool import AttachedPool
     from kvferry.clients.slots import pages_from_slots, slots_from_pages
     from kvferry.clients.sync_client import Client
     from kvferry.clients.tables import Tables
-    from kvferry.protocol.client_core import HandOff
-    from kvferry.protocol.client_works import TierWork
+    from kvferry.protocol.client_core import Transfer
+    from kvferry.protocol.client_operations import TierOperation
     from kvferry.protocol.errors import KvferryError
     from kvferry.protocol.ids import new_request_id
     from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
@@ -40,11 +40,10 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncClient",
     "AttachedPool",
-    "Cells",
+    "BlockTableEntries",
     "Client",
     "DraftSpec",
     "EventRing",
-    "HandOff",
     "HybridSwaSpec",
     "KvferryError",
     "MambaSpec",
@@ -53,7 +52,8 @@ __all__ = [
     "ModelIdentity",
     "Pages",
     "Tables",
-    "TierWork",
+    "TierOperation",
+    "Transfer",
     "block_hashes",
     "new_request_id",
     "no_pages",
@@ -67,13 +67,13 @@ _MODULES = {
     "kvferry.clients.async_client": ("AsyncClient",),
     "kvferry.clients.events": ("EventRing",),
     "kvferry.clients.hashing": ("block_hashes",),
-    "kvferry.clients.operations": ("Cells", "Pages", "no_pages", "pages", "pages_wanted"),
+    "kvferry.clients.calls": ("BlockTableEntries", "Pages", "no_pages", "pages", "pages_wanted"),
     "kvferry.clients.pool": ("AttachedPool",),
     "kvferry.clients.slots": ("pages_from_slots", "slots_from_pages"),
     "kvferry.clients.sync_client": ("Client",),
     "kvferry.clients.tables": ("Tables",),
-    "kvferry.protocol.client_core": ("HandOff",),
-    "kvferry.protocol.client_works": ("TierWork",),
+    "kvferry.protocol.client_core": ("Transfer",),
+    "kvferry.protocol.client_operations": ("TierOperation",),
     "kvferry.protocol.errors": ("KvferryError",),
     "kvferry.protocol.ids": ("new_request_id",),
     "kvferry.protocol.manifests": ("DraftSpec", "HybridSwaSpec", "MambaSpec", "MhaSpec", "MlaSpec"),

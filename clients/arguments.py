@@ -176,12 +176,12 @@ def mapping(value: Mapping[T, S], wanted: str, field: str) -> Mapping[T, S]:
 
 
 def device_names(value: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return what a process calls the daemon's cards.
+    """Return what a process calls the daemon's devices.
 
     Raises:
         InvalidFieldError: it is no mapping of names to names.
     """
-    names = mapping({} if value is None else value, "the daemon's names of cards to ours", "devices")
+    names = mapping({} if value is None else value, "the daemon's names of devices to ours", "devices")
     for pair in names.items():
         if [type(one) for one in pair] != [str, str]:
             raise wrong_kind(pair, "pair of names", "devices")
@@ -231,11 +231,11 @@ def _plain(value: object) -> object:
 
 _HINTS: Final = {
     "AttachedPool": "a pool is named by its name, pool.name, and made of a spec",
-    "HandOff": "a hand-off is for wait_finished, wait_settled and cancel",
-    "TierWork": "a work of the tiers is for wait_done, wait_accepted and cancel_work",
+    "Transfer": "a transfer is for wait_finished, wait_settled and cancel",
+    "TierOperation": "an operation of the tiers is for wait_done, wait_accepted and cancel_operation",
     "PendingReply": "a pending reply is for wait and is_ready",
     "Tables": "tables are for update_tables and delete_tables",
-    "EventRing": "give a point or steps of it, ring.mark() or [ring.step(...)]",
+    "EventRing": "give a point or steps of it, ring.record_event() or [ring.step(...)]",
     "LayerStep": "give a list of steps, [step]",
     "UUID": "give its hex digits, request_id.hex",
     "dtype": "give its name, {name!r}",
@@ -243,7 +243,7 @@ _HINTS: Final = {
 }
 """By the name of a kind, so that none has to be imported for it."""
 
-_FIELD_HINTS: Final = {"after": "give a point of the session's ring, ring.mark()"}
+_FIELD_HINTS: Final = {"after": "give a point of the session's ring, ring.record_event()"}
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 

@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from kvferry.clients import operations
+from kvferry.clients import calls
 from kvferry.clients.arguments import device_names, pool_spec, seconds, truth, whole
 from kvferry.clients.async_tiers import AsyncTiers
 from kvferry.clients.connecting import Connecting
 from kvferry.clients.connection import Connection, find_runtime_dir
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
-from kvferry.clients.lending import lent_tensors
 from kvferry.clients.pool import AttachedPool
+from kvferry.clients.registration import registered_tensors
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.submissions import DEFAULT_WAIT_S
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.client_core import HandOff
-from kvferry.protocol.client_works import TierWork
+from kvferry.protocol.client_core import Transfer
+from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.codec import PageIds
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.room_messages import Cancelled, RoomResult, Side
 from kvferry.protocol.session_messages import ShareFollows, StatusReport
+from kvferry.protocol.transfer_messages import Cancelled, Direction, TransferResult
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class AsyncClient(AsyncTiers):
             runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
             name: shown in the daemon's status and logs.
             session: without one, only ping and status work.
-            devices: what this process calls the daemon's cards, where it sees others: ``{"npu:3": "npu:0"}`` with
+            devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
                 ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
             timeout_s: how long to wait for the daemon's first reply.
 
@@ -87,7 +87,7 @@ class AsyncClient(AsyncTiers):
         *,
         session: bool,
     ) -> AsyncClient:
-        hello, names = operations.hello(name), device_names(devices)
+        hello, names = calls.hello(name), device_names(devices)
         timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
         channel = await asyncio.to_thread(SessionChannel.open, directory, str(name)) if session else None
@@ -105,12 +105,12 @@ class AsyncClient(AsyncTiers):
     async def ping(self) -> float:
         """Return the seconds of one round trip."""
         started = time.perf_counter()
-        await self.call(operations.ping())
+        await self.call(calls.ping())
         return time.perf_counter() - started
 
     async def status(self) -> StatusReport:
         """Return what the daemon holds and does."""
-        return await self.call(operations.status())
+        return await self.call(calls.status())
 
     async def create_pool(
         self,
@@ -127,17 +127,17 @@ class AsyncClient(AsyncTiers):
             name: unique for the user.
             spec: what it holds.
             model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
-                this very identity only; a hand-off between two models is refused.
+                this very identity only; a transfer between two models is refused.
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
-            deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
+            deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
             PoolExistsError: the name has another layout, size, window or model, or is on another device.
             InvalidFieldError: the spec makes no sense.
-            OutOfMemoryError: the host or the card cannot give it.
-            DeviceUnavailableError: no such card, or what drives it is missing, there or here.
+            OutOfMemoryError: the host or the device cannot give it.
+            DeviceUnavailableError: no such device, or what drives it is missing, there or here.
         """
-        created = await self.call(operations.create_pool(name, spec, device, model), deadline_s=deadline_s)
+        created = await self.call(calls.create_pool(name, spec, device, model), deadline_s=deadline_s)
         pool = await self.attach_pool(name, created.manifest.layout_digest)
         return seen_as(pool, pool_spec(spec))
 
@@ -147,16 +147,16 @@ class AsyncClient(AsyncTiers):
         Raises:
             UnknownPoolError: none of that name.
             LayoutMismatchError: it has another layout than the digest given.
-            PoolLostError: it was on a card, and its memory is gone.
+            PoolLostError: it was on a device, and its memory is gone.
         """
-        operation = operations.attach_pool(name, layout_digest, self._devices.process_id())
-        outgoing, attached = await self._round_trip(operation)
+        call = calls.attach_pool(name, layout_digest, self._devices.process_id())
+        outgoing, attached = await self._round_trip(call)
         channel = self._open_channel()
         if attached.device == HOST:
             return attached_pool(name, attached, outgoing.message_id, channel, self._devices)
         return await asyncio.to_thread(attached_pool, name, attached, outgoing.message_id, channel, self._devices)
 
-    async def lend_pool(
+    async def register_pool(
         self,
         name: str,
         spec: PoolSpec,
@@ -175,22 +175,22 @@ class AsyncClient(AsyncTiers):
                 shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
             device: where they are.
             model: whose KV it holds, as in ``create_pool``.
-            deadline_s: for the daemon's reply; the first pool on a card takes it some seconds more.
+            deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
             PoolExistsError: the name is taken.
             UncoveredEntryError, DuplicateEntryError, InvalidFieldError: the tensors are not what the spec needs; the
                 field is a tensor and what of it: ``main/k.shape``, ``main/v/3.dtype``.
-            DeviceUnavailableError: the daemon cannot use the card, or not map the memory.
+            DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
         """
-        arrays, by_name = lent_tensors(spec, tensors)
+        arrays, by_name = registered_tensors(spec, tensors)
 
         def said(message_id: int) -> Sequence[ShareFollows]:
-            return self._devices.lend(device, by_name, message_id)
+            return self._devices.export(device, by_name, message_id)
 
-        operation = operations.lend_pool(name, spec, device, arrays, model)
-        _, lent = await self._round_trip(operation, deadline_s=deadline_s, said=said)
-        return lent.manifest
+        call = calls.register_pool(name, spec, device, arrays, model)
+        _, registered = await self._round_trip(call, deadline_s=deadline_s, said=said)
+        return registered.manifest
 
     async def open_events(
         self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float | None = None
@@ -198,9 +198,10 @@ class AsyncClient(AsyncTiers):
         """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready.
 
         Args:
-            device: of the pools it speaks of. On a card it has ``events`` interprocess events, recorded on its streams.
-            events: how many, on a card; one is used again once its work is done.
-            deadline_s: for the daemon's reply; the first use of a card takes it some seconds more.
+            device: of the pools it speaks of. On a device it has ``events`` interprocess events, recorded on its
+                streams.
+            events: how many, on a device; one is used again once its work is done.
+            deadline_s: for the daemon's reply; the first use of a device takes it some seconds more.
         """
         events = whole(events, "events", least=1)
         made: list[RingEvent] = []
@@ -212,7 +213,7 @@ class AsyncClient(AsyncTiers):
             made.extend(found)
             return (frame,)
 
-        outgoing, opened = await self._round_trip(operations.open_events(device), deadline_s=deadline_s, said=said)
+        outgoing, opened = await self._round_trip(calls.open_events(device), deadline_s=deadline_s, said=said)
         channel = self._open_channel()
         channel.receive()
         counters, eventfd = channel.take_fds(outgoing.message_id)
@@ -224,7 +225,7 @@ class AsyncClient(AsyncTiers):
         Raises:
             PoolInUseError: pages are owned or in flight.
         """
-        await self.call(operations.delete_pool(name))
+        await self.call(calls.delete_pool(name))
 
     async def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
         """Return ``count`` pages for this session, ascending, ``(count,)`` int64.
@@ -232,44 +233,46 @@ class AsyncClient(AsyncTiers):
         Raises:
             PoolFullError: fewer are free; says how many.
         """
-        return await self.call(operations.allocate(pool, count, space))
+        return await self.call(calls.allocate(pool, count, space))
 
-    async def free(self, pool: str, ids: npt.ArrayLike, space: str = MAIN, *, after: EventPoint | None = None) -> Freed:
-        """Give pages back; those in flight follow when their hand-offs settle.
+    async def free(
+        self, pool: str, ids: npt.ArrayLike, space: str = MAIN, *, after: DeviceEvent | None = None
+    ) -> Freed:
+        """Give pages back; those in flight follow when their transfers settle.
 
         ``after``: work that still uses the pages, see ``EventRing.mark``; nobody gets them before it is done.
 
         Raises:
             NotOwnerError, DuplicatePageError, PageOutOfRangeError, EmptyPagesError: nothing was freed.
         """
-        return await self.call(operations.free(pool, ids, space, after))
+        return await self.call(calls.free(pool, ids, space, after))
 
-    async def cancel(self, hand_off: HandOff, *, deadline_s: float | None = None) -> Cancelled:
+    async def cancel(self, transfer: Transfer, *, deadline_s: float | None = None) -> Cancelled:
         """Give up this side; returns when no byte can move any more.
 
         Raises:
-            UnknownRoomError: the daemon has no such side, or its end was acknowledged before.
+            UnknownTransferError: the daemon has no such side, or its end was acknowledged before.
         """
-        self._check_hand_off(hand_off)
-        key = hand_off.key
-        return await self.call(operations.cancel(key.pool, key.request_id, key.side), deadline_s=deadline_s)
+        self._check_transfer(transfer)
+        key = transfer.key
+        return await self.call(calls.cancel(key.pool, key.request_id, key.direction), deadline_s=deadline_s)
 
-    async def result(self, pool: str, request_id: str, side: Side) -> RoomResult:
+    async def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
         """Return a side's state by the daemon's word.
 
         Raises:
-            UnknownRoomError: neither live nor unacknowledged.
+            UnknownTransferError: neither live nor unacknowledged.
         """
-        return await self.call(operations.result(pool, request_id, side))
+        return await self.call(calls.result(pool, request_id, direction))
 
-    async def poll(self, timeout_s: float = 0.0) -> list[HandOff | TierWork]:
+    async def poll(self, timeout_s: float = 0.0) -> list[Transfer | TierOperation]:
         """Take what has arrived; wait for the first change up to ``timeout_s``, not at all by default.
 
         Returns:
-            The hand-offs and works that changed since the last call, each once.
+            The transfers and operations that changed since the last call, each once.
 
         Raises:
-            DaemonLostError: the daemon has gone; every hand-off and work of this session has failed.
+            DaemonLostError: the daemon has gone; every transfer and work of this session has failed.
         """
         timeout_s = seconds(timeout_s, "timeout_s")
         with self._use:
@@ -285,21 +288,21 @@ class AsyncClient(AsyncTiers):
             raise self._lost
         return self._take_changes()
 
-    async def wait_finished(self, hand_off: HandOff, timeout_s: float = DEFAULT_WAIT_S) -> Finished:
+    async def wait_finished(self, transfer: Transfer, timeout_s: float = DEFAULT_WAIT_S) -> Finished:
         """Wait until the outcome is known and return it.
 
         Raises:
-            KvferryError: the hand-off failed or was refused; or DEADLINE, and it is still under way.
+            KvferryError: the transfer failed or was refused; or DEADLINE, and it is still under way.
         """
-        self._check_hand_off(hand_off)
-        await self._wait_until(lambda: hand_off.is_finished, timeout_s, "the outcome of the hand-off")
-        return hand_off.outcome()
+        self._check_transfer(transfer)
+        await self._wait_until(lambda: transfer.is_finished, timeout_s, "the outcome of the transfer")
+        return transfer.outcome()
 
-    async def wait_settled(self, hand_off: HandOff, timeout_s: float = DEFAULT_WAIT_S) -> None:
-        """Wait until the daemon holds the hand-off's pages no longer, whatever its outcome.
+    async def wait_settled(self, transfer: Transfer, timeout_s: float = DEFAULT_WAIT_S) -> None:
+        """Wait until the daemon holds the transfer's pages no longer, whatever its outcome.
 
         Raises:
             DeadlineError: it is still under way.
         """
-        self._check_hand_off(hand_off)
-        await self._wait_until(lambda: hand_off.is_settled, timeout_s, "the end of the hand-off")
+        self._check_transfer(transfer)
+        await self._wait_until(lambda: transfer.is_settled, timeout_s, "the end of the transfer")

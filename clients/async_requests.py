@@ -14,6 +14,7 @@ from typing import NoReturn, Self, TypeVar, cast
 import zmq
 
 from kvferry.clients.arguments import seconds
+from kvferry.clients.calls import Call
 from kvferry.clients.connection import (
     LAST_WORDS_MS,
     REPLY_MARGIN_S,
@@ -22,7 +23,6 @@ from kvferry.clients.connection import (
     open_control_socket,
 )
 from kvferry.clients.loop_use import LoopUse, running_loop
-from kvferry.clients.operations import Operation
 from kvferry.clients.submissions import PendingReply, Submissions
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, MisuseError
@@ -129,11 +129,11 @@ class AsyncRequests(Submissions):
             self._core.forget(pending.message_id)
         if reply.error is not None:
             raise reply.error
-        return pending.operation.read(reply)
+        return pending.call.read(reply)
 
     async def call(
         self,
-        operation: Operation[T],
+        call: Call[T],
         *,
         deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
@@ -143,31 +143,31 @@ class AsyncRequests(Submissions):
         Raises:
             KvferryError: it was refused, or no reply came in time, or the daemon has gone.
         """
-        return (await self._round_trip(operation, deadline_s=deadline_s, margin_s=margin_s))[1]
+        return (await self._round_trip(call, deadline_s=deadline_s, margin_s=margin_s))[1]
 
     async def _round_trip(
         self,
-        operation: Operation[T],
+        call: Call[T],
         *,
         deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
     ) -> tuple[Outgoing, T]:
         """Send a request and wait for its reply; ``said`` is what the session socket has to say of it before."""
-        deadline_ms, timeout_s = self._times(operation, deadline_s, margin_s)
+        deadline_ms, timeout_s = self._times(call, deadline_s, margin_s)
         with self._use:
-            outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
+            outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
             if said is not None:
                 frames = await asyncio.to_thread(said, outgoing.message_id)
                 if frames and self._channel is not None:
-                    await asyncio.to_thread(self._channel.say, frames)
+                    await asyncio.to_thread(self._channel.send, frames)
             self._expect(outgoing.message_id)
             try:
                 self._put(outgoing)
             except BaseException:
                 del self._replies[outgoing.message_id]
                 raise
-        return outgoing, await self.wait(PendingReply(self._core.token, operation, outgoing.message_id, timeout_s))
+        return outgoing, await self.wait(PendingReply(self._core.token, call, outgoing.message_id, timeout_s))
 
     def _expect(self, message_id: int) -> None:
         future: asyncio.Future[ReplyArrived] = self._loop.create_future()

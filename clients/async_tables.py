@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kvferry.clients import operations
+from kvferry.clients import calls
 from kvferry.clients.arguments import sequence
 from kvferry.clients.async_requests import AsyncRequests
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
@@ -57,16 +57,16 @@ class AsyncTables(AsyncRequests):
             window=window,
             device_pid=self._devices.process_id(),
         )
-        outgoing, created = await self._round_trip(operations.create_tables(body), deadline_s=deadline_s)
+        outgoing, created = await self._round_trip(calls.create_tables(body), deadline_s=deadline_s)
         channel = self._open_channel()
         arguments = (created, max_batch, outgoing.message_id, channel, self._devices)
         try:
             return await asyncio.to_thread(mapped_tables, *arguments)
         except BaseException:
-            await self.call(operations.delete_tables(name))  # nobody here can use them
+            await self.call(calls.delete_tables(name))  # nobody here can use them
             raise
 
     async def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
-        await self.call(operations.delete_tables(tables_name(tables)))
+        await self.call(calls.delete_tables(tables_name(tables)))
         tables.close()

@@ -4,59 +4,63 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from kvferry.clients import tier_operations as operations
+from kvferry.clients import tier_calls as calls
 from kvferry.clients.arguments import seconds
 from kvferry.clients.async_tables import AsyncTables
 from kvferry.clients.submissions import DEFAULT_WAIT_S
 from kvferry.clients.sync_tiers import LIST_LIMIT
 from kvferry.protocol.cache_messages import CacheChanges, CachedBlockStatus, CacheEvicted, Found
-from kvferry.protocol.client_works import TierWork
+from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.tier_messages import (
+    OperationCancelled,
     SnapshotDropped,
     SnapshotStatus,
     TierDone,
-    WorkCancelled,
 )
 
 
 class AsyncTiers(AsyncTables):
-    """Works of the tiers, snapshots and cached blocks."""
+    """Operations of the tiers, snapshots and cached blocks."""
 
     # -- offload and restore
 
-    async def wait_done(self, work: TierWork, timeout_s: float = DEFAULT_WAIT_S) -> TierDone:
-        """Wait until a work is done and return its event.
+    async def wait_done(self, operation: TierOperation, timeout_s: float = DEFAULT_WAIT_S) -> TierDone:
+        """Wait until an operation is done and return its event.
 
         Raises:
             KvferryError: it failed or was refused; or DEADLINE, and it is still under way.
         """
-        self._check_work(work)
-        await self._wait_until(lambda: work.is_done, timeout_s, "the end of the work")
-        return work.outcome()
+        self._check_operation(operation)
+        await self._wait_until(lambda: operation.is_done, timeout_s, "the end of the operation")
+        return operation.outcome()
 
-    async def wait_accepted(self, work: TierWork, timeout_s: float = DEFAULT_WAIT_S) -> TierWork:
-        """Wait until the daemon has answered the request and return the work: an OFFLOAD's now names its snapshot.
+    async def wait_accepted(self, operation: TierOperation, timeout_s: float = DEFAULT_WAIT_S) -> TierOperation:
+        """Wait until the daemon has answered the request and return the operation: an OFFLOAD's now names its snapshot.
 
         Raises:
             KvferryError: it was refused; or DEADLINE, and there is no answer yet.
         """
-        self._check_work(work)
-        await self._wait_until(lambda: work.number is not None or work.is_done, timeout_s, "the daemon's answer")
-        if work.refused is not None:
-            raise work.refused
-        return work
+        self._check_operation(operation)
+        await self._wait_until(
+            lambda: operation.number is not None or operation.is_done, timeout_s, "the daemon's answer"
+        )
+        if operation.refused is not None:
+            raise operation.refused
+        return operation
 
-    async def cancel_work(self, work: TierWork, *, deadline_s: float | None = None) -> WorkCancelled:
-        """Give a work up; returns when no byte of it can move any more.
+    async def cancel_operation(
+        self, operation: TierOperation, *, deadline_s: float | None = None
+    ) -> OperationCancelled:
+        """Give an operation up; returns when no byte of it can move any more.
 
         Raises:
-            UnknownWorkError: the daemon does not know it, or its end was acknowledged before.
+            UnknownOperationError: the daemon does not know it, or its end was acknowledged before.
         """
-        number = (await self.wait_accepted(work)).number
+        number = (await self.wait_accepted(operation)).number
         if number is None:  # answered and done at once
-            return WorkCancelled(was_done=True)
-        return await self.call(operations.cancel_work(number), deadline_s=deadline_s)
+            return OperationCancelled(was_done=True)
+        return await self.call(calls.cancel_operation(number), deadline_s=deadline_s)
 
     async def drop_snapshot(self, snapshot: str) -> SnapshotDropped:
         """Give a snapshot up; restores that are under way go on.
@@ -64,11 +68,11 @@ class AsyncTiers(AsyncTables):
         Raises:
             UnknownSnapshotError: this user has none of that name.
         """
-        return await self.call(operations.drop_snapshot(snapshot))
+        return await self.call(calls.drop_snapshot(snapshot))
 
     async def snapshots(self) -> tuple[SnapshotStatus, ...]:
         """Return this user's snapshots, oldest first."""
-        return (await self.call(operations.snapshots())).snapshots
+        return (await self.call(calls.snapshots())).snapshots
 
     # -- the prefix cache
 
@@ -94,8 +98,8 @@ class AsyncTiers(AsyncTables):
             pin: keep what is found until ``unpin`` or the session's end.
             deadline_s: for the reply; lower tiers may be asked.
         """
-        operation = operations.lookup(pool, hashes, space, block_pages, lease, pin=pin)
-        return await self.call(operation, deadline_s=deadline_s)
+        call = calls.lookup(pool, hashes, space, block_pages, lease, pin=pin)
+        return await self.call(call, deadline_s=deadline_s)
 
     async def unpin(self, lease: int) -> int:
         """End a lease; return how many blocks it had.
@@ -103,13 +107,13 @@ class AsyncTiers(AsyncTables):
         Raises:
             UnknownLeaseError: this session has none of that number.
         """
-        return (await self.call(operations.unpin(lease))).blocks
+        return (await self.call(calls.unpin(lease))).blocks
 
     async def cached_blocks(self) -> AsyncIterator[CachedBlockStatus]:
         """Yield this user's cached blocks, asking for a page of the list at a time."""
         position: int | None = 0
         while position is not None:
-            listed = await self.call(operations.cache_list(position, LIST_LIMIT))
+            listed = await self.call(calls.cache_list(position, LIST_LIMIT))
             for one in listed.blocks:
                 yield one
             position = listed.position
@@ -121,16 +125,16 @@ class AsyncTiers(AsyncTables):
         blocks, and goes on from that cursor.
         """
         seconds(timeout_s, "timeout_s")
-        return await self.call(operations.cache_events(cursor, limit), deadline_s=timeout_s)
+        return await self.call(calls.cache_events(cursor, limit), deadline_s=timeout_s)
 
     async def cache_cursor(self) -> int:
         """Return the cursor of the next change."""
-        return (await self.call(operations.cache_list(0, 1))).cursor
+        return (await self.call(calls.cache_list(0, 1))).cursor
 
     async def pin_cached(self, hashes: Sequence[bytes], *, pinned: bool = True) -> int:
         """Keep blocks whatever happens, or no longer; return how many were found. For operators."""
-        return (await self.call(operations.cache_pin(hashes, pinned=pinned))).blocks
+        return (await self.call(calls.cache_pin(hashes, pinned=pinned))).blocks
 
     async def evict_cached(self, hashes: Sequence[bytes] | None = None) -> CacheEvicted:
         """Drop blocks from every tier, by default all; pinned ones stay. For operators."""
-        return await self.call(operations.cache_evict(hashes))
+        return await self.call(calls.cache_evict(hashes))

@@ -1,4 +1,4 @@
-"""Cards as an engine's process sees them: mapping what the daemon shares, lending what the engine owns."""
+"""Devices as an engine's process sees them: mapping what the daemon shares, registering what the engine owns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.pools.arrays import viewed_as
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.npu import NpuVendor
 from kvferry.pools.devices.staging import StagingPool
@@ -33,10 +33,10 @@ RING_EVENTS = 64
 
 
 class EngineDevices:
-    """The cards that one client has used, opened when they are first needed."""
+    """The devices that one client has used, opened when they are first needed."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
-        """Use cards by the daemon's names; ``names`` says what this process calls them, where that differs."""
+        """Use devices by the daemon's names; ``names`` says what this process calls them, where that differs."""
         self._names = dict(names)
         self._accelerators: dict[str, Accelerator] = {}
 
@@ -45,20 +45,20 @@ class EngineDevices:
         return f"<EngineDevices {list(self._accelerators)}>"
 
     def open(self, name: str) -> Accelerator:
-        """Return a card, ready to be used.
+        """Return a device, ready to be used.
 
         Args:
             name: the daemon's.
 
         Raises:
-            InvalidFieldError: that is no card's name.
+            InvalidFieldError: that is no device's name.
             DeviceUnavailableError: this process cannot use it.
         """
         accelerator = self._accelerators.get(name)
         if accelerator is None:
             ours = self._names.get(name, name)
             if not DEVICE_NAME.fullmatch(ours):
-                raise InvalidFieldError(f"{ours!r} is no card: npu:N or cuda:N", field="device")
+                raise InvalidFieldError(f"{ours!r} is no device: npu:N or cuda:N", field="device")
             accelerator = Accelerator(ours)
             accelerator.open()
             self._accelerators[name] = accelerator
@@ -68,16 +68,16 @@ class EngineDevices:
         """Map memory that the daemon shares; the mapping stays until it is closed.
 
         Raises:
-            DeviceUnavailableError: this process cannot use the card, or the share is not for it.
+            DeviceUnavailableError: this process cannot use the device, or the share is not for it.
         """
         accelerator = self.open(name)
         [share] = said.shares
         with accelerator.calling():
             mapped = accelerator.vendor.map(share, accelerator.index, size_bytes)
-        return AcceleratorRegion(accelerator, [RegionPart(0, mapped)], size_bytes, StagingPool(accelerator))
+        return AcceleratorRegion(accelerator, [RegionSegment(0, mapped)], size_bytes, StagingPool(accelerator))
 
-    def lend(self, name: str, tensors: Mapping[str, torch.Tensor], message_id: int) -> list[ShareFollows]:
-        """Return the frames by which tensors of this process, by their arrays' names, are lent to the daemon.
+    def export(self, name: str, tensors: Mapping[str, torch.Tensor], message_id: int) -> list[ShareFollows]:
+        """Return the frames by which tensors of this process, by their arrays' names, are registered to the daemon.
 
         Raises:
             InvalidFieldError: a tensor is on another device, its bytes do not lie as its shape says, or torch cannot
@@ -91,7 +91,7 @@ class EngineDevices:
         with accelerator.calling():
             for array, tensor in tensors.items():
                 try:
-                    shares.append(accelerator.vendor.lend(tensor))
+                    shares.append(accelerator.vendor.export(tensor))
                 except InvalidFieldError as error:
                     error.field = f"{array}.{error.field}"
                     raise
@@ -135,7 +135,7 @@ def attached_pool(
 ) -> AttachedPool:
     """Return the pool that ATTACH_POOL's reply speaks of, mapped by what came over the session socket.
 
-    On a card this may take seconds the first time.
+    On a device this may take seconds the first time.
     """
     channel.receive()
     size_bytes = attached.manifest.region_bytes

@@ -1,8 +1,8 @@
 """An engine's end of its event ring: which layers of a SEND are ready is said by writing memory, not by a message.
 
 ``ring.step(first_layer, layers)`` makes a step for ``send(steps=…)``; ``ring.record(step)`` says that its bytes are in
-the pages. Steps become ready in the order in which the SEND names them. ``ring.mark()`` makes a point that RECEIVE and
-FREE wait for: what was given to the stream before still uses the pages.
+the pages. Steps become ready in the order in which the SEND names them. ``ring.record_event()`` makes an event that
+RECEIVE and FREE wait for: what was given to the stream before still uses the pages.
 
 On a device an event is an interprocess event that is recorded on the stream which computes: nobody waits on the host.
 """
@@ -22,9 +22,9 @@ import numpy.typing as npt
 from kvferry.clients.arguments import whole, wrong_kind
 from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
-from kvferry.protocol.event_points import EventPoint
-from kvferry.protocol.room_messages import LayerStep
+from kvferry.protocol.transfer_messages import LayerStep
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ COUNTER_BYTES = 8
 
 
 class RingEvent(NamedTuple):
-    """An interprocess event of a ring, and its card."""
+    """An interprocess event of a ring, and its device."""
 
     accelerator: Accelerator
     event: torch.Event
@@ -50,7 +50,7 @@ class EventRing(OfOneProcess):
         self._events = events
         self._eventfd = eventfd
         self._counters = region.view().view(np.int64)
-        self._promised: list[int] = self._counters.tolist()  # not 0 where the session opened its ring before
+        self._planned: list[int] = self._counters.tolist()  # not 0 where the session opened its ring before
         self._next = 0
         self._making = threading.Lock()
 
@@ -58,7 +58,7 @@ class EventRing(OfOneProcess):
         """Show how many steps were made and recorded."""
         if self._eventfd < 0 or not self._region.is_ours:
             return "<EventRing closed>"
-        return f"<EventRing steps={sum(self._promised)} recorded={int(self._counters.sum())}>"
+        return f"<EventRing steps={sum(self._planned)} recorded={int(self._counters.sum())}>"
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -81,11 +81,11 @@ class EventRing(OfOneProcess):
 
     def step(self, first_layer: int, layers: int) -> LayerStep:
         """Return a step for these layers, by the model's own numbers, with an event that was not used before."""
-        point = self.point()
-        return LayerStep(first_layer=first_layer, layers=layers, event=point.event, value=point.value)
+        event = self.event()
+        return LayerStep(first_layer=first_layer, layers=layers, event=event.event, value=event.value)
 
-    def point(self) -> EventPoint:
-        """Return a point with an event that was not used before, to be recorded later.
+    def event(self) -> DeviceEvent:
+        """Return an event with an event that was not used before, to be recorded later.
 
         Raises:
             ClientClosedError: the ring is closed.
@@ -94,33 +94,33 @@ class EventRing(OfOneProcess):
         self._check_open()
         with self._making:
             slot = self._next
-            self._next = (slot + 1) % len(self._promised)
-            self._promised[slot] += 1
-            return EventPoint(event=slot, value=self._promised[slot])
+            self._next = (slot + 1) % len(self._planned)
+            self._planned[slot] += 1
+            return DeviceEvent(event=slot, value=self._planned[slot])
 
-    def mark(self, stream: torch.Stream | None = None) -> EventPoint:
-        """Return a point that is recorded now, for ``receive(after=…)`` and ``free(after=…)``; see ``record``."""
-        point = self.point()
-        self.record(point, stream)
-        return point
+    def record_event(self, stream: torch.Stream | None = None) -> DeviceEvent:
+        """Return an event that is recorded now, for ``receive(after=…)`` and ``free(after=…)``; see ``record``."""
+        event = self.event()
+        self.record(event, stream)
+        return event
 
-    def record(self, step: LayerStep | EventPoint, stream: torch.Stream | None = None) -> None:
+    def record(self, step: LayerStep | DeviceEvent, stream: torch.Stream | None = None) -> None:
         """Say that the step's layers are in the pages. Cheap: one store and one system call.
 
-        On a device it says so of what was given to the stream until now, by default to the card's current one.
+        On a device it says so of what was given to the stream until now, by default to the device's current one.
 
         Raises:
-            InvalidFieldError: it is no step or point of this ring, was recorded before, or one that had the same slot
+            InvalidFieldError: it is no step or event of this ring, was recorded before, or one that had the same slot
                 before it was not.
             ClientClosedError: the ring is closed.
             ForkedError: a forked child has no ring.
         """
         self._check_open()
-        if not isinstance(step, LayerStep | EventPoint):
-            raise wrong_kind(step, "step or point, as the ring makes them", "step")
+        if not isinstance(step, LayerStep | DeviceEvent):
+            raise wrong_kind(step, "step or event, as the ring makes them", "step")
         slot = whole(step.event, "step.event", least=-math.inf)
         value = whole(step.value, "step.value", least=-math.inf)
-        if not 0 <= slot < len(self._promised):
+        if not 0 <= slot < len(self._planned):
             raise InvalidFieldError(
                 f"this ring has no event {slot}: it is a step of another ring, or made by hand", field="step"
             )
@@ -131,9 +131,9 @@ class EventRing(OfOneProcess):
                 field="step",
             )
         if self._events:
-            card, event = self._events[slot]
+            device, event = self._events[slot]
             # Before the daemon is told, which else finds the event as it was.
-            card.vendor.record(event, stream or card.current_stream())
+            device.vendor.record(event, stream or device.current_stream())
         self._counters[slot] = value
         os.eventfd_write(self._eventfd, 1)
 

@@ -1,7 +1,7 @@
 """A client is one conversation: one thread at a time has it, in the process that began it, until it is closed.
 
 Two calls at a time would take each other's messages. They are refused instead of queued: a scheduler that only wants to
-look must not wait until another thread's reply has come, and which of two threads that poll would hear of a hand-off
+look must not wait until another thread's reply has come, and which of two threads that poll would hear of a transfer
 nobody could say. What is refused has sent nothing, and the call that was under way goes on.
 """
 

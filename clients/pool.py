@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class AttachedPool(OfOneProcess):
     """A mapped pool. On the host, what is seen of it stays valid as long as it is referenced, also after its deletion.
 
-    On a card it is valid until ``close``: graphs that were captured over tensors need it mapped as long as they live.
+    On a device it is valid until ``close``: graphs that were captured over tensors need it mapped as long as they live.
 
     Attributes:
         name: the pool's name.
@@ -86,7 +86,7 @@ class AttachedPool(OfOneProcess):
     def engine_lists(self) -> EngineLists:
         """Return the pointer lists that an engine registers, with addresses of this process's mapping."""
         region = self.region
-        address = region.address if isinstance(region, HostRegion) else int(_on_card(region).tensor.data_ptr())
+        address = region.address if isinstance(region, HostRegion) else int(_on_device(region).tensor.data_ptr())
         return engine_lists(self.manifest, address)
 
     def entry_tensor(self, entry: Entry) -> torch.Tensor:
@@ -118,12 +118,12 @@ class AttachedPool(OfOneProcess):
         It needs no torch. numpy has no bfloat16 and no float8: of these it has the elements' bits, as uint16 and uint8.
 
         Raises:
-            InvalidFieldError: the pool has no such entries, or is on a card.
+            InvalidFieldError: the pool has no such entries, or is on a device.
         """
         return self._array(self._layers(component, role))
 
     def close(self) -> None:
-        """Give the descriptor back; host memory stays mapped while tensors use it, a card's is unmapped at once."""
+        """Give the descriptor back; host memory stays mapped while tensors use it, a device's is unmapped at once."""
         self.region.close()
 
     def _entry(self, entry: Entry) -> Array:
@@ -141,7 +141,7 @@ class AttachedPool(OfOneProcess):
             # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
             raw = backend.from_numpy(self.region.view()[here])
         else:
-            raw = _on_card(self.region).tensor[here]
+            raw = _on_device(self.region).tensor[here]
         elements: torch.Tensor = raw.view(torch_dtype(array.dtype)).view(array.shape)
         return elements
 
@@ -154,6 +154,6 @@ class AttachedPool(OfOneProcess):
         return self.region.view()[here].view(array_dtype(array.dtype)).reshape(array.shape)
 
 
-def _on_card(region: Region) -> AcceleratorRegion:
+def _on_device(region: Region) -> AcceleratorRegion:
     assert isinstance(region, AcceleratorRegion), region
     return region

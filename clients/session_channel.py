@@ -137,8 +137,8 @@ class SessionChannel:
             raise MalformedError(f"no tables came with the reply to message {message_id}")
         return tables
 
-    def say(self, frames: Sequence[ShareFollows]) -> None:
-        """Say what a request lends, before the request; waits where the daemon is slow to read.
+    def send(self, frames: Sequence[ShareFollows]) -> None:
+        """Say what a request registers, before the request; waits where the daemon is slow to read.
 
         Raises:
             DaemonLostError: the daemon closed the session, or does not read.

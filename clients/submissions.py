@@ -1,7 +1,7 @@
 """The calls that send and return at once, which are the same in both clients; what they begin is waited for by others.
 
-``poll`` says what has changed; ``wait_finished`` and ``wait_settled`` wait for a hand-off, ``wait_done`` for a work of
-the tiers, ``wait`` for the reply to an update of tables.
+``poll`` says what has changed; ``wait_finished`` and ``wait_settled`` wait for a transfer, ``wait_done`` for an
+operation of the tiers, ``wait`` for the reply to an update of tables.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Final, Generic, TypeVar
 
 import numpy.typing as npt
 
-from kvferry.clients import operations, tier_operations
+from kvferry.clients import calls, tier_calls
 from kvferry.clients.arguments import seconds, wrong_kind
+from kvferry.clients.calls import BlockTableEntries, Call, Pages
 from kvferry.clients.connection import REPLY_MARGIN_S, Connection, milliseconds
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.exclusive_use import OfOneProcess
-from kvferry.clients.operations import Cells, Operation, Pages
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.tables import Tables, tables_name
 from kvferry.protocol.cache_messages import Load, Store
-from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, WorkChanged
-from kvferry.protocol.client_works import TierWork
+from kvferry.protocol.client_core import ClientCore, OperationChanged, Outgoing, Transfer, TransferChanged
+from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.codec import PageIds
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import InvalidFieldError, MisuseError, NoSessionError
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.room_messages import Landing, LayerStep, Receive, Send
 from kvferry.protocol.session_messages import Welcome
 from kvferry.protocol.table_messages import TablesUpdated
 from kvferry.protocol.tier_messages import Offload, Restore
+from kvferry.protocol.transfer_messages import LayerStep, Receive, ReceiveInto, Send
 
 DEFAULT_WAIT_S: Final = 30.0
 """How long a call waits for what is under way already. A request's own deadline is by default the daemon's."""
 
 CHANGES_KEPT: Final = 1 << 16
-"""Of an engine that never polls: beyond these the oldest change is forgotten. The hand-off itself says how it is."""
+"""Of an engine that never polls: beyond these the oldest change is forgotten. The transfer itself says how it is."""
 
 T = TypeVar("T")
 
@@ -47,9 +47,9 @@ T = TypeVar("T")
 class PendingReply(Generic[T]):
     """A request that was sent and whose reply nobody has taken yet; see ``begin``."""
 
-    def __init__(self, conversation: object, operation: Operation[T], message_id: int, timeout_s: float) -> None:
+    def __init__(self, conversation: object, call: Call[T], message_id: int, timeout_s: float) -> None:
         self.conversation = conversation
-        self.operation = operation
+        self.call = call
         self.message_id = message_id
         self.timeout_s = timeout_s
         self.ends_at = time.monotonic() + timeout_s
@@ -57,7 +57,7 @@ class PendingReply(Generic[T]):
 
     def __repr__(self) -> str:
         """Show what was asked for."""
-        return f"<PendingReply {self.message_id} to {type(self.operation.body).__name__}>"
+        return f"<PendingReply {self.message_id} to {type(self.call.body).__name__}>"
 
 
 class Submissions(OfOneProcess, ABC):
@@ -80,7 +80,7 @@ class Submissions(OfOneProcess, ABC):
         self._core = (
             ClientCore(BootId(channel.opened.boot_id), channel.opened.secret) if channel else ClientCore(NO_BOOT)
         )
-        self._changed: dict[HandOff | TierWork, None] = {}
+        self._changed: dict[Transfer | TierOperation, None] = {}
 
     def __repr__(self) -> str:
         """Show the session and what is pending."""
@@ -96,20 +96,20 @@ class Submissions(OfOneProcess, ABC):
     def _put(self, outgoing: Outgoing) -> None:
         """Send a request."""
 
-    def begin(self, operation: Operation[T], *, deadline_s: float | None = None) -> PendingReply[T]:
+    def begin(self, call: Call[T], *, deadline_s: float | None = None) -> PendingReply[T]:
         """Send a request and return at once; ``wait`` takes its reply, ``is_ready`` says whether it has come."""
         with self._use:
-            return self._begin(operation, deadline_s=deadline_s)
+            return self._begin(call, deadline_s=deadline_s)
 
-    def _begin(self, operation: Operation[T], *, deadline_s: float | None = None) -> PendingReply[T]:
+    def _begin(self, call: Call[T], *, deadline_s: float | None = None) -> PendingReply[T]:
         """Send a request, in a call that is under way."""
-        deadline_ms, timeout_s = self._times(operation, deadline_s, REPLY_MARGIN_S)
-        outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
+        deadline_ms, timeout_s = self._times(call, deadline_s, REPLY_MARGIN_S)
+        outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
         self._expect(outgoing.message_id)
         self._put(outgoing)
-        return PendingReply(self._core.token, operation, outgoing.message_id, timeout_s)
+        return PendingReply(self._core.token, call, outgoing.message_id, timeout_s)
 
-    # -- hand-offs
+    # -- transfers
 
     def send(
         self,
@@ -123,11 +123,11 @@ class Submissions(OfOneProcess, ABC):
         destinations: int = 1,
         steps: Sequence[LayerStep] = (),
         deadline_s: float | None = None,
-    ) -> HandOff:
-        """Offer filled pages to the request's rooms. Returns at once; watch the hand-off with ``poll`` or ``wait_…``.
+    ) -> Transfer:
+        """Send filled pages to the request's receivers. Return at once; follow it with ``poll`` or ``wait_…``.
 
-        The pages may not be written before the hand-off has settled. A prompt may be sent in chunks: ``last`` is false
-        for all but the last one, and they share one hand-off.
+        The pages may not be written before the transfer has settled. A prompt may be sent in chunks: ``last`` is false
+        for all but the last one, and they share one transfer.
 
         Args:
             pool: the pool of the pages.
@@ -136,11 +136,11 @@ class Submissions(OfOneProcess, ABC):
             first_token: the token that prefill sampled, delivered with completion.
             payload: up to 64 KiB more to deliver with it.
             last: whether no further chunk follows.
-            destinations: how many rooms take these pages.
+            destinations: how many transfers take these pages.
             steps: which layers are ready after which event, in that order; none: the pages are filled.
-            deadline_s: for the whole hand-off.
+            deadline_s: for the whole transfer.
         """
-        body, ids = operations.send_body(
+        body, ids = calls.send_body(
             pool,
             request_id,
             lists,
@@ -150,7 +150,7 @@ class Submissions(OfOneProcess, ABC):
             payload=payload,
             steps=steps,
         )
-        return self._begin_hand_off(body, ids, deadline_s)
+        return self._begin_transfer(body, ids, deadline_s)
 
     def receive(
         self,
@@ -160,14 +160,14 @@ class Submissions(OfOneProcess, ABC):
         *,
         sources: int = 1,
         source_daemons: Sequence[str] = (),
-        after: EventPoint | None = None,
-        land: Landing = "pages",
+        after: DeviceEvent | None = None,
+        into: ReceiveInto = "pages",
         any_model: bool = False,
         deadline_s: float | None = None,
-    ) -> HandOff:
-        """Make a room for the request in pages of this session. Returns at once, like ``send``.
+    ) -> Transfer:
+        """Make a transfer for the request in pages of this session. Returns at once, like ``send``.
 
-        The pages may not be touched before the hand-off has finished, nor used otherwise before it has settled.
+        The pages may not be touched before the transfer has finished, nor used otherwise before it has settled.
 
         Args:
             pool: the pool of the pages.
@@ -177,15 +177,15 @@ class Submissions(OfOneProcess, ABC):
             source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
                 none for this client's own daemon only.
             after: work that still uses the pages, see ``EventRing.mark``; nothing is written before it is done.
-            land: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
+            into: ``host`` where there are no pages yet: the bytes become a snapshot of the host tier, which
                 ``finished.snapshot`` names; the lists are made by ``pages_wanted``.
             any_model: whether pages of another model's pool are taken too; else they are refused (MODEL_MISMATCH).
-            deadline_s: for the whole hand-off.
+            deadline_s: for the whole transfer.
         """
-        body, ids = operations.receive_body(
-            pool, request_id, lists, sources, source_daemons, after, land, any_model=any_model
+        body, ids = calls.receive_body(
+            pool, request_id, lists, sources, source_daemons, after, into, any_model=any_model
         )
-        return self._begin_hand_off(body, ids, deadline_s)
+        return self._begin_transfer(body, ids, deadline_s)
 
     # -- graph tables
 
@@ -195,11 +195,11 @@ class Submissions(OfOneProcess, ABC):
         lengths: npt.ArrayLike,
         *,
         extra_tokens: int = 0,
-        cells: Cells | None = None,
+        entries: BlockTableEntries | None = None,
         rows: Mapping[int, npt.ArrayLike] | None = None,
         released: npt.ArrayLike = (),
         bound: tuple[npt.ArrayLike, npt.ArrayLike] = ((), ()),
-        after: EventPoint | None = None,
+        after: DeviceEvent | None = None,
         deadline_s: float | None = None,
     ) -> PendingReply[TablesUpdated]:
         """Change tables for the next replay: all of it or nothing. Returns at once; then ``wait`` and ``tables.order``.
@@ -212,7 +212,7 @@ class Submissions(OfOneProcess, ABC):
             tables: which.
             lengths: ``(batch,)`` tokens of each row; rows from ``batch`` on are no longer in use.
             extra_tokens: added to every length by this step: the draft tokens, to verify.
-            cells: pages that rows get beside those they have.
+            entries: pages that rows get beside those they have.
             rows: rows that are another request's now, and all their pages.
             released: full pages whose window pages go back.
             bound: full pages that get a window page, and these.
@@ -224,17 +224,17 @@ class Submissions(OfOneProcess, ABC):
                 InvalidFieldError: by ``wait``; the tables are as they were.
             TablesBusyError: by ``wait``: the update before has not ended.
         """
-        operation = operations.update_tables(
+        call = calls.update_tables(
             tables_name(tables),
             lengths,
             extra_tokens=extra_tokens,
-            cells=cells,
+            entries=entries,
             rows=rows,
             released=released,
             bound=bound,
             after=after,
         )
-        return self.begin(operation, deadline_s=deadline_s)
+        return self.begin(call, deadline_s=deadline_s)
 
     # -- tiers
 
@@ -244,22 +244,22 @@ class Submissions(OfOneProcess, ABC):
         lists: Sequence[Pages],
         *,
         release: bool = False,
-        after: EventPoint | None = None,
+        after: DeviceEvent | None = None,
         deadline_s: float | None = None,
-    ) -> TierWork:
-        """Copy pages to the host tier, as a snapshot, which the work names once it is accepted. Returns at once.
+    ) -> TierOperation:
+        """Copy pages to the host tier, as a snapshot, which the operation names once it is accepted. Returns at once.
 
-        The pages may not be written, nor freed, before the work is done.
+        The pages may not be written, nor freed, before the operation is done.
 
         Args:
             pool: the pool of the pages.
             lists: the pages, one list a component; see ``pages``.
-            release: let the daemon free the pages as soon as they are copied; a work that fails leaves them.
+            release: let the daemon free the pages as soon as they are copied; an operation that fails leaves them.
             after: work that still fills the pages, see ``EventRing.mark``; nothing is read before it is done.
             deadline_s: for the whole work.
         """
-        body, ids = tier_operations.offload_body(pool, lists, after, release=release)
-        return self._begin_work(body, ids, deadline_s)
+        body, ids = tier_calls.offload_body(pool, lists, after, release=release)
+        return self._begin_operation(body, ids, deadline_s)
 
     def restore(
         self,
@@ -269,23 +269,23 @@ class Submissions(OfOneProcess, ABC):
         *,
         drop: bool = False,
         any_model: bool = False,
-        after: EventPoint | None = None,
+        after: DeviceEvent | None = None,
         deadline_s: float | None = None,
-    ) -> TierWork:
+    ) -> TierOperation:
         """Copy a snapshot of this user into pages. Returns at once; all or nothing.
 
         Args:
             pool: of the same layout as the snapshot's, the same pool or another one.
             snapshot: its name.
             lists: the pages, as many as it has, one list a component. None: the daemon takes pages for this session as
-                soon as enough are free; the work has them as ``pages``.
+                soon as enough are free; the operation has them as ``pages``.
             drop: drop the snapshot once it is restored.
             any_model: whether the pool may be another model's; else that is refused (MODEL_MISMATCH).
             after: work that still uses the pages; nothing is written before it is done.
             deadline_s: for the whole work, waiting for pages included.
         """
-        body, ids = tier_operations.restore_body(pool, snapshot, lists, after, drop=drop, any_model=any_model)
-        return self._begin_work(body, ids, deadline_s)
+        body, ids = tier_calls.restore_body(pool, snapshot, lists, after, drop=drop, any_model=any_model)
+        return self._begin_operation(body, ids, deadline_s)
 
     def load(
         self,
@@ -295,17 +295,18 @@ class Submissions(OfOneProcess, ABC):
         *,
         first_block: int = 0,
         unpin: bool = False,
-        after: EventPoint | None = None,
+        after: DeviceEvent | None = None,
         deadline_s: float | None = None,
-    ) -> TierWork:
+    ) -> TierOperation:
         """Copy blocks of a lease into pages, ``block_pages`` each, from block ``first_block`` on. Returns at once.
 
-        ``unpin`` ends the lease with the work, however that ends.
+        ``unpin`` ends the lease with the operation, however that ends.
 
-        A block that is gone or damaged is a CacheMissError; ``work.done.loaded`` leading blocks are there all the same.
+        A block that is gone or damaged is a CacheMissError; ``operation.done.loaded`` leading blocks are there all the
+        same.
         """
-        body, array = tier_operations.load_body(pool, lease, ids, first_block, after, unpin=unpin)
-        return self._begin_work(body, [array], deadline_s)
+        body, array = tier_calls.load_body(pool, lease, ids, first_block, after, unpin=unpin)
+        return self._begin_operation(body, [array], deadline_s)
 
     def store(
         self,
@@ -316,44 +317,44 @@ class Submissions(OfOneProcess, ABC):
         parent: bytes | None = None,
         space: str = MAIN,
         block_pages: int = 1,
-        after: EventPoint | None = None,
+        after: DeviceEvent | None = None,
         deadline_s: float | None = None,
-    ) -> TierWork:
+    ) -> TierOperation:
         """Put pages into the cache, ``block_pages`` a hash: those that are not there yet. Returns at once.
 
         They are found by pools of the same layout, model identity and user only; a pool without a model is refused
-        (NO_MODEL). The pages may not be written before the work is done. ``parent`` is the hash before the first one:
-        only new blocks have to be named.
+        (NO_MODEL). The pages may not be written before the operation is done. ``parent`` is the hash before the first
+        one: only new blocks have to be named.
         """
-        body, array = tier_operations.store_body(
+        body, array = tier_calls.store_body(
             pool, hashes, ids, parent=parent, space=space, block_pages=block_pages, after=after
         )
-        return self._begin_work(body, [array], deadline_s)
+        return self._begin_operation(body, [array], deadline_s)
 
-    def _begin_hand_off(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None) -> HandOff:
+    def _begin_transfer(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None) -> Transfer:
         _, deadline_ms = self._deadline(deadline_s)
         with self._use:
-            hand_off, outgoing = self._core.hand_off(body, ids, deadline_ms=deadline_ms)
+            transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms)
             self._put(outgoing)
-        return hand_off
+        return transfer
 
-    def _begin_work(
+    def _begin_operation(
         self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], deadline_s: float | None
-    ) -> TierWork:
+    ) -> TierOperation:
         _, deadline_ms = self._deadline(deadline_s)
         with self._use:
-            work, outgoing = self._core.work(body, ids, deadline_ms=deadline_ms)
+            operation, outgoing = self._core.operation(body, ids, deadline_ms=deadline_ms)
             self._put(outgoing)
-        return work
+        return operation
 
-    def _times(self, operation: Operation[T], deadline_s: float | None, margin_s: float) -> tuple[int, float]:
+    def _times(self, call: Call[T], deadline_s: float | None, margin_s: float) -> tuple[int, float]:
         """Return an operation's deadline as it travels, and for how many seconds its reply is waited for.
 
         Raises:
             InvalidFieldError: it is no operation, or one of the times no number of seconds, or beyond the daemon's.
         """
-        if not isinstance(operation, Operation):
-            raise wrong_kind(operation, "Operation, as kvferry.clients.operations makes them", "operation")
+        if not isinstance(call, Call):
+            raise wrong_kind(call, "Operation, as kvferry.clients.calls makes them", "call")
         kept_s, deadline_ms = self._deadline(deadline_s)
         return deadline_ms, kept_s + seconds(margin_s, "margin_s")
 
@@ -391,27 +392,27 @@ class Submissions(OfOneProcess, ABC):
         if pending.taken:
             raise InvalidFieldError(f"{pending!r} was waited for before: keep what wait returned", field="pending")
 
-    def _check_hand_off(self, hand_off: HandOff) -> None:
-        """Check that this client can speak of a hand-off.
+    def _check_transfer(self, transfer: Transfer) -> None:
+        """Check that this client can speak of a transfer.
 
         Raises:
             InvalidFieldError: it is none, or another client's.
         """
-        if not isinstance(hand_off, HandOff):
-            raise wrong_kind(hand_off, "hand-off, as send and receive return it", "hand_off")
-        self._check_ours(hand_off, "hand_off")
+        if not isinstance(transfer, Transfer):
+            raise wrong_kind(transfer, "transfer, as send and receive return it", "transfer")
+        self._check_ours(transfer, "transfer")
 
-    def _check_work(self, work: TierWork) -> None:
-        """Check that this client can speak of a work of the tiers.
+    def _check_operation(self, operation: TierOperation) -> None:
+        """Check that this client can speak of an operation of the tiers.
 
         Raises:
             InvalidFieldError: it is none, or another client's.
         """
-        if not isinstance(work, TierWork):
-            raise wrong_kind(work, "work, as offload, restore, store and load return it", "work")
-        self._check_ours(work, "work")
+        if not isinstance(operation, TierOperation):
+            raise wrong_kind(operation, "work, as offload, restore, store and load return it", "operation")
+        self._check_ours(operation, "operation")
 
-    def _check_ours(self, one: HandOff | TierWork | PendingReply[T], field: str) -> None:
+    def _check_ours(self, one: Transfer | TierOperation | PendingReply[T], field: str) -> None:
         if one.conversation is not self._core.token:
             raise InvalidFieldError(f"{one!r} is another client's: only that one hears of it", field=field)
 
@@ -425,12 +426,12 @@ class Submissions(OfOneProcess, ABC):
             raise NoSessionError("the client was connected with session=False", field="session")
         return self._channel
 
-    def _note(self, news: HandOffChanged | WorkChanged) -> None:
+    def _note(self, news: TransferChanged | OperationChanged) -> None:
         """Keep a change for ``poll``."""
-        self._changed[news.hand_off if isinstance(news, HandOffChanged) else news.work] = None
+        self._changed[news.transfer if isinstance(news, TransferChanged) else news.operation] = None
         if len(self._changed) > CHANGES_KEPT:
             del self._changed[next(iter(self._changed))]
 
-    def _take_changes(self) -> list[HandOff | TierWork]:
+    def _take_changes(self) -> list[Transfer | TierOperation]:
         changed, self._changed = list(self._changed), {}
         return changed

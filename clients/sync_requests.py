@@ -16,6 +16,7 @@ from typing import NoReturn, Self, TypeVar
 import zmq
 
 from kvferry.clients.arguments import seconds
+from kvferry.clients.calls import Call
 from kvferry.clients.connection import (
     LAST_WORDS_MS,
     REPLY_MARGIN_S,
@@ -24,7 +25,6 @@ from kvferry.clients.connection import (
     open_control_socket,
 )
 from kvferry.clients.exclusive_use import ExclusiveUse
-from kvferry.clients.operations import Operation
 from kvferry.clients.submissions import PendingReply, Submissions
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, MisuseError
@@ -129,11 +129,11 @@ class SyncRequests(Submissions):
         reply = self._replies.pop(number)
         if reply.error is not None:
             raise reply.error
-        return pending.operation.read(reply)
+        return pending.call.read(reply)
 
     def call(
         self,
-        operation: Operation[T],
+        call: Call[T],
         *,
         deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
@@ -143,11 +143,11 @@ class SyncRequests(Submissions):
         Raises:
             KvferryError: it was refused, or no reply came in time, or the daemon has gone.
         """
-        return self._round_trip(operation, deadline_s=deadline_s, margin_s=margin_s)[1]
+        return self._round_trip(call, deadline_s=deadline_s, margin_s=margin_s)[1]
 
     def _round_trip(
         self,
-        operation: Operation[T],
+        call: Call[T],
         *,
         deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
@@ -155,11 +155,11 @@ class SyncRequests(Submissions):
     ) -> tuple[Outgoing, T]:
         """Send a request and wait for its reply; see ``_exchange``."""
         with self._use:
-            return self._exchange(operation, deadline_s=deadline_s, margin_s=margin_s, said=said)
+            return self._exchange(call, deadline_s=deadline_s, margin_s=margin_s, said=said)
 
     def _exchange(
         self,
-        operation: Operation[T],
+        call: Call[T],
         *,
         deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
@@ -169,14 +169,14 @@ class SyncRequests(Submissions):
 
         ``said`` is what the session socket has to say of it before.
         """
-        deadline_ms, timeout_s = self._times(operation, deadline_s, margin_s)
-        outgoing = self._core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
+        deadline_ms, timeout_s = self._times(call, deadline_s, margin_s)
+        outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
         if said is not None and self._channel is not None:
             frames = said(outgoing.message_id)
             if frames:
-                self._channel.say(frames)
+                self._channel.send(frames)
         self._put(outgoing)
-        return outgoing, self._reply(PendingReply(self._core.token, operation, outgoing.message_id, timeout_s))
+        return outgoing, self._reply(PendingReply(self._core.token, call, outgoing.message_id, timeout_s))
 
     def _put(self, outgoing: Outgoing) -> None:
         self._socket.send_multipart(outgoing.frames, NOBLOCK)

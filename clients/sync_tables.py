@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.clients import operations
+from kvferry.clients import calls
 from kvferry.clients.arguments import sequence
 from kvferry.clients.sync_requests import SyncRequests
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
@@ -56,17 +56,17 @@ class SyncTables(SyncRequests):
             window=window,
             device_pid=self._devices.process_id(),
         )
-        operation = operations.create_tables(body)
+        call = calls.create_tables(body)
         with self._use:  # whole: another thread's call may not come between the reply and its descriptors
-            outgoing, created = self._exchange(operation, deadline_s=deadline_s)
+            outgoing, created = self._exchange(call, deadline_s=deadline_s)
             channel = self._open_channel()
             try:
                 return mapped_tables(created, max_batch, outgoing.message_id, channel, self._devices)
             except BaseException:
-                self._begin(operations.delete_tables(name))  # nobody here can use them
+                self._begin(calls.delete_tables(name))  # nobody here can use them
                 raise
 
     def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
-        self.call(operations.delete_tables(tables_name(tables)))
+        self.call(calls.delete_tables(tables_name(tables)))
         tables.close()

@@ -2,7 +2,7 @@
 
 One decode step::
 
-    update = client.update_tables(tables, lengths, cells=Cells(rows, columns, pages), after=ring.mark())
+    update = client.update_tables(tables, lengths, entries=Entries(rows, columns, pages), after=ring.record_event())
     ...                                   # the engine's own work hides the update
     client.wait(update)                   # its copies are on their way, or done
     tables.order()                        # the current stream waits for them, not the host
@@ -58,7 +58,7 @@ class Tables(OfOneProcess):
         host: HostRegion,
         ordered: tuple[Accelerator, torch.Event] | None,
     ) -> None:
-        """Own the mapped memory from now on; ``ordered``: on a card, that and the event of its updates."""
+        """Own the mapped memory from now on; ``ordered``: on a device, that and the event of its updates."""
         self.name = created.tables
         self.columns = created.columns
         self.page_size = created.page_size
@@ -94,7 +94,7 @@ class Tables(OfOneProcess):
         """Return one of the tables, by its tensor's name, as a numpy array of the same shape and memory; on the host.
 
         Raises:
-            InvalidFieldError: there is no such table, or they are on a card.
+            InvalidFieldError: there is no such table, or they are on a device.
         """
         if not isinstance(self._region, HostRegion):
             raise InvalidFieldError(
@@ -135,7 +135,7 @@ class Tables(OfOneProcess):
         return [{"actual_seq_lengths_kv": kv} for _ in range(operators)]
 
     def order(self, stream: torch.Stream | None = None) -> None:
-        """Let a stream, by default the card's current one, wait for the last update's copies. The host needs none."""
+        """Let a stream, by default the device's current one, wait for the last update's copies. The host needs none."""
         if self._ordered is not None:
             accelerator, event = self._ordered
             (stream or accelerator.current_stream()).wait_event(event)

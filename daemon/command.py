@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the daemon; return its exit status.
 
     0 after SIGTERM; 1 where it could not start; 2 where arguments or configuration are wrong, which no restart mends;
-    3 after a card was lost.
+    3 after a device was lost.
     """
     parser = argparse.ArgumentParser(prog="kvferry daemon", description="Run the daemon of this node.")
     parser.add_argument("--config", type=Path, help="a TOML file; see systemd/kvferry.toml for every key")
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--runtime-dir", type=_folder, metavar="DIR", help="where the sockets go; overrides the configuration"
     )
     options = parser.parse_args(arguments)
-    # A torch_npu without CANN would make torch itself fail: cards are asked for when a pool needs one.
+    # A torch_npu without CANN would make torch itself fail: devices are asked for when a pool needs one.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         config = load_config(options.config) if options.config else Config()

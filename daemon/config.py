@@ -36,13 +36,13 @@ class PoolsConfig(Section, frozen=True, kw_only=True):
 
 
 class DevicesConfig(Section, frozen=True, kw_only=True):
-    """Cards: those in ``open`` are opened before the daemon says that it is ready, any other for its first pool.
+    """Devices: those in ``open`` are opened before the daemon says that it is ready, any other for its first pool.
 
     To open the first one takes seconds, in which everybody waits. Pools of the daemon take at most ``max_fraction`` of
-    a card's memory.
+    a device's memory.
 
-    A call to a card that has not come back after ``stuck_after_s`` is taken for the card's end: the daemon stops, to be
-    started anew.
+    A call to a device that has not come back after ``stuck_after_s`` is taken for the device's end: the daemon stops,
+    to be started anew.
     """
 
     open: tuple[DeviceName, ...] = ()
@@ -66,7 +66,7 @@ class PeersConfig(Section, frozen=True, kw_only=True):
     """Other daemons: those of this host find us by our runtime directory, those of other hosts at ``listen``.
 
     ``listen`` is ``tcp://ADDRESS:PORT`` with an address of this host that they can reach; nobody is asked who he is
-    there. A peer that says nothing for ``timeout_ms`` is lost; every ``heartbeat_ms`` a sign of life is asked for.
+    there. A peer that says nothing for ``timeout_ms`` is lost; every ``heartbeat_ms`` a heartbeat is asked for.
     """
 
     listen: Listen | None = None
@@ -74,23 +74,24 @@ class PeersConfig(Section, frozen=True, kw_only=True):
     timeout_ms: Annotated[int, Meta(ge=50, le=600_000)] = 3000
 
 
-class LandingConfig(Section, frozen=True, kw_only=True):
+class NetworkConfig(Section, frozen=True, kw_only=True):
     """Transfers between hosts, over Mooncake with ``transport = "mooncake"``.
 
-    Peers write into ``slots`` slots of ``slot_bytes`` each; as many staging buffers are gathered into on the way out as
-    ``staging`` says. All daemons need the same ``slot_bytes``. ``address`` is where Mooncake listens, by default that
-    of ``peers.listen``. A write may take ``write_timeout_s``. Slots in which a write may still land rest: beyond
-    ``quarantined_bytes`` (by default half of all), or after ``quarantined_s``, the engine is rebuilt to free them, for
-    which running transfers get ``drain_timeout_s`` to end. With ``direct`` peers write whole pages into the pools
-    themselves: then the pages of a hand-off that failed rest in the same way.
+    Peers write into ``bounce_buffers`` slots of ``bounce_buffer_bytes`` each; as many staging buffers are gathered into
+    on the way out as ``staging`` says. All daemons need the same ``bounce_buffer_bytes``. ``address`` is where Mooncake
+    listens, by default that of ``peers.listen``. A write may take ``write_timeout_s``. Slots in which a write may still
+    land rest: beyond ``quarantined_bytes`` (by default half of all), or after ``quarantined_s``, the engine is rebuilt
+    to free them, for which running transfers get ``drain_timeout_s`` to end. With ``direct`` peers write whole pages
+    into the pools
+    themselves: then the pages of a transfer that failed rest in the same way.
     """
 
     transport: Literal["none", "mooncake"] = "none"
     protocol: Literal["tcp", "ascend"] = "tcp"
     address: Host | None = None
     direct: bool = False
-    slots: Annotated[int, Meta(ge=1, le=65_536)] = 16
-    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
+    bounce_buffers: Annotated[int, Meta(ge=1, le=65_536)] = 16
+    bounce_buffer_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
     staging: Annotated[int, Meta(ge=1, le=65_536)] = 4
     write_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     quarantined_bytes: Annotated[int, Meta(ge=0, le=MOST_BYTES)] | None = None
@@ -99,7 +100,7 @@ class LandingConfig(Section, frozen=True, kw_only=True):
 
 
 class ServiceConfig(Section, frozen=True, kw_only=True):
-    """``drain_timeout_s`` is how long SIGTERM lets running hand-offs finish."""
+    """``drain_timeout_s`` is how long SIGTERM lets running transfers finish."""
 
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
 
@@ -107,18 +108,18 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
 class LimitsConfig(Section, frozen=True, kw_only=True):
     """What one client may send: the file's form of ``protocol.limits.Limits``, which has the words.
 
-    Of hand-offs that ended before their other side came, ``max_tombstones`` are remembered for ``tombstone_s``, so that
+    Of transfers that ended before their other side came, ``max_tombstones`` are remembered for ``tombstone_s``, so that
     who comes late need not wait for them. HELLO does not say these two.
 
-    A hand-off within one daemon is two rooms, one a side; they may be of two sessions.
+    A transfer within one daemon is two transfers, one a side; they may be of two sessions.
     """
 
     max_frame_bytes: Annotated[int, Meta(ge=128 << 10, le=1 << 30)] = Limits().max_frame_bytes
     max_frames: Annotated[int, Meta(ge=2, le=4096)] = Limits().max_frames
     max_message_bytes: Annotated[int, Meta(ge=128 << 10, le=1 << 34)] = Limits().max_message_bytes
     max_requests_per_session: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_requests_per_session
-    max_rooms_per_session: Annotated[int, Meta(ge=1, le=1 << 20)] = Limits().max_rooms_per_session
-    max_rooms: Annotated[int, Meta(ge=2, le=1 << 24)] = Limits().max_rooms
+    max_transfers_per_session: Annotated[int, Meta(ge=1, le=1 << 20)] = Limits().max_transfers_per_session
+    max_transfers: Annotated[int, Meta(ge=2, le=1 << 24)] = Limits().max_transfers
     max_sessions: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_sessions
     max_deadline_ms: Annotated[int, Meta(ge=1, le=7 * 86_400_000)] = Limits().max_deadline_ms
     default_deadline_ms: Annotated[int, Meta(ge=1, le=7 * 86_400_000)] = Limits().default_deadline_ms
@@ -140,7 +141,7 @@ class Config(Section, frozen=True, kw_only=True):
     devices: DevicesConfig = DevicesConfig()
     transfers: TransfersConfig = TransfersConfig()
     peers: PeersConfig = PeersConfig()
-    landing: LandingConfig = LandingConfig()
+    network: NetworkConfig = NetworkConfig()
     tiers: TiersConfig = TiersConfig()
     service: ServiceConfig = ServiceConfig()
     limits: LimitsConfig = LimitsConfig()

@@ -32,7 +32,7 @@ def check_together(config: Config, path: Path) -> None:
     Raises:
         ConfigError: two keys exclude each other.
     """
-    for checks in (_times, _limits, _addresses, _landing, _tiers, _quotas, _remote):
+    for checks in (_times, _limits, _addresses, _network, _tiers, _quotas, _remote):
         for key, what in checks(config):
             raise ConfigError(f"{path}: {what}", field=key)
 
@@ -47,7 +47,7 @@ def _times(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             "peers.timeout_ms",
             f"peers.timeout_ms = {peers.timeout_ms} with peers.heartbeat_ms = {peers.heartbeat_ms}: a peer would be "
-            "lost before the sign of life that is asked for can come; let the timeout be some heartbeats long",
+            "lost before the heartbeat that is asked for can come; let the timeout be some heartbeats long",
         )
 
 
@@ -69,7 +69,7 @@ def _limits(config: Config) -> Iterator[Conflict]:
 
 def _addresses(config: Config) -> Iterator[Conflict]:
     if HOST in config.devices.open:
-        yield Conflict("devices.open", 'devices.open = ["host"]: the host is no card; npu:N or cuda:N, or nothing')
+        yield Conflict("devices.open", 'devices.open = ["host"]: the host is no device; npu:N or cuda:N, or nothing')
     listen = config.peers.listen
     if listen and not is_numeric(listen):
         yield Conflict(
@@ -83,43 +83,49 @@ def _addresses(config: Config) -> Iterator[Conflict]:
             yield Conflict(key, f'{key} = "{address}": the port must be from 1 to {_MAX_PORT}')
 
 
-def _landing(config: Config) -> Iterator[Conflict]:
-    landing = config.landing
-    if landing.transport == "none":
-        if landing.direct:
+def _network(config: Config) -> Iterator[Conflict]:
+    network = config.network
+    if network.transport == "none":
+        if network.direct:
             yield Conflict(
-                "landing.direct",
-                'landing.direct = true with landing.transport = "none": there is no transport that could write pages '
-                'directly; landing.transport = "mooncake"',
+                "network.direct",
+                'network.direct = true with network.transport = "none": there is no transport that could write pages '
+                'directly; network.transport = "mooncake"',
             )
-        if landing.protocol != "tcp":
+        if network.protocol != "tcp":
             yield Conflict(
-                "landing.protocol",
-                f'landing.protocol = "{landing.protocol}" with landing.transport = "none": nothing would use it; '
-                'landing.transport = "mooncake"',
+                "network.protocol",
+                f'network.protocol = "{network.protocol}" with network.transport = "none": nothing would use it; '
+                'network.transport = "mooncake"',
             )
         return
-    if landing.address is None and config.peers.listen is None:
+    if network.address is None and config.peers.listen is None:
         yield Conflict(
-            "landing.address",
-            f'landing.transport = "{landing.transport}" without peers.listen or landing.address: say at which address '
+            "network.address",
+            f'network.transport = "{network.transport}" without peers.listen or network.address: say at which address '
             'others reach this host, peers.listen = "tcp://ADDRESS:PORT"',
         )
-    slots_bytes = landing.slots * landing.slot_bytes
+    bounce_buffers_bytes = network.bounce_buffers * network.bounce_buffer_bytes
     memory_bytes = _memory_bytes()
-    for key, count in (("slots", landing.slots), ("staging", landing.staging)):
-        if count * landing.slot_bytes > memory_bytes:
+    for key, count in (("bounce_buffers", network.bounce_buffers), ("staging", network.staging)):
+        if count * network.bounce_buffer_bytes > memory_bytes:
             yield Conflict(
-                f"landing.{key}",
-                f"landing.{key} = {count} with landing.slot_bytes = {size_text(landing.slot_bytes)}: together that is "
+                f"network.{key}",
+                f"network.{key} = {count} with network.bounce_buffer_bytes = "
+                f"{size_text(network.bounce_buffer_bytes)}: together that is "
                 f"more than this host's memory of {memory_bytes >> 20}MiB",
             )
-    if landing.quarantined_bytes is not None and landing.quarantined_bytes > slots_bytes and not landing.direct:
+    if (
+        network.quarantined_bytes is not None
+        and network.quarantined_bytes > bounce_buffers_bytes
+        and not network.direct
+    ):
         yield Conflict(
-            "landing.quarantined_bytes",
-            f"landing.quarantined_bytes = {size_text(landing.quarantined_bytes)} with landing.slots = {landing.slots} "
-            f"of landing.slot_bytes = {size_text(landing.slot_bytes)}: so many bytes can never rest; at most "
-            f"{size_text(slots_bytes)}",
+            "network.quarantined_bytes",
+            f"network.quarantined_bytes = {size_text(network.quarantined_bytes)} with network.bounce_buffers = "
+            f"{network.bounce_buffers} of network.bounce_buffer_bytes = {size_text(network.bounce_buffer_bytes)}: "
+            "so many bytes can never be quarantined; at most "
+            f"{size_text(bounce_buffers_bytes)}",
         )
 
 
@@ -182,10 +188,10 @@ def _remote(config: Config) -> Iterator[Conflict]:
                 'it; tiers.remote.transport = "mooncake_store"',
             )
         return
-    if remote.address is None and config.landing.address is None:
+    if remote.address is None and config.network.address is None:
         yield Conflict(
             "tiers.remote.address",
-            f'tiers.remote.transport = "{remote.transport}" without tiers.remote.address or landing.address: say at '
+            f'tiers.remote.transport = "{remote.transport}" without tiers.remote.address or network.address: say at '
             "which address other nodes reach this one",
         )
     if remote.timeout_s < remote.progress_timeout_s:

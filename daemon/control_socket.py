@@ -23,7 +23,7 @@ from kvferry.protocol.limits import Limits
 DRAIN_BOUND = 64
 """Messages handled before other callbacks of the loop get their turn."""
 
-HEAR_OUT_BOUND = 16
+DRAIN_RECEIVED_BOUND = 16
 """Drains one after another."""
 
 # As plain integers: an enum costs a microsecond or more at every use.
@@ -71,7 +71,7 @@ class ControlSocket:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.max_frame_bytes)
-        self._socket.setsockopt(zmq.SNDHWM, limits.max_requests_per_session + 2 * limits.max_rooms_per_session)
+        self._socket.setsockopt(zmq.SNDHWM, limits.max_requests_per_session + 2 * limits.max_transfers_per_session)
         umask = os.umask(0o777 & ~mode)
         try:
             self._socket.bind(f"ipc://{path}")
@@ -122,9 +122,9 @@ class ControlSocket:
             self._schedule_drain()
         return True
 
-    def hear_out(self) -> None:
+    def drain_received(self) -> None:
         """Take what has arrived by now, before something that came after it is looked at."""
-        for _ in range(HEAR_OUT_BOUND):
+        for _ in range(DRAIN_RECEIVED_BOUND):
             if self._loop is None or not self._readable():
                 return
             self._drain()

@@ -33,7 +33,7 @@ class DeviceEvents:
         """Open the events.
 
         Raises:
-            DeviceLostError: a handle is none of this card's, or the card failed.
+            DeviceLostError: a handle is none of this device's, or the device failed.
         """
         self.device = accelerator.name
         self._accelerator = accelerator
@@ -84,7 +84,7 @@ class DeviceEvents:
         while not self._closed:
             values = recorded.copy()
             behind = [slot for slot, value in enumerate(values.tolist()) if value > self._reached[slot]]
-            with contextlib.suppress(KvferryError):  # a card that is lost ends the daemon elsewhere
+            with contextlib.suppress(KvferryError):  # a device that is lost ends the daemon elsewhere
                 if behind and self._look(behind, values):
                     on_reached()
                     continue
@@ -100,7 +100,7 @@ class DeviceEvents:
             for slot in behind:
                 try:
                     done = self._events[slot].query()
-                except RuntimeError as cause:  # of another process, which may have ended: no word on the card
+                except RuntimeError as cause:  # of another process, which may have ended: no word on the device
                     self.close()
                     log.warning(
                         "an engine's events are gone", device=self.device, cause=str(cause).split("\n")[0][:200]

@@ -1,6 +1,6 @@
-"""The cards that pools and tables were asked for on: opened when they are first needed, watched, and counted.
+"""The devices that pools and tables were asked for on: opened when they are first needed, watched, and counted.
 
-All but ``status`` and the budget belongs on a thread that may wait. A card that is lost ends the daemon: see
+All but ``status`` and the budget belongs on a thread that may wait. A device that is lost ends the daemon: see
 ``pools.devices.accelerator``.
 """
 
@@ -15,7 +15,7 @@ import structlog
 from kvferry.daemon.config import DevicesConfig
 from kvferry.pools.arrays import Array, Held, check_apart
 from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, Accelerator, DeviceMemory
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
 from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.devices.vendor import Mapped
 from kvferry.protocol.errors import DeviceLostError, InvalidFieldError, KvferryError, OutOfMemoryError
@@ -26,15 +26,15 @@ CHECK_S: Final = 1.0
 log = structlog.get_logger(__name__)
 
 
-class _Card:
-    """A card, its staging, and what of its memory is ours."""
+class _Device:
+    """A device, its staging, and what of its memory is ours."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.stagings = StagingPool(accelerator)
         self.memory = DeviceMemory(0, 0)
         self.pool_bytes = 0
-        self.lent: list[Held] = []
+        self.registered: list[Held] = []
         self.failed: KvferryError | None = None
 
     @property
@@ -43,163 +43,163 @@ class _Card:
         return f"lost: {lost.detail}" if lost else f"unavailable: {self.failed.detail}" if self.failed else "ready"
 
 
-class LentPart(NamedTuple):
-    """What an engine lends of a pool: which array, and by which share."""
+class RegisteredSegment(NamedTuple):
+    """What an engine registers of a pool: which array, and by which share."""
 
     array: Array
     share: TorchShare
 
 
 class Devices:
-    """All cards, by name. ``on_lost`` is called once for each that is lost, on the thread that saw it."""
+    """All devices, by name. ``on_lost`` is called once for each that is lost, on the thread that saw it."""
 
     def __init__(self, config: DevicesConfig, on_lost: Callable[[str, DeviceLostError], None]) -> None:
         self._config = config
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._cards: dict[str, _Card] = {}
+        self._devices: dict[str, _Device] = {}
 
     def __repr__(self) -> str:
-        """Show the cards."""
-        return f"<Devices {', '.join(f'{name} {card.state}' for name, card in self._cards.items())}>"
+        """Show the devices."""
+        return f"<Devices {', '.join(f'{name} {device.state}' for name, device in self._devices.items())}>"
 
     @property
     def in_use(self) -> bool:
-        """Return whether a card was asked for."""
-        return bool(self._cards)
+        """Return whether a device was asked for."""
+        return bool(self._devices)
 
     @property
     def lost(self) -> bool:
-        """Return whether a card is lost."""
-        return any(card.accelerator.lost for card in list(self._cards.values()))
+        """Return whether a device is lost."""
+        return any(device.accelerator.lost for device in list(self._devices.values()))
 
     def open(self, name: str) -> Accelerator:
-        """Return a card, ready to be used.
+        """Return a device, ready to be used.
 
         Raises:
-            DeviceUnavailableError: no such card, or what drives it is missing.
+            DeviceUnavailableError: no such device, or what drives it is missing.
         """
         return self._open(name).accelerator
 
     def allocate(self, name: str, size_bytes: int) -> AcceleratorRegion:
-        """Return zeroed memory of a card.
+        """Return zeroed memory of a device.
 
         Raises:
-            DeviceUnavailableError: no such card, or what drives it is missing.
-            OutOfMemoryError: the card has not enough, or pools would take more of it than they may.
+            DeviceUnavailableError: no such device, or what drives it is missing.
+            OutOfMemoryError: the device has not enough, or pools would take more of it than they may.
         """
-        card = self._open(name)
-        whole_bytes = -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT  # what it takes of the card
-        with card.accelerator.calling():
-            memory = card.memory = card.accelerator.memory()
+        device = self._open(name)
+        whole_bytes = -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT  # what it takes of the device
+        with device.accelerator.calling():
+            memory = device.memory = device.accelerator.memory()
             allowed = int(memory.total * self._config.max_fraction)
             with self._lock:
-                if card.pool_bytes + whole_bytes > allowed:
+                if device.pool_bytes + whole_bytes > allowed:
                     raise OutOfMemoryError(
                         f"the pool needs {whole_bytes} bytes of {name}; pools may take {allowed} of its {memory.total} "
-                        f"(devices.max_fraction) and have {card.pool_bytes}",
+                        f"(devices.max_fraction) and have {device.pool_bytes}",
                         field="spec",
                     )
-                card.pool_bytes += whole_bytes
+                device.pool_bytes += whole_bytes
             try:
-                mapped = card.accelerator.allocate(size_bytes)
+                mapped = device.accelerator.allocate(size_bytes)
             except BaseException as cause:
-                self._give_back(card, whole_bytes)
+                self._give_back(device, whole_bytes)
                 if isinstance(cause, OutOfMemoryError):
                     cause.detail += f"; {name} has {memory.free} of {memory.total} bytes free, {size_bytes} are needed"
                     cause.field = "spec"
                 raise
-            card.memory = card.accelerator.memory()
+            device.memory = device.accelerator.memory()
         return AcceleratorRegion(
-            card.accelerator,
-            [RegionPart(0, mapped)],
+            device.accelerator,
+            [RegionSegment(0, mapped)],
             size_bytes,
-            card.stagings,
-            lambda: self._give_back(card, whole_bytes),
+            device.stagings,
+            lambda: self._give_back(device, whole_bytes),
         )
 
-    def borrow(self, name: str, lent: Sequence[LentPart], size_bytes: int) -> AcceleratorRegion:
-        """Return memory of a card that an engine lends, once the driver has said that it is there.
+    def register(self, name: str, registered: Sequence[RegisteredSegment], size_bytes: int) -> AcceleratorRegion:
+        """Return memory of a device that an engine registers, once the driver has said that it is there.
 
         Raises:
-            DeviceUnavailableError: no such card, or a share cannot be mapped.
-            InvalidFieldError: it is another card's, or less than was said, or lent already; names the array.
+            DeviceUnavailableError: no such device, or a share cannot be mapped.
+            InvalidFieldError: it is another device's, or less than was said, or registered already; names the array.
         """
-        card = self._open(name)
-        parts: list[RegionPart] = []
+        device = self._open(name)
+        parts: list[RegionSegment] = []
         held: list[Held] = []
         try:
-            with card.accelerator.calling():
-                for one in lent:
-                    parts.append(RegionPart(one.array.start, _mapped(card.accelerator, one)))
+            with device.accelerator.calling():
+                for one in registered:
+                    parts.append(RegionSegment(one.array.start, _mapped(device.accelerator, one)))
                     start = int(parts[-1].mapped.tensor.data_ptr())
-                    _check_mapped(card.accelerator, one, start)
+                    _check_mapped(device.accelerator, one, start)
                     held.append(Held(start, start + one.array.size_bytes, one.array.name))
-            check_apart([*card.lent, *held])
+            check_apart([*device.registered, *held])
         except BaseException:
-            AcceleratorRegion(card.accelerator, parts, size_bytes, card.stagings).close()
+            AcceleratorRegion(device.accelerator, parts, size_bytes, device.stagings).close()
             parts.clear()  # the error may be held elsewhere; the memory goes now, on this thread
             raise
-        card.lent += held
+        device.registered += held
 
         def returned() -> None:
-            card.lent = [one for one in card.lent if one not in held]
+            device.registered = [one for one in device.registered if one not in held]
 
-        return AcceleratorRegion(card.accelerator, parts, size_bytes, card.stagings, returned)
+        return AcceleratorRegion(device.accelerator, parts, size_bytes, device.stagings, returned)
 
     def check(self, now_s: float) -> None:
         """Look for calls that do not come back; every ``CHECK_S`` or so."""
-        for card in list(self._cards.values()):
-            card.accelerator.check(now_s)
+        for device in list(self._devices.values()):
+            device.accelerator.check(now_s)
 
     def status(self) -> Iterable[DeviceStatus]:
-        """Yield the cards as STATUS shows them; their memory as it was when it was last asked for."""
-        for name, card in sorted(self._cards.items()):
+        """Yield the devices as STATUS shows them; their memory as it was when it was last asked for."""
+        for name, device in sorted(self._devices.items()):
             yield DeviceStatus(
                 device=name,
-                state=card.state,
-                total_bytes=card.memory.total,
-                free_bytes=card.memory.free,
-                pool_bytes=card.pool_bytes,
+                state=device.state,
+                total_bytes=device.memory.total,
+                free_bytes=device.memory.free,
+                pool_bytes=device.pool_bytes,
             )
 
-    def _open(self, name: str) -> _Card:
+    def _open(self, name: str) -> _Device:
         with self._lock:
-            card = self._cards.get(name)
-            if card is None:
-                card = self._cards[name] = _Card(Accelerator(name, stuck_after_s=self._config.stuck_after_s))
-                card.accelerator.on_lost = lambda error: self._on_lost(name, error)
+            device = self._devices.get(name)
+            if device is None:
+                device = self._devices[name] = _Device(Accelerator(name, stuck_after_s=self._config.stuck_after_s))
+                device.accelerator.on_lost = lambda error: self._on_lost(name, error)
         try:
-            card.accelerator.open()
+            device.accelerator.open()
         except KvferryError as error:
-            card.failed = error
+            device.failed = error
             raise
-        card.failed = None
-        return card
+        device.failed = None
+        return device
 
-    def _give_back(self, card: _Card, size_bytes: int) -> None:
+    def _give_back(self, device: _Device, size_bytes: int) -> None:
         with self._lock:
-            card.pool_bytes -= size_bytes
+            device.pool_bytes -= size_bytes
 
 
-def _mapped(accelerator: Accelerator, lent: LentPart) -> Mapped:
+def _mapped(accelerator: Accelerator, registered: RegisteredSegment) -> Mapped:
     try:
-        return accelerator.vendor.map(lent.share, accelerator.index, lent.array.size_bytes)
+        return accelerator.vendor.map(registered.share, accelerator.index, registered.array.size_bytes)
     except KvferryError as error:
-        error.field = f"{lent.array.name}.storage"
+        error.field = f"{registered.array.name}.storage"
         raise
 
 
-def _check_mapped(accelerator: Accelerator, lent: LentPart, start: int) -> None:
-    """Check that what is mapped for an array is what was said, by the driver's word: all of its storage, on this card.
+def _check_mapped(accelerator: Accelerator, registered: RegisteredSegment, start: int) -> None:
+    """Check what is mapped for an array by the driver's word: all of its storage, on this device.
 
     Raises:
         InvalidFieldError: it is not.
     """
-    array, share = lent
-    card, found_bytes = accelerator.vendor.memory_at(start - share.offset_bytes, share.storage_bytes)
-    if card != accelerator.index:
-        where = "memory of no card" if card is None else f"on {accelerator.kind}:{card}"
+    array, share = registered
+    device, found_bytes = accelerator.vendor.memory_at(start - share.offset_bytes, share.storage_bytes)
+    if device != accelerator.index:
+        where = "memory of no device" if device is None else f"on {accelerator.kind}:{device}"
         raise InvalidFieldError(
             f"{array.name} is {where} by the driver's word, not on {accelerator.name}", field=f"{array.name}.device"
         )

@@ -83,7 +83,7 @@ class Dispatcher:
         self._send: SendFrames = lambda _identity, _frames: False
         self._deadlines: dict[tuple[int, int], asyncio.TimerHandle] = {}
         self.on_acknowledged: Callable[[Session, Settled], None] = lambda _session, _event: None
-        self.on_work_acknowledged: Callable[[Session, TierDone], None] = lambda _session, _event: None
+        self.on_operation_acknowledged: Callable[[Session, TierDone], None] = lambda _session, _event: None
 
     def connect(self, send: SendFrames) -> None:
         """Send replies and events by this function, which returns False where the peer is gone."""
@@ -185,7 +185,7 @@ class Dispatcher:
             if isinstance(event.body, Settled):
                 self.on_acknowledged(session, event.body)
             elif isinstance(event.body, TierDone):
-                self.on_work_acknowledged(session, event.body)
+                self.on_operation_acknowledged(session, event.body)
         self.push_events(session)
 
     def _handle(self, handler: Handler, session: Session, request: Request, ids: tuple[PageIds, ...]) -> None:

@@ -26,6 +26,7 @@ from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler, expect
 from kvferry.daemon.request_ids import about
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,
@@ -34,7 +35,6 @@ from kvferry.protocol.errors import (
     OutOfMemoryError,
     OverloadedError,
 )
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.limits import EVENT_RING_SLOTS
 from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEvents
@@ -49,9 +49,9 @@ log = structlog.get_logger(__name__)
 
 
 class _Waiting(NamedTuple):
-    """A request and the point it waits for: to be done, or where ``recorded`` only to be recorded."""
+    """A request and the device event it waits for: to be done, or where ``recorded`` only to be recorded."""
 
-    point: EventPoint
+    device_event: DeviceEvent
     recorded: bool
     call: Call
     handle: Handler
@@ -127,30 +127,34 @@ class EventRings:
         """
         return self._ring(session_id, "after").events
 
-    def hold(self, call: Call, point: EventPoint | None, handle: Handler, *, recorded: bool = False) -> Answer | None:
-        """Handle a request once its point is reached: now, or later, when its answer is given then.
+    def hold(
+        self, call: Call, device_event: DeviceEvent | None, handle: Handler, *, recorded: bool = False
+    ) -> Answer | None:
+        """Handle a request once its device event is reached: now, or later, when its answer is given then.
 
         Args:
             call: the request.
-            point: what it waits for; None for nothing.
+            device_event: what it waits for; None for nothing.
             handle: does what it asks.
             recorded: a stream waits for the event itself: go on as soon as it is recorded.
 
         Raises:
             KvferryError: of ``handle``; or the session has no such event, or too many requests wait.
         """
-        if point is None:
+        if device_event is None:
             return handle(call)
         ring = self._ring(call.session.session_id, "after")
-        if point.event >= ring.slots:
-            raise InvalidFieldError(f"event {point.event}; the session's ring has {ring.slots}", field="after.event")
-        if (ring.recorded() if recorded else ring.values())[point.event] >= point.value:
+        if device_event.event >= ring.slots:
+            raise InvalidFieldError(
+                f"event {device_event.event}; the session's ring has {ring.slots}", field="after.event"
+            )
+        if (ring.recorded() if recorded else ring.values())[device_event.event] >= device_event.value:
             return handle(call)
         if len(ring.waiting) >= LOOK_FROM:
             ring.waiting = [one for one in ring.waiting if one.is_pending]
         if len(ring.waiting) >= MAX_HELD:
             raise OverloadedError(f"{MAX_HELD} requests of the session wait for its events")
-        ring.waiting.append(_Waiting(point, recorded, call, handle))
+        ring.waiting.append(_Waiting(device_event, recorded, call, handle))
         return None
 
     def give_up(self, session_id: int, is_wanted: Callable[[Call], bool]) -> bool:
@@ -273,7 +277,7 @@ class EventRings:
         done, recorded = ring.values(), ring.recorded()
         waiting, ring.waiting = ring.waiting, []
         for one in waiting:
-            if (recorded if one.recorded else done)[one.point.event] >= one.point.value:
+            if (recorded if one.recorded else done)[one.device_event.event] >= one.device_event.value:
                 self._go_on(one)
             else:
                 ring.waiting.append(one)

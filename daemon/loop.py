@@ -24,17 +24,17 @@ from kvferry.daemon.metrics import Counters
 from kvferry.daemon.peer_link import Heartbeat
 from kvferry.daemon.peers import PeerLinks
 from kvferry.daemon.pool_service import PoolService
-from kvferry.daemon.rooms.peer_service import PeerService
-from kvferry.daemon.rooms.service import RoomService
-from kvferry.daemon.rooms.tombstones import Tombstones
 from kvferry.daemon.service_manager import ServiceManager
 from kvferry.daemon.session_socket import SessionSocket
 from kvferry.daemon.sessions import Session, SessionRegistry
 from kvferry.daemon.signals import answered
 from kvferry.daemon.table_service import TableService
 from kvferry.daemon.tiers.tiers import Tiers
-from kvferry.daemon.transports.landing import Landing
+from kvferry.daemon.transfer.peer_service import PeerService
+from kvferry.daemon.transfer.service import TransferService
+from kvferry.daemon.transfer.tombstones import Tombstones
 from kvferry.daemon.transports.local import LocalTransport, best_copy
+from kvferry.daemon.transports.network import NetworkTransport
 from kvferry.daemon.transports.pull import PullTransport, fetch_region
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.base import Body
@@ -86,7 +86,7 @@ class Daemon:
             max_bytes=config.max_pool_bytes,
             populate=config.pools.populate,
         )
-        self._rooms = RoomService(
+        self._transfers = TransferService(
             self._dispatcher,
             self._pools,
             self._sessions,
@@ -110,41 +110,48 @@ class Daemon:
             limits,
             self.counters,
         )
-        self._executor = ThreadPoolExecutor(config.copy_threads, "landing")
+        self._executor = ThreadPoolExecutor(config.copy_threads, "network")
         self._fetcher = ThreadPoolExecutor(FETCH_THREADS, "fetch")  # it may wait for other daemons
         self._pull = PullTransport(
-            self._links.send, self._transport, self._fetcher, self._rooms.piece_done, fetch_region
+            self._links.send, self._transport, self._fetcher, self._transfers.op_done, fetch_region
         )
         self._remote = RemoteTransports(self._pull)
         self._peers = PeerService(
-            self._links, self._rooms.book.peers, self._pools, self._remote, self._rooms.carry_out, self.counters
+            self._links,
+            self._transfers.state_machine.peers,
+            self._pools,
+            self._remote,
+            self._transfers.execute,
+            self.counters,
         )
         self._session_socket.region_of = self._peers.region_of
         self._pools.on_deleted.append(self._peers.pool_deleted)
         self._rings = EventRings(
-            self._dispatcher, self._session_socket, self._devices, self._fetcher, self._rooms.events_reached
+            self._dispatcher, self._session_socket, self._devices, self._fetcher, self._transfers.events_reached
         )
         self._pools.hold = self._rings.hold
         self._tiers = Tiers(config, self._dispatcher, self._sessions, self._pools, self._fetcher, self.counters)
-        self._rooms.connect(
-            self._transport, self._remote, self._peers, self._rings, self._tiers.landings, self._tiers.scheduler
+        self._transfers.connect(
+            self._transport, self._remote, self._peers, self._rings, self._tiers.host_receives, self._tiers.scheduler
         )
         self._tables = TableService(self._dispatcher, self._session_socket, self._pools, self._devices, self._rings)
-        self._landing = Landing(config, self._links, self._rooms, self._pools, self._executor, self.counters)
+        self._network = NetworkTransport(
+            config, self._links, self._transfers, self._pools, self._executor, self.counters
+        )
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.handle_open("PING", lambda _body: Pong())
         self._dispatcher.handle_open("STATUS", self._status)
         self._dispatcher.check_complete()
 
     async def serve(self, manager: ServiceManager) -> None:
-        """Serve until it is stopping, then let running hand-offs finish and give everything back.
+        """Serve until it is stopping, then let running transfers finish and give everything back.
 
         Raises:
-            KvferryError: the transport between hosts, or a card that is to be open, cannot be had.
+            KvferryError: the transport between hosts, or a device that is to be open, cannot be had.
         """
         for device in self._config.devices.open:
             await self._loop.run_in_executor(self._fetcher, self._devices.open, device)
-        await self._landing.start(self._remote)
+        await self._network.start(self._remote)
         await self._tiers.start()
         self._links.start(self._loop)
         self._control.start(self._loop)
@@ -155,14 +162,14 @@ class Daemon:
         try:
             await self._stopping.wait()
             manager.stopping()
-            self._rooms.drain()
+            self._transfers.drain()
             self._tiers.drain()
             await self._drain()
         finally:
             self._leave_if_a_device_is_lost()
             self._leave_in_any_case()
             self._remote.close()
-            await self._landing.close()
+            await self._network.close()
             await self._tiers.close()
             self._transport.close()
             self._executor.shutdown()
@@ -177,27 +184,27 @@ class Daemon:
     async def _drain(self) -> None:
         try:
             async with asyncio.timeout(self._config.service.drain_timeout_s):
-                await self._rooms.drained()
+                await self._transfers.drained()
                 await self._tiers.drained()
         except TimeoutError:
-            log.warning("hand-offs cut off", live=len(self._rooms.status()))
+            log.warning("transfers cut off", live=len(self._transfers.status()))
 
     def _watch_devices(self) -> None:
         self._devices.check(time.monotonic())
         self._loop.call_later(CHECK_S, self._watch_devices)
 
     def _device_lost(self, device: str, error: DeviceLostError) -> None:
-        """On any thread: nothing that a card does can be trusted any more, so this life of the daemon ends."""
+        """On any thread: nothing that a device does can be trusted any more, so this life of the daemon ends."""
         log.critical(
             "device lost: the daemon ends",
             device=device,
             cause=error.detail,
-            remedy="it is started anew by its service manager; look at the card (kvferry doctor, npu-smi)",
+            remedy="it is started anew by its service manager; look at the device (kvferry doctor, npu-smi)",
         )
         self._loop.call_soon_threadsafe(self._stopping.set)
 
     def _leave_if_a_device_is_lost(self) -> None:
-        """End the process where a card is lost: a thread may be inside a call that never comes back."""
+        """End the process where a device is lost: a thread may be inside a call that never comes back."""
         if self._devices.lost:
             self._control.close()
             self._session_socket.close()
@@ -205,24 +212,24 @@ class Daemon:
             os._exit(EXIT_DEVICE_LOST)
 
     def _leave_in_any_case(self) -> None:
-        """End the process where a call to a card holds up the rest of the end: nothing looks at the time any more."""
+        """End the process where a call to a device holds up the rest of the end: nothing looks at the time any more."""
         if self._devices.in_use:
             timer = threading.Timer(2 * self._config.devices.stuck_after_s, os._exit, (EXIT_DEVICE_LOST,))
             timer.daemon = True
             timer.start()
 
-    def _copied(self, piece_id: int, error: KvferryError | None) -> None:
-        if not self._pull.copied(piece_id, error):
-            self._rooms.piece_done(piece_id, error)
+    def _copied(self, op_id: int, error: KvferryError | None) -> None:
+        if not self._pull.copied(op_id, error):
+            self._transfers.op_done(op_id, error)
 
     def _session_opened(self, session: Session) -> None:
-        self._rooms.session_opened(session)
+        self._transfers.session_opened(session)
 
     def _session_lost(self, session: Session) -> None:
         self._dispatcher.forget_session(session)
         self._rings.session_lost(session.session_id)
         self._tables.session_lost(session.session_id)
-        self._rooms.session_lost(session)
+        self._transfers.session_lost(session)
         self._tiers.session_lost(session.session_id)
         self._pools.session_lost(session.session_id)
 
@@ -251,21 +258,21 @@ class Daemon:
                     tenant=one.tenant,
                     pid=one.peer.pid,
                     pages=owned.get(one.session_id, 0),
-                    rooms=self._rooms.live(one.session_id),
+                    transfers=self._transfers.live(one.session_id),
                     unacknowledged_events=len(one.unacknowledged),
                     connected=self._session_socket.is_connected(one),
                 )
                 for one in self._sessions
             ),
-            rooms=self._rooms.status(),
+            transfers=self._transfers.status(),
             counters=self.counters.snapshot(),
             addresses=tuple(self._links.addresses.values()),
             peers=self._peers.status(),
-            landing=self._landing.status(),
+            network=self._network.status(),
             devices=tuple(self._devices.status()),
             tables=tuple(self._tables.status()),
             tiers=tuple(self._tiers.status()),
-            works=tuple(self._tiers.works()),
+            operations=tuple(self._tiers.operations()),
         )
 
 

@@ -1,4 +1,4 @@
-"""Which pools were on cards, so that whoever asks for one that is gone is told so, also by the next daemon.
+"""Which pools were on devices, so that whoever asks for one that is gone is told so, also by the next daemon.
 
 Kept in a small file of the runtime directory: names and reasons, nothing else. Losing the file loses only the better
 word: UNKNOWN_POOL instead of POOL_LOST.
@@ -22,7 +22,7 @@ class _Pool(msgspec.Struct, frozen=True):
 
 
 class LostPools:
-    """The pools on cards that live, and those that are lost, with the reason, until they are made anew."""
+    """The pools on devices that live, and those that are lost, with the reason, until they are made anew."""
 
     def __init__(self, path: Path | None) -> None:
         """Take what the daemon before had for lost; ``path`` is its file, None to remember nothing."""
@@ -42,7 +42,7 @@ class LostPools:
         return self._lost.get((tenant, name))
 
     def made(self, tenant: int, name: str, device: str) -> None:
-        """Note a new pool on a card; it is lost no longer."""
+        """Note a new pool on a device; it is lost no longer."""
         self._lost.pop((tenant, name), None)
         self._live[tenant, name] = device
         self._write()
@@ -51,7 +51,9 @@ class LostPools:
         """Note that a pool was given up on purpose."""
         known = (tenant, name) in self._live or (tenant, name) in self._lost
         self._live.pop((tenant, name), None)
-        self._lost.pop((tenant, name), None)  # one of that name was lost before, and then lent or made on the host
+        self._lost.pop(
+            (tenant, name), None
+        )  # one of that name was lost before, and then registered or made on the host
         if known:
             self._write()
 

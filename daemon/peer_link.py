@@ -2,7 +2,7 @@
 
 The peer is *up* once it has said who it is and the connection stands: only then is anything queued. What waits is
 bounded; a peer that takes too slowly what it is told is lost like one that is gone, and its connection made anew.
-Knows nothing of hand-offs, nor what the peer says: its owner hears that and passes on who greeted.
+Knows nothing of transfers, nor what the peer says: its owner hears that and passes on who greeted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.peer_addresses import is_v6
-from kvferry.daemon.rooms.remote import Incarnation
+from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.protocol.codec import Frames
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.limits import Limits
@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 
 class Heartbeat(NamedTuple):
-    """How often a sign of life is asked for, and after how long without one a connection counts as broken."""
+    """How often a heartbeat is asked for, and after how long without one a connection counts as broken."""
 
     interval_ms: int
     timeout_ms: int
@@ -70,7 +70,7 @@ class LinkOwner(Protocol):
     def overflowed(self, link: PeerLink) -> None:
         """Make a link anew that takes too slowly what the peer is told."""
 
-    def hear_out(self) -> None:
+    def drain_received(self) -> None:
         """Take what peers have said by now."""
 
 
@@ -195,7 +195,7 @@ class PeerLink:
             (zmq.HANDSHAKE_IVL, owner.heartbeat.timeout_ms),
             (zmq.HEARTBEAT_IVL, owner.heartbeat.interval_ms),
             (zmq.HEARTBEAT_TIMEOUT, owner.heartbeat.timeout_ms),
-            (zmq.HEARTBEAT_TTL, owner.heartbeat.time_to_live_ms),  # the ROUTER there asks for no sign of life itself
+            (zmq.HEARTBEAT_TTL, owner.heartbeat.time_to_live_ms),  # the ROUTER there asks for no heartbeat itself
             (zmq.TCP_MAXRT, owner.heartbeat.timeout_ms),
         ):
             dealer.setsockopt(option, value)
@@ -233,7 +233,7 @@ class PeerLink:
         self._rise()
 
     def _broken(self) -> None:
-        self._owner.hear_out()  # a peer that ends says how its hand-offs went, and closes
+        self._owner.drain_received()  # a peer that ends says how its transfers went, and closes
         self._connected = False
         self._clear()
         self.lose(f"its connection closed, or was silent for {self._owner.heartbeat.timeout_ms} ms")

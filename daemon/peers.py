@@ -1,14 +1,15 @@
-"""Connections to other daemons: one ROUTER that listens, one link to each peer. Knows nothing of hand-offs.
+"""Connections to other daemons: one ROUTER that listens, one link to each peer. Knows nothing of transfers.
 
 Each side speaks on its own connection and hears on the other's, so each notices the other's end by itself: at once
-where the peer's process ends and its host says so, else once the peer has not answered a sign of life (ZMTP heartbeats)
+where the peer's process ends and its host says so, else once the peer has not answered a heartbeat (ZMTP heartbeats)
 for ``timeout_ms``. Then the peer is *lost*: what was still to be sent on the connection is dropped, and what the peer
 said that is heard only now is, too. Both begin anew with PEER_HELLO on the next connection, before which nothing
 counts. But the two directions break apart from each other: what one side said last may have been taken by the other
 before that noticed. A peer that takes too slowly what it is told is lost in the same way.
 
-A link that is down is kept while a room waits for the peer, and for a minute after its last use; where there are too
-many, the longest unused makes room for another. There is no authentication: see docs/operations.md for what to fence.
+A link that is down is kept while a receive request waits for the peer, and for a minute after its last use; where there
+are too many, the longest unused makes room for another. There is no authentication: see docs/operations.md for what to
+fence.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvferry.daemon.metrics import Counters
 from kvferry.daemon.peer_addresses import is_numeric, scheme, wrong_address, wrong_port
 from kvferry.daemon.peer_link import SOCKETS_PER_LINK, Heartbeat, PeerLink
 from kvferry.daemon.request_ids import about
-from kvferry.daemon.rooms.remote import Incarnation
+from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError
 from kvferry.protocol.ids import NO_BOOT, BootId
@@ -44,7 +45,7 @@ FILES_PER_PEER = 8
 TIDY_S = 10.0
 QUIET_S = 60.0
 LOOKS = 32
-"""Of how many links it is asked at a time whether they are needed: that looks at every room."""
+"""Of how many links it is asked at a time whether they are needed: that looks at every receive request."""
 LAST_WORDS_MS = 300
 """How long what was said last may take to leave when the daemon ends."""
 
@@ -230,9 +231,9 @@ class PeerLinks:
         except InvalidFieldError as error:
             log.warning("a peer is not called again", cause=str(error))
 
-    def hear_out(self) -> None:
+    def drain_received(self) -> None:
         """See ``LinkOwner``."""
-        self._router.hear_out()
+        self._router.drain_received()
 
     def _tidy(self) -> None:
         if self.loop is None:

@@ -39,7 +39,7 @@ def status_of(pool: Pool) -> PoolStatus:
         busy=spaces[0].busy,
         spaces=spaces if len(spaces) > 1 else (),
         device=pool.region.device,
-        lent_by=pool.lent_by,
+        registered_by=pool.registered_by,
         model=pool.model.public if pool.model else None,
     )
 
@@ -50,7 +50,7 @@ def check_same(
     """Check that a pool is the one that is asked for; ``held`` says who has its pages.
 
     Raises:
-        PoolExistsError: it has another layout, size or window, another device, or its hand-offs may leave out others.
+        PoolExistsError: it has another layout, size or window, another device, or its transfers may leave out others.
     """
     if device != wanted_device:
         raise PoolExistsError(
@@ -72,7 +72,7 @@ def check_same(
     may, asked = _optional(existing), _optional(wanted)
     if may != asked:
         raise PoolExistsError(
-            f"pool {name!r} exists: a hand-off may leave out {', '.join(may) or 'nothing'}, asked for one that may "
+            f"pool {name!r} exists: a transfer may leave out {', '.join(may) or 'nothing'}, asked for one that may "
             f"leave out {', '.join(asked) or 'nothing'}{held and f'; {held}'}",
             field="spec",
         )
@@ -119,7 +119,7 @@ def _model_text(model: ModelIdentity | None) -> str:
 
 
 def _optional(manifest: Manifest) -> list[str]:
-    """Return those of the pool's components that a hand-off may leave out."""
+    """Return those of the pool's components that a transfer may leave out."""
     return sorted({one.name for one in manifest.components} & set(manifest.optional_components))
 
 

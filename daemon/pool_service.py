@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import msgspec
 import structlog
 
-from kvferry.daemon.devices import Devices, LentPart
+from kvferry.daemon.devices import Devices, RegisteredSegment
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler, expect
 from kvferry.daemon.holders import holders_text, in_words, pool_full, session_text
 from kvferry.daemon.lost_pools import LostPools
@@ -24,6 +24,7 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.pool import Pool
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
@@ -35,7 +36,6 @@ from kvferry.protocol.errors import (
     PoolLostError,
     UnknownPoolError,
 )
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
@@ -47,29 +47,29 @@ from kvferry.protocol.pool_messages import (
     DeletePool,
     Free,
     Freed,
-    LendPool,
-    LentArrays,
     PoolAttached,
     PoolCreated,
     PoolDeleted,
-    PoolLent,
+    PoolRegistered,
+    RegisteredArrays,
+    RegisterPool,
 )
 from kvferry.protocol.requests import ReplyBody
 from kvferry.protocol.session_messages import PoolStatus, RegionFollows, ShareFollows
 from kvferry.protocol.shares import Share, TorchShare
 
 SWEEP_S: Final = 0.05
-CARD_GRACE_S: Final = 0.05
-"""The sockets of an engine that was killed are closed a moment before its driver stops its work on a card."""
+DEVICE_GRACE_S: Final = 0.05
+"""The sockets of an engine that was killed are closed a moment before its driver stops its work on a device."""
 
 
 log = structlog.get_logger(__name__)
 
 
 class Hold(Protocol):
-    """Handles a request once a point in its engine's work is reached; see ``EventRings.hold``."""
+    """Handles a request once a device event in its engine's work is reached; see ``EventRings.hold``."""
 
-    def __call__(self, call: Call, point: EventPoint | None, handle: Handler) -> Answer | None:
+    def __call__(self, call: Call, device_event: DeviceEvent | None, handle: Handler) -> Answer | None:
         """Return the answer, or None where it is given later."""
 
 
@@ -79,7 +79,7 @@ class _Creation(msgspec.Struct):
     manifest: Manifest
     device: str
     waiting: list[Call]
-    lent_by: int | None = None
+    registered_by: int | None = None
     model: ModelIdentity | None = None
 
 
@@ -119,7 +119,7 @@ class PoolService:
         for kind, handler in (
             ("CREATE_POOL", self._create),
             ("ATTACH_POOL", self._attach),
-            ("LEND_POOL", self._lend),
+            ("REGISTER_POOL", self._register),
             ("DELETE_POOL", self._delete),
             ("ALLOCATE", self._allocate),
             ("FREE", self._free),
@@ -149,14 +149,14 @@ class PoolService:
         return pool
 
     def session_lost(self, session_id: int) -> None:
-        """Take back every page of a session; those in flight follow when their hand-offs settle."""
+        """Take back every page of a session; those in flight follow when their transfers settle."""
         for pool in list(self):
-            if pool.lent_by == session_id:
-                self._take_leave(pool, "was lent by an engine that is gone")
+            if pool.registered_by == session_id:
+                self._take_leave(pool, "was registered by an engine that is gone")
             if pool.region.device == HOST:
                 _release(pool, session_id)
             else:
-                asyncio.get_running_loop().call_later(CARD_GRACE_S, _release, pool, session_id)
+                asyncio.get_running_loop().call_later(DEVICE_GRACE_S, _release, pool, session_id)
 
     def pages_by_session(self) -> Counter[int]:
         """Return how many pages each session owns, over all pools."""
@@ -171,7 +171,7 @@ class PoolService:
         return tuple(status_of(pool) for pool in self)
 
     def close(self) -> None:
-        """Give all memory back, but for what a card that is lost may hold for ever."""
+        """Give all memory back, but for what a device that is lost may hold for ever."""
         self._populating_ends.set()
         for executor in (self._executor, self._device_executor):
             executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
@@ -184,10 +184,12 @@ class PoolService:
         key = (call.session.tenant, body.pool)
         creation = self._creations.get(key)
         existing = self._pools.get(key)
-        if (creation is not None and creation.lent_by) or (existing is not None and existing.lent_by):
-            lender = (existing and existing.lent_by) or (creation and creation.lent_by) or 0
-            holder = session_text(self._dispatcher.sessions, lender, call.session.session_id)
-            raise PoolExistsError(f"pool {body.pool!r} is lent by {holder}: it ends with that session", field="pool")
+        if (creation is not None and creation.registered_by) or (existing is not None and existing.registered_by):
+            owner = (existing and existing.registered_by) or (creation and creation.registered_by) or 0
+            holder = session_text(self._dispatcher.sessions, owner, call.session.session_id)
+            raise PoolExistsError(
+                f"pool {body.pool!r} is registered by {holder}: it ends with that session", field="pool"
+            )
         if creation is not None or existing is not None:
             known = existing.manifest if existing else creation.manifest if creation else manifest
             device = existing.region.device if existing else creation.device if creation else body.device
@@ -212,24 +214,24 @@ class PoolService:
             raise
         return None
 
-    def _lend(self, call: Call) -> Answer | None:
-        body = expect(call, LendPool)
+    def _register(self, call: Call) -> Answer | None:
+        body = expect(call, RegisterPool)
         if body.device == HOST:
             raise InvalidFieldError("host memory is the daemon's to give: CREATE_POOL", field="device")
         key = (call.session.tenant, body.pool)
         shares = self._session_socket.take_share(call.session, call.message_id).shares
         if len(shares) != len(body.arrays):
             raise InvalidFieldError(
-                f"{len(shares)} shares came over the session socket, LEND_POOL names {len(body.arrays)} arrays",
+                f"{len(shares)} shares came over the session socket, REGISTER_POOL names {len(body.arrays)} arrays",
                 field="arrays",
             )
         if key in self._creations or key in self._pools:
             held = self._holders(self._pools.get(key), call)
             raise PoolExistsError(f"pool {body.pool!r} exists{held and f'; {held}'}", field="pool")
         manifest = manifest_of(body.spec)
-        lent = _lent_parts(manifest, body.arrays, shares)
+        registered = _registered_segments(manifest, body.arrays, shares)
         self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id, body.model)
-        self._fetch(key, self._device_executor, self._devices.borrow, body.device, lent, manifest.region_bytes)
+        self._fetch(key, self._device_executor, self._devices.register, body.device, registered, manifest.region_bytes)
         return None
 
     def _populated(self, region: HostRegion) -> HostRegion:
@@ -253,15 +255,15 @@ class PoolService:
             for call in creation.waiting:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
             return
-        pool = Pool(*key, creation.manifest, done.result(), lent_by=creation.lent_by, model=creation.model)
-        if creation.lent_by is not None and not self._is_awaited(creation.waiting[0]):
+        pool = Pool(*key, creation.manifest, done.result(), registered_by=creation.registered_by, model=creation.model)
+        if creation.registered_by is not None and not self._is_awaited(creation.waiting[0]):
             self._give_back(pool)
             return
         self._pools[key] = pool
-        if creation.device != HOST and creation.lent_by is None:
+        if creation.device != HOST and creation.registered_by is None:
             self._lost_pools.made(*key, creation.device)
         log.info(
-            "pool lent" if creation.lent_by is not None else "pool created",
+            "pool registered" if creation.registered_by is not None else "pool created",
             pool=key[1],
             tenant=key[0],
             device=creation.device,
@@ -271,20 +273,20 @@ class PoolService:
         )
         for number, call in enumerate(creation.waiting):
             reply: ReplyBody = PoolCreated(pool=key[1], created=number == 0, manifest=pool.manifest)
-            if creation.lent_by is not None:
-                reply = PoolLent(pool=key[1], manifest=pool.manifest)
+            if creation.registered_by is not None:
+                reply = PoolRegistered(pool=key[1], manifest=pool.manifest)
             self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
     def _is_awaited(self, call: Call) -> bool:
-        """Return whether an engine lives and still waits for its answer: else it has given up what it lends."""
+        """Return whether an engine lives and still waits for its answer: else it has given up what it registers."""
         return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
 
     def _take_leave(self, pool: Pool, why: str) -> None:
         """Forget a pool whose memory goes away; its mapping goes once nothing of it is in flight."""
         del self._pools[pool.tenant, pool.name]
         self._lost_pools.lose(pool.tenant, pool.name, why)
-        for told in self.on_deleted:
-            told(pool)
+        for notified in self.on_deleted:
+            notified(pool)
         log.warning("pool lost", pool=pool.name, tenant=pool.tenant, cause=why)
         self._leaving.append(pool)
         self._sweep()
@@ -297,7 +299,7 @@ class PoolService:
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def _give_back(self, pool: Pool) -> None:
-        """Close a pool: on a card that may wait, so not on the loop."""
+        """Close a pool: on a device that may wait, so not on the loop."""
         if pool.region.device == HOST:
             pool.close()
         else:
@@ -317,8 +319,8 @@ class PoolService:
             self._session_socket.pass_frame(call.session, follows, [region.fd])
             return Answer(PoolAttached(pool=pool.name, manifest=pool.manifest, model=_public(pool)))
         assert isinstance(region, AcceleratorRegion), region
-        if pool.lent_by is not None:
-            raise InvalidFieldError(f"pool {pool.name!r} is its engine's, which lends it: it has it", field="pool")
+        if pool.registered_by is not None:
+            raise InvalidFieldError(f"pool {pool.name!r} is its engine's, which registers it: it has it", field="pool")
         process_id = body.device_pid or call.session.peer.pid
         work = asyncio.get_running_loop().run_in_executor(self._device_executor, region.share, process_id)
         work.add_done_callback(lambda done: self._shared(call, pool, done))
@@ -337,17 +339,17 @@ class PoolService:
     def _delete(self, call: Call) -> Answer:
         body = expect(call, DeletePool)
         pool = self.get(call.session.tenant, body.pool)
-        if pool.lent_by not in {None, call.session.session_id}:
-            lender = session_text(self._dispatcher.sessions, pool.lent_by or 0, call.session.session_id)
-            raise PoolInUseError(f"pool {body.pool!r} is lent by {lender}", field="pool")
+        if pool.registered_by not in {None, call.session.session_id}:
+            owner = session_text(self._dispatcher.sessions, pool.registered_by or 0, call.session.session_id)
+            raise PoolInUseError(f"pool {body.pool!r} is registered by {owner}", field="pool")
         if not pool.idle:
             used = sum(one.capacity - one.free_count for one in pool.allocators.values())
             raise PoolInUseError(
                 f"{used} pages of pool {body.pool!r} are owned or in flight: {self._holders(pool, call)}", field="pool"
             )
         del self._pools[pool.tenant, pool.name]
-        for told in self.on_deleted:
-            told(pool)
+        for notified in self.on_deleted:
+            notified(pool)
         self._lost_pools.deleted(pool.tenant, pool.name)
         self._give_back(pool)
         log.info("pool deleted", pool=pool.name, tenant=pool.tenant)
@@ -370,8 +372,10 @@ class PoolService:
     def _free_now(self, call: Call) -> Answer:
         body = expect(call, Free)
         pool = self.get(call.session.tenant, body.pool)
-        if pool.lent_by is not None:
-            raise InvalidFieldError(f"pool {body.pool!r} is lent: its engine numbers its pages itself", field="pool")
+        if pool.registered_by is not None:
+            raise InvalidFieldError(
+                f"pool {body.pool!r} is registered: its engine numbers its pages itself", field="pool"
+            )
         freed = pool.space(body.space).free(call.session.session_id, call.ids[0])
         return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
 
@@ -400,19 +404,23 @@ def _release(pool: Pool, session_id: int) -> None:
         allocator.release_owner(session_id)
 
 
-def _lent_parts(manifest: Manifest, said: Sequence[LentArrays], shares: Sequence[Share]) -> list[LentPart]:
-    """Return what is lent, once what is said of it is what the manifest needs. What is there the driver will say."""
+def _registered_segments(
+    manifest: Manifest, said: Sequence[RegisteredArrays], shares: Sequence[Share]
+) -> list[RegisteredSegment]:
+    """Return what is registered, checked against the manifest; the driver is asked of the memory later."""
     arrays = arrays_of(manifest, [(one.component, one.role, one.layer) for one in said])
     parts = []
     for array, one, share in zip(arrays, said, shares, strict=True):
         check_form(array, one.shape, one.strides, one.dtype)
         if not isinstance(share, TorchShare):  # memory by its driver handle could be a pool of ours
-            raise InvalidFieldError(f"{array.name} is lent by {share!r}, not as a tensor", field=f"{array.name}.share")
+            raise InvalidFieldError(
+                f"{array.name} is registered by {share!r}, not as a tensor", field=f"{array.name}.share"
+            )
         check_storage(array, share.offset_bytes, share.storage_bytes)
-        parts.append(LentPart(array, share))
+        parts.append(RegisteredSegment(array, share))
     return parts
 
 
-def _at_once(call: Call, point: EventPoint | None, handle: Handler) -> Answer | None:
-    del point
+def _at_once(call: Call, device_event: DeviceEvent | None, handle: Handler) -> Answer | None:
+    del device_event
     return handle(call)

@@ -1,13 +1,13 @@
 """Which request a log line is about: always all of its 32 digits, always under ``request_id``.
 
-So that one search finds a hand-off in the logs of both its daemons, of its engines and of the router.
+So that one search finds a transfer in the logs of both its daemons, of its engines and of the router.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-_PARTS: Final = ("room", "event", "target", "announcement", "offer", "piece", "body")
+_PARTS: Final = ("receive_request", "event", "remote_endpoint", "announcement", "send_request", "op", "body")
 """Where messages and effects keep what they are about."""
 
 
@@ -15,7 +15,7 @@ def about(thing: object) -> dict[str, str]:
     """Return the field of a log line that names the request; none where ``thing`` is about no single request.
 
     Args:
-        thing: a message, an effect, a side of a hand-off, or whatever else has a ``request_id`` in it.
+        thing: a message, an effect, a side of a transfer, or whatever else has a ``request_id`` in it.
     """
     found = getattr(thing, "request_id", None)
     if isinstance(found, str):

@@ -1,7 +1,7 @@
-"""Whose turn it is: background chunks give way to hand-offs, and to each other by class.
+"""Whose turn it is: background chunks give way to transfers, and to each other by class.
 
-A chunk is at most about a millisecond of work. None begins while a piece of a hand-off is under way or a higher class
-waits, and each class has a bound of bytes in flight. So that steady hand-offs cannot starve a restore for ever, a chunk
+A chunk is at most about a millisecond of work. None begins while a piece of a transfer is under way or a higher class
+waits, and each class has a bound of bytes in flight. So that steady transfers cannot starve a restore for ever, a chunk
 that has waited longer than ``patience_s`` may start alone: one such chunk in that time. Who waits is woken, and never
 looks again and again. Knows nothing of what a chunk does. Every method is for any thread.
 """
@@ -20,8 +20,8 @@ from typing import Final
 PATIENCE_S: Final = 0.1
 
 
-class WorkClass(enum.IntEnum):
-    """Classes of background work, the most urgent first; hand-offs come before all of them."""
+class OperationClass(enum.IntEnum):
+    """Classes of background work, the most urgent first; transfers come before all of them."""
 
     RESTORE = 0
     OFFLOAD = 1
@@ -34,7 +34,7 @@ class ClassCounts:
     Attributes:
         started: chunks that began.
         waited: chunks that could not begin at once.
-        patient: chunks that began in the midst of hand-offs, after ``patience_s``.
+        patient: chunks that began in the midst of transfers, after ``patience_s``.
         waited_s: how long they waited, together.
         bytes_in_flight: of chunks that have not ended.
     """
@@ -49,10 +49,10 @@ class ClassCounts:
 class _Ticket:
     """One chunk that wants to begin."""
 
-    __slots__ = ("since_s", "size_bytes", "waited", "work_class")
+    __slots__ = ("operation_class", "since_s", "size_bytes", "waited")
 
-    def __init__(self, work_class: WorkClass, size_bytes: int, since_s: float) -> None:
-        self.work_class = work_class
+    def __init__(self, operation_class: OperationClass, size_bytes: int, since_s: float) -> None:
+        self.operation_class = operation_class
         self.size_bytes = size_bytes
         self.since_s = since_s
         self.waited = False
@@ -71,73 +71,73 @@ class Scheduler:
 
     def __init__(
         self,
-        max_bytes: Mapping[WorkClass, int],
+        max_bytes: Mapping[OperationClass, int],
         *,
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bound each class to so many bytes in flight, or one chunk that is larger.
 
-        With ``patience_s`` 0 a chunk waits for as long as hand-offs go on.
+        With ``patience_s`` 0 a chunk waits for as long as transfers go on.
         """
-        self.counts = {one: ClassCounts() for one in WorkClass}
-        self._max_bytes = {one: max_bytes[one] for one in WorkClass}
+        self.counts = {one: ClassCounts() for one in OperationClass}
+        self._max_bytes = {one: max_bytes[one] for one in OperationClass}
         self._patience_s = patience_s
         self._clock = clock
         self._changed = threading.Condition()
         self._wakers: set[Callable[[], None]] = set()
-        self._waiting: dict[WorkClass, deque[_Ticket]] = {one: deque() for one in WorkClass}
-        self._hand_offs = 0
+        self._waiting: dict[OperationClass, deque[_Ticket]] = {one: deque() for one in OperationClass}
+        self._transfers = 0
         self._last_patient_s = float("-inf")
         self._closed = False
 
     def __repr__(self) -> str:
         """Show what is under way and what waits."""
         waiting = {one.name: len(tickets) for one, tickets in self._waiting.items() if tickets}
-        return f"<Scheduler hand_offs={self._hand_offs} in_flight={self.bytes_in_flight} waiting={waiting}>"
+        return f"<Scheduler transfers={self._transfers} in_flight={self.bytes_in_flight} waiting={waiting}>"
 
     @property
-    def hand_offs(self) -> int:
-        """Return how many pieces of hand-offs are under way."""
-        return self._hand_offs
+    def transfers(self) -> int:
+        """Return how many pieces of transfers are under way."""
+        return self._transfers
 
     @property
     def bytes_in_flight(self) -> int:
         """Return the bytes of all chunks that have begun and not ended."""
         return sum(one.bytes_in_flight for one in self.counts.values())
 
-    def hand_off_began(self) -> None:
-        """Count a piece of a hand-off that is under way from now on."""
+    def transfer_began(self) -> None:
+        """Count a piece of a transfer that is under way from now on."""
         with self._changed:
-            self._hand_offs += 1  # who waits need not know: what it waits for brings it a word, and then it sees
+            self._transfers += 1  # who waits need not know: what it waits for brings it a word, and then it sees
 
-    def hand_off_ended(self) -> None:
+    def transfer_ended(self) -> None:
         """Count a piece as ended; with the last one, background work goes on."""
         with self._changed:
-            assert self._hand_offs, self
-            self._hand_offs -= 1
-            if not self._hand_offs:
+            assert self._transfers, self
+            self._transfers -= 1
+            if not self._transfers:
                 self._wake()
 
-    def try_begin(self, work_class: WorkClass, size_bytes: int) -> bool:
+    def try_begin(self, operation_class: OperationClass, size_bytes: int) -> bool:
         """Begin a chunk if it may start now, behind all that wait; it then needs ``end``."""
         with self._changed:
-            if self._closed or self._waiting[work_class]:
+            if self._closed or self._waiting[operation_class]:
                 return False
             now_s = self._clock()
-            return self._start(_Ticket(work_class, size_bytes, now_s), now_s)
+            return self._start(_Ticket(operation_class, size_bytes, now_s), now_s)
 
-    def begin(self, work_class: WorkClass, size_bytes: int, stopped: Callable[[], bool] = _never) -> bool:
+    def begin(self, operation_class: OperationClass, size_bytes: int, stopped: Callable[[], bool] = _never) -> bool:
         """Wait on this thread until a chunk may start; it then needs ``end``.
 
         False, without a chunk begun, once ``stopped`` says so or the scheduler is closed.
 
         Args:
-            work_class: whose turn to wait for.
+            operation_class: whose turn to wait for.
             size_bytes: what it counts as in flight.
             stopped: asked before waiting and after each ``wake``, with the scheduler locked: it may not call it.
         """
-        with self._changed, self._queued(work_class, size_bytes) as ticket:
+        with self._changed, self._queued(operation_class, size_bytes) as ticket:
             while not (self._closed or stopped()):
                 now_s = self._clock()
                 if self._start(ticket, now_s):
@@ -145,7 +145,7 @@ class Scheduler:
                 self._changed.wait(self._patience_left_s(ticket, now_s))
             return False
 
-    async def begin_async(self, work_class: WorkClass, size_bytes: int) -> bool:
+    async def begin_async(self, operation_class: OperationClass, size_bytes: int) -> bool:
         """Wait as ``begin`` does, on the running loop; False where the scheduler is closed. May be cancelled."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
@@ -155,7 +155,7 @@ class Scheduler:
 
         with contextlib.ExitStack() as queued:
             with self._changed:
-                ticket = queued.enter_context(self._queued(work_class, size_bytes, wake))
+                ticket = queued.enter_context(self._queued(operation_class, size_bytes, wake))
             while True:
                 with self._changed:
                     if self._closed:
@@ -169,11 +169,11 @@ class Scheduler:
                     async with asyncio.timeout(left_s):
                         await news.wait()
 
-    def end(self, work_class: WorkClass, size_bytes: int) -> None:
+    def end(self, operation_class: OperationClass, size_bytes: int) -> None:
         """End a chunk that has begun."""
         with self._changed:
-            self.counts[work_class].bytes_in_flight -= size_bytes
-            assert self.counts[work_class].bytes_in_flight >= 0, self
+            self.counts[operation_class].bytes_in_flight -= size_bytes
+            assert self.counts[operation_class].bytes_in_flight >= 0, self
             self._wake()
 
     def wake(self) -> None:
@@ -189,11 +189,11 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _queued(
-        self, work_class: WorkClass, size_bytes: int, waker: Callable[[], None] | None = None
+        self, operation_class: OperationClass, size_bytes: int, waker: Callable[[], None] | None = None
     ) -> Iterator[_Ticket]:
         """Stand in the queue of a class; entered with the lock held, left with or without it."""
-        ticket = _Ticket(work_class, size_bytes, self._clock())
-        self._waiting[work_class].append(ticket)
+        ticket = _Ticket(operation_class, size_bytes, self._clock())
+        self._waiting[operation_class].append(ticket)
         if waker is not None:
             self._wakers.add(waker)
         try:
@@ -202,17 +202,17 @@ class Scheduler:
             with self._changed:  # re-entrant
                 if waker is not None:
                     self._wakers.discard(waker)
-                if ticket in self._waiting[work_class]:  # else it has begun
-                    self._waiting[work_class].remove(ticket)
+                if ticket in self._waiting[operation_class]:  # else it has begun
+                    self._waiting[operation_class].remove(ticket)
                     self._wake()
 
     def _start(self, ticket: _Ticket, now_s: float) -> bool:
         """Begin a chunk if it may start now, and take it out of its queue. Needs the lock."""
-        tickets, counts = self._waiting[ticket.work_class], self.counts[ticket.work_class]
+        tickets, counts = self._waiting[ticket.operation_class], self.counts[ticket.operation_class]
         if not self._may_start(ticket, now_s):
             ticket.waited = True
             return False
-        if self._hand_offs:
+        if self._transfers:
             self._last_patient_s = now_s
             counts.patient += 1
         if tickets and tickets[0] is ticket:
@@ -225,16 +225,18 @@ class Scheduler:
         return True
 
     def _may_start(self, ticket: _Ticket, now_s: float) -> bool:
-        work_class, tickets = ticket.work_class, self._waiting[ticket.work_class]
-        if (tickets and tickets[0] is not ticket) or any(self._waiting[one] for one in WorkClass if one < work_class):
+        operation_class, tickets = ticket.operation_class, self._waiting[ticket.operation_class]
+        if (tickets and tickets[0] is not ticket) or any(
+            self._waiting[one] for one in OperationClass if one < operation_class
+        ):
             return False
-        if self._hand_offs:
+        if self._transfers:
             return not self.bytes_in_flight and self._patient_at_s(ticket) <= now_s
-        in_flight = self.counts[work_class].bytes_in_flight
-        return not in_flight or in_flight + ticket.size_bytes <= self._max_bytes[work_class]
+        in_flight = self.counts[operation_class].bytes_in_flight
+        return not in_flight or in_flight + ticket.size_bytes <= self._max_bytes[operation_class]
 
     def _patient_at_s(self, ticket: _Ticket) -> float:
-        """Return from when on a chunk may start in the midst of hand-offs."""
+        """Return from when on a chunk may start in the midst of transfers."""
         if not self._patience_s:
             return float("inf")
         return max(ticket.since_s, self._last_patient_s) + self._patience_s
@@ -245,7 +247,7 @@ class Scheduler:
         By the same clock reading as the look before: a chunk whose time came in between would wait for words for ever.
         """
         left_s = self._patient_at_s(ticket) - now_s
-        return left_s if self._hand_offs and 0 < left_s < float("inf") else None
+        return left_s if self._transfers and 0 < left_s < float("inf") else None
 
     def _wake(self) -> None:
         self._changed.notify_all()

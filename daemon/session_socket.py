@@ -1,7 +1,7 @@
 """The session socket: a Unix stream whose life is the session's life, and on which file descriptors travel.
 
 A session ends at its end-of-file or at the death of the process that opened it, whichever is seen first: a forked child
-keeps the socket open, but not the process. After the opening frame an engine may only send shares of what it lends.
+keeps the socket open, but not the process. After the opening frame an engine may only send shares of what it registers.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class _Connection:
         if not isinstance(region, HostRegion):
             raise AccessDeniedError(
                 f"pool {asked.pool!r} is on {region.device}, which daemons do not share: name its daemon by the tcp:// "
-                "address of its peers.listen, and configure landing",
+                "address of its peers.listen, and configure network",
                 field="source_daemons",
             )
         fd = region.read_only_fd()

@@ -32,7 +32,7 @@ class PendingEvent(NamedTuple):
 
 
 class Session:
-    """One engine's session. Its pages, rooms and events are its own; they go when it dies."""
+    """One engine's session. Its pages, transfers and events are its own; they go when it dies."""
 
     def __init__(self, session_id: int, name: str, peer: Peer, limits: Limits) -> None:
         self.session_id = session_id

@@ -3,7 +3,7 @@
 ========================  ==============================================================================================
 signal                    what it does
 ========================  ==============================================================================================
-SIGTERM, SIGINT, SIGQUIT  the end: running hand-offs get ``service.drain_timeout_s``; no core file
+SIGTERM, SIGINT, SIGQUIT  the end: running transfers get ``service.drain_timeout_s``; no core file
 SIGHUP, SIGUSR1, SIGUSR2  logged, and nothing else: there is no reload yet
 timers, real-time, …      the same: whatever else would end a process and means nothing here
 SIGSEGV, SIGABRT, …       what they always do: they tell of a fault

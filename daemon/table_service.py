@@ -89,7 +89,7 @@ class _Tables:
 
 
 class TableService:
-    """Owns every session's tables. Cards' tables are made and copied on a thread of their own."""
+    """Owns every session's tables. Devices' tables are made and copied on a thread of their own."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class TableService:
             )
 
     def close(self) -> None:
-        """Give all memory back, but for what a card that is lost may hold for ever."""
+        """Give all memory back, but for what a device that is lost may hold for ever."""
         self._executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
         for one in self._tables.values():
             one.close()
@@ -228,11 +228,16 @@ class TableService:
 
     def _after(self, call: Call, one: _Tables) -> Any | None:  # noqa: ANN401  torch.Event
         """Return the event that the tables' stream can wait for; None where the host has to, or nobody."""
-        point = expect(call, UpdateTables).after
-        events = self._rings.events(call.session.session_id) if point is not None else None
-        if point is None or events is None or events.device != one.visible.device or point.event >= events.slots:
+        device_event = expect(call, UpdateTables).after
+        events = self._rings.events(call.session.session_id) if device_event is not None else None
+        if (
+            device_event is None
+            or events is None
+            or events.device != one.visible.device
+            or device_event.event >= events.slots
+        ):
             return None
-        return events.event(point.event)
+        return events.event(device_event.event)
 
     def _apply(self, call: Call) -> Answer | None:
         body = expect(call, UpdateTables)
@@ -242,10 +247,10 @@ class TableService:
             change = one.tables.apply(update)
             one.visible.show(one.tables, change, None)
             return Answer(self._shown(one, update, change.replayed_rows))
-        self._apply_on_card(call, one, update, FIRST_PAUSE_S)
+        self._apply_on_device(call, one, update, FIRST_PAUSE_S)
         return None
 
-    def _apply_on_card(self, call: Call, one: _Tables, update: TableUpdate, pause_s: float) -> None:
+    def _apply_on_device(self, call: Call, one: _Tables, update: TableUpdate, pause_s: float) -> None:
         """Apply an update once the copies of the one before are done, which may wait for an engine that is slow."""
         if self._tables.get((one.session_id, one.name)) is not one or not call.session.is_pending(call.message_id):
             return
@@ -261,7 +266,7 @@ class TableService:
                 return
             if change is None:
                 later_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                self._loop.call_later(pause_s, self._apply_on_card, call, one, update, later_s)
+                self._loop.call_later(pause_s, self._apply_on_device, call, one, update, later_s)
                 return
             reply = self._shown(one, update, change.replayed_rows)
             self._dispatcher.answer(call.session, call.message_id, Answer(reply))
@@ -289,7 +294,7 @@ class TableService:
         return one
 
     def _give_back(self, one: _Tables) -> None:
-        """Close tables: on a card after the copies that the thread has before it."""
+        """Close tables: on a device after the copies that the thread has before it."""
         if isinstance(one.visible, HostTables):
             one.close()
             return
@@ -365,15 +370,15 @@ def _tables_for(pool: Pool, body: CreateTables) -> GraphTables:
 
 
 def _update_of(body: UpdateTables, call: Call) -> TableUpdate:
-    cells, rows, bound = body.cells, body.rows, body.bound
-    counts = (body.batch, cells, cells, cells, rows, rows, body.pages, body.released, bound, bound)
+    entries, rows, bound = body.entries, body.rows, body.bound
+    counts = (body.batch, entries, entries, entries, rows, rows, body.pages, body.released, bound, bound)
     arrays = np.split(call.ids[0], np.cumsum(counts)[:-1])
     return TableUpdate(
         lengths=arrays[0],
         extra_tokens=body.extra_tokens,
-        cell_rows=arrays[1],
-        cell_columns=arrays[2],
-        cell_pages=arrays[3],
+        entry_rows=arrays[1],
+        entry_columns=arrays[2],
+        entry_pages=arrays[3],
         rows=arrays[4],
         row_pages=arrays[5],
         pages=arrays[6],

@@ -1,9 +1,9 @@
-"""Graph tables where captured graphs read them: host memory, written at once, or a card's, by copies on a stream.
+"""Graph tables where captured graphs read them: host memory, written at once, or a device's, by copies on a stream.
 
-A card's tables follow a pinned copy of the whole region. An update's copies wait on the stream for the replay that
+A device's tables follow a pinned copy of the whole region. An update's copies wait on the stream for the replay that
 still reads the tables, and an event after them lets the next replay wait: neither this process nor the engine waits on
-the host. As a replay may take long, or hang, a card's tables have a stream of their own, and whoever wants to change or
-close them asks first whether they are idle. All their methods belong on one thread that may wait.
+the host. As a replay may take long, or hang, a device's tables have a stream of their own, and whoever wants to change
+or close them asks first whether they are idle. All their methods belong on one thread that may wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.pools.devices.vendor import on_stream
 from kvferry.protocol.shares import SharedEvents
 
 FEW_COPIES: Final = 4
-"""More stretches than this go as one copy from the first to the last: what lies between costs less than a copy each."""
+"""More extents than this go as one copy from the first to the last: what lies between costs less than a copy each."""
 
 
 class VisibleTables(Protocol):
@@ -32,7 +32,7 @@ class VisibleTables(Protocol):
         """Copy what has changed; ``after``: an event of the engine to wait for on the stream.
 
         Raises:
-            DeviceLostError: the card failed.
+            DeviceLostError: the device failed.
         """
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class HostTables:
 
 
 class DeviceTables:
-    """Tables on a card."""
+    """Tables on a device."""
 
     def __init__(self, accelerator: Accelerator, region: AcceleratorRegion, tables: GraphTables) -> None:
         """Own ``region``, which is zeroed."""
@@ -70,7 +70,7 @@ class DeviceTables:
             backend = accelerator.torch
             self._pinned = accelerator.pinned(self._layout.size_bytes, backend.uint8)
             self._event, self._handle = accelerator.vendor.shared_event()
-            self._stream = accelerator.lend_stream(self)
+            self._stream = accelerator.waiting_stream(self)
         self._after: Any | None = None
         self._views = views(tables.shape, self._pinned.numpy())
 
@@ -83,7 +83,7 @@ class DeviceTables:
         """Return whether the copies of the last update are done: till then its memory and its event are in use.
 
         Raises:
-            DeviceLostError: the card failed.
+            DeviceLostError: the device failed.
         """
         with self._accelerator.calling():
             return bool(self._event.query())
@@ -96,17 +96,17 @@ class DeviceTables:
         starts, ends = spans.starts, spans.ends
         if len(starts) > FEW_COPIES:
             starts, ends = starts[:1], ends[-1:]
-        on_card = self.region.tensor
+        on_device = self.region.tensor
         with accelerator.calling():
             tables.write(change, self._views)
             with on_stream(accelerator.torch, stream):
                 if after is not None:
                     stream.wait_event(after)
                 for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-                    on_card[start:end].copy_(self._pinned[start:end], non_blocking=True)
+                    on_device[start:end].copy_(self._pinned[start:end], non_blocking=True)
             accelerator.vendor.record(self._event, stream)  # before the engine is told
 
     def close(self) -> None:
         """See ``VisibleTables.close``; while they are idle."""
         self.region.close()
-        self._accelerator.take_stream_back(self)
+        self._accelerator.release_stream(self)

@@ -1,7 +1,7 @@
 """A small engine with the asynchronous client: a task for each request; it can be either side of ``scheduler.py``.
 
 ``python examples/async_engine.py decode REQUEST_ID …``. What waits is awaited: ``connect``, ``allocate``,
-``wait_finished``. What returns at once is not: ``send`` and ``receive``, which give a hand-off to wait for.
+``wait_finished``. What returns at once is not: ``send`` and ``receive``, which give a transfer to wait for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPEC = MhaSpec(layers=2, tokens=256, page_size=16, kv_heads=2, head_dim=8, dtype
 PROMPT_TOKENS = 40
 PAGES = -(-PROMPT_TOKENS // SPEC.page_size)
 DEADLINE_S = 120.0
-"""Of a hand-off: the other engine may be started later."""
+"""Of a transfer: the other engine may be started later."""
 
 RETRY_S = 0.01
 
@@ -51,7 +51,7 @@ async def prefill(client: AsyncClient, pool: AttachedPool, request_id: str) -> N
         await client.wait_finished(sent, DEADLINE_S)
         print(f"{request_id} sent")
     finally:
-        await client.free(pool.name, ids)  # those in flight follow when the hand-off settles
+        await client.free(pool.name, ids)  # those in flight follow when the transfer settles
 
 
 async def decode(client: AsyncClient, pool: AttachedPool, request_id: str) -> None:
@@ -59,22 +59,22 @@ async def decode(client: AsyncClient, pool: AttachedPool, request_id: str) -> No
     ids = await allocated(client, pool.name)
     try:
         listed = [pages(ids, tokens=PROMPT_TOKENS)]
-        room = client.receive(pool.name, request_id, listed, deadline_s=DEADLINE_S)
-        finished = await client.wait_finished(room, DEADLINE_S)
+        transfer = client.receive(pool.name, request_id, listed, deadline_s=DEADLINE_S)
+        finished = await client.wait_finished(transfer, DEADLINE_S)
         k = pool.tensor("main", "k")[:, ids]
         same = torch.equal(k, expected_pages(request_id).expand_as(k))
         print(f"{request_id} received token={finished.first_token} identical={same}")
-        await client.wait_settled(room)  # now the pages may be written
+        await client.wait_settled(transfer)  # now the pages may be written
     finally:
         await client.free(pool.name, ids)
 
 
 async def run(runtime_dir: str | None, role: str, request_ids: list[str]) -> int:
     """Run all requests at once; return the exit status."""
-    work = prefill if role == "prefill" else decode
+    operation = prefill if role == "prefill" else decode
     async with AsyncClient.connect(runtime_dir, name=f"example-{role}") as client:
         pool = await client.create_pool(role, SPEC)
-        ended = await asyncio.gather(*(work(client, pool, one) for one in request_ids), return_exceptions=True)
+        ended = await asyncio.gather(*(operation(client, pool, one) for one in request_ids), return_exceptions=True)
     failed = [one for one in ended if isinstance(one, BaseException)]
     for error in failed:
         print(f"{type(error).__name__}: {error}")

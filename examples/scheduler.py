@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.clients import AttachedPool, Client, HandOff, KvferryError, MhaSpec, pages
+from kvferry.clients import AttachedPool, Client, KvferryError, MhaSpec, Transfer, pages
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import PoolFullError
 
@@ -23,7 +23,7 @@ SPEC = MhaSpec(layers=2, tokens=256, page_size=16, kv_heads=2, head_dim=8, dtype
 PROMPT_TOKENS = 40
 PAGES = -(-PROMPT_TOKENS // SPEC.page_size)
 DEADLINE_S = 120.0
-"""Of a hand-off: the other engine may be started later."""
+"""Of a transfer: the other engine may be started later."""
 STEP_S = 0.001
 """How long an idle step waits for news. An engine that has something to compute polls for 0."""
 
@@ -34,7 +34,7 @@ class Request:
 
     request_id: str
     ids: PageIds
-    hand_off: HandOff
+    transfer: Transfer
 
 
 def compute_prompt(pool: AttachedPool, request_id: str, ids: PageIds) -> int:
@@ -59,15 +59,15 @@ class Scheduler:
         self.role = role
         self.pool = client.create_pool(role, SPEC)
         self.waiting = list(request_ids)
-        self.running: dict[HandOff, Request] = {}
+        self.running: dict[Transfer, Request] = {}
         self.failed = 0
 
     def run(self) -> None:
         """Go on until every request is over."""
         while self.waiting or self.running:
             self.start_requests()
-            for changed in self.client.poll(STEP_S):  # a hand-off comes here each time that it has changed
-                if isinstance(changed, HandOff) and changed in self.running:
+            for changed in self.client.poll(STEP_S):  # a transfer comes here each time that it has changed
+                if isinstance(changed, Transfer) and changed in self.running:
                     self.look_at(self.running[changed])
 
     def start_requests(self) -> None:
@@ -81,24 +81,24 @@ class Scheduler:
             listed = [pages(ids, tokens=PROMPT_TOKENS)]
             if self.role == "prefill":
                 token = compute_prompt(self.pool, request_id, ids)
-                hand_off = self.client.send("prefill", request_id, listed, first_token=token, deadline_s=DEADLINE_S)
+                transfer = self.client.send("prefill", request_id, listed, first_token=token, deadline_s=DEADLINE_S)
             else:
-                hand_off = self.client.receive("decode", request_id, listed, deadline_s=DEADLINE_S)
-            self.running[hand_off] = Request(request_id, ids, hand_off)
+                transfer = self.client.receive("decode", request_id, listed, deadline_s=DEADLINE_S)
+            self.running[transfer] = Request(request_id, ids, transfer)
 
     def look_at(self, request: Request) -> None:
         """End a request whose pages are nobody else's any more: settled, well or not."""
-        if not request.hand_off.is_settled:
+        if not request.transfer.is_settled:
             return
-        if request.hand_off.error is not None:
+        if request.transfer.error is not None:
             self.failed += 1
-            print(f"{request.request_id} failed: {request.hand_off.error}")
+            print(f"{request.request_id} failed: {request.transfer.error}")
         elif self.role == "decode":
             self.decode(request)
         else:
             print(f"{request.request_id} sent")
         self.client.free(self.role, request.ids)
-        del self.running[request.hand_off]
+        del self.running[request.transfer]
 
     def decode(self, request: Request) -> None:
         """Use what has arrived: here by looking whether it is what prefill had."""
@@ -107,7 +107,7 @@ class Scheduler:
             for role in ("k", "v")
             for layer in self.pool.tensor("main", role)
         )
-        print(f"{request.request_id} received token={request.hand_off.outcome().first_token} identical={same}")
+        print(f"{request.request_id} received token={request.transfer.outcome().first_token} identical={same}")
 
 
 def main() -> int:

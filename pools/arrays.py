@@ -1,7 +1,8 @@
 """The arrays of a pool as engines have them: all layers of a role one after another, or one of them.
 
 What each must be follows from the manifest's entries alone, here and nowhere else: for the tensors that a pool gives to
-engines, and for those that engines lend to the daemon, which both sides of the wire compare with it. Knows no torch.
+engines, and for those that engines register to the daemon, which both sides of the wire compare with it. Knows no
+torch.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def array_of(manifest: Manifest, component: str, role: str, layer: int | None = 
 
 
 def arrays_of(manifest: Manifest, keys: Sequence[tuple[str, str, int | None]]) -> list[Array]:
-    """Return what each array of a lent pool must be; together they hold every entry once.
+    """Return what each array of a registered pool must be; together they hold every entry once.
 
     Args:
         manifest: the pool's.

@@ -1,8 +1,9 @@
-"""Coverage: which cells (entry, head interval, logical page) of a room are required, promised by a SEND, and there.
+"""Coverage: which cells (entry, head interval, logical page) of a transfer are required, planned by a SEND, and there.
 
-Each cell is counted exactly once: a second promise is an overlap, unless its sender is one of several that hold the
-same content; then the first to come sends it, whatever its rank, and the others send the rest, if there is any. Heads
-are told apart from the first promise on that is of a part of an entry's heads: before that an entry's page is one cell.
+Each cell is counted exactly once: a second planned copy is an overlap, unless its sender is one of several that hold
+the same content; then the first to come sends it, whatever its rank, and the others send the rest, if there is any.
+Heads are told apart from the first planned copy on that is of a part of an entry's heads: before that an entry's page
+is one cell.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _Grid: TypeAlias = npt.NDArray[np.bool_]
 
 
 class Cells(NamedTuple):
-    """Every combination of some entries (``(rows,)`` indices) and a range of a room's pages, counted from its first.
+    """Every combination of some entries (``(rows,)`` indices) and a range of a transfer's pages, from its first on.
 
     ``heads`` has what part of each entry it is, by the entry's own numbers; None for all heads, of one row or of all.
     """
@@ -43,7 +44,7 @@ class Cells(NamedTuple):
         return self._replace(entries=self.entries[rows], heads=heads)
 
 
-class Stretch(NamedTuple):
+class Extent(NamedTuple):
     """Some rows of ``Cells``, and a range of pages on which none of them has a sender."""
 
     rows: Rows
@@ -61,7 +62,7 @@ def cells_of(pairs: Sequence[Pair], start: int, stop: int) -> Cells:
 
 
 class Coverage:
-    """The cells of one component of one room.
+    """The cells of one component of one transfer.
 
     The head axis of its grids has length 1 until heads are told apart, and then that of the entry with the most; an
     entry's last head has the rest of the axis to itself.
@@ -72,27 +73,27 @@ class Coverage:
 
         Args:
             entries: the destination's entries of this component, in their order.
-            pages: how many logical pages the room has.
+            pages: how many logical pages the transfer has.
             optional_components: components that no source has to cover.
         """
         self._entries = entries
         self._required = np.array([entry.component not in optional_components for entry in entries], np.bool_)
-        self._promised, self._arrived, self._excused = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
+        self._planned, self._arrived, self._excused = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
 
-    def free_stretches(self, cells: Cells, replicated: Rows) -> tuple[Stretch, ...]:
-        """Return what has no sender yet: no row twice. A source's own chunks never meet: the room book sees to that.
+    def free_extents(self, cells: Cells, replicated: Rows) -> tuple[Extent, ...]:
+        """Return what has no sender yet: no row twice. A source's own chunks never overlap: admission sees to that.
 
         Args:
             cells: what a source could send.
             replicated: the rows whose content other sources hold as well; some of their pages may be taken, but not
-                some of the heads of a page, and what is left is in one stretch.
+                some of the heads of a page, and what is left is in one extent.
 
         Raises:
             PageOverlapError: names the first cell that has a sender already, and may not have one.
         """
         bounds = np.tile([cells.start, cells.stop], (len(cells.entries), 1))
         for rows, heads in self._parts(cells):
-            taken = self._promised[cells.entries[rows], heads, cells.start : cells.stop]
+            taken = self._planned[cells.entries[rows], heads, cells.start : cells.stop]
             if not taken.any():
                 continue
             pages: npt.NDArray[np.bool_] = np.any(taken, axis=1)
@@ -106,19 +107,17 @@ class Coverage:
             bounds[rows] = cells.start + np.stack([first, first + left], axis=1)
         found = np.unique(bounds, axis=0) if (bounds != bounds[:1]).any() else bounds[:1]
         return tuple(
-            Stretch((bounds == (start, stop)).all(axis=1), start, stop)
-            for start, stop in found.tolist()
-            if start < stop
+            Extent((bounds == (start, stop)).all(axis=1), start, stop) for start, stop in found.tolist() if start < stop
         )
 
-    def promise(self, cells: Cells) -> None:
-        """Count the cells as promised; ``free_stretches`` has found all of them free."""
+    def plan(self, cells: Cells) -> None:
+        """Count the cells as planned; ``free_extents`` has found all of them free."""
         self._tell_heads_apart(cells)
-        self._set(self._promised, cells, value=True)
+        self._set(self._planned, cells, value=True)
 
     def withdraw(self, cells: Cells) -> None:
-        """Undo ``promise``."""
-        self._set(self._promised, cells, value=False)
+        """Undo ``plan``."""
+        self._set(self._planned, cells, value=False)
 
     def arrive(self, cells: Cells) -> None:
         """Count the cells as there."""
@@ -129,7 +128,7 @@ class Coverage:
         self._tell_heads_apart(cells)
         self._set(self._excused, cells, value=True)
 
-    def check_promised(self, excused: Iterable[Cells] = ()) -> None:
+    def check_planned(self, excused: Iterable[Cells] = ()) -> None:
         """Check that every required cell has a sender, but for those that are excused or would be.
 
         Raises:
@@ -139,7 +138,7 @@ class Coverage:
         extra = tuple(excused)
         for cells in extra:
             self._tell_heads_apart(cells)
-        settled = self._promised | self._excused
+        settled = self._planned | self._excused
         for cells in extra:
             self._set(settled, cells, value=True)
         bare = np.flatnonzero(self._required & ~settled.any(axis=(1, 2)))
@@ -153,15 +152,15 @@ class Coverage:
             entry, head, page = (int(one) for one in np.argwhere(missing)[0])
             heads = self._head_range(entry, head, missing[entry, head:, page])
             raise IncompleteError(
-                f"{self._entries[entry].name}: room page {page}{heads} has no sender ({count} cells missing)",
+                f"{self._entries[entry].name}: transfer page {page}{heads} has no sender ({count} cells missing)",
                 field="lists",
             )
 
     @property
     def complete(self) -> bool:
-        """Return whether every required and every promised cell is there."""
+        """Return whether every required and every planned cell is there."""
         required = self._required[:, None, None] & ~self._excused
-        return not ((self._promised | required) & ~self._arrived).any()
+        return not ((self._planned | required) & ~self._arrived).any()
 
     @property
     def arrived_pages(self) -> int:
@@ -183,7 +182,7 @@ class Coverage:
 
     def _on_axis(self, start: int, stop: int) -> slice:
         """Return a part of the head axis; a stop of -1 is its end."""
-        if self._promised.shape[1] == 1:
+        if self._planned.shape[1] == 1:
             return slice(None)
         return slice(start, None if stop < 0 else stop)
 
@@ -193,13 +192,13 @@ class Coverage:
 
     def _tell_heads_apart(self, cells: Cells) -> None:
         """Give the arrays their head axis, if any of the cells is of a part of its entry's heads."""
-        if cells.heads is None or self._promised.shape[1] > 1:
+        if cells.heads is None or self._planned.shape[1] > 1:
             return
         held = [self._heads_of(entry) for entry in cells.entries.tolist()]
         if any(heads and heads.count < most for heads, most in zip(cells.heads, held, strict=True)):
             most = max(self._heads_of(entry) for entry in range(len(self._entries)))
-            self._promised, self._arrived, self._excused = (
-                np.repeat(grid, most, axis=1) for grid in (self._promised, self._arrived, self._excused)
+            self._planned, self._arrived, self._excused = (
+                np.repeat(grid, most, axis=1) for grid in (self._planned, self._arrived, self._excused)
             )
 
     def _heads_of(self, entry: int) -> int:
@@ -207,7 +206,7 @@ class Coverage:
 
     def _counted(self) -> npt.NDArray[np.bool_]:
         """Return which places on the head axis are heads of their own: ``(entries, heads)`` bool."""
-        axis = self._promised.shape[1]
+        axis = self._planned.shape[1]
         if axis == 1:
             return np.ones((len(self._entries), 1), np.bool_)
         held = [self._heads_of(entry) for entry in range(len(self._entries))]
@@ -219,14 +218,15 @@ class Coverage:
         head, page = (int(one) for one in np.argwhere(taken)[0])
         heads = self._head_range(entry, start + head, taken[head:, page])
         return PageOverlapError(
-            f"{self._entries[entry].name}: room page {cells.start + page}{heads} has a sender already", field="lists"
+            f"{self._entries[entry].name}: transfer page {cells.start + page}{heads} has a sender already",
+            field="lists",
         )
 
     def _head_range(self, entry: int, first: int, wrong: Rows) -> str:
         """Say which heads are wrong, by the model's numbers: from ``first`` on as long as ``wrong`` is true."""
         one = self._entries[entry]
         held = self._heads_of(entry)
-        if self._promised.shape[1] == 1 or held == 1:
+        if self._planned.shape[1] == 1 or held == 1:
             return ""
         stop = first + (len(wrong) if wrong.all() else int(np.argmin(wrong)))
         start = one.head_start or 0

@@ -17,14 +17,14 @@ import numpy.typing as npt
 from kvferry.pools.copies import CopyBlocks, copy_by_size
 from kvferry.pools.plan import Blocks, PlanSide, Sizes
 from kvferry.pools.runs import PageIds, Runs, coalesce
-from kvferry.protocol.errors import SlotTooSmallError
+from kvferry.protocol.errors import BounceBufferTooSmallError
 
 MAX_WORD_BYTES: Final = 8
 MANY_RUNS: Final = 8
 """With so many runs, one call of numpy's an entry costs less than a memmove a run, each of which takes the GIL anew."""
 
 
-class Parcel(NamedTuple):
+class CopyChunk(NamedTuple):
     """Segments ``[first, stop)``, which have so many bytes."""
 
     first: int
@@ -59,33 +59,33 @@ def total_segments(side: PlanSide) -> int:
     return len(side.base) * len(side.ids)
 
 
-def cut_parcels(side: PlanSide, max_bytes: int) -> list[Parcel]:
-    """Cut all segments, in order, into parcels of at most ``max_bytes``: as few as can be.
+def cut_copy_chunks(side: PlanSide, max_bytes: int) -> list[CopyChunk]:
+    """Cut all segments, in order, into copy chunks of at most ``max_bytes``: as few as can be.
 
     Raises:
-        SlotTooSmallError: an entry's segment alone is larger.
+        BounceBufferTooSmallError: an entry's segment alone is larger.
     """
     sizes, pages = side.segment_bytes.tolist(), len(side.ids)
     largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
     if largest is not None and sizes[largest] > max_bytes:
-        raise SlotTooSmallError(
+        raise BounceBufferTooSmallError(
             f"entry {largest} sends {sizes[largest]} bytes a page, of page_bytes {side.page_bytes[largest]}; one slot "
             f"has {max_bytes}",
             field="page_bytes",
         )
-    parcels: list[Parcel] = []
+    copy_chunks: list[CopyChunk] = []
     first, used = 0, 0
     for entry, size in enumerate(sizes):
         segment, stop = entry * pages, (entry + 1) * pages
         while segment < stop:
             taken = min(stop - segment, (max_bytes - used) // size)
             if taken == 0:
-                parcels.append(Parcel(first, segment, used))
+                copy_chunks.append(CopyChunk(first, segment, used))
                 first, used = segment, 0
             segment, used = segment + taken, used + taken * size
     if used:
-        parcels.append(Parcel(first, len(sizes) * pages, used))
-    return parcels
+        copy_chunks.append(CopyChunk(first, len(sizes) * pages, used))
+    return copy_chunks
 
 
 def gather(
@@ -98,7 +98,7 @@ def gather(
         memory_address: what its bases count from; 0 where they are addresses.
         first: a segment's number.
         stop: the one after the last.
-        out_address: where to; ``cut_parcels`` says how much.
+        out_address: where to; ``cut_copy_chunks`` says how much.
         copy: for whole pages in few runs.
 
     Raises:

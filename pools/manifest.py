@@ -32,7 +32,7 @@ def lay_out(
     Args:
         entries: at least one.
         components: what each component is; by default all are paged, on the pages of the first.
-        optional_components: those that no source of a hand-off has to cover.
+        optional_components: those that no source of a transfer has to cover.
 
     Raises:
         InvalidFieldError: more bytes than a region can have, or components are optional that are unknown, or all.
@@ -96,7 +96,7 @@ def check_optional(components: set[str], optional: Collection[str], field: str) 
     if unknown:
         raise InvalidFieldError(f"the pool has no component {unknown[0]!r}", field=field)
     if components and components <= set(optional):
-        raise InvalidFieldError("a hand-off must bring something: not all can be optional", field=field)
+        raise InvalidFieldError("a transfer must bring something: not all can be optional", field=field)
 
 
 def key_of(entry: Entry) -> tuple[str, str, int]:

@@ -77,7 +77,7 @@ class PlanSide(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The copies of one SEND into one room; entries in the destination's order."""
+    """The copies of one SEND into one transfer; entries in the destination's order."""
 
     source: PlanSide
     destination: PlanSide

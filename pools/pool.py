@@ -20,9 +20,9 @@ class Pool:
         manifest: its entries; bases are offsets in ``region``.
         region: its memory, closed by ``close``.
         allocators: the pages of each page space.
-        lent_by: the session whose engine owns the memory, and with it every page; None: the daemon owns it.
+        registered_by: the session whose engine owns the memory, and with it every page; None: the daemon owns it.
         model: whose KV its pages hold; None: nobody said so.
-        lands_as: the snapshot that its pages become: where a hand-off lands in the host tier.
+        lands_as: the snapshot that its pages become: where a transfer lands in the host tier.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Pool:
         manifest: Manifest,
         region: Region,
         *,
-        lent_by: int | None = None,
+        registered_by: int | None = None,
         model: ModelIdentity | None = None,
     ) -> None:
         self.tenant = tenant
@@ -40,13 +40,13 @@ class Pool:
         self.manifest = manifest
         self.region = region
         self.allocators = {space: PageAllocator(pages) for space, pages in spaces_of(manifest).items()}
-        self.lent_by = lent_by
+        self.registered_by = registered_by
         self.model = model
         self.lands_as = ""
         self._block_layouts: dict[str, BlockLayout] = {}
-        if lent_by is not None:
+        if registered_by is not None:
             for allocator in self.allocators.values():
-                allocator.allocate(lent_by, allocator.capacity)
+                allocator.allocate(registered_by, allocator.capacity)
 
     def __repr__(self) -> str:
         """Show the name and the live page counts."""
@@ -60,7 +60,7 @@ class Pool:
     @property
     def idle(self) -> bool:
         """Return whether nobody uses a page: all are free, or none is in flight where an engine owns them all."""
-        if self.lent_by is not None:
+        if self.registered_by is not None:
             return not any(one.busy_count for one in self.allocators.values())
         return all(one.idle for one in self.allocators.values())
 

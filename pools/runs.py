@@ -1,4 +1,4 @@
-"""Runs: maximal stretches of pages that are contiguous at the source and at the destination."""
+"""Runs: maximal extents of pages that are contiguous at the source and at the destination."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageCount
-from kvferry.protocol.event_points import EventPoint
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.ids import MAIN, ComponentName, PoolName
 
 HASH_BYTES = 16
@@ -61,18 +61,18 @@ class Found(Body, frozen=True, kw_only=True, tag="FOUND"):
 class Load(Body, frozen=True, kw_only=True, tag="LOAD"):
     """Copy blocks of a lease into pages of this session, from block ``first_block`` on, ``block_pages`` pages each.
 
-    Answered by WORK_STARTED; TIER_DONE follows. A block that is gone or damaged by then is CACHE_MISS, which says how
-    many blocks before it are in their pages.
+    Answered by OPERATION_STARTED; TIER_DONE follows. A block that is gone or damaged by then is CACHE_MISS, which says
+    how many blocks before it are in their pages.
     """
 
     lease: LeaseNumber
     pool: PoolName
     pages: PageCount
     first_block: Position = 0
-    after: EventPoint | None = None
+    after: DeviceEvent | None = None
     """Wait for this before the pages are written."""
     unpin: bool = False
-    """End the lease with this work, however it ends: done, failed or cancelled."""
+    """End the lease with this operation, however it ends: done, failed or cancelled."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the one list's length."""
@@ -82,8 +82,8 @@ class Load(Body, frozen=True, kw_only=True, tag="LOAD"):
 class Store(Body, frozen=True, kw_only=True, tag="STORE"):
     """Put blocks of this session's pages into the cache: those that are not there already.
 
-    Answered by WORK_STARTED; TIER_DONE follows. The pages may not be written before it. A block can be found once it is
-    there as a whole.
+    Answered by OPERATION_STARTED; TIER_DONE follows. The pages may not be written before it. A block can be found once
+    it is there as a whole.
     """
 
     pool: PoolName
@@ -93,7 +93,7 @@ class Store(Body, frozen=True, kw_only=True, tag="STORE"):
     """The hash of the block before the first one; none: the first block begins the prompt."""
     space: ComponentName = MAIN
     block_pages: BlockPages = 1
-    after: EventPoint | None = None
+    after: DeviceEvent | None = None
     """Wait for this before the pages are read."""
 
     def page_counts(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The client's half of the protocol, sans I/O: numbers requests, matches replies, follows hand-offs.
+"""The client's half of the protocol, sans I/O: numbers requests, matches replies, follows transfers.
 
 A shell gives it the frames that arrived and sends the frames it returns; the sync and the async client are such
 shells. It never blocks, knows no clock and no socket.
@@ -12,27 +12,27 @@ from typing import Literal, NamedTuple
 
 from kvferry.protocol.base import Body
 from kvferry.protocol.cache_messages import Load, Store
-from kvferry.protocol.client_works import TierWork
+from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.codec import Frames, IncomingReply, PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Event, Request
 from kvferry.protocol.errors import KvferryError, MisuseError, OverloadedError, raised
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.requests import Busy, ErrorReply, RequestBody
-from kvferry.protocol.room_messages import Accepted, Receive, Send
-from kvferry.protocol.tier_messages import Offload, Offloading, Restore, TierDone, WorkKind, WorkStarted
+from kvferry.protocol.tier_messages import Offload, Offloading, OperationKind, OperationStarted, Restore, TierDone
+from kvferry.protocol.transfer_messages import Accepted, Receive, Send
 
 
-class HandOffKey(NamedTuple):
-    """What names one side of a hand-off within a session."""
+class TransferKey(NamedTuple):
+    """What names one side of a transfer within a session."""
 
-    side: Literal["send", "receive"]
+    direction: Literal["send", "receive"]
     request_id: str
     pool: str
 
 
-class HandOff:
-    """One side of a hand-off, as far as the client knows.
+class Transfer:
+    """One side of a transfer, as far as the client knows.
 
     Attributes:
         key: what names it.
@@ -43,7 +43,7 @@ class HandOff:
         conversation: what its client, and no other, has as its own ``token``.
     """
 
-    def __init__(self, key: HandOffKey, conversation: object = None) -> None:
+    def __init__(self, key: TransferKey, conversation: object = None) -> None:
         self.key = key
         self.conversation = conversation
         self.accepted: Accepted | None = None
@@ -53,7 +53,7 @@ class HandOff:
 
     def __repr__(self) -> str:
         """Show how far it is."""
-        return f"<HandOff {self.key.side} {self.key.request_id} {self.state}>"
+        return f"<Transfer {self.key.direction} {self.key.request_id} {self.state}>"
 
     @property
     def state(self) -> Literal["sent", "open", "refused", "finished", "settled"]:
@@ -113,19 +113,19 @@ class ReplyArrived(NamedTuple):
     error: KvferryError | None
 
 
-class HandOffChanged(NamedTuple):
-    """A hand-off was accepted, refused, finished or settled."""
+class TransferChanged(NamedTuple):
+    """A transfer was accepted, refused, finished or settled."""
 
-    hand_off: HandOff
-
-
-class WorkChanged(NamedTuple):
-    """A work of the tiers was accepted, refused, or is done."""
-
-    work: TierWork
+    transfer: Transfer
 
 
-_KINDS: dict[type[Body], WorkKind] = {Offload: "offload", Restore: "restore", Store: "store", Load: "load"}
+class OperationChanged(NamedTuple):
+    """An operation of the tiers was accepted, refused, or is done."""
+
+    operation: TierOperation
+
+
+_KINDS: dict[type[Body], OperationKind] = {Offload: "offload", Restore: "restore", Store: "store", Load: "load"}
 
 
 class ClientCore:
@@ -133,7 +133,7 @@ class ClientCore:
 
     Attributes:
         boot_id: which incarnation; empty until it has said so.
-        token: what its hand-offs and works have as their ``conversation``.
+        token: what its transfers and operations have as their ``conversation``.
     """
 
     def __init__(self, boot_id: BootId = NO_BOOT, secret: bytes = b"") -> None:
@@ -141,14 +141,14 @@ class ClientCore:
         self.token: object = object()
         self._secret = secret
         self._ids = itertools.count(1)
-        self._pending: dict[int, HandOff | TierWork | None] = {}
-        self._works: dict[int, TierWork] = {}
-        self._hand_offs: dict[HandOffKey, HandOff] = {}
+        self._pending: dict[int, Transfer | TierOperation | None] = {}
+        self._operations: dict[int, TierOperation] = {}
+        self._transfers: dict[TransferKey, Transfer] = {}
         self._seen_cursor = 0
 
     def __repr__(self) -> str:
         """Show the live counts."""
-        return f"<ClientCore pending={len(self._pending)} hand_offs={len(self._hand_offs)}>"
+        return f"<ClientCore pending={len(self._pending)} transfers={len(self._transfers)}>"
 
     @property
     def pending(self) -> int:
@@ -168,35 +168,35 @@ class ClientCore:
         envelope = Request(message_id, self.boot_id, self._secret, deadline_ms, self._seen_cursor, body)
         return Outgoing(message_id, encode(envelope, ids))
 
-    def hand_off(
+    def transfer(
         self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0
-    ) -> tuple[HandOff, Outgoing]:
-        """Return the hand-off that a SEND or RECEIVE begins or continues, and the frames of the request."""
-        key = HandOffKey("send" if isinstance(body, Send) else "receive", body.request_id, body.pool)
-        hand_off = self._hand_offs.get(key)
-        if hand_off is None:
-            hand_off = self._hand_offs[key] = HandOff(key, self.token)
-        elif hand_off.finished is not None:
-            hand_off = HandOff(key, self.token)  # takes the place of the one before once it is accepted
-        hand_off.refused = None
+    ) -> tuple[Transfer, Outgoing]:
+        """Return the transfer that a SEND or RECEIVE begins or continues, and the frames of the request."""
+        key = TransferKey("send" if isinstance(body, Send) else "receive", body.request_id, body.pool)
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            transfer = self._transfers[key] = Transfer(key, self.token)
+        elif transfer.finished is not None:
+            transfer = Transfer(key, self.token)  # takes the place of the one before once it is accepted
+        transfer.refused = None
         outgoing = self.request(body, ids, deadline_ms=deadline_ms)
-        self._pending[outgoing.message_id] = hand_off
-        return hand_off, outgoing
+        self._pending[outgoing.message_id] = transfer
+        return transfer, outgoing
 
-    def work(
+    def operation(
         self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], *, deadline_ms: int = 0
-    ) -> tuple[TierWork, Outgoing]:
+    ) -> tuple[TierOperation, Outgoing]:
         """Return a new work of the tiers, and the frames of its request."""
-        work = TierWork(_KINDS[type(body)], body.snapshot if isinstance(body, Restore) else "", self.token)
+        operation = TierOperation(_KINDS[type(body)], body.snapshot if isinstance(body, Restore) else "", self.token)
         outgoing = self.request(body, ids, deadline_ms=deadline_ms)
-        self._pending[outgoing.message_id] = work
-        return work, outgoing
+        self._pending[outgoing.message_id] = operation
+        return operation, outgoing
 
     def forget(self, message_id: int) -> None:
         """Give up waiting for a reply; one that still comes is ignored."""
         self._pending.pop(message_id, None)
 
-    def feed(self, frames: Sequence[bytes]) -> ReplyArrived | HandOffChanged | WorkChanged | None:
+    def feed(self, frames: Sequence[bytes]) -> ReplyArrived | TransferChanged | OperationChanged | None:
         """Take a message from the daemon; return what it means, or None where it means nothing to us any more.
 
         Raises:
@@ -213,51 +213,51 @@ class ClientCore:
         reply = _read_reply(incoming)
         if waiting is None:
             return reply
-        if isinstance(waiting, TierWork):
-            return self._work_answered(waiting, reply)
-        return self._hand_off_answered(waiting, reply)
+        if isinstance(waiting, TierOperation):
+            return self._operation_answered(waiting, reply)
+        return self._transfer_answered(waiting, reply)
 
-    def _work_answered(self, work: TierWork, reply: ReplyArrived) -> WorkChanged:
+    def _operation_answered(self, operation: TierOperation, reply: ReplyArrived) -> OperationChanged:
         if reply.error is not None:
-            work.refused = reply.error
-        elif isinstance(reply.body, Offloading | WorkStarted):
-            work.number = reply.body.work
-            self._works[work.number] = work
+            operation.refused = reply.error
+        elif isinstance(reply.body, Offloading | OperationStarted):
+            operation.number = reply.body.operation
+            self._operations[operation.number] = operation
             if isinstance(reply.body, Offloading):
-                work.snapshot = reply.body.snapshot
-        return WorkChanged(work)
+                operation.snapshot = reply.body.snapshot
+        return OperationChanged(operation)
 
-    def _hand_off_answered(self, hand_off: HandOff, reply: ReplyArrived) -> HandOffChanged:
+    def _transfer_answered(self, transfer: Transfer, reply: ReplyArrived) -> TransferChanged:
         if reply.error is not None:
-            reply.error.request_id = hand_off.key.request_id  # BUSY does not say it
-            hand_off.refused = hand_off.refused or reply.error
-            if hand_off.is_settled and self._hand_offs.get(hand_off.key) is hand_off:
-                del self._hand_offs[hand_off.key]
+            reply.error.request_id = transfer.key.request_id  # BUSY does not say it
+            transfer.refused = transfer.refused or reply.error
+            if transfer.is_settled and self._transfers.get(transfer.key) is transfer:
+                del self._transfers[transfer.key]
         elif isinstance(reply.body, Accepted):
-            hand_off.accepted = reply.body
-            self._hand_offs[hand_off.key] = hand_off
-        return HandOffChanged(hand_off)
+            transfer.accepted = reply.body
+            self._transfers[transfer.key] = transfer
+        return TransferChanged(transfer)
 
-    def _event(self, event: Event, ids: tuple[PageIds, ...]) -> HandOffChanged | WorkChanged | None:
+    def _event(self, event: Event, ids: tuple[PageIds, ...]) -> TransferChanged | OperationChanged | None:
         if event.cursor <= self._seen_cursor or event.boot_id != self.boot_id:
             return None
         self._seen_cursor = event.cursor
         body = event.body
         if isinstance(body, TierDone):
-            work = self._works.pop(body.work, None)
-            if work is None:
+            operation = self._operations.pop(body.operation, None)
+            if operation is None:
                 return None
-            work.end(body, ids)
-            return WorkChanged(work)
-        hand_off = self._hand_offs.get(HandOffKey(body.side, body.request_id, body.pool))
-        if hand_off is None:
+            operation.end(body, ids)
+            return OperationChanged(operation)
+        transfer = self._transfers.get(TransferKey(body.direction, body.request_id, body.pool))
+        if transfer is None:
             return None
         if isinstance(body, Finished):
-            hand_off.finished = body
+            transfer.finished = body
         else:
-            hand_off.settled = body
-            self._hand_offs.pop(hand_off.key, None)
-        return HandOffChanged(hand_off)
+            transfer.settled = body
+            self._transfers.pop(transfer.key, None)
+        return TransferChanged(transfer)
 
 
 def _read_reply(incoming: IncomingReply) -> ReplyArrived:

@@ -10,7 +10,7 @@ class ClientClosedError(CallerError):
 
     code = "CLIENT_CLOSED"
     remedy = (
-        "connect again: a closed client's pages and hand-offs were given back; where the client is open, attach "
+        "connect again: a closed client's pages and transfers were given back; where the client is open, attach "
         "the pool, or make the tables or the ring, again"
     )
 

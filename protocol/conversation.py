@@ -1,7 +1,7 @@
 """A conversation with a daemon that loads only the message types it meets, for commands that must start fast.
 
-``client_core`` knows every type, and follows hand-offs and works as engines need it; loading all types takes longer
-than a ping. This only numbers requests and reads what comes. Sans I/O: knows no clock and no socket.
+``client_core`` knows every type, and follows transfers and operations as engines need it; loading all types takes
+longer than a ping. This only numbers requests and reads what comes. Sans I/O: knows no clock and no socket.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class DeviceLostError(DaemonError):
 
 
 class PoolLostError(DaemonError):
-    """The pool's memory is gone: with its device, with the daemon's last life, or with the engine that lent it."""
+    """The pool's memory is gone: with its device, the daemon's last life, or the engine that registered it."""
 
     code = "POOL_LOST"
-    remedy = "create or lend it again, compute its contents again, and capture graphs again"
+    remedy = "create or register it again, compute its contents again, and capture graphs again"

@@ -10,7 +10,7 @@ from kvferry.protocol.error_info import ErrorInfo
 class KvferryError(Exception):
     """The base of every error here. ``detail`` says what happened, with the values concerned.
 
-    ``request_id`` is that of the hand-off that it is about, by which logs are joined; empty where it is about none.
+    ``request_id`` is that of the transfer that it is about, by which logs are joined; empty where it is about none.
     """
 
     by_code: ClassVar[dict[str, type[KvferryError]]] = {}
@@ -49,7 +49,7 @@ class CallerError(KvferryError):
 
 
 class PeerError(KvferryError):
-    """The other side of a hand-off failed it."""
+    """The other side of a transfer failed it."""
 
 
 class BusyError(KvferryError):

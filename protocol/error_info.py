@@ -8,7 +8,7 @@ import msgspec
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``field`` names the message's field at fault, dotted (``lists[0].pages``), or is empty.
 
-    ``request_id``: of the hand-off that it is about, whole; empty where it is about none.
+    ``request_id``: of the transfer that it is about, whole; empty where it is about none.
     """
 
     code: str

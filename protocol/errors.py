@@ -30,14 +30,14 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- WindowMismatchError       WINDOW_MISMATCH      pages of a window that are wanted and not there
     |   +-- EmptyStateError           EMPTY_STATE          a state that one side has and the other lacks
     |   +-- HeadsIndivisibleError     HEADS_INDIVISIBLE    KV heads that do not divide over the ranks
-    |   +-- SlotTooSmallError         SLOT_TOO_SMALL       a page that does not fit into one landing slot
-    |   +-- PageOverlapError          PAGE_OVERLAP         pages that another SEND of the room covers already
+    |   +-- BounceBufferTooSmallError BOUNCE_BUFFER_TOO_SMALL  a page that does not fit into one bounce buffer
+    |   +-- PageOverlapError          PAGE_OVERLAP         pages that another SEND of the transfer covers already
     |   +-- PageGapError              PAGE_GAP             a chunk that does not continue the one before it
     |   +-- IncompleteError           INCOMPLETE           the last SEND leaves required pages uncovered
-    |   +-- UnexpectedSourceError     UNEXPECTED_SOURCE    more sources than the room's RECEIVE names
+    |   +-- UnexpectedSourceError     UNEXPECTED_SOURCE    more sources than the transfer's RECEIVE names
     |   +-- FirstTokenTwiceError      FIRST_TOKEN_TWICE    a second SEND with a first token or payload
-    |   +-- RoomExistsError           ROOM_EXISTS          the request id is in use
-    |   +-- UnknownRoomError          UNKNOWN_ROOM         no hand-off of that id, side and pool
+    |   +-- TransferExistsError           TRANSFER_EXISTS          the request id is in use
+    |   +-- UnknownTransferError          UNKNOWN_TRANSFER         no transfer of that id, side and pool
     |   +-- TableOverflowError        TABLE_OVERFLOW       a row longer than the graph tables are wide
     |   +-- TableHoleError            TABLE_HOLE           a row's length needs a page that it was never given
     |   +-- CancelledError            CANCELLED            cancelled by its own side
@@ -47,14 +47,14 @@ A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` sa
     |   +-- ConfigError               CONFIG               the daemon's configuration is wrong
     |   +-- UnknownSnapshotError      UNKNOWN_SNAPSHOT     no snapshot of that name for this tenant
     |   +-- UnknownLeaseError         UNKNOWN_LEASE        no lease of that number in this session
-    |   +-- UnknownWorkError          UNKNOWN_WORK         no work of that number in this session
+    |   +-- UnknownOperationError          UNKNOWN_OPERATION         no operation of that number in this session
     |   +-- TierOffError              TIER_OFF             the daemon has no such tier
     |   +-- ClientClosedError         CLIENT_CLOSED        the client was closed
     |   +-- ConcurrentUseError        CONCURRENT_USE       a client is used by two threads at a time
     |   +-- ForkedError               FORKED               a client, or what it mapped, in a forked process
     |   +-- MisuseError               MISUSE               a call that makes no sense where it stands
     |   +-- NoModelError              NO_MODEL             the pool does not say whose KV it holds
-    +-- PeerError               the other side of a hand-off
+    +-- PeerError               the other side of a transfer
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
     |   +-- PeerCancelledError        PEER_CANCELLED       it cancelled
     |   +-- DeadlineError             DEADLINE             the time allowed ran out
@@ -90,7 +90,18 @@ from kvferry.protocol.device_errors import (
 )
 from kvferry.protocol.error_base import BusyError, CallerError, DaemonError, KvferryError, PeerError
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.hand_off_errors import (
+from kvferry.protocol.table_errors import TableHoleError, TableOverflowError
+from kvferry.protocol.tier_errors import (
+    CacheMissError,
+    NoModelError,
+    SnapshotDamagedError,
+    TierOffError,
+    UnknownLeaseError,
+    UnknownOperationError,
+    UnknownSnapshotError,
+)
+from kvferry.protocol.transfer_errors import (
+    BounceBufferTooSmallError,
     CancelledError,
     DuplicateEntryError,
     EmptyPagesError,
@@ -103,28 +114,18 @@ from kvferry.protocol.hand_off_errors import (
     ModelMismatchError,
     PageGapError,
     PageOverlapError,
-    RoomExistsError,
     ScaleMismatchError,
-    SlotTooSmallError,
+    TransferExistsError,
     UncoveredEntryError,
     UnexpectedSourceError,
     UnknownComponentError,
-    UnknownRoomError,
+    UnknownTransferError,
     WindowMismatchError,
-)
-from kvferry.protocol.table_errors import TableHoleError, TableOverflowError
-from kvferry.protocol.tier_errors import (
-    CacheMissError,
-    NoModelError,
-    SnapshotDamagedError,
-    TierOffError,
-    UnknownLeaseError,
-    UnknownSnapshotError,
-    UnknownWorkError,
 )
 
 __all__ = [
     "AccessDeniedError",
+    "BounceBufferTooSmallError",
     "BusyError",
     "CacheMissError",
     "CallerError",
@@ -170,10 +171,8 @@ __all__ = [
     "PoolFullError",
     "PoolInUseError",
     "PoolLostError",
-    "RoomExistsError",
     "ScaleMismatchError",
     "ShuttingDownError",
-    "SlotTooSmallError",
     "SnapshotDamagedError",
     "StaleBootError",
     "TableHoleError",
@@ -183,17 +182,18 @@ __all__ = [
     "TierOffError",
     "TooLargeError",
     "TorchMissingError",
+    "TransferExistsError",
     "TransferFailedError",
     "UncoveredEntryError",
     "UnexpectedSourceError",
     "UnknownComponentError",
     "UnknownLeaseError",
+    "UnknownOperationError",
     "UnknownPoolError",
-    "UnknownRoomError",
     "UnknownSnapshotError",
     "UnknownTablesError",
+    "UnknownTransferError",
     "UnknownTypeError",
-    "UnknownWorkError",
     "VersionMismatchError",
     "WindowMismatchError",
     "raised",
@@ -347,7 +347,7 @@ class PageBusyError(BusyError):
     """A page has a reader or writer that excludes this use."""
 
     code = "PAGE_BUSY"
-    remedy = "wait for the settled event of the hand-off that uses the page"
+    remedy = "wait for the settled event of the transfer that uses the page"
 
 
 class OverloadedError(BusyError):
@@ -376,7 +376,7 @@ class TransferFailedError(DaemonError):
 
     code = "TRANSFER_FAILED"
     retryable = True
-    remedy = "hand off again; the daemon's log has the cause"
+    remedy = "transfer again; the daemon's log has the cause"
 
 
 class DaemonLostError(DaemonError):

@@ -1,4 +1,4 @@
-"""What the daemon reports by itself: FINISHED and SETTLED of each side of a hand-off."""
+"""What the daemon reports by itself: FINISHED and SETTLED of each side of a transfer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.protocol.error_info import ErrorInfo
 
 
 class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
-    """The outcome of one side of a hand-off is known: success exactly where ``error`` is None.
+    """The outcome of one side of a transfer is known: success exactly where ``error`` is None.
 
     For a receiver, success means that every page of its lists holds its bytes. ``first_token`` and ``payload`` are the
     sender's, and go to receivers only. ``waited_us`` runs from this side's first message to the first copy,
@@ -21,7 +21,7 @@ class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
 
     request_id: str
     pool: str
-    side: Literal["send", "receive"]
+    direction: Literal["send", "receive"]
     generation: int = 0
     error: ErrorInfo | None = None
     first_token: int | None = None
@@ -41,5 +41,5 @@ class Settled(Body, frozen=True, kw_only=True, tag="SETTLED"):
 
     request_id: str
     pool: str
-    side: Literal["send", "receive"]
+    direction: Literal["send", "receive"]
     generation: int = 0

@@ -67,7 +67,7 @@ def request_from_fields(kind: str, given: dict[str, Any]) -> BodyWithIds:
     frames: tuple[bytes, ...] = ()
     if request.one_frame:
         frames = (_take(fields, IDS, IDS),)
-    elif fields.get("land") != "host":  # whose lists hold counts, in JSON too
+    elif fields.get("into") != "host":  # whose lists hold counts, in JSON too
         frames = tuple(_take_ids(fields))
     try:
         body = msgspec.convert({"type": kind, **fields}, request)

@@ -24,9 +24,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All frames of one message."""
     max_requests_per_session: int = 256
     """Requests without a reply yet, and the replies remembered for a retry."""
-    max_rooms_per_session: int = 1024
-    """Sides of hand-offs that are live, or whose events are not acknowledged."""
-    max_rooms: int = 16_384
+    max_transfers_per_session: int = 1024
+    """Sides of transfers that are live, or whose events are not acknowledged."""
+    max_transfers: int = 16_384
     """The same over all sessions."""
     max_sessions: int = 1024
     max_deadline_ms: int = 3_600_000

@@ -15,24 +15,24 @@ _PACKAGE: Final = "kvferry.protocol"
 
 _REQUESTS: Final = {
     "session_messages": ("HELLO", "PING", "STATUS", "OPEN_EVENTS"),
-    "pool_messages": ("CREATE_POOL", "ATTACH_POOL", "LEND_POOL", "DELETE_POOL", "ALLOCATE", "FREE"),
+    "pool_messages": ("CREATE_POOL", "ATTACH_POOL", "REGISTER_POOL", "DELETE_POOL", "ALLOCATE", "FREE"),
     "table_messages": ("CREATE_TABLES", "UPDATE_TABLES", "DELETE_TABLES"),
-    "tier_messages": ("OFFLOAD", "RESTORE", "DROP_SNAPSHOT", "SNAPSHOTS", "CANCEL_WORK"),
+    "tier_messages": ("OFFLOAD", "RESTORE", "DROP_SNAPSHOT", "SNAPSHOTS", "CANCEL_OPERATION"),
     "cache_messages": (
         "LOOKUP", "LOAD", "STORE", "UNPIN", "CACHE_LIST", "CACHE_PIN", "CACHE_EVICT", "CACHE_EVENTS",
     ),
-    "room_messages": ("SEND", "RECEIVE", "CANCEL", "RESULT"),
+    "transfer_messages": ("SEND", "RECEIVE", "CANCEL", "RESULT"),
 }  # fmt: skip
 _FROM_DAEMON: Final = {
     "refusals": ("ERROR", "BUSY"),
     "session_messages": ("WELCOME", "PONG", "STATUS_REPORT", "EVENTS_OPENED"),
-    "pool_messages": ("POOL_CREATED", "POOL_ATTACHED", "POOL_LENT", "POOL_DELETED", "ALLOCATED", "FREED"),
+    "pool_messages": ("POOL_CREATED", "POOL_ATTACHED", "POOL_REGISTERED", "POOL_DELETED", "ALLOCATED", "FREED"),
     "table_messages": ("TABLES_CREATED", "TABLES_UPDATED", "TABLES_DELETED"),
     "tier_messages": (
-        "OFFLOADING", "WORK_STARTED", "SNAPSHOT_DROPPED", "SNAPSHOT_REPORT", "WORK_CANCELLED", "TIER_DONE",
+        "OFFLOADING", "OPERATION_STARTED", "SNAPSHOT_DROPPED", "SNAPSHOT_REPORT", "OPERATION_CANCELLED", "TIER_DONE",
     ),
     "cache_messages": ("FOUND", "UNPINNED", "CACHE_LISTED", "CACHE_PINNED", "CACHE_EVICTED", "CACHE_CHANGES"),
-    "room_messages": ("ACCEPTED", "CANCELLED", "ROOM_RESULT"),
+    "transfer_messages": ("ACCEPTED", "CANCELLED", "TRANSFER_RESULT"),
     "events": ("FINISHED", "SETTLED"),
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""What daemons say to each other about a hand-off between them.
+"""What daemons say to each other about a transfer between them.
 
-The *home* is the destination's daemon: it has the room, matches offers with it and decides what moves. The *source*
-daemon has the offers. A message is about one arming of a room; what is about another is void.
+The *home* is the destination's daemon: it has the room, matches send requests with it and decides what moves. The
+*source* daemon has the send requests. A message is about one epoch of a receive request; what is about another is void.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
 from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
 from kvferry.protocol.model_identity import ModelIdentity
-from kvferry.protocol.room_messages import MAX_POOLS, MAX_STEPS, PageLists, Payload
+from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, PageLists, Payload
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Checksum = Annotated[int, Meta(ge=0)]
 MAX_RUNS = 1 << 16
 MAX_ENTRIES = 1 << 16
-MAX_PARTS = 1024
+MAX_SEGMENTS = 1024
 """One or more of a component: replicas may have sent some pages of some of its entries."""
 
 
-class RoomName(msgspec.Struct, frozen=True, array_like=True):
-    """One arming of a room, at its home, which numbers all armings of its life: none is ever taken for another."""
+class ReceiveName(msgspec.Struct, frozen=True, array_like=True):
+    """One epoch of a receive request. Its home numbers the epochs of all: none is ever taken for another."""
 
     request_id: Hex128
     pool: PoolName
     tenant: Number
-    arming: Number
+    epoch: Number
 
 
 class PeerHello(Body, frozen=True, kw_only=True, tag="PEER_HELLO"):
@@ -48,17 +48,17 @@ class PeerHello(Body, frozen=True, kw_only=True, tag="PEER_HELLO"):
 
 
 class Announce(Body, frozen=True, kw_only=True, tag="ANNOUNCE"):
-    """Home to source: a room waits for this request. Said again after a reconnection; once is enough."""
+    """Home to source: a receive request waits for this request. Said again after a reconnection; once is enough."""
 
-    room: RoomName
+    receive_request: ReceiveName
     deadline_ms: Number
 
 
-class PeerOffer(Body, frozen=True, kw_only=True, tag="OFFER"):
-    """Source to home: one SEND of the request. The first of an offer describes its pool."""
+class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
+    """Source to home: one SEND of the request. The first of a send request describes its pool."""
 
-    room: RoomName
-    offer: Number
+    receive_request: ReceiveName
+    send_request: Number
     chunk: Number
     pool: PoolName
     manifest: Manifest | None = None
@@ -83,47 +83,47 @@ class PeerOffer(Body, frozen=True, kw_only=True, tag="OFFER"):
 class StepReady(Body, frozen=True, kw_only=True, tag="STEP_READY"):
     """Source to home: so many steps of a chunk are ready."""
 
-    room: RoomName
-    offer: Number
+    receive_request: ReceiveName
+    send_request: Number
     chunk: Number
     ready: Number
 
 
-class OfferRefused(Body, frozen=True, kw_only=True, tag="OFFER_REFUSED"):
-    """Home to source: the offer does not fit the room, which goes on waiting if nothing of the offer was taken.
+class SendRefused(Body, frozen=True, kw_only=True, tag="SEND_REFUSED"):
+    """Home to source: the send request does not fit the receive request, which waits on if nothing was taken.
 
-    Source to home, with ``offer`` 0: the room is not taken note of.
+    Source to home, with ``send_request`` 0: the receive request is not taken note of.
     """
 
-    room: RoomName
-    offer: Number
+    receive_request: ReceiveName
+    send_request: Number
     error: ErrorInfo
 
 
-class OfferWithdrawn(Body, frozen=True, kw_only=True, tag="OFFER_WITHDRAWN"):
-    """Source to home: the offer has failed.
+class SendWithdrawn(Body, frozen=True, kw_only=True, tag="SEND_WITHDRAWN"):
+    """Source to home: the send request has failed.
 
-    With ``offer`` 0: offers of this request were here and had ended when the room was announced.
+    With ``send_request`` 0: send requests of this request were here and had ended when the room was announced.
     """
 
-    room: RoomName
-    offer: Number
+    receive_request: ReceiveName
+    send_request: Number
     error: ErrorInfo
 
 
-class RoomClosed(Body, frozen=True, kw_only=True, tag="ROOM_CLOSED"):
-    """Home to source: the room's outcome is known; nothing is granted any more."""
+class ReceiveClosed(Body, frozen=True, kw_only=True, tag="RECEIVE_CLOSED"):
+    """Home to source: the receive request's outcome is known; nothing is granted any more."""
 
-    room: RoomName
+    receive_request: ReceiveName
     error: ErrorInfo | None = None
     moved: Annotated[tuple[tuple[Number, Number, Number], ...], Meta(max_length=MAX_POOLS)] = ()
-    """(offer, bytes moved, pages trimmed) of each offer of this source."""
+    """(send request, bytes moved, pages trimmed) of each send request of this source."""
     unmet: Number = 0
-    """How many sources had not come, where the receiver ended the room: they are told so when they come."""
+    """How many sources had not come, where the receiver ended the receive request: they are told so when they come."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Some entries of the source's pool and a stretch of one of the chunk's page lists.
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """Some entries of the source's pool and an extent of one of the chunk's page lists.
 
     ``entries`` are indices in the source's manifest. ``heads`` has (first head, heads) of each entry, counted in the
     source's own entry, or (0, 0) for whole pages.
@@ -136,26 +136,26 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     heads: Annotated[tuple[tuple[Index, Index], ...], Meta(max_length=MAX_ENTRIES)]
 
 
-class Piece(Body, frozen=True, kw_only=True, tag="PIECE"):
-    """Home to source: what is to be sent by the grants that follow. Its segments are numbered part by part."""
+class OpRequest(Body, frozen=True, kw_only=True, tag="OP_REQUEST"):
+    """Home to source: what is to be sent by the grants that follow. Its segments are numbered segment by segment."""
 
-    room: RoomName
-    offer: Number
-    piece: Number
+    receive_request: ReceiveName
+    send_request: Number
+    op: Number
     chunk: Number
-    parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+    segments: Annotated[tuple[Segment, ...], Meta(min_length=1, max_length=MAX_SEGMENTS)]
 
 
 class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
-    """Home to source: write these segments of a piece's part into this landing slot.
+    """Home to source: write these segments of a transfer op's segment into this bounce buffer.
 
-    With ``runs``, where homes land pieces in their pages directly, the segments go one after another into these
+    With ``runs``, where homes land transfer ops in their pages directly, the segments go one after another into these
     (address, bytes) instead, and ``address`` is the first one's.
     """
 
-    piece: Number
+    op: Number
     grant: Number
-    part: Index
+    segment: Index
     first: Number
     stop: Number
     session: Annotated[str, Meta(max_length=256)]
@@ -164,7 +164,7 @@ class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
     runs: Annotated[tuple[tuple[Offset, Size], ...], Meta(max_length=MAX_RUNS)] = ()
 
 
-class Landed(Body, frozen=True, kw_only=True, tag="LANDED"):
+class Written(Body, frozen=True, kw_only=True, tag="WRITTEN"):
     """Source to home: the grant is used up, and its pages are not read any more; XXH3-64 of the bytes if all landed."""
 
     grant: Number
@@ -174,24 +174,24 @@ class Landed(Body, frozen=True, kw_only=True, tag="LANDED"):
     """Whether bytes may still land, whatever the source does: the slot has to rest."""
 
 
-class PieceOver(Body, frozen=True, kw_only=True, tag="PIECE_OVER"):
-    """Home to source: no grant of the piece follows. Those under way are answered all the same."""
+class OpEnded(Body, frozen=True, kw_only=True, tag="OP_ENDED"):
+    """Home to source: no grant of the transfer op follows. Those under way are answered all the same."""
 
-    piece: Number
+    op: Number
 
 
 class Confirm(Body, frozen=True, kw_only=True, tag="CONFIRM"):
-    """Home to source: a piece was read from the source's memory; was it the offer's all the time?"""
+    """Home to source: a transfer op was read from the source's memory; was it the send request's all the time?"""
 
-    room: RoomName
-    offer: Number
-    piece: Number
+    receive_request: ReceiveName
+    send_request: Number
+    op: Number
 
 
 class Confirmed(Body, frozen=True, kw_only=True, tag="CONFIRMED"):
     """Source to home: it was, where there is no error."""
 
-    piece: Number
+    op: Number
     error: ErrorInfo | None = None
 
 
@@ -206,15 +206,15 @@ class PoolGone(Body, frozen=True, kw_only=True, tag="POOL_GONE"):
 PeerBody = (
     PeerHello
     | Announce
-    | PeerOffer
+    | PeerSend
     | StepReady
-    | OfferRefused
-    | OfferWithdrawn
-    | RoomClosed
-    | Piece
+    | SendRefused
+    | SendWithdrawn
+    | ReceiveClosed
+    | OpRequest
     | Grant
-    | Landed
-    | PieceOver
+    | Written
+    | OpEnded
     | Confirm
     | Confirmed
     | PoolGone

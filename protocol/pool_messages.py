@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageCount
-from kvferry.protocol.event_points import EventPoint
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolName, ProcessId
 from kvferry.protocol.manifests import Index, Manifest, PoolSpec, RoleName, Size
 from kvferry.protocol.model_identity import ModelIdentity
@@ -45,8 +45,8 @@ class AttachPool(Body, frozen=True, kw_only=True, tag="ATTACH_POOL"):
     """By which number the device's driver knows this process; needed where that is not the kernel's, in containers."""
 
 
-class LentArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one share holds of a lent pool: a role of a component, all its layers one after another, or one layer.
+class RegisteredArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one share holds of a registered pool: a role of a component, all its layers one after another, or one layer.
 
     ``shape``, ``strides`` (in elements) and ``dtype`` are the tensor's, as its engine has it. They must be what the
     spec needs; where the tensor begins in its storage, and how large that is, the share says.
@@ -60,7 +60,7 @@ class LentArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dtype: Annotated[str, Meta(max_length=32)] = ""
 
 
-class LendPool(Body, frozen=True, kw_only=True, tag="LEND_POOL"):
+class RegisterPool(Body, frozen=True, kw_only=True, tag="REGISTER_POOL"):
     """Let the daemon use a pool that this session's engine owns. Its shares came over the session socket before.
 
     All its pages are the session's: the engine numbers and uses them as it likes, and names them in SEND and RECEIVE.
@@ -70,14 +70,14 @@ class LendPool(Body, frozen=True, kw_only=True, tag="LEND_POOL"):
     pool: PoolName
     spec: PoolSpec
     device: DeviceName
-    arrays: Annotated[tuple[LentArrays, ...], Meta(min_length=1, max_length=16_384)]
+    arrays: Annotated[tuple[RegisteredArrays, ...], Meta(min_length=1, max_length=16_384)]
     """What each share holds, in their order; together every entry of the pool, once. Each share is a tensor's."""
     model: ModelIdentity | None = None
     """As in CREATE_POOL."""
 
 
-class PoolLent(Body, frozen=True, kw_only=True, tag="POOL_LENT"):
-    """LEND_POOL's reply."""
+class PoolRegistered(Body, frozen=True, kw_only=True, tag="POOL_REGISTERED"):
+    """REGISTER_POOL's reply."""
 
     pool: str
     manifest: Manifest
@@ -124,12 +124,12 @@ class Allocated(Body, frozen=True, kw_only=True, tag="ALLOCATED"):
 
 
 class Free(Body, frozen=True, kw_only=True, tag="FREE"):
-    """Give pages of one page space back: all or none. A page in flight is given back when its hand-off settles."""
+    """Give pages of one page space back: all or none. A page in flight is given back when its transfer settles."""
 
     pool: PoolName
     pages: PageCount
     space: ComponentName = MAIN
-    after: EventPoint | None = None
+    after: DeviceEvent | None = None
     """Wait for this before anyone else gets the pages: work that still uses them is under way on a device."""
 
     def page_counts(self) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class Free(Body, frozen=True, kw_only=True, tag="FREE"):
 
 
 class Freed(Body, frozen=True, kw_only=True, tag="FREED"):
-    """FREE's reply: how many pages are free now, and how many will be when their hand-offs settle."""
+    """FREE's reply: how many pages are free now, and how many will be when their transfers settle."""
 
     freed: int
     deferred: int

@@ -1,4 +1,4 @@
-"""What the daemon answers to any request that it does not carry out: ERROR and BUSY."""
+"""What the daemon answers to any request that it does not execute: ERROR and BUSY."""
 
 from __future__ import annotations
 

@@ -33,14 +33,13 @@ from kvferry.protocol.pool_messages import (
     DeletePool,
     Free,
     Freed,
-    LendPool,
     PoolAttached,
     PoolCreated,
     PoolDeleted,
-    PoolLent,
+    PoolRegistered,
+    RegisterPool,
 )
 from kvferry.protocol.refusals import Busy, ErrorReply
-from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, Receive, Result, RoomResult, Send
 from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
 from kvferry.protocol.table_messages import (
     CreateTables,
@@ -51,18 +50,19 @@ from kvferry.protocol.table_messages import (
     UpdateTables,
 )
 from kvferry.protocol.tier_messages import (
-    CancelWork,
+    CancelOperation,
     DropSnapshot,
     Offload,
     Offloading,
+    OperationCancelled,
+    OperationStarted,
     Restore,
     SnapshotDropped,
     SnapshotReport,
     Snapshots,
     TierDone,
-    WorkCancelled,
-    WorkStarted,
 )
+from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive, Result, Send, TransferResult
 
 __all__ = ["REQUEST_TYPES", "Busy", "ErrorReply", "EventBody", "ReplyBody", "RequestBody", "RequestType"]
 
@@ -82,7 +82,7 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "OPEN_EVENTS": RequestType(OpenEvents, EventsOpened, needs_session=True),
     "CREATE_POOL": RequestType(CreatePool, PoolCreated, needs_session=True),
     "ATTACH_POOL": RequestType(AttachPool, PoolAttached, needs_session=True),
-    "LEND_POOL": RequestType(LendPool, PoolLent, needs_session=True),
+    "REGISTER_POOL": RequestType(RegisterPool, PoolRegistered, needs_session=True),
     "DELETE_POOL": RequestType(DeletePool, PoolDeleted, needs_session=True),
     "ALLOCATE": RequestType(Allocate, Allocated, needs_session=True),
     "FREE": RequestType(Free, Freed, needs_session=True),
@@ -90,13 +90,13 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "UPDATE_TABLES": RequestType(UpdateTables, TablesUpdated, needs_session=True),
     "DELETE_TABLES": RequestType(DeleteTables, TablesDeleted, needs_session=True),
     "OFFLOAD": RequestType(Offload, Offloading, needs_session=True),
-    "RESTORE": RequestType(Restore, WorkStarted, needs_session=True),
+    "RESTORE": RequestType(Restore, OperationStarted, needs_session=True),
     "DROP_SNAPSHOT": RequestType(DropSnapshot, SnapshotDropped, needs_session=True),
     "SNAPSHOTS": RequestType(Snapshots, SnapshotReport, needs_session=True),
-    "CANCEL_WORK": RequestType(CancelWork, WorkCancelled, needs_session=True),
+    "CANCEL_OPERATION": RequestType(CancelOperation, OperationCancelled, needs_session=True),
     "LOOKUP": RequestType(Lookup, Found, needs_session=True),
-    "LOAD": RequestType(Load, WorkStarted, needs_session=True),
-    "STORE": RequestType(Store, WorkStarted, needs_session=True),
+    "LOAD": RequestType(Load, OperationStarted, needs_session=True),
+    "STORE": RequestType(Store, OperationStarted, needs_session=True),
     "UNPIN": RequestType(Unpin, Unpinned, needs_session=True),
     "CACHE_LIST": RequestType(CacheList, CacheListed, needs_session=True),
     "CACHE_PIN": RequestType(CachePin, CachePinned, needs_session=True),
@@ -105,7 +105,7 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "SEND": RequestType(Send, Accepted, needs_session=True),
     "RECEIVE": RequestType(Receive, Accepted, needs_session=True),
     "CANCEL": RequestType(Cancel, Cancelled, needs_session=True),
-    "RESULT": RequestType(Result, RoomResult, needs_session=True),
+    "RESULT": RequestType(Result, TransferResult, needs_session=True),
 }
 
 RequestBody = (
@@ -115,7 +115,7 @@ RequestBody = (
     | OpenEvents
     | CreatePool
     | AttachPool
-    | LendPool
+    | RegisterPool
     | DeletePool
     | Allocate
     | Free
@@ -126,7 +126,7 @@ RequestBody = (
     | Restore
     | DropSnapshot
     | Snapshots
-    | CancelWork
+    | CancelOperation
     | Lookup
     | Load
     | Store
@@ -147,7 +147,7 @@ ReplyBody = (
     | EventsOpened
     | PoolCreated
     | PoolAttached
-    | PoolLent
+    | PoolRegistered
     | PoolDeleted
     | Allocated
     | Freed
@@ -155,10 +155,10 @@ ReplyBody = (
     | TablesUpdated
     | TablesDeleted
     | Offloading
-    | WorkStarted
+    | OperationStarted
     | SnapshotDropped
     | SnapshotReport
-    | WorkCancelled
+    | OperationCancelled
     | Found
     | Unpinned
     | CacheListed
@@ -167,7 +167,7 @@ ReplyBody = (
     | CacheChanges
     | Accepted
     | Cancelled
-    | RoomResult
+    | TransferResult
     | ErrorReply
     | Busy
 )

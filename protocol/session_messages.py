@@ -74,7 +74,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     busy: int
     spaces: tuple[SpaceStatus, ...] = ()
     device: str = HOST
-    lent_by: int | None = None
+    registered_by: int | None = None
     """The session whose engine owns the memory; None: the daemon does."""
     model: ModelIdentity | None = None
     """Whose KV its pages hold, without the salt; None: nobody said so."""
@@ -88,16 +88,16 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     tenant: int
     pid: int
     pages: int
-    rooms: int
+    transfers: int
     unacknowledged_events: int
     connected: bool
 
 
-class RoomStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a live hand-off in STATUS. ``request`` is ``request_id`` too, for readers older than that field."""
+class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of a live transfer in STATUS. ``request`` is ``request_id`` too, for readers older than that field."""
 
     request: str
-    side: str
+    direction: str
     pool: str
     state: str
     age_ms: int
@@ -108,7 +108,7 @@ class RoomStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Another daemon in STATUS. ``announced`` rooms of ours wait for its offers, ``waiting`` ones of its for ours."""
+    """Another daemon in STATUS. ``announced`` RECEIVEs of ours wait for its sends, ``waiting`` ones of its for ours."""
 
     address: str
     state: str
@@ -116,7 +116,7 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
 
 
-class LandingStatus(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The memory into which daemons of other hosts write, in slots; ``quarantined`` ones rest until they are fenced.
 
     ``quarantined_bytes`` are theirs and, where pages are written directly, those of pages that rest. ``state``:
@@ -125,8 +125,8 @@ class LandingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     session: str
-    slot_bytes: int
-    slots: int
+    bounce_buffer_bytes: int
+    bounce_buffers: int
     free: int
     granted: int
     quarantined: int
@@ -137,7 +137,7 @@ class LandingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One device that a pool was asked for on. ``state``: ``ready``, or why it is not; bytes are the whole card's."""
+    """One device that a pool was asked for on. ``state``: ``ready``, or why it is not; bytes are the whole device's."""
 
     device: str
     state: str
@@ -161,7 +161,7 @@ class TablesStatus(msgspec.Struct, frozen=True, kw_only=True):
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One tier in STATUS. ``state``: ``ready``, ``full``, or why it is not in use.
 
-    ``pinned_bytes`` of the host tier are snapshots, and blocks that a lease, a work or an operator pins.
+    ``pinned_bytes`` of the host tier are snapshots, and blocks that a lease, an operation or an operator pins.
     """
 
     tier: str
@@ -173,11 +173,11 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     snapshots: int = 0
 
 
-class WorkStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class OperationStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One live work in STATUS. ``waits_for`` says what it waits for; nothing: it is copying."""
 
     session: int
-    work: int
+    operation: int
     kind: str
     pool: str
     pages: int
@@ -194,16 +194,16 @@ class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     draining: bool
     pools: tuple[PoolStatus, ...]
     sessions: tuple[SessionStatus, ...]
-    rooms: tuple[RoomStatus, ...]
+    transfers: tuple[TransferStatus, ...]
     counters: dict[str, int]
     addresses: tuple[str, ...] = ()
     """Where other daemons find this one."""
     peers: tuple[PeerStatus, ...] = ()
-    landing: LandingStatus | None = None
+    network: NetworkStatus | None = None
     devices: tuple[DeviceStatus, ...] = ()
     tables: tuple[TablesStatus, ...] = ()
     tiers: tuple[TierStatus, ...] = ()
-    works: tuple[WorkStatus, ...] = ()
+    operations: tuple[OperationStatus, ...] = ()
 
 
 class OpenEvents(Body, frozen=True, kw_only=True, tag="OPEN_EVENTS"):
@@ -272,7 +272,7 @@ class ShareFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
     Several frames for one message add up.
 
-    The daemon says it before the reply of ATTACH_POOL and CREATE_TABLES; an engine says it before LEND_POOL,
+    The daemon says it before the reply of ATTACH_POOL and CREATE_TABLES; an engine says it before REGISTER_POOL,
     OPEN_EVENTS and CREATE_TABLES.
     """
 

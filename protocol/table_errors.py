@@ -16,4 +16,4 @@ class TableHoleError(CallerError):
     """A row's length needs a page that the row was never given."""
 
     code = "TABLE_HOLE"
-    remedy = "send the page as a cell, or the row as a whole, at the latest with the length that needs it"
+    remedy = "send the page as an entry, or the row as a whole, at the latest with the length that needs it"

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageCount
-from kvferry.protocol.event_points import EventPoint
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.ids import MAIN, ComponentName, PoolName, ProcessId
 from kvferry.protocol.shares import Share, SharedEvents
 
@@ -61,9 +61,9 @@ class TablesCreated(Body, frozen=True, kw_only=True, tag="TABLES_CREATED"):
 class UpdateTables(Body, frozen=True, kw_only=True, tag="UPDATE_TABLES"):
     """Change the tables for the next replay: all of it or nothing. One update of the tables may wait.
 
-    One frame holds, one after another: ``batch`` lengths; row, column and page of each of ``cells`` cells; number and
-    page count of each of ``rows`` rows, and their ``pages`` pages; ``released`` full pages; ``bound`` full pages and as
-    many window pages.
+    One frame holds, one after another: ``batch`` lengths; row, column and page of each of ``entries`` entries; number
+    and page count of each of ``rows`` rows, and their ``pages`` pages; ``released`` full pages; ``bound`` full pages
+    and as many window pages.
     """
 
     one_frame = True
@@ -72,17 +72,17 @@ class UpdateTables(Body, frozen=True, kw_only=True, tag="UPDATE_TABLES"):
     batch: PageCount
     extra_tokens: NoTokens = 0
     """Added to every length of this step: the draft tokens, to verify."""
-    cells: PageCount = 0
+    entries: PageCount = 0
     rows: PageCount = 0
     pages: PageCount = 0
     released: PageCount = 0
     bound: PageCount = 0
-    after: EventPoint | None = None
+    after: DeviceEvent | None = None
     """The end of the replay that still reads the tables."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the length of the one frame."""
-        return (self.batch + 3 * self.cells + 2 * self.rows + self.pages + self.released + 2 * self.bound,)
+        return (self.batch + 3 * self.entries + 2 * self.rows + self.pages + self.released + 2 * self.bound,)
 
 
 class TablesUpdated(Body, frozen=True, kw_only=True, tag="TABLES_UPDATED"):

@@ -19,10 +19,10 @@ class UnknownLeaseError(CallerError):
     remedy = "LOOKUP again: a lease ends with UNPIN or the session"
 
 
-class UnknownWorkError(CallerError):
-    """No work of that number in this session."""
+class UnknownOperationError(CallerError):
+    """No operation of that number in this session."""
 
-    code = "UNKNOWN_WORK"
+    code = "UNKNOWN_OPERATION"
     remedy = "works are known until their TIER_DONE is acknowledged"
 
 
@@ -30,7 +30,7 @@ class NoModelError(CallerError):
     """The pool does not say whose KV it holds, so its blocks cannot be told from another model's."""
 
     code = "NO_MODEL"
-    remedy = "create or lend the pool with model=ModelIdentity(name=…, revision=…)"
+    remedy = "create or register the pool with model=ModelIdentity(name=…, revision=…)"
 
 
 class TierOffError(CallerError):

@@ -1,6 +1,6 @@
-"""Offload and restore: OFFLOAD, RESTORE, DROP_SNAPSHOT, SNAPSHOTS, CANCEL_WORK, and the event TIER_DONE.
+"""Offload and restore: OFFLOAD, RESTORE, DROP_SNAPSHOT, SNAPSHOTS, CANCEL_OPERATION, and the event TIER_DONE.
 
-A work is what one OFFLOAD, RESTORE, STORE or LOAD does: accepted at once, ended by one event.
+An operation is what one OFFLOAD, RESTORE, STORE or LOAD does: accepted at once, ended by one event.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageList
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import Hex128, PoolName
 
-WorkKind = Literal["offload", "restore", "store", "load"]
-WorkNumber = Annotated[int, Meta(ge=1, lt=1 << 62)]
+OperationKind = Literal["offload", "restore", "store", "load"]
+OperationNumber = Annotated[int, Meta(ge=1, lt=1 << 62)]
 FewLists = Annotated[tuple[PageList, ...], Meta(max_length=16)]
 SomeLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=16)]
 
@@ -32,7 +32,7 @@ class Offload(Body, frozen=True, kw_only=True, tag="OFFLOAD"):
     lists: SomeLists
     release: bool = False
     """Free the pages as soon as they are copied; where that fails they stay the session's."""
-    after: EventPoint | None = None
+    after: DeviceEvent | None = None
     """Wait for this before the pages are read: work that fills them is under way on a device."""
 
     def page_counts(self) -> tuple[int, ...]:
@@ -43,15 +43,15 @@ class Offload(Body, frozen=True, kw_only=True, tag="OFFLOAD"):
 class Offloading(Body, frozen=True, kw_only=True, tag="OFFLOADING"):
     """OFFLOAD's reply: the snapshot's name. It can be restored after TIER_DONE."""
 
-    work: int
+    operation: int
     snapshot: str
 
 
 class Restore(Body, frozen=True, kw_only=True, tag="RESTORE"):
     """Copy a snapshot of this tenant into pages of this session: as many as it has, of a pool of the same layout.
 
-    Answered by WORK_STARTED at once; TIER_DONE follows. All or nothing: where a checksum is wrong, the pages are as
-    they were; what is given up midway leaves pages that were named with anything in them.
+    Answered by OPERATION_STARTED at once; TIER_DONE follows. All or nothing: where a checksum is wrong, the pages are
+    as they were; what is given up midway leaves pages that were named with anything in them.
     """
 
     snapshot: Hex128
@@ -62,7 +62,7 @@ class Restore(Body, frozen=True, kw_only=True, tag="RESTORE"):
     """Let the daemon take the pages for this session, once enough are free; TIER_DONE has their ids."""
     drop: bool = False
     """Drop the snapshot once it is restored."""
-    after: EventPoint | None = None
+    after: DeviceEvent | None = None
     """Wait for this before the pages are written: work that still reads them is under way on a device."""
     any_model: bool = False
     """Restore into a pool of another model too: whoever asks knows that its KV fits."""
@@ -72,10 +72,10 @@ class Restore(Body, frozen=True, kw_only=True, tag="RESTORE"):
         return tuple(one.pages for one in self.lists)
 
 
-class WorkStarted(Body, frozen=True, kw_only=True, tag="WORK_STARTED"):
+class OperationStarted(Body, frozen=True, kw_only=True, tag="OPERATION_STARTED"):
     """The reply of RESTORE, STORE and LOAD: the checks passed, TIER_DONE follows."""
 
-    work: int
+    operation: int
 
 
 class DropSnapshot(Body, frozen=True, kw_only=True, tag="DROP_SNAPSHOT"):
@@ -107,7 +107,7 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """One snapshot. ``session`` is None where its session is gone: then it is dropped after a while.
 
     ``checksum`` is XXH3-128 over the checksums (XXH3-64) of its ``chunks`` chunks, each a page of a list; empty where
-    the daemon makes none. ``state``: ``writing``, ``landing`` (a hand-off fills it), ``ready``.
+    the daemon makes none. ``state``: ``writing``, ``network`` (a transfer fills it), ``ready``.
     """
 
     snapshot: str
@@ -133,28 +133,28 @@ class SnapshotReport(Body, frozen=True, kw_only=True, tag="SNAPSHOT_REPORT"):
     snapshots: tuple[SnapshotStatus, ...]
 
 
-class CancelWork(Body, frozen=True, kw_only=True, tag="CANCEL_WORK"):
-    """Give up a work of this session. Answered once no byte of it moves any more."""
+class CancelOperation(Body, frozen=True, kw_only=True, tag="CANCEL_OPERATION"):
+    """Give up an operation of this session. Answered once no byte of it moves any more."""
 
-    work: WorkNumber
+    operation: OperationNumber
 
 
-class WorkCancelled(Body, frozen=True, kw_only=True, tag="WORK_CANCELLED"):
-    """CANCEL_WORK's reply. ``was_done`` says that the outcome was known before."""
+class OperationCancelled(Body, frozen=True, kw_only=True, tag="OPERATION_CANCELLED"):
+    """CANCEL_OPERATION's reply. ``was_done`` says that the outcome was known before."""
 
     was_done: bool
 
 
 class TierDone(Body, frozen=True, kw_only=True, tag="TIER_DONE"):
-    """A work has ended: well exactly where ``error`` is None. No byte of it can move any more.
+    """An operation has ended: well exactly where ``error`` is None. No byte of it can move any more.
 
     ``waited_us`` runs from the request to the first copy, ``moved_us`` from there to the last one. ``stored`` blocks of
     a STORE are new, ``present`` ones were in the cache before, or are being written. ``loaded``: how many leading
     blocks of a LOAD are in their pages, also where it failed.
     """
 
-    work: int
-    kind: WorkKind
+    operation: int
+    kind: OperationKind
     error: ErrorInfo | None = None
     snapshot: str = ""
     copied_pages: int = 0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from kvferry.protocol.errors import VersionMismatchError
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
+PROTOCOL_MIN = 2
+PROTOCOL_MAX = 2
 
 FEATURES = (
     "pools.host",
@@ -16,20 +16,20 @@ FEATURES = (
     "layout.mla",
     "layout.hybrid_swa",
     "layout.mamba",
-    "rooms.local",
-    "rooms.chunks",
-    "rooms.layers",
-    "rooms.heads",
-    "rooms.windows",
-    "rooms.peers",
+    "transfers.local",
+    "transfers.chunks",
+    "transfers.layers",
+    "transfers.heads",
+    "transfers.windows",
+    "transfers.peers",
     "pools.npu",
     "pools.cuda",
-    "pools.lent",
-    "rooms.after",
+    "pools.registered",
+    "transfers.after",
     "tables",
     "tiers",
     "tiers.cache",
-    "rooms.land",
+    "transfers.into",
 )
 """What this version of kvferry can do, by stable names; clients ignore names they do not know."""
 

@@ -1,6 +1,6 @@
 """What every test may use: the device of the run, the event loops, requirements that CI must meet, hypothesis profiles.
 
-``--device npu:0`` runs the tests marked ``any_device`` and those that are for cards alone: on a simulated one, unless
+``--device npu:0`` runs the tests marked ``any_device`` and those that are for devices alone: on a simulated one, unless
 CANN is installed. The host's run leaves out ``tests/npu``.
 """
 
@@ -36,7 +36,7 @@ UVLOOP: Final = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
 DEBUG_LOOP: Final = pytest.param(("asyncio", {"use_uvloop": False, "debug": True}), id="asyncio-debug")
 
 LONG: Final = ("tests/demo/test_command", "tests/benchmarks/test_benchmarks", "tests/demo/test_hosts_", "tests/hosts/")
-CARD_FOLDERS: Final = tuple(Path(__file__).with_name(name) for name in ("npu", "cann_simulator"))
+DEVICE_FOLDERS: Final = tuple(Path(__file__).with_name(name) for name in ("npu", "cann_simulator"))
 simulated_host = pytest.StashKey[SimulatedHost | None]()
 
 
@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove what the simulated cards have left; and end, also where Python would wait for a failed test's threads."""
+    """Remove what the simulated devices have left; end, also where Python would wait for a failed test's threads."""
     faulthandler.dump_traceback_later(EXIT_S, exit=True)
     host = config.stash.get(simulated_host, None)
     if host is not None:
@@ -65,29 +65,29 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave modules out that are for cards alone: on the host some cannot even be imported."""
-    return True if DEVICE.name == HOST and collection_path in CARD_FOLDERS else None
+    """Leave modules out that are for devices alone: on the host some cannot even be imported."""
+    return True if DEVICE.name == HOST and collection_path in DEVICE_FOLDERS else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests that are for the device; those of long files come first, since processes share files out."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     on_host = DEVICE.name == HOST
-    left_out = [item for item in items if (_is_for_cards_only(item) if on_host else not _is_for_cards(item))]
+    left_out = [item for item in items if (_is_for_devices_only(item) if on_host else not _is_for_devices(item))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 
 
-def _is_for_cards(item: pytest.Item) -> bool:
+def _is_for_devices(item: pytest.Item) -> bool:
     if item.get_closest_marker("host_only") is not None:
         return False
-    return _is_for_cards_only(item) or item.get_closest_marker("any_device") is not None
+    return _is_for_devices_only(item) or item.get_closest_marker("any_device") is not None
 
 
-def _is_for_cards_only(item: pytest.Item) -> bool:
-    in_folder = any(folder in item.path.parents for folder in CARD_FOLDERS)
-    return in_folder or item.get_closest_marker("card_only") is not None
+def _is_for_devices_only(item: pytest.Item) -> bool:
+    in_folder = any(folder in item.path.parents for folder in DEVICE_FOLDERS)
+    return in_folder or item.get_closest_marker("device_only") is not None
 
 
 @pytest.fixture(scope="session")
@@ -98,16 +98,16 @@ def device() -> str:
 
 @pytest.fixture(scope="session")
 def simulator(request: pytest.FixtureRequest) -> Simulator:
-    """Return the simulator that this process, and every one that it starts, is on; only on a simulated card."""
+    """Return the simulator that this process, and every one that it starts, is on; only on a simulated device."""
     host = request.config.stash[simulated_host]
     if host is None:
-        pytest.skip("this card is a real one: its faults cannot be ordered")
+        pytest.skip("this device is a real one: its faults cannot be ordered")
     return host.simulator
 
 
 @pytest.fixture(autouse=True)
 def _tidy_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Give back what a test has left on the card, and fail it where its work was in no order."""
+    """Give back what a test has left on the device, and fail it where its work was in no order."""
     yield
     DEVICE.tidy()
     host = request.config.stash[simulated_host]

@@ -1,7 +1,7 @@
 """The device that a run of the tests is for, ``--device``, and regions on it.
 
-Regions on a card are given back once nobody has them: by the next one that is asked for, or by ``Devices.tidy`` after
-each test. So worlds that hypothesis makes by the hundred need not close theirs.
+Regions on a device are given back once nobody has them: by the next one that is asked for, or by ``Devices.tidy`` after
+each test. So harnesses that hypothesis makes by the hundred need not close theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 import hypothesis
 
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.staging import StagingPool
@@ -22,10 +22,10 @@ from kvferry.pools.devices.vendor import Mapped
 from kvferry.protocol.ids import HOST
 
 FRACTION: Final = 4
-CARD_FRACTION: Final = 10  # on a card every example costs more
+DEVICE_FRACTION: Final = 10  # on a device every example costs more
 
 MANY_BYTES: Final = 1 << 30
-"""With so much of the card in use, what cannot be reached any more is looked for."""
+"""With so much of the device in use, what cannot be reached any more is looked for."""
 
 
 class TestDevice:
@@ -52,8 +52,8 @@ class TestDevice:
 
     @property
     def accelerator(self) -> Accelerator:
-        """Return the card, open; not on the host."""
-        assert self.name != HOST, "the host has no card"
+        """Return the device, open; not on the host."""
+        assert self.name != HOST, "the host has no device"
         if self._accelerator is None:
             self._accelerator = Accelerator(self.name)
             self._accelerator.open()
@@ -61,7 +61,7 @@ class TestDevice:
 
     @property
     def stagings(self) -> StagingPool:
-        """Return the stagings that all regions on the card share."""
+        """Return the stagings that all regions on the device share."""
         if self._stagings is None:
             self._stagings = StagingPool(self.accelerator)
         return self._stagings
@@ -73,20 +73,20 @@ class TestDevice:
         if self._used_bytes > MANY_BYTES:
             gc.collect()
         self.tidy()
-        card = self.accelerator
-        with card.calling():
-            mapped = card.allocate(size_bytes)
+        device = self.accelerator
+        with device.calling():
+            mapped = device.allocate(size_bytes)
         self._used_bytes += len(mapped.tensor)
         released: list[weakref.finalize] = []  # type: ignore[type-arg]
         region = AcceleratorRegion(
-            card, [RegionPart(0, mapped)], size_bytes, self.stagings, lambda: self._closed(mapped, released)
+            device, [RegionSegment(0, mapped)], size_bytes, self.stagings, lambda: self._closed(mapped, released)
         )
         released.append(weakref.finalize(region, self._unreachable.append, mapped))
         return region
 
     def examples(self, count: int, **others: Any) -> hypothesis.settings:  # noqa: ANN401  hypothesis's own
-        """Return settings for a property test: so many examples in a full run, a quarter else; on a card a tenth."""
-        part = (1 if self.full else FRACTION) * (1 if self.name == HOST else CARD_FRACTION)
+        """Return settings for a property test: so many examples in a full run, a quarter else; on a device a tenth."""
+        part = (1 if self.full else FRACTION) * (1 if self.name == HOST else DEVICE_FRACTION)
         return hypothesis.settings(max_examples=max(2, count // part), **others)
 
     def synchronize(self) -> None:

@@ -1,6 +1,6 @@
 """Processes with torch, forked from one that has imported it: an import takes seconds, a fork milliseconds.
 
-``Forked`` is started, watched and ended as ``subprocess.Popen`` is. On cards all programs are run so, with torch_npu;
+``Forked`` is started, watched and ended as ``subprocess.Popen`` is. On devices all programs are run so, with torch_npu;
 on the host scripts of the tests alone: daemons and commands are started there as users start them.
 """
 
@@ -28,7 +28,7 @@ from kvferry.protocol.ids import HOST
 from tests.devices import DEVICE
 
 PRELOADED: Final = ("torch", "kvferry.clients")
-PRELOADED_FOR_CARDS: Final = ("torch", "torch_npu", "kvferry.clients", "kvferry.daemon.loop")
+PRELOADED_FOR_DEVICES: Final = ("torch", "torch_npu", "kvferry.clients", "kvferry.daemon.loop")
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 START_S: Final = 240.0
 COVERAGE: Final = "COVERAGE_PROCESS_START"
@@ -132,7 +132,7 @@ class _Server:
         command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {os.fspath(REPOSITORY)!r}); "]
         command[-1] += "from tests.forked import main; main()"
         with theirs:
-            modules = PRELOADED if DEVICE.name == HOST else PRELOADED_FOR_CARDS
+            modules = PRELOADED if DEVICE.name == HOST else PRELOADED_FOR_DEVICES
             fd = theirs.fileno()
             unmeasured = {name: value for name, value in os.environ.items() if name != COVERAGE}
             self._process = subprocess.Popen([*command, str(fd), *modules], pass_fds=[fd], env=unmeasured)

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from kvferry.clients import operations
+from kvferry.clients import calls
+from kvferry.clients.calls import Call
 from kvferry.clients.connection import open_control_socket
-from kvferry.clients.operations import Operation
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.client_core import ClientCore, ReplyArrived
 from kvferry.protocol.ids import BootId
@@ -35,49 +35,49 @@ class RawEngine(NamedTuple):
 
     def call(
         self,
-        operation: Operation[T],
+        call: Call[T],
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
         deadline_ms: int = REPLY_MS,
     ) -> T:
         """Send a request and return its reply; ``said`` goes over the session socket before, given its number."""
-        return self.numbered(operation, said, deadline_ms)[1]
+        return self.numbered(call, said, deadline_ms)[1]
 
     def numbered(
         self,
-        operation: Operation[T],
+        call: Call[T],
         said: Callable[[int], Sequence[ShareFollows]] | None = None,
         deadline_ms: int = REPLY_MS,
     ) -> tuple[int, T]:
         """As ``call``; return the request's number, too."""
-        outgoing = self.core.request(operation.body, operation.ids, deadline_ms=deadline_ms)
+        outgoing = self.core.request(call.body, call.ids, deadline_ms=deadline_ms)
         if said is not None:
-            self.channel.say(said(outgoing.message_id))
+            self.channel.send(said(outgoing.message_id))
         self.control.send_multipart(outgoing.frames)
         while self.control.poll(deadline_ms):
             news = self.core.feed(self.control.recv_multipart())
             if isinstance(news, ReplyArrived) and news.message_id == outgoing.message_id:
                 if news.error is not None:
                     raise news.error
-                return outgoing.message_id, operation.read(news)
-        raise TimeoutError(operation)
+                return outgoing.message_id, call.read(news)
+        raise TimeoutError(call)
 
     def ask(
         self,
         body: RequestBody,
         *ids: npt.ArrayLike,
-        lent: ShareFollows | None = None,
+        registered: ShareFollows | None = None,
         deadline_ms: int = REPLY_MS,
     ) -> ReplyArrived:
-        """Send a body with its id arrays, after what it lends, and return the reply as it is."""
-        operation = Operation(body, tuple(np.asarray(one, np.int64) for one in ids), lambda reply: reply)
-        if lent is None:
-            return self.call(operation, deadline_ms=deadline_ms)
-        frames = functools.partial(_numbered, lent)
-        return self.call(operation, frames, deadline_ms)
+        """Send a body with its id arrays, after what it registers, and return the reply as it is."""
+        call = Call(body, tuple(np.asarray(one, np.int64) for one in ids), lambda reply: reply)
+        if registered is None:
+            return self.call(call, deadline_ms=deadline_ms)
+        frames = functools.partial(_numbered, registered)
+        return self.call(call, frames, deadline_ms)
 
 
-def _numbered(lent: ShareFollows, message_id: int) -> Sequence[ShareFollows]:
-    return [msgspec.structs.replace(lent, message_id=message_id)]
+def _numbered(registered: ShareFollows, message_id: int) -> Sequence[ShareFollows]:
+    return [msgspec.structs.replace(registered, message_id=message_id)]
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def raw_engine(runtime_dir: Path, name: str = "raw") -> Iterator[RawEngine]:
         try:
             core = ClientCore(BootId(channel.opened.boot_id), channel.opened.secret)
             engine = RawEngine(channel, control, core)
-            engine.call(operations.hello(name))
+            engine.call(calls.hello(name))
             yield engine
         finally:
             channel.close()

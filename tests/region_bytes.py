@@ -1,4 +1,4 @@
-"""A region's bytes, read and written as a whole on any device: for worlds and oracles that compare all of them."""
+"""A region's bytes, read and written as a whole on any device: for harnesses and oracles that compare all of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_pages(region: Region, entries: Sequence[Entry], ids: PageIds, content:
 
 
 def _one_page(start: int, size_bytes: int) -> PlanSide:
-    """Return a side whose only page is a stretch of the region."""
+    """Return a side whose only page is an extent of the region."""
     size = np.array([size_bytes], np.uint64)
     one, none = np.ones(1, np.uint64), np.zeros(1, np.uint64)
     return PlanSide(

@@ -1,7 +1,7 @@
-"""The simulated cards of a run with ``--device npu:N``: this process is on them, and so is every one that it starts.
+"""The simulated devices of a run with ``--device npu:N``: this process is on them, and so is every one that it starts.
 
 The loader reads LD_LIBRARY_PATH when a process begins, so whoever starts the tests has to set it; ``make test`` does.
-On a machine with CANN nothing is simulated: the tests are on its cards.
+On a machine with CANN nothing is simulated: the tests are on its devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ this process is neither on a machine with CANN nor on the CANN simulator; make t
 
 
 class SimulatedHost:
-    """Two cards of 4 GiB, for this process and its children.
+    """Two devices of 4 GiB, for this process and its children.
 
     Attributes:
         simulator: what they can be made to do.

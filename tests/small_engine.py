@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvferry.clients import AttachedPool, Cells, Client, MhaSpec, pages
+from kvferry.clients import AttachedPool, BlockTableEntries, Client, MhaSpec, pages
 
 SPEC: Final = MhaSpec(layers=4, tokens=256, page_size=16, kv_heads=2, head_dim=8, dtype="bfloat16")
 PAGES: Final = 5
@@ -70,16 +70,16 @@ def prefill(client: Client, pool: AttachedPool, request_id: str, *, tensors: boo
 def decode(client: Client, pool: AttachedPool, request_id: str, *, tensors: bool) -> None:
     """Take the pages, look at every element, and point a table's row at them."""
     ids = client.allocate("decode", PAGES)[::-1].copy()  # torch knows no strides backwards
-    room = client.receive("decode", request_id, [pages(ids, tokens=TOKENS)], deadline_s=DEADLINE_S)
-    done = client.wait_finished(room, DEADLINE_S)
+    transfer = client.receive("decode", request_id, [pages(ids, tokens=TOKENS)], deadline_s=DEADLINE_S)
+    done = client.wait_finished(transfer, DEADLINE_S)
     assert done.first_token == FIRST_TOKEN, done
     for layer in range(SPEC.layers):
         for role in ("k", "v"):
             there, sent = elements(pool, role, tensors=tensors)[layer, ids], values(layer, role, tensors=tensors)
             assert (there.reshape(-1) == sent.reshape(-1)).all(), (layer, role)
     tables = client.create_tables("decode", "decode", max_batch=2, max_context_tokens=TOKENS)
-    cells = Cells([1] * PAGES, range(PAGES), ids)
-    client.wait(client.update_tables(tables, [0, TOKENS], cells=cells))
+    entries = BlockTableEntries([1] * PAGES, range(PAGES), ids)
+    client.wait(client.update_tables(tables, [0, TOKENS], entries=entries))
     rows, lengths = (
         (tables.block_tables, tables.seq_lens) if tensors else (tables.array("block_tables"), tables.array("seq_lens"))
     )

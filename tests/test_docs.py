@@ -1,6 +1,6 @@
-"""The code in docs/engines.md about cards and graph tables does what the text around it says, on the run's device.
+"""The code in docs/engines.md about devices and graph tables does what the text around it says, on the run's device.
 
-What only a card can do is run by ``tests/npu/test_docs_on_npu.py``.
+What only a device can do is run by ``tests/npu/test_docs_on_npu.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import AttachedPool, Cells, Client, MhaSpec, MlaSpec, ModelIdentity, new_request_id, pages
+from kvferry.clients import (
+    AttachedPool,
+    BlockTableEntries,
+    Client,
+    MhaSpec,
+    MlaSpec,
+    ModelIdentity,
+    new_request_id,
+    pages,
+)
 from kvferry.protocol import errors
 from tests.daemons import running_daemon
 from tests.devices import DEVICE
@@ -33,7 +42,7 @@ def blocks(title: str) -> list[str]:
 
 
 [INDEXER] = blocks("Indexers (DeepSeek V3.2)")
-ON_A_CARD, LENDING = blocks("Pools on a card")
+ON_A_DEVICE, LENDING = blocks("Pools on a device")
 [WHOSE] = blocks("Whose KV it is")
 TABLES, NEXT_STEP = blocks("Graph tables")
 [OFFLOAD] = blocks("Offload, restore and the prefix cache")
@@ -49,7 +58,7 @@ class Reader:
             "spec": SPEC,
             "request_id": new_request_id(),
             "pages": pages,
-            "Cells": Cells,
+            "BlockTableEntries": BlockTableEntries,
             "MlaSpec": MlaSpec,
             "ModelIdentity": ModelIdentity,
             "torch": torch,
@@ -83,11 +92,11 @@ def other(reader: Reader, device: str) -> Other:
     return Other(client, client.create_pool("other", SPEC, device=device))
 
 
-def test_pools_on_a_card(reader: Reader, other: Other, device: str) -> None:
+def test_pools_on_a_device(reader: Reader, other: Other, device: str) -> None:
     client = other.client
     taken = client.allocate("other", 4)
     received = client.receive("other", reader.names["request_id"], [pages(taken)])
-    reader.run(ON_A_CARD)
+    reader.run(ON_A_DEVICE)
     client.wait_finished(received)
     assert (other.arrived()[:, taken] == 1).all()
     assert not other.arrived()[:, 0].any()
@@ -97,7 +106,7 @@ def test_pools_on_a_card(reader: Reader, other: Other, device: str) -> None:
 
 
 def test_graph_tables(reader: Reader) -> None:
-    reader.run(ON_A_CARD.split("step = ")[0])
+    reader.run(ON_A_DEVICE.split("step = ")[0])
     reader.run(TABLES)
     tables, ids = reader.names["tables"], reader.names["ids"]
     assert reader.names["block_tables"].shape == (8, 257)
@@ -139,9 +148,9 @@ def test_an_indexers_keys_travel_with_mains_pages(reader: Reader, other: Other, 
     decode = client.create_pool("nsa-decode", reader.names["spec"], device=device)
     client.allocate("nsa-decode", 5)  # so that the page numbers differ
     wanted = client.allocate("nsa-decode", 3)
-    room = client.receive("nsa-decode", reader.names["request_id"], [pages(wanted, tokens=150)])
+    transfer = client.receive("nsa-decode", reader.names["request_id"], [pages(wanted, tokens=150)])
     reader.run("...  #" + send)
-    done = client.wait_finished(room)
+    done = client.wait_finished(transfer)
     assert (done.trimmed_pages, done.moved_bytes) == (0, 3 * 64 * 2 * (4 * (512 + 64) + 2 * 128))
     assert torch.equal(decode.tensor("main", "index_k").cpu()[:, wanted], index_k.cpu()[:, ids])
     with_a_list = [pages(wanted), pages(wanted, component="index_k")]

@@ -73,7 +73,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
         yield one
 
 
-def test_a_hand_off_and_an_offload_by_hand(daemon: DaemonProcess) -> None:
+def test_a_transfer_and_an_offload_by_hand(daemon: DaemonProcess) -> None:
     with Client.connect(daemon.runtime_dir, name="observer") as client:
         source, destination = (client.create_pool(name, SPEC) for name in "pd")
         filled = source.tensor("main", "k").numpy()
@@ -85,7 +85,7 @@ def test_a_hand_off_and_an_offload_by_hand(daemon: DaemonProcess) -> None:
         decode.until("ACCEPTED")
         prefill = Terminal(daemon, PREFILL)
         sent = prefill.until("ALLOCATED")["pages"]
-        assert prefill.end()[2:] == ["ACCEPTED", "FINISHED", "SETTLED", "ROOM_RESULT", "FREED"]
+        assert prefill.end()[2:] == ["ACCEPTED", "FINISHED", "SETTLED", "TRANSFER_RESULT", "FREED"]
         assert prefill.said[-2]["state"] == "settled"
         assert decode.end()[-3:] == ["FINISHED", "SETTLED", "FREED"]
         assert decode.said[-3]["first_token"] == 42
@@ -99,7 +99,7 @@ def test_a_hand_off_and_an_offload_by_hand(daemon: DaemonProcess) -> None:
         restored = restore.until("TIER_DONE")
         assert restored["snapshot"] == snapshot
         assert (arrived[:, restored["lists"][0]["pages"]] == filled[:, away]).all()
-        assert restore.end() == ["SNAPSHOT_REPORT", "WORK_STARTED", "TIER_DONE", "FREED"]
+        assert restore.end() == ["SNAPSHOT_REPORT", "OPERATION_STARTED", "TIER_DONE", "FREED"]
         offload.interrupt()
         assert offload.end(-signal.SIGINT) == ["ALLOCATED", "OFFLOADING", "TIER_DONE"]
         assert not client.snapshots()

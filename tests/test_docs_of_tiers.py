@@ -9,11 +9,20 @@ from typing import Any, Final
 
 import pytest
 
-from kvferry.clients import Client, HybridSwaSpec, MhaSpec, ModelIdentity, TierWork, new_request_id, pages, pages_wanted
+from kvferry.clients import (
+    Client,
+    HybridSwaSpec,
+    MhaSpec,
+    ModelIdentity,
+    TierOperation,
+    new_request_id,
+    pages,
+    pages_wanted,
+)
 from kvferry.clients.hashing import block_hashes
 from kvferry.daemon.tiers.disk_tier import REST_S
 from kvferry.daemon.tiers.lookups import MAX_LEASES, MAX_PINS
-from kvferry.daemon.tiers.works import MAX_WORKS
+from kvferry.daemon.tiers.operations import MAX_OPERATIONS
 from kvferry.protocol import errors
 from kvferry.protocol.cache_messages import MAX_HASHES
 from tests.clients.tier_pools import Filled
@@ -45,7 +54,7 @@ def blocks(title: str) -> list[str]:
 
 
 RETRACT, LOOP = blocks("Offload and restore")
-[LAND] = blocks("A hand-off without pages")
+[LAND] = blocks("A transfer without pages")
 REUSE, GROW, WINDOWS = blocks("Prefix cache")
 [FOLLOW] = blocks("Events for routers")
 
@@ -61,7 +70,7 @@ class Reader:
             "pages_wanted": pages_wanted,
             "block_hashes": block_hashes,
             "ModelIdentity": ModelIdentity,
-            "TierWork": TierWork,
+            "TierOperation": TierOperation,
         }
 
     def run(self, code: str) -> None:
@@ -103,9 +112,9 @@ def test_offload_and_restore(reader: Reader, decode: Filled) -> None:
     assert reader.client.snapshots() == ()
 
 
-def test_works_come_from_poll(reader: Reader, decode: Filled) -> None:
+def test_operations_come_from_poll(reader: Reader, decode: Filled) -> None:
     del decode
-    gone_on: list[TierWork] = []
+    gone_on: list[TierOperation] = []
     reader.names |= {"go_on": gone_on.append, "compute_again": pytest.fail}
     out = reader.client.offload("decode", [pages(reader.client.allocate("decode", 2))])
     while not gone_on:  # pytest's own timeout fails what never ends
@@ -113,7 +122,7 @@ def test_works_come_from_poll(reader: Reader, decode: Filled) -> None:
     assert gone_on == [out]
 
 
-def test_a_hand_off_without_pages(served: DaemonProcess, reader: Reader, decode: Filled) -> None:
+def test_a_transfer_without_pages(served: DaemonProcess, reader: Reader, decode: Filled) -> None:
     with Client.connect(served.runtime_dir, name="prefill") as prefill:
         source = Filled(prefill, "prefill", SPEC, MODEL_OF_TEXT)
         sent = prefill.allocate("prefill", 8)
@@ -196,7 +205,7 @@ def test_every_code_that_the_text_names_exists() -> None:
 
 def test_the_figures_are_those_of_the_code() -> None:
     pins = f"{MAX_PINS:_}".replace("_", " ")
-    assert f"over {MAX_WORKS} works, {MAX_LEASES} leases or {pins} leased blocks" in TEXT
+    assert f"over {MAX_OPERATIONS} works, {MAX_LEASES} leases or {pins} leased blocks" in TEXT
     assert f"rests for {REST_S:g} s" in TEXT
     assert f"may number {MAX_HASHES:_}".replace("_", " ") in TEXT
 

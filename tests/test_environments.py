@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(build_sdist(copy_checkout(folder), folder), folder)
 
 
-def hand_off(python: Path, tmp_path: Path, *options: str) -> dict[str, str]:
+def transfer(python: Path, tmp_path: Path, *options: str) -> dict[str, str]:
     """Run a daemon, a prefill and a decode engine of one environment; return the versions that they ran by."""
     with running_daemon(tmp_path, environment={"PYTHONPATH": ""}, python=python) as daemon:
         run(python.with_name("kvferry"), "ping", "--runtime-dir", daemon.runtime_dir, cwd=tmp_path)
@@ -76,7 +76,7 @@ def test_a_fresh_environment_without_torch(wheel: Path, tmp_path: Path, version:
     require(WHEELS.is_dir(), f"what make test downloads into {WHEELS}")
     assert interpreter is not None
     python = fresh_environment(tmp_path / "fresh", interpreter, wheel)
-    versions = hand_off(python, tmp_path)
+    versions = transfer(python, tmp_path)
     assert versions["python"].startswith(f"{version}.")
     assert set(versions) == {"python", *lowest_versions()}, "and no torch"
 
@@ -88,7 +88,7 @@ def test_a_fresh_environment_with_the_lowest_versions(wheel: Path, tmp_path: Pat
     assert interpreter is not None
     lowest = lowest_versions()
     exact = [f"{name}=={version}" for name, version in lowest.items()]
-    versions = hand_off(fresh_environment(tmp_path / "fresh", interpreter, wheel, *exact), tmp_path)
+    versions = transfer(fresh_environment(tmp_path / "fresh", interpreter, wheel, *exact), tmp_path)
     assert {name: pair(versions[name]) for name in lowest} == {name: pair(lowest[name]) for name in lowest}
 
 
@@ -100,7 +100,7 @@ def pair(version: str) -> tuple[int, int]:
 
 def test_an_environment_with_torch(wheel: Path, tmp_path: Path) -> None:
     """Its torch, and what else kvferry needs, are those of the running one."""
-    versions = hand_off(new_environment(tmp_path / "environment", wheel), tmp_path, "--tensors")
+    versions = transfer(new_environment(tmp_path / "environment", wheel), tmp_path, "--tensors")
     assert versions["torch"] == metadata.version("torch")
 
 

@@ -1,4 +1,4 @@
-"""SGLang's own functions: grouping pages, planning a hand-off's blocks, packing page ids.
+"""SGLang's own functions: grouping pages, planning a transfer's blocks, packing page ids.
 
 ``make peers`` puts the wheel into an environment of its own; the functions run here, in this interpreter and with this
 numpy, so that both sides of a comparison have the same. A manager's methods get a stand-in for ``self`` with the
@@ -99,7 +99,7 @@ def load(packages: Path) -> SGLang:
 
 
 def plan_blocks(sglang: SGLang, buffers: Buffers, source: PageIndices, destination: PageIndices) -> list[Block]:
-    """Return every block of a hand-off, as ``send_kvcache`` plans them for its transfer."""
+    """Return every block of a transfer, as ``send_kvcache`` plans them for its transfer."""
     planned: list[Block] = []
 
     def keep(_session: str, blocks: list[Block]) -> int:

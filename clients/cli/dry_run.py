@@ -1,4 +1,4 @@
-"""A hand-off between two pools, planned by the daemon's own functions and not carried out.
+"""A transfer between two pools, planned by the daemon's own functions and not executed.
 
 Knows the input of ``kvferry plan``, not how its result is shown.
 """
@@ -128,8 +128,8 @@ def _check_heads(entries: tuple[Entry, ...], pairing: Pairing, part: Part, optio
     paired = [entries[pair.destination_index] for pair in mine.pairs]
     coverage = Coverage(paired, 1, optional)
     pairs = [pair._replace(destination_index=index) for index, pair in enumerate(mine.pairs)]
-    coverage.promise(cells_of(pairs, 0, 1))
-    coverage.check_promised()
+    coverage.plan(cells_of(pairs, 0, 1))
+    coverage.check_planned()
 
 
 def _planned(pairing: Pairing, part: Part) -> Part:

@@ -86,7 +86,7 @@ class Blocks(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All of it. ``blocks`` is missing and ``error`` is there where the hand-off is refused."""
+    """All of it. ``blocks`` is missing and ``error`` is there where the transfer is refused."""
 
     pairs: tuple[ExplainedPair, ...]
     skipped_source_entries: tuple[Skipped, ...]

@@ -49,7 +49,7 @@ def add_status(command: argparse.ArgumentParser) -> None:
 
 
 def status(options: argparse.Namespace) -> int:
-    """Print the daemon's pools, sessions, hand-offs, devices, graph tables and counters."""
+    """Print the daemon's pools, sessions, transfers, devices, graph tables and counters."""
     with Connection.open(options.runtime_dir, "status", timeout_s=options.timeout) as connection:
         report = connection.call(Status(), StatusReport, timeout_s=options.timeout)
         boot_id = connection.boot_id
@@ -75,15 +75,15 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     )
     yield from table(
         "sessions",
-        ("session", "name", "tenant", "pid", "pages", "hand-offs", "unacked"),
-        [(s.session, s.name, s.tenant, s.pid, s.pages, s.rooms, s.unacknowledged_events) for s in report.sessions],
+        ("session", "name", "tenant", "pid", "pages", "transfers", "unacked"),
+        [(s.session, s.name, s.tenant, s.pid, s.pages, s.transfers, s.unacknowledged_events) for s in report.sessions],
     )
     yield from table(
-        "hand-offs",
-        ("request", "side", "pool", "state", "age ms", "pages", "arrived", "waits for"),
+        "transfers",
+        ("request", "direction", "pool", "state", "age ms", "pages", "arrived", "waits for"),
         [
-            (r.request_id or r.request, r.side, r.pool, r.state, r.age_ms, r.pages, r.arrived, r.waits_for)
-            for r in report.rooms
+            (r.request_id or r.request, r.direction, r.pool, r.state, r.age_ms, r.pages, r.arrived, r.waits_for)
+            for r in report.transfers
         ],
     )
     if report.devices:
@@ -95,21 +95,31 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     if report.tiers:
         of_tiers = ("tier", "GiB", "used GiB", "pinned GiB", "blocks", "snapshots", "state")
         yield from table("tiers", of_tiers, [_tier_row(tier) for tier in report.tiers])
-    if report.works:
-        of_works = ("session", "work", "kind", "pool", "pages", "age ms", "waits for")
-        works = [(w.session, w.work, w.kind, w.pool, w.pages, w.age_ms, w.waits_for or "copies") for w in report.works]
-        yield from table("works of the tiers", of_works, works)
+    if report.operations:
+        of_operations = ("session", "operation", "kind", "pool", "pages", "age ms", "waits for")
+        operations = [
+            (w.session, w.operation, w.kind, w.pool, w.pages, w.age_ms, w.waits_for or "copies")
+            for w in report.operations
+        ]
+        yield from table("operations of the tiers", of_operations, operations)
     if report.peers:
         peers = [(p.address, p.state, p.announced, p.waiting) for p in report.peers]
         yield from table("other daemons", ("address", "state", "announced", "waiting"), peers)
-    if report.landing:
-        slots = report.landing
-        of_slots = ("session", "state", "slot KiB", "slots", "free", "granted")
+    if report.network:
+        slots = report.network
+        of_slots = ("session", "state", "buffer KiB", "buffers", "free", "granted")
         of_rest = ("quarantined", "quarantined MiB", "held by")
         holders = ", ".join(f"{address} {count}" for address, count in slots.held_by.items()) or "-"
-        row = (slots.session, slots.state, slots.slot_bytes >> 10, slots.slots, slots.free, slots.granted)
+        row = (
+            slots.session,
+            slots.state,
+            slots.bounce_buffer_bytes >> 10,
+            slots.bounce_buffers,
+            slots.free,
+            slots.granted,
+        )
         resting = (slots.quarantined, f"{slots.quarantined_bytes / MIB:.1f}")
-        yield from table("landing", (*of_slots, *of_rest), [(*row, *resting, holders)])
+        yield from table("network", (*of_slots, *of_rest), [(*row, *resting, holders)])
     yield from table("counters", ("name", "count"), list(report.counters.items()))
 
 
@@ -127,11 +137,11 @@ def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:
 
 def _place(pool: PoolStatus) -> str:
     """Return where a pool is, and whose memory it is where that is not the daemon's."""
-    return pool.device if pool.lent_by is None else f"{pool.device}, lent by session {pool.lent_by}"
+    return pool.device if pool.registered_by is None else f"{pool.device}, registered by session {pool.registered_by}"
 
 
 def _device_row(device: DeviceStatus) -> tuple[object, ...]:
-    """Return a card's row; memory that nobody has asked for yet is not known."""
+    """Return a device's row; memory that nobody has asked for yet is not known."""
     total, free = (
         f"{size / GIB:.1f}" if device.total_bytes else "?" for size in (device.total_bytes, device.free_bytes)
     )

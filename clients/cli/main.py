@@ -27,7 +27,7 @@ PURPOSES: Final = {
     "probe": "send any messages, written as JSON, and print the replies and events",
     "layout": "print the manifest of a pool spec, or what a model's pool takes",
     "cache": "list, pin, evict and watch cached blocks and snapshots",
-    "plan": "print the copies of a hand-off, without a daemon",
+    "plan": "print the copies of a transfer, without a daemon",
     "doctor": "say what this host has and lacks, each with the fix",
 }
 MODULES: Final = {

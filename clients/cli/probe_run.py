@@ -16,17 +16,17 @@ from kvferry.protocol.conversation import EVENT, Arrived
 from kvferry.protocol.errors import DeadlineError
 from kvferry.protocol.json_form import body_to_fields, request_from_fields
 
-Say = Callable[[dict[str, Any]], None]
+Print = Callable[[dict[str, Any]], None]
 
 
 class ProbeRun:
     """What was sent and has not ended. ``status`` is the exit status so far: FAILED once anything has failed."""
 
-    def __init__(self, connection: Connection, timeout_s: float, say: Say) -> None:
+    def __init__(self, connection: Connection, timeout_s: float, print_line: Print) -> None:
         self.status = WORKED
         self._connection = connection
         self._timeout_s = timeout_s
-        self._say = say
+        self._print = print_line
         self._answers = Answers()
         self._sent: dict[int, ProbeMessage] = {}
         self._open: dict[str, list[str]] = {}
@@ -48,9 +48,9 @@ class ProbeRun:
         fields = resolved(message.fields, self._answers)
         body, frames = request_from_fields(message.kind, fields)
         if message.kind == "CANCEL":
-            self._cancelled.add(_hand_off(fields))
-        if message.kind == "CANCEL_WORK":
-            self._cancelled.add(_work(fields))
+            self._cancelled.add(_transfer(fields))
+        if message.kind == "CANCEL_OPERATION":
+            self._cancelled.add(_operation(fields))
         number = self._connection.send(body, frames, deadline_s=self._timeout_s)
         self._sent[number] = ProbeMessage(message.name, message.kind, fields)
         self._wait(lambda: number not in self._sent, f"the reply to {message.kind}")
@@ -95,21 +95,21 @@ class ProbeRun:
         return self._answers.has(event) or not any(event.name in names for names in self._open.values())
 
     def _reply(self, message: ProbeMessage, arrived: Arrived, fields: dict[str, Any]) -> None:
-        self._say({"message": message.name, **fields})
+        self._print({"message": message.name, **fields})
         if arrived.error is not None:
             self.status = FAILED
             return
         self._answers.put(message.name, "", fields)
         if fields["type"] == "ACCEPTED":
-            side = message.kind.lower()
-            self._open.setdefault(_hand_off({**message.fields, "side": side}), []).append(message.name)
-        elif fields["type"] in {"OFFLOADING", "WORK_STARTED"}:
-            self._open[_work(fields)] = [message.name]
+            direction = message.kind.lower()
+            self._open.setdefault(_transfer({**message.fields, "direction": direction}), []).append(message.name)
+        elif fields["type"] in {"OFFLOADING", "OPERATION_STARTED"}:
+            self._open[_operation(fields)] = [message.name]
 
     def _event(self, fields: dict[str, Any]) -> None:
-        what = _work(fields) if fields["type"] == "TIER_DONE" else _hand_off(fields)
+        what = _operation(fields) if fields["type"] == "TIER_DONE" else _transfer(fields)
         names = self._open.get(what, [])
-        self._say({"message": names[-1], **fields} if names else fields)
+        self._print({"message": names[-1], **fields} if names else fields)
         for name in names:
             self._answers.put(name, fields["type"], fields)
         if "error" in fields and not (what in self._cancelled and fields["error"]["code"] == "CANCELLED"):
@@ -118,9 +118,9 @@ class ProbeRun:
             self._open.pop(what, None)
 
 
-def _hand_off(fields: dict[str, Any]) -> str:
-    return f"{fields['side']} {fields['request_id']} of {fields['pool']}"
+def _transfer(fields: dict[str, Any]) -> str:
+    return f"{fields['direction']} {fields['request_id']} of {fields['pool']}"
 
 
-def _work(fields: dict[str, Any]) -> str:
-    return f"work {fields['work']}"
+def _operation(fields: dict[str, Any]) -> str:
+    return f"operation {fields['operation']}"

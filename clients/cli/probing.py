@@ -87,7 +87,7 @@ def probe(options: argparse.Namespace) -> int:
     opening_s = min(options.timeout or DEFAULT_TIMEOUT_S, OPENING_TIMEOUT_S)
     with Connection.open(options.runtime_dir, "probe", timeout_s=opening_s, session=session) as connection:
         most_s = connection.welcome.limits.max_deadline_ms / 1000
-        run = ProbeRun(connection, options.timeout or min(DEFAULT_TIMEOUT_S, most_s), _say)
+        run = ProbeRun(connection, options.timeout or min(DEFAULT_TIMEOUT_S, most_s), _print)
         keep_going = options.keep_going or (streamed and sys.stdin.isatty())
         bad = _send(run, messages, keep_going=keep_going)
         if streamed and (keep_going or not (bad or run.status)):
@@ -159,9 +159,9 @@ def _text_of(name: str) -> str:
 
 
 def _refuse(name: str, error: KvferryError) -> int:
-    _say({"message": name, "type": "ERROR", "error": msgspec.to_builtins(error.info())})
+    _print({"message": name, "type": "ERROR", "error": msgspec.to_builtins(error.info())})
     return BAD_INPUT
 
 
-def _say(fields: dict[str, Any]) -> None:
+def _print(fields: dict[str, Any]) -> None:
     print(msgspec.json.encode(fields).decode(), flush=True)

@@ -118,7 +118,7 @@ def start_cluster(
 
 def daemon_config(host: Host) -> str:
     """Return the configuration of a host's daemon, as TOML."""
-    return f'[peers]\nlisten = "tcp://{host.address}:{PEER_PORT}"\n\n[landing]\ntransport = "mooncake"\n'
+    return f'[peers]\nlisten = "tcp://{host.address}:{PEER_PORT}"\n\n[network]\ntransport = "mooncake"\n'
 
 
 def start_engine(node: Node, name: str, module: str, arguments: Sequence[str], environment: dict[str, str]) -> Child:

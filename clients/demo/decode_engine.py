@@ -1,6 +1,6 @@
-"""The demo's decode engine: makes rooms for all prompts, and decodes each from its pages alone once they are there.
+"""The demo's decode engine: makes transfers for all prompts, and decodes each from its pages alone once they are there.
 
-A scheduler loop as an engine has it: it looks at hand-offs without waiting, then computes one token of one request.
+A scheduler loop as an engine has it: it looks at transfers without waiting, then computes one token of one request.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Final
 
 import torch
 
+from kvferry.clients.calls import pages
 from kvferry.clients.demo.engine import Engine, arguments, start
-from kvferry.clients.demo.messages import Arrived, Done, Prompt, Token, read_prompts, tell
+from kvferry.clients.demo.messages import Arrived, Done, Prompt, Token, notify, read_prompts
 from kvferry.clients.demo.paged_cache import PagedCache, PagedSequence
-from kvferry.clients.operations import pages
-from kvferry.protocol.client_core import HandOff
+from kvferry.protocol.client_core import Transfer
 from kvferry.protocol.errors import InternalError
 
-HAND_OFF_DEADLINE_S: Final = 1800.0
+TRANSFER_DEADLINE_S: Final = 1800.0
 """For waiting until prefill has computed all prompts before."""
 QUIET_S: Final = 120.0
 
@@ -52,44 +52,44 @@ class DecodeEngine:
         self._eos = engine.model.config.eos_token_id
         self._unreserved_pages = engine.pool.manifest.pages - 1
         self._backlog: deque[Prompt] = deque()
-        self._rooms: dict[HandOff, _Request] = {}
+        self._transfers: dict[Transfer, _Request] = {}
         self._decoding: deque[_Request] = deque()
         self._shuffle = random.Random(2)  # noqa: S311  an order that nothing can be right by accident in
 
     def add(self, prompt: Prompt) -> None:
-        """Take a prompt and make a room for it as soon as there are pages."""
+        """Take a prompt and make a transfer for it as soon as there are pages."""
         self._backlog.append(prompt)
-        self._make_rooms()
+        self._receive_all()
 
     def run(self) -> None:
         """Decode until every prompt is done."""
-        while self._backlog or self._rooms or self._decoding:
+        while self._backlog or self._transfers or self._decoding:
             self._take_arrivals(0.0 if self._decoding else QUIET_S)
             if self._decoding:
                 self._step(self._decoding.popleft())
-            self._make_rooms()
+            self._receive_all()
 
-    def _make_rooms(self) -> None:
+    def _receive_all(self) -> None:
         """Receive into fresh pages, for as many prompts as can also be decoded to their ends without waiting."""
         while self._backlog and self._most_pages(self._backlog[0]) <= self._unreserved_pages:
             prompt = self._backlog.popleft()
             self._unreserved_pages -= self._most_pages(prompt)
             ids = self._allocate(-(-len(prompt.tokens) // self._page_size))
-            room = self._receive(prompt, ids)
+            transfer = self._receive(prompt, ids)
             sequence = PagedSequence(torch.tensor(ids), self._page_size, len(prompt.tokens))
-            self._rooms[room] = _Request(prompt, sequence, PagedCache(self._k, self._v, sequence))
-        if self._backlog and not self._rooms and not self._decoding:
+            self._transfers[transfer] = _Request(prompt, sequence, PagedCache(self._k, self._v, sequence))
+        if self._backlog and not self._transfers and not self._decoding:
             raise InternalError(f"a prompt of {len(self._backlog[0].tokens)} tokens does not fit in {self._pool}")
 
-    def _receive(self, prompt: Prompt, ids: list[int]) -> HandOff:
-        """Make a room for a prompt in these pages."""
+    def _receive(self, prompt: Prompt, ids: list[int]) -> Transfer:
+        """Make a transfer for a prompt in these pages."""
         return self._client.receive(
             self._pool,
             prompt.request_id,
             [pages(ids, tokens=len(prompt.tokens))],
             sources=self._sources,
             source_daemons=self._source_daemons,
-            deadline_s=HAND_OFF_DEADLINE_S,
+            deadline_s=TRANSFER_DEADLINE_S,
         )
 
     def _most_pages(self, prompt: Prompt) -> int:
@@ -107,19 +107,23 @@ class DecodeEngine:
     def _take_arrivals(self, timeout_s: float) -> None:
         changed = self._client.poll(timeout_s)
         if not changed and timeout_s:
-            raise InternalError(f"no hand-off moved within {timeout_s:g} s")
-        for hand_off in changed:
-            if hand_off.error is not None:
-                raise hand_off.error
-            if isinstance(hand_off, HandOff) and hand_off.finished and (request := self._rooms.pop(hand_off, None)):
-                self._begin(request, hand_off)
+            raise InternalError(f"no transfer moved within {timeout_s:g} s")
+        for transfer in changed:
+            if transfer.error is not None:
+                raise transfer.error
+            if (
+                isinstance(transfer, Transfer)
+                and transfer.finished
+                and (request := self._transfers.pop(transfer, None))
+            ):
+                self._begin(request, transfer)
 
-    def _begin(self, request: _Request, hand_off: HandOff) -> None:
-        finished = hand_off.outcome()
+    def _begin(self, request: _Request, transfer: Transfer) -> None:
+        finished = transfer.outcome()
         if finished.first_token is None:
             raise InternalError(f"request {finished.request_id} came without its first token")
         request.started = time.monotonic()
-        tell(
+        notify(
             Arrived(
                 request_id=finished.request_id,
                 arrived_at=request.started,
@@ -143,11 +147,11 @@ class DecodeEngine:
     def _go_on(self, request: _Request) -> None:
         """Report the newest token; queue the request for the next one, or end it."""
         request_id = request.prompt.request_id
-        tell(Token(request_id=request_id, token=request.tokens[-1]))
+        notify(Token(request_id=request_id, token=request.tokens[-1]))
         if request.tokens[-1] != self._eos and len(request.tokens) < request.prompt.max_new_tokens:
             self._decoding.append(request)
             return
-        tell(Done(request_id=request_id, decode_s=time.monotonic() - request.started))
+        notify(Done(request_id=request_id, decode_s=time.monotonic() - request.started))
         self._client.free(self._pool, request.sequence.page_ids.numpy())
         self._unreserved_pages += self._most_pages(request.prompt)
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.clients.demo.messages import Ready, tell
+from kvferry.clients.demo.messages import Ready, notify
 from kvferry.clients.demo.model import load_model
 from kvferry.clients.demo.prompts import PAGE_SIZE
 from kvferry.clients.demo.stages import cut_stage, split_layers
@@ -54,7 +54,7 @@ def start(options: argparse.Namespace) -> Engine:
     client = Client.connect(options.runtime_dir, name=options.pool)
     spec = pool_spec(model.config, options.pool_tokens, layers.start)
     pool = client.create_pool(options.pool, spec, model=ModelIdentity(name=Path(options.model).resolve().name))
-    tell(Ready(load_s=time.monotonic() - started))
+    notify(Ready(load_s=time.monotonic() - started))
     return Engine(client, pool, model)
 
 

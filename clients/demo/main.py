@@ -136,8 +136,8 @@ def _writable(text: str) -> Path:
 def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     started = time.monotonic()
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-demo-")))
-    model = converted_model(_say)
-    _say("loading the tokenizer and making prompts")
+    model = converted_model(_print)
+    _print("loading the tokenizer and making prompts")
     tokenizer = load_tokenizer(model)
     made = make_prompts(tokenizer, options.prompts)
     prompts = [
@@ -153,9 +153,9 @@ def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     config = tiers_config(prompts, PAGE_SIZE, PAGE_SIZE * token_bytes(model)) if options.retract else ""
     cluster = start_cluster(options.hosts, runtime_dir, folder, stack, config)
     for node in cluster.nodes:
-        _say(f"the {node.daemon.name} serves in {node.runtime_dir} (pid {node.daemon.pid})")
+        _print(f"the {node.daemon.name} serves in {node.runtime_dir} (pid {node.daemon.pid})")
     run = _Run(folder, model, cluster)
-    (_retract if options.retract else _hand_off)(run, prompts, report)
+    (_retract if options.retract else _transfer)(run, prompts, report)
     _compare(run, prompts, report)
     totals = report.totals(time.monotonic() - started)
     print("\n".join((retraction_table if options.retract else table)(totals)))
@@ -170,11 +170,11 @@ def _end(options: argparse.Namespace, cluster: Cluster, totals: Totals) -> None:
     if options.keep:
         for node in cluster.nodes:
             stays = f"the {node.daemon.name} stays up: kvferry status --runtime-dir {node.runtime_dir}"
-            _say(f"{stays}   (Ctrl-C ends it)")
+            _print(f"{stays}   (Ctrl-C ends it)")
     elif failed := [daemon for daemon in cluster.daemons if daemon.end()]:
         raise failure(failed)
     if options.retract:
-        _say(f"retracted={totals.retracted} restored={totals.restored}")
+        _print(f"retracted={totals.retracted} restored={totals.restored}")
     outcome = "ok" if totals.ok else "failed"
     print(
         f"demo: {outcome} prompts={totals.prompts} tokens={totals.tokens} identical={str(totals.identical).lower()}",
@@ -184,7 +184,7 @@ def _end(options: argparse.Namespace, cluster: Cluster, totals: Totals) -> None:
         _keep(cluster.daemons)
 
 
-def _hand_off(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
+def _transfer(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
     """Give all prompts to all engines at once, and follow them to the last token."""
     with contextlib.ExitStack() as stack:
         engines = [
@@ -198,22 +198,24 @@ def _hand_off(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
 def _retract(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
     """Give all prompts to one engine, which has pages for about half of them."""
     pool_tokens = too_few_pages(prompts, PAGE_SIZE) * PAGE_SIZE
-    _say(f"a pool of {pool_tokens // PAGE_SIZE} pages for prompts of {sum(len(one.tokens) for one in prompts)} tokens")
+    _print(
+        f"a pool of {pool_tokens // PAGE_SIZE} pages for prompts of {sum(len(one.tokens) for one in prompts)} tokens"
+    )
     with _engine(run, run.cluster.decode, "retract", (), pool_tokens) as engine:
         _follow([engine], run.cluster, prompts, report)
 
 
 def _follow(engines: Sequence[Child], cluster: Cluster, prompts: Sequence[Prompt], report: Report) -> None:
     """Wait until the engines are ready, the last of them first give them the prompts, and take what they say."""
-    _say(f"loading the model in {' and '.join(f'a {engine.name} (pid {engine.pid})' for engine in engines)}")
+    _print(f"loading the model in {' and '.join(f'a {engine.name} (pid {engine.pid})' for engine in engines)}")
     loading = set(engines)
     for child, line in listen(engines, cluster.daemons, SILENCE_S):
         if isinstance(line, Ready):
-            _say(f"the {child.name} is ready after {line.load_s:.1f} s")
+            _print(f"the {child.name} is ready after {line.load_s:.1f} s")
             loading.discard(child)
             if not loading:
                 for engine in reversed(engines):
-                    engine.tell(prompts)
+                    engine.notify(prompts)
         else:
             _take(line, report)
 
@@ -236,13 +238,13 @@ def _take(line: FromEngine, report: Report) -> None:
 
 def _compare(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
     """Let plain ``generate()`` compute the same prompts."""
-    _say("comparing with plain greedy generate()")
+    _print("comparing with plain greedy generate()")
     by_length = sorted(prompts, key=lambda prompt: len(prompt.tokens))
     with contextlib.ExitStack() as stack:
         children = []
         for number in range(REFERENCES):
             child = stack.enter_context(_reference(run, number + 1))
-            child.tell(by_length[number::REFERENCES])
+            child.notify(by_length[number::REFERENCES])
             children.append(child)
         for _, line in listen(children, run.cluster.daemons, SILENCE_S):
             if isinstance(line, Done):
@@ -275,7 +277,7 @@ def _keep(daemons: Sequence[Child]) -> None:
         raise failure([daemon for daemon in daemons if daemon.output in ended])
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"demo: {text}", flush=True)
 
 

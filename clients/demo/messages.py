@@ -101,7 +101,7 @@ def decode_line(line: bytes) -> FromEngine:
     return said
 
 
-def tell(line: Line) -> None:
+def notify(line: Line) -> None:
     """Write a line to the router."""
     sys.stdout.buffer.write(encode_line(line))
     sys.stdout.buffer.flush()

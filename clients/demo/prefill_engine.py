@@ -14,17 +14,17 @@ from typing import Final
 
 import torch
 
+from kvferry.clients.calls import pages
 from kvferry.clients.demo.engine import Engine, arguments, start
-from kvferry.clients.demo.messages import Prefilled, Prompt, read_prompts, tell
+from kvferry.clients.demo.messages import Prefilled, Prompt, notify, read_prompts
 from kvferry.clients.demo.paged_cache import PagedCache, PagedSequence
 from kvferry.clients.demo.stage_channel import StageChannel, accept, connect, listen, parsed
 from kvferry.clients.demo.stages import compute
-from kvferry.clients.operations import pages
-from kvferry.protocol.client_core import HandOff
+from kvferry.protocol.client_core import Transfer
 from kvferry.protocol.errors import PoolFullError
 
 CHUNK_PAGES: Final = 2
-HAND_OFF_DEADLINE_S: Final = 1800.0
+TRANSFER_DEADLINE_S: Final = 1800.0
 """For waiting until decode has room, however many prompts are before."""
 LOOK_S: Final = 1.0
 
@@ -45,7 +45,7 @@ class PrefillEngine:
         self._k = engine.pool.tensor("main", "k")
         self._v = engine.pool.tensor("main", "v")
         self._prefix: dict[tuple[int, ...], int] = {}
-        self._in_flight: dict[HandOff, list[int]] = {}
+        self._in_flight: dict[Transfer, list[int]] = {}
         self._shuffle = random.Random(1)  # noqa: S311  an order that nothing can be right by accident in
 
     def prefill(self, prompt: Prompt) -> None:
@@ -65,12 +65,12 @@ class PrefillEngine:
             last = end == len(prompt.tokens)
             first_token = int(output[-1].argmax()) if last and not self._after else None
             now = time.monotonic()
-            hand_off = self._send(prompt.request_id, ids, sent_pages, end, last=last, first_token=first_token)
+            transfer = self._send(prompt.request_id, ids, sent_pages, end, last=last, first_token=first_token)
             sent_pages = end // self._page_size
             if last:
-                self._in_flight[hand_off] = self._keep_full_pages(prompt.tokens, ids)
+                self._in_flight[transfer] = self._keep_full_pages(prompt.tokens, ids)
             if first_token is not None:
-                tell(
+                notify(
                     Prefilled(
                         request_id=prompt.request_id,
                         prefill_s=now - started,
@@ -81,7 +81,7 @@ class PrefillEngine:
                 )
 
     def finish(self) -> None:
-        """Wait until every hand-off has settled, then give the cached pages back."""
+        """Wait until every transfer has settled, then give the cached pages back."""
         while self._in_flight:
             self._collect(LOOK_S)
         self._evict(keep=[])
@@ -105,7 +105,7 @@ class PrefillEngine:
 
     def _send(
         self, request_id: str, ids: list[int], first_page: int, end: int, *, last: bool, first_token: int | None
-    ) -> HandOff:
+    ) -> Transfer:
         """Send the pages from ``first_page`` up to token ``end``."""
         chunk = ids[first_page : -(-end // self._page_size)]
         return self._client.send(
@@ -114,7 +114,7 @@ class PrefillEngine:
             [pages(chunk, first_page=first_page, tokens=end - first_page * self._page_size)],
             last=last,
             first_token=first_token,
-            deadline_s=HAND_OFF_DEADLINE_S,
+            deadline_s=TRANSFER_DEADLINE_S,
         )
 
     def _reusable(self, tokens: tuple[int, ...]) -> list[int]:
@@ -160,12 +160,12 @@ class PrefillEngine:
         return bool(evicted)
 
     def _collect(self, timeout_s: float = 0.0) -> None:
-        """Free the pages of hand-offs that have settled; a failed one ends the engine."""
-        for hand_off in self._client.poll(timeout_s):
-            if hand_off.error is not None:
-                raise hand_off.error
-        for hand_off in [one for one in self._in_flight if one.is_settled]:
-            spare = self._in_flight.pop(hand_off)
+        """Free the pages of transfers that have settled; a failed one ends the engine."""
+        for transfer in self._client.poll(timeout_s):
+            if transfer.error is not None:
+                raise transfer.error
+        for transfer in [one for one in self._in_flight if one.is_settled]:
+            spare = self._in_flight.pop(transfer)
             if spare:
                 self._client.free(self._pool, spare)
 

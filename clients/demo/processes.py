@@ -78,7 +78,7 @@ class Child:
         """Return its standard output."""
         return _present(self._process.stdout)
 
-    def tell(self, lines: Sequence[Line]) -> None:
+    def notify(self, lines: Sequence[Line]) -> None:
         """Write lines to its standard input and close that.
 
         Raises:

@@ -7,7 +7,7 @@ import time
 import torch
 
 from kvferry.clients.demo.engine import arguments
-from kvferry.clients.demo.messages import Done, Ready, read_prompts, tell
+from kvferry.clients.demo.messages import Done, Ready, notify, read_prompts
 from kvferry.clients.demo.model import load_model
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     options = arguments()
     started = time.monotonic()
     model = load_model(options.model, options.threads)
-    tell(Ready(load_s=time.monotonic() - started))
+    notify(Ready(load_s=time.monotonic() - started))
     for prompt in read_prompts():
         begun = time.monotonic()
         ids = torch.tensor([prompt.tokens])
@@ -30,7 +30,7 @@ def main() -> None:
                 pad_token_id=model.config.eos_token_id,
             )
         tokens = tuple(output[0, len(prompt.tokens) :].tolist())
-        tell(Done(request_id=prompt.request_id, decode_s=time.monotonic() - begun, tokens=tokens))
+        notify(Done(request_id=prompt.request_id, decode_s=time.monotonic() - begun, tokens=tokens))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class RequestFigures(msgspec.Struct, kw_only=True):
     chunks: int = 0
     reused_pages: int = 0
     prefill_ms: float | None = None
-    hand_off_ms: float | None = None
+    transfer_ms: float | None = None
     decode_ms: float | None = None
     moved_bytes: int = 0
     retracted: int = 0
@@ -53,7 +53,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     retracted: int
     restored: int
     moved_bytes: int
-    hand_off_ms_median: float
+    transfer_ms_median: float
     seconds: float
     requests: list[RequestFigures]
 
@@ -78,7 +78,7 @@ class Report:
         request.prefill_ms = line.prefill_s * 1000
         request.chunks, request.reused_pages = line.chunks, line.reused_pages
         self._sent_at[line.request_id] = line.sent_at
-        self._set_hand_off(line.request_id)
+        self._set_transfer(line.request_id)
         reused = f", {line.reused_pages} pages reused" if line.reused_pages else ""
         print(f"  {request.number:2} prefilled {request.prompt_tokens} tokens in {line.chunks} chunks{reused}")
 
@@ -86,7 +86,7 @@ class Report:
         """Take the arrival of a prompt's pages."""
         self.requests[line.request_id].moved_bytes = line.moved_bytes
         self._arrived_at[line.request_id] = line.arrived_at
-        self._set_hand_off(line.request_id)
+        self._set_transfer(line.request_id)
 
     def token(self, line: Token) -> None:
         """Take a token and show the text every few tokens."""
@@ -140,16 +140,16 @@ class Report:
             retracted=retracted,
             restored=restored,
             moved_bytes=sum(one.moved_bytes for one in requests),
-            hand_off_ms_median=statistics.median(one.hand_off_ms or 0.0 for one in requests),
+            transfer_ms_median=statistics.median(one.transfer_ms or 0.0 for one in requests),
             seconds=round(seconds, 3),
             requests=requests,
         )
 
-    def _set_hand_off(self, request_id: str) -> None:
+    def _set_transfer(self, request_id: str) -> None:
         """Either engine's line may come first."""
         if request_id in self._sent_at and request_id in self._arrived_at:
             elapsed_s = self._arrived_at[request_id] - self._sent_at[request_id]
-            self.requests[request_id].hand_off_ms = max(0.0, elapsed_s * 1000)
+            self.requests[request_id].transfer_ms = max(0.0, elapsed_s * 1000)
 
     def _show(self, request_id: str) -> None:
         request = self.requests[request_id]
@@ -165,16 +165,16 @@ class Report:
 
 def table(totals: Totals) -> Iterator[str]:
     """Yield the lines of the table of all requests."""
-    yield " nr  prompt                    tokens  chunks  reused  prefill ms  hand-off ms  decode ms  tokens/s      MiB"
+    yield " nr  prompt                    tokens  chunks  reused  prefill ms  transfer ms  decode ms  tokens/s      MiB"
     for one in totals.requests:
         rate = (len(one.tokens) - 1) / one.decode_ms * 1000 if one.decode_ms else 0.0
         yield (
             f" {one.number:2}  {one.shows:24}  {one.prompt_tokens:6}  {one.chunks:6}  {one.reused_pages:6}  "
-            f"{one.prefill_ms or 0:10.0f}  {one.hand_off_ms or 0:11.1f}  {one.decode_ms or 0:9.0f}  {rate:8.1f}  "
+            f"{one.prefill_ms or 0:10.0f}  {one.transfer_ms or 0:11.1f}  {one.decode_ms or 0:9.0f}  {rate:8.1f}  "
             f"{one.moved_bytes / MIB:7.1f}"
         )
     yield (
-        f" {totals.moved_bytes / MIB:.1f} MiB handed over, median {totals.hand_off_ms_median:.1f} ms from last SEND to "
+        f" {totals.moved_bytes / MIB:.1f} MiB handed over, median {totals.transfer_ms_median:.1f} ms from last SEND to "
         f"decode's finished event; {totals.seconds:.0f} s in all"
     )
 

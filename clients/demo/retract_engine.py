@@ -14,13 +14,13 @@ from typing import Final
 
 import torch
 
+from kvferry.clients.calls import pages
 from kvferry.clients.demo.engine import Engine, arguments, start
-from kvferry.clients.demo.messages import Done, Prefilled, Prompt, Restored, Retracted, Token, read_prompts, tell
+from kvferry.clients.demo.messages import Done, Prefilled, Prompt, Restored, Retracted, Token, notify, read_prompts
 from kvferry.clients.demo.paged_cache import PagedCache, PagedSequence
 from kvferry.clients.demo.pressure import TURN_TOKENS, most_pages
 from kvferry.clients.demo.stages import compute
-from kvferry.clients.operations import pages
-from kvferry.protocol.client_works import TierWork
+from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.tier_messages import TierDone
 
@@ -69,8 +69,8 @@ class RetractEngine:
         self._pages = self._free_pages = engine.pool.manifest.pages - 1
         self._waiting: deque[_Request] = deque()
         self._running: deque[_Request] = deque()
-        self._leaving: dict[TierWork, _Request] = {}
-        self._coming: dict[TierWork, tuple[_Request, list[int]]] = {}
+        self._leaving: dict[TierOperation, _Request] = {}
+        self._coming: dict[TierOperation, tuple[_Request, list[int]]] = {}
         self._shuffle = random.Random(3)  # noqa: S311  an order that nothing can be right by accident in
 
     def add(self, prompt: Prompt) -> None:
@@ -114,8 +114,8 @@ class RetractEngine:
             return
         ids = self._allocate(len(request.sequence.page_ids))
         lists = [pages(ids, tokens=request.cache.get_seq_length())]
-        work = self._client.restore(self._pool, request.snapshot, lists, drop=True, deadline_s=QUIET_S)
-        self._coming[work] = request, ids
+        operation = self._client.restore(self._pool, request.snapshot, lists, drop=True, deadline_s=QUIET_S)
+        self._coming[operation] = request, ids
 
     def _retract(self, turn_tokens: int = 0) -> bool:
         """Offload the request that has been in longest, for so many tokens at least, and give its pages up."""
@@ -125,8 +125,8 @@ class RetractEngine:
         request = max(over, key=lambda one: one.turn_tokens)
         self._running.remove(request)
         lists = [pages(request.sequence.page_ids.numpy(), tokens=request.cache.get_seq_length())]
-        work = self._client.offload(self._pool, lists, release=True, deadline_s=QUIET_S)
-        self._leaving[work] = request
+        operation = self._client.offload(self._pool, lists, release=True, deadline_s=QUIET_S)
+        self._leaving[operation] = request
         return True
 
     def _take_ended(self, timeout_s: float) -> None:
@@ -138,17 +138,17 @@ class RetractEngine:
         """
         if not self._client.poll(timeout_s) and timeout_s:
             raise InternalError(f"no page moved within {timeout_s:g} s")
-        for work in [one for one in self._leaving if one.is_done]:
-            self._left(self._leaving.pop(work), work.outcome())
-        for work in [one for one in self._coming if one.is_done]:
-            self._came(*self._coming.pop(work), work.outcome())
+        for operation in [one for one in self._leaving if one.is_done]:
+            self._left(self._leaving.pop(operation), operation.outcome())
+        for operation in [one for one in self._coming if one.is_done]:
+            self._came(*self._coming.pop(operation), operation.outcome())
 
     def _left(self, request: _Request, done: TierDone) -> None:
         count = len(request.sequence.page_ids)
         self._free_pages += count
         request.snapshot = done.snapshot
         self._waiting.append(request)
-        tell(
+        notify(
             Retracted(
                 request_id=request.prompt.request_id,
                 tokens=len(request.tokens),
@@ -162,7 +162,7 @@ class RetractEngine:
         others = sum(new != old for new, old in zip(ids, request.sequence.page_ids.tolist(), strict=True))
         request.sequence.move(ids)
         self._running.append(request)
-        tell(
+        notify(
             Restored(
                 request_id=request.prompt.request_id,
                 pages=len(ids),
@@ -179,7 +179,7 @@ class RetractEngine:
         request.sequence.append(self._allocate(request.next_pages))
         logits = compute(self._model, torch.tensor(request.prompt.tokens), request.cache, 0, only_last=True)
         request.started = time.monotonic()
-        tell(
+        notify(
             Prefilled(
                 request_id=request.prompt.request_id,
                 prefill_s=request.started - began,
@@ -218,11 +218,11 @@ class RetractEngine:
         request.tokens.append(int(logits[-1].argmax()))
         request.turn_tokens += 1
         request_id = request.prompt.request_id
-        tell(Token(request_id=request_id, token=request.tokens[-1]))
+        notify(Token(request_id=request_id, token=request.tokens[-1]))
         if request.tokens[-1] != self._eos and len(request.tokens) < request.prompt.max_new_tokens:
             self._running.append(request)
             return
-        tell(Done(request_id=request_id, decode_s=time.monotonic() - request.started))
+        notify(Done(request_id=request_id, decode_s=time.monotonic() - request.started))
         self._client.free(self._pool, request.sequence.page_ids.numpy())
         self._free_pages += len(request.sequence.page_ids)
 
@@ -237,7 +237,7 @@ class RetractEngine:
 
 
 def _seconds(done: TierDone) -> float:
-    """Return how long a work took, from the request to the last copy."""
+    """Return how long an operation took, from the request to the last copy."""
     return (done.waited_us + done.moved_us) / 1e6
 
 

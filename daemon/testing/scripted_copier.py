@@ -45,12 +45,12 @@ class ScriptedCopier:
         damaged = self._verify(job)
         if damaged is not None:
             return damaged
-        for part in job.parts:
-            step = BlockStep(0, len(part.pages.ids), 0, part.pages.layout.content_bytes)
-            move = part.region.begin_offload if job.kind == "offload" else part.region.begin_restore
-            move(part.pages, step, arena).wait()
+        for segment in job.segments:
+            step = BlockStep(0, len(segment.pages.ids), 0, segment.pages.layout.content_bytes)
+            move = segment.region.begin_offload if job.kind == "offload" else segment.region.begin_restore
+            move(segment.pages, step, arena).wait()
         if job.kind == "offload" and job.checksums:
-            job.digests = tuple(self._digests(job, number) for number in range(len(job.parts)))
+            job.digests = tuple(self._digests(job, number) for number in range(len(job.segments)))
         return None
 
     def end(self, job: BlockJob, error: KvferryError | None = None) -> None:
@@ -78,15 +78,15 @@ class ScriptedCopier:
     def _verify(self, job: BlockJob) -> KvferryError | None:
         if job.kind == "offload" or job.digests is None:
             return None
-        for number, part in enumerate(job.parts):
+        for number, segment in enumerate(job.segments):
             wrong = np.flatnonzero(self._digests(job, number) != job.digests[number])
             if len(wrong):
-                space = part.pages.layout.space
+                space = segment.pages.layout.space
                 return SnapshotDamagedError(f"block {wrong[0]} of space {space!r}", field=f"{space}[{wrong[0]}]")
         return None
 
     def _digests(self, job: BlockJob, number: int) -> np.typing.NDArray[np.uint64]:
-        pages, arena = job.parts[number].pages, job.arena.view()
+        pages, arena = job.segments[number].pages, job.arena.view()
         size_bytes = pages.layout.block_bytes
         found = [xxhash.xxh3_64_intdigest(arena[at : at + size_bytes].data) for at in pages.offsets.tolist()]
         return np.array(found, np.uint64)

@@ -26,9 +26,9 @@ class Background:
         """Return how many run."""
         return len(self._tasks)
 
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
+    def spawn(self, operation: Coroutine[None, None, None]) -> None:
         """Begin a task; one that raises is logged."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(operation)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 

@@ -15,16 +15,16 @@ from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
 from kvferry.daemon.tiers.background import Background
 from kvferry.daemon.tiers.cached_pages import hashes_of, ids_by_block, model_of, namespace_of
-from kvferry.daemon.tiers.copier import BlockJob, BlockPart
-from kvferry.daemon.tiers.host_tier import WORKS, HostTier
+from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
+from kvferry.daemon.tiers.host_tier import OPERATIONS, HostTier
 from kvferry.daemon.tiers.jobs import JobStarter
 from kvferry.daemon.tiers.lookups import Lease, Lookups
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.daemon.tiers.operations import Ending, Operation, Operations
 from kvferry.daemon.tiers.page_holds import PageHold
-from kvferry.daemon.tiers.works import Ending, Work, Works
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
-from kvferry.pools.tiers.arena import Offsets, whole_grains
+from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
 from kvferry.pools.tiers.cached_block import CachedBlock
 from kvferry.pools.tiers.namespaces import Namespace
@@ -38,7 +38,7 @@ from kvferry.protocol.errors import (
     ModelMismatchError,
     SnapshotDamagedError,
 )
-from kvferry.protocol.tier_messages import TierDone, WorkStarted
+from kvferry.protocol.tier_messages import OperationStarted, TierDone
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ class CacheService:
         dispatcher: Dispatcher,
         pools: PoolService,
         host: HostTier,
-        works: Works,
+        operations: Operations,
         jobs: JobStarter,
         lower: LowerTiers,
         lookups: Lookups,
@@ -59,7 +59,7 @@ class CacheService:
     ) -> None:
         self._pools = pools
         self._host = host
-        self._works = works
+        self._operations = operations
         self._jobs = jobs
         self._lower = lower
         self._lookups = lookups
@@ -92,7 +92,7 @@ class CacheService:
             raise InvalidFieldError(f"{len(body.parent)} bytes, a hash has {HASH_BYTES}", field="parent")
         namespace = namespace_of(pool, body.space, body.block_pages)
         self._host.know(namespace, layout.block_bytes, model_of(pool).label)
-        self._works.check(call.session)
+        self._operations.check(call.session)
         hold = PageHold(write=False)
         hold.add(pool.space(body.space), call.session.session_id, call.ids[0], "pages")
         try:
@@ -100,17 +100,17 @@ class CacheService:
         except KvferryError:
             hold.release()
             raise
-        part = BlockPart(pool.region, BlockPages(layout, ids[at].reshape(-1), offsets.reshape(-1)))
-        job = BlockJob("offload", [part], region, checksums=self._jobs.checksums)
+        segment = BlockSegment(pool.region, BlockPages(layout, ids[at].reshape(-1), offsets.reshape(-1)))
+        job = BlockJob("offload", [segment], region, checksums=self._jobs.checksums)
 
-        def finish(work: Work, error: KvferryError | None) -> Ending:
+        def finish(operation: Operation, error: KvferryError | None) -> Ending:
             hold.release()
             if error is None and fresh:
                 self._commit(fresh, offsets, job)
             elif fresh:
                 self._host.index.abandon(fresh)
                 self._host.free(offsets.reshape(-1), layout.block_bytes)
-            done = TierDone(work=work.number, kind="store")
+            done = TierDone(operation=operation.number, kind="store")
             if error is not None:
                 return Ending(done)
             pages = len(fresh) * body.block_pages
@@ -121,19 +121,19 @@ class CacheService:
                 )
             )
 
-        work = self._works.begin(call, "store", pool.name, len(fresh) * body.block_pages, finish)
+        operation = self._operations.begin(call, "store", pool.name, len(fresh) * body.block_pages, finish)
         if fresh:
-            self._jobs.start(work, job)
+            self._jobs.start(operation, job)
         else:
-            asyncio.get_running_loop().call_soon(self._works.end, work, None)
-        return Answer(WorkStarted(work=work.number))
+            asyncio.get_running_loop().call_soon(self._operations.end, operation, None)
+        return Answer(OperationStarted(operation=operation.number))
 
     def _begin(
         self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, layout: BlockLayout
     ) -> tuple[list[CachedBlock], list[int], Offsets]:
         """Return the blocks that are to be written, which of the hashes they are, and memory: (blocks, block_pages)."""
         pages = namespace.block_pages
-        begun = self._host.index.begin(namespace, hashes, parent, pages * whole_grains(layout.block_bytes))
+        begun = self._host.index.begin(namespace, hashes, parent, pages * whole_units(layout.block_bytes))
         fresh = [one.block for one in begun if one.fresh]
         at = [number for number, one in enumerate(begun) if one.fresh]
         self._host.index.touch([one.block for one in begun if not one.fresh])  # the new ones are of no use without
@@ -168,34 +168,34 @@ class CacheService:
                 f"{pages} pages from block {body.first_block} on",
                 field="pages",
             )
-        self._works.check(call.session)
+        self._operations.check(call.session)
         hold = PageHold(write=True)
         hold.add(pool.space(lease.namespace.space), call.session.session_id, call.ids[0], "pages")
         loading = _Loading(pool, lease, blocks, call.ids[0])
 
-        def finish(work: Work, error: KvferryError | None) -> Ending:
+        def finish(operation: Operation, error: KvferryError | None) -> Ending:
             hold.release()
             if body.unpin:
-                self._lookups.end(work.session.session_id, lease)
-            return self._loaded(work, loading, error)
+                self._lookups.end(operation.session.session_id, lease)
+            return self._loaded(operation, loading, error)
 
-        work = self._works.begin(call, "load", pool.name, len(call.ids[0]), finish)
-        loading.holder = WORKS - work.number
+        operation = self._operations.begin(call, "load", pool.name, len(call.ids[0]), finish)
+        loading.holder = OPERATIONS - operation.number
         self._host.index.pin(blocks, loading.holder)
-        coming = [one for one in map(self._lower.bring_up, blocks) if one is not None]
+        coming = [one for one in map(self._lower.promote, blocks) if one is not None]
         if coming:
-            work.waits_for = f"{len(coming)} blocks from lower tiers"
-            self._background.spawn(self._when_up(work, loading, coming))
+            operation.waits_for = f"{len(coming)} blocks from lower tiers"
+            self._background.spawn(self._when_up(operation, loading, coming))
         else:
-            self._copy(work, loading)
-        return Answer(WorkStarted(work=work.number))
+            self._copy(operation, loading)
+        return Answer(OperationStarted(operation=operation.number))
 
-    async def _when_up(self, work: Work, loading: _Loading, coming: Sequence[asyncio.Future[bool]]) -> None:
+    async def _when_up(self, operation: Operation, loading: _Loading, coming: Sequence[asyncio.Future[bool]]) -> None:
         await asyncio.gather(*coming, return_exceptions=True)
-        if work.stopped is None:
-            self._copy(work, loading)
+        if operation.stopped is None:
+            self._copy(operation, loading)
 
-    def _copy(self, work: Work, loading: _Loading) -> None:
+    def _copy(self, operation: Operation, loading: _Loading) -> None:
         """Copy the leading blocks that are in the host tier."""
         there = list(itertools.takewhile(lambda one: one.in_host, loading.blocks))
         loading.there = len(there)
@@ -203,18 +203,18 @@ class CacheService:
         layout, pages = loading.pool.block_layout(namespace.space), namespace.block_pages
         offsets = [one.offsets for one in there if one.offsets is not None]
         if not offsets:
-            asyncio.get_running_loop().call_soon(self._works.end, work, None)
+            asyncio.get_running_loop().call_soon(self._operations.end, operation, None)
             return
-        part = BlockPart(
+        segment = BlockSegment(
             loading.pool.region, BlockPages(layout, loading.ids[: len(there) * pages], np.concatenate(offsets))
         )
         known = all(one.digests for one in there) and self._jobs.checksums
         digests = [np.array([one.digests for one in there], np.uint64).reshape(-1)] if known else None
-        self._jobs.start(work, BlockJob("restore", [part], self._host.region, digests=digests))
+        self._jobs.start(operation, BlockJob("restore", [segment], self._host.region, digests=digests))
 
-    def _loaded(self, work: Work, loading: _Loading, error: KvferryError | None) -> Ending:
+    def _loaded(self, operation: Operation, loading: _Loading, error: KvferryError | None) -> Ending:
         self._host.free_all(self._host.index.unpin(loading.blocks, loading.holder))
-        done = TierDone(work=work.number, kind="load")
+        done = TierDone(operation=operation.number, kind="load")
         if isinstance(error, SnapshotDamagedError):
             self._damaged(loading, error)
             miss = CacheMissError(f"a cached block was damaged: {error.detail}")

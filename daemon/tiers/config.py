@@ -34,8 +34,8 @@ class TiersConfig(Section, frozen=True, kw_only=True):
     0 is no tier at all. ``tenant_bytes`` bounds what one user has in it, ``quotas`` what users have that are named by
     their numbers. ``policy`` says which cached block goes first. Without ``checksums`` nobody notices when memory
     changes by itself, and a restore is faster. ``threads`` copy, by default one a core and at most 2. A snapshot whose
-    session is gone is kept for ``snapshot_grace_s``. A chunk that has waited for hand-offs longer than ``patience_s``
-    goes alone, 0: never. ``max_flight_bytes`` bounds what each class of work has under way.
+    session is gone is kept for ``snapshot_grace_s``. A chunk that has waited for transfers longer than ``patience_s``
+    goes alone, 0: never. ``max_in_flight_bytes`` bounds what each class of work has under way.
     """
 
     host_bytes: Bytes | None = None
@@ -47,7 +47,7 @@ class TiersConfig(Section, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=1, le=16)] | None = None
     snapshot_grace_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     patience_s: Annotated[float, Meta(ge=0, le=60)] = 0.1
-    max_flight_bytes: Annotated[int, Meta(ge=MIB, le=MOST_BYTES)] = 64 << 20
+    max_in_flight_bytes: Annotated[int, Meta(ge=MIB, le=MOST_BYTES)] = 64 << 20
     disk: DiskTierConfig = DiskTierConfig()
     remote: RemoteTierConfig = RemoteTierConfig()
 

@@ -1,8 +1,9 @@
 """Copies between pools and the arena: offload and restore, step by step, on a few threads.
 
 A thread asks the scheduler before each step, which takes about a millisecond. A job of a higher class overtakes between
-steps, jobs of one class take turns, and a large one has several threads if they are idle. Where a card works, the next
-step is begun before the last one is waited for. Of a restore all checksums are looked at before any page is written.
+steps, jobs of one class take slots, and a large one has several threads if they are idle. Where a device works, the
+next step is begun before the last one is waited for. Of a restore all checksums are looked at before any page is
+written.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import structlog
 
-from kvferry.daemon.scheduler import Scheduler, WorkClass
-from kvferry.daemon.tiers.lanes import BlockPart, Digests, Lane, LaneStep, Phase, lanes_of
+from kvferry.daemon.scheduler import OperationClass, Scheduler
+from kvferry.daemon.tiers.shards import BlockSegment, Digests, Phase, Shard, ShardStep, shards_of
 from kvferry.pools.devices.base import Arena, Pending
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError
 
-__all__ = ["BlockJob", "BlockPart", "Digests", "TierCopier"]
+__all__ = ["BlockJob", "BlockSegment", "Digests", "TierCopier"]
 
 STEP_S: Final = 0.8e-3
 MIN_STEP_BYTES: Final = 256 << 10
@@ -34,7 +35,7 @@ NEWS_WEIGHT: Final = 0.3
 """How much a step's speed says of the next one's; the rest is what was known before."""
 
 NICE: Final = 10
-"""Of the threads: where cores are short, a step that has begun does not keep a hand-off from its own."""
+"""Of the threads: where cores are short, a step that has begun does not keep a transfer from its own."""
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +45,7 @@ class BlockJob:
 
     Attributes:
         kind: which way.
-        work_class: by default RESTORE for a restore, OFFLOAD for an offload.
+        operation_class: by default RESTORE for a restore, OFFLOAD for an offload.
         parts: one a page space; a region may come several times.
         arena: where the blocks lie.
         checksums: whether an offload makes checksums.
@@ -55,12 +56,12 @@ class BlockJob:
     def __init__(
         self,
         kind: Literal["offload", "restore"],
-        parts: Sequence[BlockPart],
+        segments: Sequence[BlockSegment],
         arena: HostRegion,
         *,
         checksums: bool = True,
         digests: Sequence[Digests] | None = None,
-        work_class: WorkClass | None = None,
+        operation_class: OperationClass | None = None,
     ) -> None:
         """Check the lists' lengths and ranges once more.
 
@@ -68,67 +69,67 @@ class BlockJob:
             InternalError: they cannot be; see ``BlockPages.check``.
         """
         self.kind = kind
-        self.parts = tuple(parts)
+        self.segments = tuple(segments)
         self.arena = arena
         self.checksums = checksums
         self.digests = None if digests is None else tuple(digests)
-        default = WorkClass.RESTORE if kind == "restore" else WorkClass.OFFLOAD
-        self.work_class = default if work_class is None else work_class
-        for one in self.parts:
+        default = OperationClass.RESTORE if kind == "restore" else OperationClass.OFFLOAD
+        self.operation_class = default if operation_class is None else operation_class
+        for one in self.segments:
             one.pages.check(arena.size_bytes)
         known = [len(one) for one in self.digests or ()]
-        if self.digests is not None and known != [len(one.pages.ids) for one in self.parts]:
+        if self.digests is not None and known != [len(one.pages.ids) for one in self.segments]:
             raise InternalError(f"checksums of {known} blocks for {self!r}")
 
     def __repr__(self) -> str:
         """Show kind and size."""
-        return f"<BlockJob {self.kind} blocks={[len(one.pages.ids) for one in self.parts]} {self.total_bytes} bytes>"
+        return f"<BlockJob {self.kind} blocks={[len(one.pages.ids) for one in self.segments]} {self.total_bytes} bytes>"
 
     @property
     def total_bytes(self) -> int:
         """Return how many bytes of the arena it fills or reads."""
-        return sum(one.pages.total_bytes for one in self.parts)
+        return sum(one.pages.total_bytes for one in self.segments)
 
 
 class _Running:
-    """A job, its phases to come, its lanes that are not over, and the first error. Guarded by the copier's lock."""
+    """A job, its phases to come, its shards that are not over, and the first error. Guarded by the copier's lock."""
 
     def __init__(self, job: BlockJob) -> None:
         self.job = job
         self.arena: Arena = job.arena.view()  # keeps the memory mapped
         self.error: KvferryError | None = None
-        self.open_lanes = 0
+        self.open_shards = 0
         self.made: tuple[Digests, ...] | None = None
         self.phases: deque[Phase] = deque()
         if job.kind == "offload":
             self.phases.append(Phase.OFFLOAD)
             if job.checksums:
-                self.made = tuple(np.zeros(len(one.pages.ids), np.uint64) for one in job.parts)
+                self.made = tuple(np.zeros(len(one.pages.ids), np.uint64) for one in job.segments)
         else:
             self.phases.extend([Phase.RESTORE] if job.digests is None else [Phase.VERIFY, Phase.RESTORE])
 
-    def next_lanes(self, most: int) -> list[Lane]:
-        """Return the next phase's lanes; none after the last one, and after an error."""
+    def next_shards(self, most: int) -> list[Shard]:
+        """Return the next phase's shards; none after the last one, and after an error."""
         while self.phases and self.error is None:
             digests = self.made if self.job.kind == "offload" else self.job.digests
-            lanes = lanes_of(self.phases.popleft(), self.job.parts, self.arena, digests, most)
-            if lanes:
-                return lanes
+            shards = shards_of(self.phases.popleft(), self.job.segments, self.arena, digests, most)
+            if shards:
+                return shards
         return []
 
 
-class _Turn(NamedTuple):
-    """A lane that waits for a thread, or that one has."""
+class _Slot(NamedTuple):
+    """A shard that waits for a thread, or that one has."""
 
     running: _Running
-    lane: Lane
+    shard: Shard
 
 
-class _Flight(NamedTuple):
+class _InFlightStep(NamedTuple):
     """A step that has begun."""
 
-    turn: _Turn
-    step: LaneStep
+    slot: _Slot
+    step: ShardStep
     pending: Pending
     began_s: float
 
@@ -150,7 +151,7 @@ class TierCopier:
         self._on_done = on_done
         self._scheduler = scheduler
         self._running: dict[int, _Running] = {}
-        self._queues: dict[WorkClass, deque[_Turn]] = {one: deque() for one in WorkClass}
+        self._queues: dict[OperationClass, deque[_Slot]] = {one: deque() for one in OperationClass}
         self._changed = threading.Condition()
         self._closing = False
         self._speeds: dict[tuple[Phase, str], float] = {}
@@ -172,7 +173,7 @@ class TierCopier:
         with self._changed:
             self._running[id(job)] = running
             self._go_on(running)
-        self._scheduler.wake()  # a thread that waits for a lower class's turn may have to leave it
+        self._scheduler.wake()  # a thread that waits for a lower class's slot may have to leave it
 
     def stop(self, job: BlockJob) -> None:
         """End a job soon; it is reported with CancelledError, unless it is done before. Nothing for one that is."""
@@ -194,132 +195,134 @@ class TierCopier:
     def _work(self) -> None:
         """Begin steps and complete them, one of each at a time."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # Linux: of this thread alone
-        flight: _Flight | None = None
+        in_flight: _InFlightStep | None = None
         done_s = 0.0
         while True:
-            turn = self._next(flight)
-            if turn is None and flight is None:
+            slot = self._next(in_flight)
+            if slot is None and in_flight is None:
                 return
-            begun: _Flight | None = None
-            if turn is not None:
-                step = turn.lane.take(self._step_bytes(turn.lane))
-                if not self._scheduler.try_begin(turn.running.job.work_class, step.step.size_bytes):
-                    if flight is not None:  # ended first: else this thread might wait for itself
-                        done_s = self._complete(flight, done_s, keep=flight.turn is turn)
-                        flight = None
-                    if not self._wait_for(turn, step):
+            begun: _InFlightStep | None = None
+            if slot is not None:
+                step = slot.shard.take(self._step_bytes(slot.shard))
+                if not self._scheduler.try_begin(slot.running.job.operation_class, step.step.size_bytes):
+                    if in_flight is not None:  # ended first: else this thread might wait for itself
+                        done_s = self._complete(in_flight, done_s, keep=in_flight.slot is slot)
+                        in_flight = None
+                    if not self._wait_for(slot, step):
                         continue
-                begun = self._begin(turn, step, kept=flight is not None and flight.turn is turn)
-            if flight is not None:
-                done_s = self._complete(flight, done_s, keep=begun is not None and begun.turn is flight.turn)
-            flight = begun
-            if flight is not None and flight.pending.done:
-                done_s = self._complete(flight, done_s, keep=False)
-                flight = None
+                begun = self._begin(slot, step, kept=in_flight is not None and in_flight.slot is slot)
+            if in_flight is not None:
+                done_s = self._complete(in_flight, done_s, keep=begun is not None and begun.slot is in_flight.slot)
+            in_flight = begun
+            if in_flight is not None and in_flight.pending.done:
+                done_s = self._complete(in_flight, done_s, keep=False)
+                in_flight = None
 
-    def _next(self, flight: _Flight | None) -> _Turn | None:
-        """Return whose turn it is, if need be after a wait; None where nothing is to be begun."""
-        own = flight.turn if flight is not None else None
+    def _next(self, in_flight: _InFlightStep | None) -> _Slot | None:
+        """Return whose slot it is, if need be after a wait; None where nothing is to be begun."""
+        own = in_flight.slot if in_flight is not None else None
         with self._changed:
-            if own is not None and (own.lane.exhausted or own.running.error is not None):
+            if own is not None and (own.shard.exhausted or own.running.error is not None):
                 own = None
             while not self._closing:
-                for work_class in WorkClass:
-                    if self._queues[work_class]:
-                        return self._queues[work_class].popleft()
-                    if own is not None and own.running.job.work_class is work_class:
+                for operation_class in OperationClass:
+                    if self._queues[operation_class]:
+                        return self._queues[operation_class].popleft()
+                    if own is not None and own.running.job.operation_class is operation_class:
                         return own
-                if flight is not None:
+                if in_flight is not None:
                     return None
                 self._changed.wait()
         return None
 
-    def _wait_for(self, turn: _Turn, step: LaneStep) -> bool:
-        """Wait until a step may begin; return False, having let go of the lane, once that is not worth it any more."""
-        granted = self._scheduler.begin(turn.running.job.work_class, step.step.size_bytes, lambda: self._leaves(turn))
+    def _wait_for(self, slot: _Slot, step: ShardStep) -> bool:
+        """Wait until a step may begin; return False, having let go of the shard, once that is not worth it any more."""
+        granted = self._scheduler.begin(
+            slot.running.job.operation_class, step.step.size_bytes, lambda: self._leaves(slot)
+        )
         if not granted:
-            turn.lane.put_back(step)
-            self._let_go(turn)
+            slot.shard.put_back(step)
+            self._let_go(slot)
         return granted
 
-    def _begin(self, turn: _Turn, step: LaneStep, *, kept: bool) -> _Flight | None:
-        """Begin a step; on an error end it, and let go of the lane unless it is ``kept``."""
+    def _begin(self, slot: _Slot, step: ShardStep, *, kept: bool) -> _InFlightStep | None:
+        """Begin a step; on an error end it, and let go of the shard unless it is ``kept``."""
         began_s = self._clock()
         try:
-            return _Flight(turn, step, turn.lane.begin(step), began_s)
+            return _InFlightStep(slot, step, slot.shard.begin(step), began_s)
         except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported for ever
-            self._scheduler.end(turn.running.job.work_class, step.step.size_bytes)
-            self._fail(turn.running, _as_ours(cause))
+            self._scheduler.end(slot.running.job.operation_class, step.step.size_bytes)
+            self._fail(slot.running, _as_ours(cause))
             if not kept:
-                self._let_go(turn)
+                self._let_go(slot)
             return None
 
-    def _complete(self, flight: _Flight, done_s: float, *, keep: bool) -> float:
-        """Wait for a step, do what is left of it, and let go of its lane unless it is kept; return when it was over."""
-        turn, step = flight.turn, flight.step
+    def _complete(self, in_flight: _InFlightStep, done_s: float, *, keep: bool) -> float:
+        """Wait for a step, complete it, release its shard unless it is kept; return when it was over."""
+        slot, step = in_flight.slot, in_flight.step
         size_bytes = step.step.size_bytes
         try:
-            flight.pending.wait()
-            turn.lane.complete(step)
+            in_flight.pending.wait()
+            slot.shard.complete(step)
         except Exception as cause:  # noqa: BLE001
-            self._fail(turn.running, _as_ours(cause))
+            self._fail(slot.running, _as_ours(cause))
         finally:
-            self._scheduler.end(turn.running.job.work_class, size_bytes)
+            self._scheduler.end(slot.running.job.operation_class, size_bytes)
         now_s = self._clock()
-        key = (turn.lane.phase, turn.running.job.parts[step.part].region.device)
-        speed = size_bytes / max(now_s - max(flight.began_s, done_s), 1e-6)
+        key = (slot.shard.phase, slot.running.job.segments[step.segment].region.device)
+        speed = size_bytes / max(now_s - max(in_flight.began_s, done_s), 1e-6)
         self._speeds[key] = NEWS_WEIGHT * speed + (1 - NEWS_WEIGHT) * self._speeds.get(key, speed)
         if not keep:
-            self._let_go(turn)
+            self._let_go(slot)
         return now_s
 
-    def _step_bytes(self, lane: Lane) -> int:
+    def _step_bytes(self, shard: Shard) -> int:
         """Return how much the next step has: in whole MIN_STEP_BYTES, so that blocks are cut where others were."""
-        speed = self._speeds.get((lane.phase, lane.device))
+        speed = self._speeds.get((shard.phase, shard.device))
         if speed is None:
             return FIRST_STEP_BYTES
         return int(min(max(speed * STEP_S // MIN_STEP_BYTES * MIN_STEP_BYTES, MIN_STEP_BYTES), MAX_STEP_BYTES))
 
-    def _leaves(self, turn: _Turn) -> bool:
-        """Return whether to wait for a lane's turn no longer. Called with the scheduler locked: takes no lock."""
-        if self._closing or turn.running.error is not None:
+    def _leaves(self, slot: _Slot) -> bool:
+        """Return whether to wait for a shard's slot no longer. Called with the scheduler locked: takes no lock."""
+        if self._closing or slot.running.error is not None:
             return True
-        return any(self._queues[one] for one in WorkClass if one < turn.running.job.work_class)
+        return any(self._queues[one] for one in OperationClass if one < slot.running.job.operation_class)
 
-    # -- turns
+    # -- slots
 
-    def _let_go(self, turn: _Turn) -> None:
-        """Queue a lane that this thread has nothing more to do with, or end it."""
+    def _let_go(self, slot: _Slot) -> None:
+        """Queue a shard that this thread has nothing more to do with, or end it."""
         with self._changed:
-            if turn.running.error is None and not turn.lane.exhausted:
-                self._queues[turn.running.job.work_class].append(turn)
+            if slot.running.error is None and not slot.shard.exhausted:
+                self._queues[slot.running.job.operation_class].append(slot)
                 self._changed.notify()
                 return
-            turn.running.open_lanes -= 1
-            if not turn.running.open_lanes:
-                self._go_on(turn.running)
+            slot.running.open_shards -= 1
+            if not slot.running.open_shards:
+                self._go_on(slot.running)
 
     def _go_on(self, running: _Running) -> None:
-        """Begin a job's next phase, or report it after its last one. Needs the lock; no lane of it is open."""
-        lanes = running.next_lanes(len(self._threads))
-        running.open_lanes = len(lanes)
-        self._queues[running.job.work_class].extend(_Turn(running, one) for one in lanes)
-        self._changed.notify(len(lanes))
-        if not lanes and not self._closing:
+        """Begin a job's next phase, or report it after its last one. Needs the lock; no shard of it is open."""
+        shards = running.next_shards(len(self._threads))
+        running.open_shards = len(shards)
+        self._queues[running.job.operation_class].extend(_Slot(running, one) for one in shards)
+        self._changed.notify(len(shards))
+        if not shards and not self._closing:
             self._loop.call_soon_threadsafe(self._report, running)
 
     def _fail(self, running: _Running, error: KvferryError) -> None:
-        """Note the first error; lanes that no thread has end here, the others with their step."""
+        """Note the first error; shards that no thread has end here, the others with their step."""
         with self._changed:
             if running.error is not None:
                 return
             running.error = error
-            queue = self._queues[running.job.work_class]
+            queue = self._queues[running.job.operation_class]
             waiting = [one for one in queue if one.running is running]
             for one in waiting:
                 queue.remove(one)
-            running.open_lanes -= len(waiting)
-            if waiting and not running.open_lanes:
+            running.open_shards -= len(waiting)
+            if waiting and not running.open_shards:
                 self._go_on(running)
         self._scheduler.wake()
 

@@ -18,10 +18,10 @@ from typing import Final
 import structlog
 
 from kvferry.daemon.metrics import Counters
-from kvferry.daemon.scheduler import Scheduler, WorkClass
+from kvferry.daemon.scheduler import OperationClass, Scheduler
 from kvferry.daemon.tiers.config import DiskTierConfig
 from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
-from kvferry.pools.tiers.arena import Offsets, whole_grains
+from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.disk_errors import DamagedBlockError, DiskError, DiskFullError, MissingBlockError
@@ -199,7 +199,7 @@ class DiskTier:
 
     def _adopt(self, found: FoundBlock) -> None:
         namespace, block_hash = found.key
-        size_bytes = namespace.block_pages * whole_grains(found.page_bytes)
+        size_bytes = namespace.block_pages * whole_units(found.page_bytes)
         block = self._host.index.adopt(
             namespace, block_hash, found.parent, size_bytes, tier=Tier.DISK, digests=found.digests
         )
@@ -247,12 +247,12 @@ class DiskTier:
         with self._store.begin_write(_key(block), buffers, block.digests, block.parent, model) as writer:
             written = False
             while not written:
-                if not self._scheduler.begin(WorkClass.DEMOTION, STEP_BYTES, self._closing.is_set):
+                if not self._scheduler.begin(OperationClass.DEMOTION, STEP_BYTES, self._closing.is_set):
                     return False
                 try:
                     written = writer.step(STEP_BYTES)
                 finally:
-                    self._scheduler.end(WorkClass.DEMOTION, STEP_BYTES)
+                    self._scheduler.end(OperationClass.DEMOTION, STEP_BYTES)
             writer.finish()
         return True
 
@@ -261,12 +261,12 @@ class DiskTier:
         with self._store.begin_read(key, buffers) as reader:
             read = False
             while not read:
-                if not self._scheduler.begin(WorkClass.RESTORE, STEP_BYTES, self._closing.is_set):
+                if not self._scheduler.begin(OperationClass.RESTORE, STEP_BYTES, self._closing.is_set):
                     raise MissingBlockError("the daemon ends")
                 try:
                     read = reader.step(STEP_BYTES)
                 finally:
-                    self._scheduler.end(WorkClass.RESTORE, STEP_BYTES)
+                    self._scheduler.end(OperationClass.RESTORE, STEP_BYTES)
             return reader.header.digests
 
     async def _make_room(self, size_bytes: int) -> bool:

@@ -16,7 +16,7 @@ import structlog
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.tiers.config import TiersConfig
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_grains
+from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_units
 from kvferry.pools.tiers.cached_block import CachedBlock
 from kvferry.pools.tiers.index import BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal
@@ -40,8 +40,8 @@ DEMOTION = -2
 LOOKUPS = -3
 """The holder of the pins of lookups that wait for lower tiers."""
 
-WORKS = -16
-"""The holders of works' pins count down from here."""
+OPERATIONS = -16
+"""The holders of operations' pins count down from here."""
 
 
 class HostTier:
@@ -49,7 +49,8 @@ class HostTier:
 
     Attributes:
         journal: what became visible and what went.
-        index: the cached blocks, of this tier and of those below; their sizes are in whole grains of the arena.
+        index: the cached blocks, of this tier and of those below; their sizes are in whole allocation units of the
+            arena.
         arena: which bytes are free.
         page_bytes: of one page's block in each namespace, as it lies in memory and in files.
         models: the label of the model of each identity, for people.
@@ -110,7 +111,7 @@ class HostTier:
             OutOfMemoryError: more than the tier, or the tenant's part of it, can ever hold.
             OverloadedError: what is in the way is pinned; says by whom.
         """
-        wanted = count * whole_grains(size_bytes)
+        wanted = count * whole_units(size_bytes)
         self._make_room_for_tenant(tenant, wanted, counted_bytes=wanted if counted else 0)
         try:
             offsets = self.arena.allocate(count, size_bytes)
@@ -184,9 +185,9 @@ class HostTier:
         evictable = sum(one.evictable_bytes for one in self.index.accounts.tenants().values())
         if self.arena.free_bytes + evictable >= wanted:
             victims = self.index.host_victims()
-            missing = wanted - self.arena.fitting(size_bytes) * whole_grains(size_bytes)
+            missing = wanted - self.arena.fitting(size_bytes) * whole_units(size_bytes)
             while self._evict(victims, missing):
-                missing = wanted - self.arena.fitting(size_bytes) * whole_grains(size_bytes)
+                missing = wanted - self.arena.fitting(size_bytes) * whole_units(size_bytes)
                 if missing <= 0:
                     return
         raise self._full(wanted, f"{self.arena.free_bytes} of {self.arena.size_bytes} bytes are free")
@@ -210,7 +211,7 @@ class HostTier:
         usage = sorted(self.index.accounts.tenants().items(), key=lambda one: -one[1].charged_bytes)[:HOLDERS_SHOWN]
         charged = ", ".join(f"{one.charged_bytes} of user {tenant}" for tenant, one in usage if one.charged_bytes)
         return OverloadedError(
-            f"the host tier is full: {wanted} bytes are needed, {why}; snapshots and works under way have: "
+            f"the host tier is full: {wanted} bytes are needed, {why}; snapshots and operations under way have: "
             f"{charged or 'nothing'}; cached blocks are pinned: {pinned}"
         )
 
@@ -224,6 +225,6 @@ def holder_name(holder: int) -> str:
     """Return who a holder of pins is, in words."""
     if holder > 0:
         return f"session {holder}"
-    if holder <= WORKS:
-        return f"work {WORKS - holder}"
+    if holder <= OPERATIONS:
+        return f"work {OPERATIONS - holder}"
     return {DEMOTION: "the way to a lower tier", LOOKUPS: "lookups"}.get(holder, "an operator (kvferry cache)")

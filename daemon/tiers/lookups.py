@@ -164,7 +164,7 @@ class Lookups:
                 self._leases.setdefault(session_id, {})[lease.number] = lease
             lease.blocks.extend(blocks)
             for block in blocks:
-                self._lower.bring_up(block)
+                self._lower.promote(block)
         return Answer(
             Found(
                 blocks=len(blocks),

@@ -99,13 +99,13 @@ class LowerTiers:
         """Return whether ``find`` may find anything."""
         return self._remote is not None and self._remote.available
 
-    def bring_up(self, block: CachedBlock) -> asyncio.Future[bool] | None:
+    def promote(self, block: CachedBlock) -> asyncio.Future[bool] | None:
         """Bring a block to the host tier; None where it is there, or gone. True once it is there, else False."""
         if block.in_host or block.state is not BlockState.READY:
             return None
         coming = self._coming.get(block)
         if coming is None:
-            coming = self._coming[block] = asyncio.create_task(self._bring_up(block))
+            coming = self._coming[block] = asyncio.create_task(self._promote(block))
             coming.add_done_callback(lambda _: self._coming.pop(block, None))
         return coming
 
@@ -123,12 +123,12 @@ class LowerTiers:
         """Return the tiers as STATUS shows them."""
         return [one.status() for one in (self._disk, self._remote) if one is not None]
 
-    async def _bring_up(self, block: CachedBlock) -> bool:
+    async def _promote(self, block: CachedBlock) -> bool:
         async with self._turns:
-            return block.in_host or (block.state is BlockState.READY and await self._bring_up_now(block))
+            return block.in_host or (block.state is BlockState.READY and await self._promote_now(block))
 
-    async def _bring_up_now(self, block: CachedBlock) -> bool:
-        """Read a block from the nearest tier that has it; see ``bring_up``."""
+    async def _promote_now(self, block: CachedBlock) -> bool:
+        """Read a block from the nearest tier that has it; see ``promote``."""
         tenant, pages = block.namespace.tenant, block.namespace.block_pages
         page_bytes = self._host.page_bytes[block.namespace]
         try:

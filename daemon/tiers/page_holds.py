@@ -1,4 +1,4 @@
-"""Pages of a pool that a work reads or writes: held from its acceptance to its end."""
+"""Pages of a pool that an operation reads or writes: held from its acceptance to its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.daemon.rooms.page_ranges import PageRange
+from kvferry.daemon.transfer.page_ranges import PageRange
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds

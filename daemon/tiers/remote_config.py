@@ -22,7 +22,7 @@ class RemoteTierConfig(Section, frozen=True, kw_only=True):
     """A Mooncake Store that many nodes share, with ``transport = "mooncake_store"``.
 
     Its ``mooncake_master`` listens at ``master``; other nodes reach this one at ``address``, by default that of
-    ``landing``. The store keeps its blocks in what the nodes give: ``segment_bytes`` of this one's memory, which may be
+    ``network``. The store keeps its blocks in what the nodes give: ``segment_bytes`` of this one's memory, which may be
     0, and blocks that lie here are lost with this daemon. Tenants find their own blocks only, by their user's number,
     unless ``shared`` lets all of them, and those of all other nodes, find each other's.
 

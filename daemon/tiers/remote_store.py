@@ -235,7 +235,7 @@ class RemoteStore:
                 why = await self._one_life()
             except StoreAwayError as error:
                 why = str(error)
-            self._tell(why)
+            self._notify(why)
             if time.monotonic() - began_s > self._config.retry_at_most_s:
                 pause_s = self._config.retry_s
             await asyncio.sleep(pause_s)
@@ -250,7 +250,7 @@ class RemoteStore:
                     _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
                 writer.close()
             except (OSError, OverflowError) as error:  # also TimeoutError
-                self._tell(f"its master at {self._config.master} takes no connections: {error!r}")
+                self._notify(f"its master at {self._config.master} takes no connections: {error!r}")
                 await asyncio.sleep(self._config.retry_s)
             else:
                 return
@@ -313,7 +313,7 @@ class RemoteStore:
 
     def _master_lost(self) -> None:
         if self._master_answers:
-            self._tell(f"its master at {self._config.master} does not answer")
+            self._notify(f"its master at {self._config.master} does not answer")
 
     def _there(self, endpoint: str) -> None:
         self._master_answers, self._told_away = True, False
@@ -321,7 +321,7 @@ class RemoteStore:
         log.info("remote tier there", master=self._config.master, endpoint=endpoint)
         self._wake()
 
-    def _tell(self, why: str) -> None:
+    def _notify(self, why: str) -> None:
         """Say once that the store is away."""
         self._master_answers = False
         if self._told_away:

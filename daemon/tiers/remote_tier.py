@@ -16,11 +16,11 @@ import structlog
 import xxhash
 
 from kvferry.daemon.metrics import Counters
-from kvferry.daemon.scheduler import Scheduler, WorkClass
+from kvferry.daemon.scheduler import OperationClass, Scheduler
 from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_value import remote_name
-from kvferry.pools.tiers.arena import Offsets, whole_grains
+from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests
 from kvferry.pools.tiers.journal import Tier
 from kvferry.pools.tiers.namespaces import BlockKey, Namespace
@@ -111,7 +111,7 @@ class RemoteTier:
         asked = hashes[:MAX_NAMES]
         names = [remote_name(BlockKey(namespace, one), shared=self._shared) for one in asked]
         there = await self._store.exists(names)
-        size_bytes = namespace.block_pages * whole_grains(page_bytes)
+        size_bytes = namespace.block_pages * whole_units(page_bytes)
         index, found = self._host.index, []
         for before, one, is_there in zip((parent, *asked), asked, there, strict=False):
             block = known = index.get(namespace, one)  # a nearer tier may have what the store lacks
@@ -170,7 +170,7 @@ class RemoteTier:
         page_bytes = self._host.page_bytes[block.namespace]
         self._host.index.pin([block], DEMOTION)
         try:
-            if not await self._scheduler.begin_async(WorkClass.DEMOTION, block.size_bytes):
+            if not await self._scheduler.begin_async(OperationClass.DEMOTION, block.size_bytes):
                 return
             try:
                 loop = asyncio.get_running_loop()
@@ -180,7 +180,7 @@ class RemoteTier:
                 ranges = [(at, page_bytes) for at in block.offsets.tolist()]
                 stored = await self._store.put(self._name(block), ranges, parent=block.parent, digests=digests)
             finally:
-                self._scheduler.end(WorkClass.DEMOTION, block.size_bytes)
+                self._scheduler.end(OperationClass.DEMOTION, block.size_bytes)
         finally:
             self._host.free_all(self._host.index.unpin([block], DEMOTION))
         if stored and self._host.index.set_in_remote(block, present=True):

@@ -11,26 +11,26 @@ import msgspec
 
 from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.pool_service import PoolService
-from kvferry.daemon.rooms.page_ranges import PageRange, lists_with_pages, page_ranges
-from kvferry.daemon.tiers.copier import BlockJob, BlockPart
+from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.jobs import JobStarter
+from kvferry.daemon.tiers.operations import Ending, Operation, Operations
 from kvferry.daemon.tiers.page_holds import hold_pages
 from kvferry.daemon.tiers.snapshots import (
     Snapshot,
-    SnapshotBook,
-    SnapshotPart,
+    SnapshotRegistry,
+    SnapshotSegment,
     check_layout,
     ids_for,
-    new_parts,
+    new_segments,
     space_of,
 )
-from kvferry.daemon.tiers.works import Ending, Work, Works
+from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges
 from kvferry.pools.model_checks import check_models
 from kvferry.pools.page_checks import check_distinct
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
-from kvferry.pools.tiers.arena import whole_grains
+from kvferry.pools.tiers.arena import whole_units
 from kvferry.pools.tiers.blocks import BlockPages
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
@@ -45,11 +45,11 @@ from kvferry.protocol.tier_messages import (
     DropSnapshot,
     Offload,
     Offloading,
+    OperationStarted,
     Restore,
     SnapshotDropped,
     SnapshotReport,
     TierDone,
-    WorkStarted,
 )
 
 
@@ -77,19 +77,19 @@ class TierService:
         dispatcher: Dispatcher,
         pools: PoolService,
         host: HostTier,
-        works: Works,
+        operations: Operations,
         jobs: JobStarter,
         *,
         grace_s: float,
     ) -> None:
-        self.snapshots = SnapshotBook()
+        self.snapshots = SnapshotRegistry()
         self._pools = pools
         self._host = host
-        self._works = works
+        self._operations = operations
         self._jobs = jobs
         self._grace_s = grace_s
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[tuple[Work, _Restoring]] = deque()
+        self._waiting: deque[tuple[Operation, _Restoring]] = deque()
         self._looking = False
         pools.on_deleted.append(self._pool_deleted)
         for kind, handler in (
@@ -116,16 +116,16 @@ class TierService:
         if not lists:
             raise EmptyPagesError("no list names a page", field="lists")
         self.snapshots.check(pool.tenant)
-        snapshot = Snapshot(pool, call.session.session_id, new_parts(pool, lists))
+        snapshot = Snapshot(pool, call.session.session_id, new_segments(pool, lists))
         reserved = []
         try:
             self._host.region  # noqa: B018  there may be no tier
-            for part in snapshot.parts:
-                part.offsets = self._host.reserve(pool.tenant, part.count, part.layout.block_bytes)
-                self._host.index.accounts.charge(pool.tenant, _charge(part))
-                reserved.append(part)
+            for segment in snapshot.segments:
+                segment.offsets = self._host.reserve(pool.tenant, segment.count, segment.layout.block_bytes)
+                self._host.index.accounts.charge(pool.tenant, _charge(segment))
+                reserved.append(segment)
         except KvferryError:
-            snapshot.parts = reserved
+            snapshot.segments = reserved
             self._free(snapshot)
             raise
         self.snapshots.add(snapshot)
@@ -142,18 +142,18 @@ class TierService:
 
     def filling(self, snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> BlockJob:
         """Return a job that copies pages of a pool into a snapshot; ``filled`` has to follow when it is over."""
-        parts = _block_parts(snapshot, pool, ids)
-        return BlockJob("offload", parts, self._host.region, checksums=self._jobs.checksums)
+        segments = _block_segments(snapshot, pool, ids)
+        return BlockJob("offload", segments, self._host.region, checksums=self._jobs.checksums)
 
-    def start(self, work: Work, job: BlockJob) -> None:
-        """Let a work's job run."""
-        self._jobs.start(work, job)
+    def start(self, operation: Operation, job: BlockJob) -> None:
+        """Let an operation's job run."""
+        self._jobs.start(operation, job)
 
     def filled(self, snapshot: Snapshot, job: BlockJob | None, error: KvferryError | None) -> None:
         """Take the end of ``filling``: the snapshot is ready, or gone."""
         if error is None and job is not None:
-            for part, digests in zip(snapshot.parts, job.digests or [None] * len(snapshot.parts), strict=True):
-                part.digests = digests
+            for segment, digests in zip(snapshot.segments, job.digests or [None] * len(snapshot.segments), strict=True):
+                segment.digests = digests
         snapshot.settle(error)
         if error is not None or snapshot.dropped:
             snapshot.state = "ready"
@@ -164,13 +164,15 @@ class TierService:
     def _offload(self, call: Call) -> Answer:
         body = expect(call, Offload)
         pool = self._pools.get(call.session.tenant, body.pool)
-        if body.release and pool.lent_by is not None:
-            raise InvalidFieldError(f"pool {pool.name!r} is lent: its engine numbers its pages itself", field="release")
+        if body.release and pool.registered_by is not None:
+            raise InvalidFieldError(
+                f"pool {pool.name!r} is registered: its engine numbers its pages itself", field="release"
+            )
         lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
         for one in lists:
             if body.release:
                 check_distinct(one.ids, one.field)
-        self._works.check(call.session)
+        self._operations.check(call.session)
         held = hold_pages(pool, call.session.session_id, lists, write=False)
         try:
             snapshot = self.new_snapshot(call, pool, lists)
@@ -179,19 +181,19 @@ class TierService:
             raise
         job = self.filling(snapshot, pool, [one.ids for one in lists])
 
-        def finish(work: Work, error: KvferryError | None) -> Ending:
+        def finish(operation: Operation, error: KvferryError | None) -> Ending:
             if error is None and body.release:
-                held.give_back(work.session.session_id)
+                held.give_back(operation.session.session_id)
             held.release()
-            done = TierDone(work=work.number, kind="offload", snapshot=snapshot.name)
+            done = TierDone(operation=operation.number, kind="offload", snapshot=snapshot.name)
             if error is None:
                 done = _copied(done, snapshot)
             self.filled(snapshot, job, error)
             return Ending(done)
 
-        work = self._works.begin(call, "offload", pool.name, snapshot.pages, finish)
-        self.start(work, job)
-        return Answer(Offloading(work=work.number, snapshot=snapshot.name))
+        operation = self._operations.begin(call, "offload", pool.name, snapshot.pages, finish)
+        self.start(operation, job)
+        return Answer(Offloading(operation=operation.number, snapshot=snapshot.name))
 
     # -- RESTORE
 
@@ -203,61 +205,65 @@ class TierService:
         if not body.any_model:
             check_models(snapshot.model, pool.model, f"the snapshot, of pool {snapshot.pool!r},", f"pool {pool.name!r}")
         restoring = _Restoring(call, pool, snapshot)
-        self._works.check(call.session)
+        self._operations.check(call.session)
         if body.allocate:
             self._check_allocatable(restoring)
         else:
             lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
             restoring.ids = ids_for(snapshot, lists)
             restoring.release = hold_pages(pool, call.session.session_id, lists, write=True).release
-        work = self._works.begin(
-            call, "restore", pool.name, snapshot.pages, lambda work, error: self._restored(work, restoring, error)
+        operation = self._operations.begin(
+            call,
+            "restore",
+            pool.name,
+            snapshot.pages,
+            lambda operation, error: self._restored(operation, restoring, error),
         )
         snapshot.readers += 1
         if snapshot.state == "ready":
-            self._take_pages(work, restoring)
+            self._take_pages(operation, restoring)
         else:
-            work.waits_for = "the snapshot to be written"
-            snapshot.waiting.append(lambda error: self._snapshot_settled(work, restoring, error))
-        return Answer(WorkStarted(work=work.number))
+            operation.waits_for = "the snapshot to be written"
+            snapshot.waiting.append(lambda error: self._snapshot_settled(operation, restoring, error))
+        return Answer(OperationStarted(operation=operation.number))
 
-    def _snapshot_settled(self, work: Work, restoring: _Restoring, error: KvferryError | None) -> None:
+    def _snapshot_settled(self, operation: Operation, restoring: _Restoring, error: KvferryError | None) -> None:
         if error is not None:
-            self._works.stop(work, error)
+            self._operations.stop(operation, error)
         elif not any(one is restoring.pool for one in self._pools):
-            self._works.stop(work, _deleted(restoring.pool))
-        elif work.stopped is None:
-            self._take_pages(work, restoring)
+            self._operations.stop(operation, _deleted(restoring.pool))
+        elif operation.stopped is None:
+            self._take_pages(operation, restoring)
 
     def _check_allocatable(self, restoring: _Restoring) -> None:
         """Check that the pool could ever have the pages for the snapshot.
 
         Raises:
-            InvalidFieldError: pages are named as well, or the pool is lent.
+            InvalidFieldError: pages are named as well, or the pool is registered.
             PoolFullError: it has fewer pages in all.
         """
         pool, snapshot = restoring.pool, restoring.snapshot
         if restoring.body.lists:
             raise InvalidFieldError("allocate=true takes the pages itself: name none", field="lists")
-        if pool.lent_by is not None:
+        if pool.registered_by is not None:
             raise InvalidFieldError(
-                f"pool {pool.name!r} is lent: its engine numbers its pages itself", field="allocate"
+                f"pool {pool.name!r} is registered: its engine numbers its pages itself", field="allocate"
             )
         wanted: Counter[str] = Counter()
-        for part in snapshot.parts:
-            space = space_of(pool.manifest, part.component)
-            wanted[space] += part.count
+        for segment in snapshot.segments:
+            space = space_of(pool.manifest, segment.component)
+            wanted[space] += segment.count
             capacity = pool.space(space).capacity
             if wanted[space] > capacity:
                 raise PoolFullError(f"{wanted[space]} pages of {space!r}, the pool has {capacity}", field="pool")
 
-    def _take_pages(self, work: Work, restoring: _Restoring) -> None:
+    def _take_pages(self, operation: Operation, restoring: _Restoring) -> None:
         """Begin to copy, at once or after those that wait for pages already."""
         if not restoring.body.allocate:
-            self._copy_back(work, restoring)
+            self._copy_back(operation, restoring)
             return
-        work.waits_for = f"{restoring.snapshot.pages} free pages of pool {restoring.pool.name!r}"
-        self._waiting.append((work, restoring))
+        operation.waits_for = f"{restoring.snapshot.pages} free pages of pool {restoring.pool.name!r}"
+        self._waiting.append((operation, restoring))
         self._look_for_pages()
 
     def _look_for_pages(self) -> None:
@@ -265,16 +271,16 @@ class TierService:
         self._looking = False
         full: set[Pool] = set()
         for _ in range(len(self._waiting)):
-            work, restoring = self._waiting.popleft()
-            if work.stopped is not None:
+            operation, restoring = self._waiting.popleft()
+            if operation.stopped is not None:
                 continue
             if restoring.pool in full or not self._allocate(restoring):
                 full.add(restoring.pool)
-                self._waiting.append((work, restoring))
+                self._waiting.append((operation, restoring))
                 for allocator in restoring.pool.allocators.values():
                     allocator.on_freed = self._pages_freed
             else:
-                self._copy_back(work, restoring)
+                self._copy_back(operation, restoring)
 
     def _pages_freed(self) -> None:
         if self._waiting and not self._looking:
@@ -283,15 +289,15 @@ class TierService:
 
     def _allocate(self, restoring: _Restoring) -> bool:
         """Take all pages that a restore needs, or none."""
-        pool, parts = restoring.pool, restoring.snapshot.parts
-        spaces = [pool.space(space_of(pool.manifest, part.component)) for part in parts]
+        pool, segments = restoring.pool, restoring.snapshot.segments
+        spaces = [pool.space(space_of(pool.manifest, segment.component)) for segment in segments]
         wanted: dict[int, int] = {}
-        for space, part in zip(spaces, parts, strict=True):
-            wanted[id(space)] = wanted.get(id(space), 0) + part.count
+        for space, segment in zip(spaces, segments, strict=True):
+            wanted[id(space)] = wanted.get(id(space), 0) + segment.count
         if any(space.free_count < wanted[id(space)] for space in spaces):
             return False
         owner = restoring.call.session.session_id
-        restoring.ids = [space.allocate(owner, part.count) for space, part in zip(spaces, parts, strict=True)]
+        restoring.ids = [space.allocate(owner, segment.count) for space, segment in zip(spaces, segments, strict=True)]
         for space, ids in zip(spaces, restoring.ids, strict=True):
             space.begin_write(owner, ids, "pages")
 
@@ -302,24 +308,24 @@ class TierService:
         restoring.release = release
         return True
 
-    def _copy_back(self, work: Work, restoring: _Restoring) -> None:
+    def _copy_back(self, operation: Operation, restoring: _Restoring) -> None:
         snapshot, pool = restoring.snapshot, restoring.pool
-        parts = _block_parts(snapshot, pool, restoring.ids)
-        digests = [part.digests for part in snapshot.parts if part.digests is not None]
-        known = digests if len(digests) == len(parts) else None
-        self._jobs.start(work, BlockJob("restore", parts, self._host.region, digests=known))
+        segments = _block_segments(snapshot, pool, restoring.ids)
+        digests = [segment.digests for segment in snapshot.segments if segment.digests is not None]
+        known = digests if len(digests) == len(segments) else None
+        self._jobs.start(operation, BlockJob("restore", segments, self._host.region, digests=known))
 
-    def _restored(self, work: Work, restoring: _Restoring, error: KvferryError | None) -> Ending:
+    def _restored(self, operation: Operation, restoring: _Restoring, error: KvferryError | None) -> Ending:
         snapshot, body = restoring.snapshot, restoring.body
         restoring.release()
-        done = TierDone(work=work.number, kind="restore", snapshot=snapshot.name)
+        done = TierDone(operation=operation.number, kind="restore", snapshot=snapshot.name)
         ids: tuple[PageIds, ...] = ()
         if error is None:
             done = _copied(done, snapshot)
             if body.allocate:
                 ids = tuple(restoring.ids)
-                heads = zip(snapshot.parts, ids, strict=True)
-                lists = tuple(PageList(component=part.component, pages=len(its)) for part, its in heads)
+                heads = zip(snapshot.segments, ids, strict=True)
+                lists = tuple(PageList(component=segment.component, pages=len(its)) for segment, its in heads)
                 done = msgspec.structs.replace(done, lists=lists)
         elif body.allocate:
             _free_quietly(restoring)
@@ -331,9 +337,9 @@ class TierService:
     # -- the rest
 
     def _pool_deleted(self, pool: Pool) -> None:
-        for work, restoring in list(self._waiting):
+        for operation, restoring in list(self._waiting):
             if restoring.pool is pool:
-                self._works.stop(work, _deleted(pool))
+                self._operations.stop(operation, _deleted(pool))
 
     def _drop(self, call: Call) -> Answer:
         snapshot = self.snapshots.get(call.session.tenant, expect(call, DropSnapshot).snapshot)
@@ -348,36 +354,36 @@ class TierService:
             self.drop(snapshot)
 
     def _free(self, snapshot: Snapshot) -> None:
-        for part in snapshot.parts:
-            self._host.free(part.offsets, part.layout.block_bytes)
-            self._host.index.accounts.discharge(snapshot.tenant, _charge(part))
-        snapshot.parts = []
+        for segment in snapshot.segments:
+            self._host.free(segment.offsets, segment.layout.block_bytes)
+            self._host.index.accounts.discharge(snapshot.tenant, _charge(segment))
+        snapshot.segments = []
 
 
 def _deleted(pool: Pool) -> UnknownPoolError:
     return UnknownPoolError(f"pool {pool.name!r} was deleted", field="pool")
 
 
-def _charge(part: SnapshotPart) -> int:
-    return part.count * whole_grains(part.layout.block_bytes)
+def _charge(segment: SnapshotSegment) -> int:
+    return segment.count * whole_units(segment.layout.block_bytes)
 
 
-def _block_parts(snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> list[BlockPart]:
+def _block_segments(snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> list[BlockSegment]:
     """Return which pages of a pool, whose entries may lie elsewhere than the snapshot's, go with which blocks."""
     return [
-        BlockPart(pool.region, BlockPages(pool.block_layout(part.layout.space), its, part.offsets))
-        for part, its in zip(snapshot.parts, ids, strict=True)
+        BlockSegment(pool.region, BlockPages(pool.block_layout(segment.layout.space), its, segment.offsets))
+        for segment, its in zip(snapshot.segments, ids, strict=True)
     ]
 
 
 def _copied(done: TierDone, snapshot: Snapshot) -> TierDone:
-    moved = sum(part.count * part.layout.content_bytes for part in snapshot.parts)
+    moved = sum(segment.count * segment.layout.content_bytes for segment in snapshot.segments)
     return msgspec.structs.replace(done, copied_pages=snapshot.pages, moved_bytes=moved)
 
 
 def _free_quietly(restoring: _Restoring) -> None:
     """Free the pages of a restore that failed; a session that is gone has given them back by itself."""
     owner, pool = restoring.call.session.session_id, restoring.pool
-    for part, ids in zip(restoring.snapshot.parts, restoring.ids, strict=False):
+    for segment, ids in zip(restoring.snapshot.segments, restoring.ids, strict=False):
         with contextlib.suppress(NotOwnerError):
-            pool.allocator_of(part.component).free(owner, ids)
+            pool.allocator_of(segment.component).free(owner, ids)

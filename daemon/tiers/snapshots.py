@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvferry.daemon.rooms.page_ranges import PageRange, page_tokens_of
 from kvferry.daemon.tiers.copier import Digests
+from kvferry.daemon.transfer.page_ranges import PageRange, page_tokens_of
 from kvferry.pools.manifest import component_of, key_of, slot_shape
 from kvferry.pools.pool import Pool
 from kvferry.pools.runs import PageIds
@@ -34,12 +34,12 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.tier_messages import SnapshotList, SnapshotStatus
 
-State = Literal["landing", "writing", "ready"]
+State = Literal["network", "writing", "ready"]
 MAX_SNAPSHOTS: Final = 4096
 """Of one tenant: what SNAPSHOTS lists in one reply."""
 
 
-class SnapshotPart(msgspec.Struct):
+class SnapshotSegment(msgspec.Struct):
     """The blocks of one page list, whatever pages they came from."""
 
     component: str
@@ -61,14 +61,14 @@ class Snapshot:
         waiting: called once, when it is ready (None) or has failed (why).
     """
 
-    def __init__(self, pool: Pool, session_id: int | None, parts: Sequence[SnapshotPart]) -> None:
+    def __init__(self, pool: Pool, session_id: int | None, segments: Sequence[SnapshotSegment]) -> None:
         self.name = secrets.token_hex(16)
         self.tenant = pool.tenant
         self.session_id = session_id
         self.pool = pool.name
         self.manifest = pool.manifest
         self.model = pool.model
-        self.parts = list(parts)
+        self.segments = list(segments)
         self.state: State = "writing"
         self.readers = 0
         self.dropped = False
@@ -83,29 +83,29 @@ class Snapshot:
     @property
     def pages(self) -> int:
         """Return how many pages it has, over all lists."""
-        return sum(part.count for part in self.parts)
+        return sum(segment.count for segment in self.segments)
 
     @property
     def size_bytes(self) -> int:
         """Return its bytes, without what blocks are rounded up by in the arena."""
-        return sum(part.count * part.layout.block_bytes for part in self.parts)
+        return sum(segment.count * segment.layout.block_bytes for segment in self.segments)
 
     def settle(self, error: KvferryError | None) -> None:
         """Say to those who wait that it is ready, or will never be."""
         self.state = "ready" if error is None else self.state
         waiting, self.waiting = self.waiting, []
-        for told in waiting:
-            told(error)
+        for notified in waiting:
+            notified(error)
 
     def status(self) -> SnapshotStatus:
         """Return it as SNAPSHOTS shows it."""
-        main = next((part.tokens for part in self.parts if part.tokens is not None), None)
+        main = next((segment.tokens for segment in self.segments if segment.tokens is not None), None)
         return SnapshotStatus(
             snapshot=self.name,
             pool=self.pool,
             layout_digest=self.manifest.layout_digest,
             lists=tuple(
-                SnapshotList(component=one.component, count=one.count, tokens=one.tokens) for one in self.parts
+                SnapshotList(component=one.component, count=one.count, tokens=one.tokens) for one in self.segments
             ),
             tokens=main,
             chunks=self.pages,
@@ -119,15 +119,15 @@ class Snapshot:
         )
 
     def _checksum(self) -> str:
-        if self.state != "ready" or any(part.digests is None for part in self.parts):
+        if self.state != "ready" or any(segment.digests is None for segment in self.segments):
             return ""
         if not self._checksum_text:
-            together = np.concatenate([part.digests for part in self.parts if part.digests is not None])
+            together = np.concatenate([segment.digests for segment in self.segments if segment.digests is not None])
             self._checksum_text = xxhash.xxh3_128_hexdigest(together.astype("<u8").tobytes())
         return self._checksum_text
 
 
-class SnapshotBook:
+class SnapshotRegistry:
     """All snapshots by name."""
 
     def __init__(self) -> None:
@@ -173,11 +173,11 @@ class SnapshotBook:
             self._counts[snapshot.tenant] -= 1
 
 
-def new_parts(pool: Pool, lists: Sequence[PageRange]) -> list[SnapshotPart]:
+def new_segments(pool: Pool, lists: Sequence[PageRange]) -> list[SnapshotSegment]:
     """Return the parts for these lists; their memory is not there yet."""
     manifest = pool.manifest
     return [
-        SnapshotPart(
+        SnapshotSegment(
             one.component,
             pool.block_layout(space_of(manifest, one.component)),
             _tokens_of(one, manifest),
@@ -204,18 +204,18 @@ def ids_for(snapshot: Snapshot, lists: Sequence[PageRange]) -> list[PageIds]:
     """
     given = {one.component: one for one in lists}
     found: list[PageIds] = []
-    for part in snapshot.parts:
-        one = given.pop(part.component, None)
+    for segment in snapshot.segments:
+        one = given.pop(segment.component, None)
         if one is None:
-            raise UnknownComponentError(f"the snapshot has pages of {part.component!r}: name as many", field="lists")
-        if len(one.ids) != part.count:
+            raise UnknownComponentError(f"the snapshot has pages of {segment.component!r}: name as many", field="lists")
+        if len(one.ids) != segment.count:
             raise LengthMismatchError(
-                f"{part.component}: the snapshot has {part.count} pages, the list {len(one.ids)}", field=one.field
+                f"{segment.component}: the snapshot has {segment.count} pages, the list {len(one.ids)}", field=one.field
             )
         tokens = _tokens_of(one, snapshot.manifest)
-        if None not in {tokens, part.tokens} and tokens != part.tokens:
+        if None not in {tokens, segment.tokens} and tokens != segment.tokens:
             raise LengthMismatchError(
-                f"{part.component}: the snapshot has {part.tokens} tokens, the list {tokens}",
+                f"{segment.component}: the snapshot has {segment.tokens} tokens, the list {tokens}",
                 field=f"{one.field}.tokens",
             )
         found.append(one.ids)

@@ -173,13 +173,13 @@ class StoreLink:
         try:
             while True:
                 (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                self._heard(_decoder.decode(await reader.readexactly(size_bytes)))
+                self._received(_decoder.decode(await reader.readexactly(size_bytes)))
         except (asyncio.IncompleteReadError, OSError):
             self.kill("")  # it ends; why, its exit says
         except msgspec.MsgspecError as error:
             self.kill(f"it spoke nonsense: {error}")
 
-    def _heard(self, message: FromProcess) -> None:
+    def _received(self, message: FromProcess) -> None:
         if isinstance(message, Began):
             if not self._began.done():
                 self._began.set_result(message)
@@ -255,9 +255,9 @@ class _Output(asyncio.Protocol):
         await self._closed.wait()
 
 
-async def to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
-    """Await ``work``, and do so also where the caller is cancelled: that is raised afterwards."""
-    task = asyncio.ensure_future(work)
+async def to_its_end(operation: Coroutine[Any, Any, _T]) -> _T:
+    """Await ``operation``, and do so also where the caller is cancelled: that is raised afterwards."""
+    task = asyncio.ensure_future(operation)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

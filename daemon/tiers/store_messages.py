@@ -27,7 +27,7 @@ RPC_FAIL: Final = -900
 RPC_TIMEOUT: Final = -901
 
 Range = tuple[int, int]
-"""(offset, size) in bytes of a stretch of the arena."""
+"""(offset, size) in bytes of an extent of the arena."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -78,9 +78,9 @@ class Memory:
             self._free.put(thread * MAX_HEADER_BYTES)
 
     def buffers(
-        self, room: int, used_bytes: int, header_bytes: int, ranges: bytes
+        self, transfer: int, used_bytes: int, header_bytes: int, ranges: bytes
     ) -> tuple[list[int], list[int]] | None:
-        """Return addresses and sizes of a header in a room, after what is used of that, and of ranges of the arena.
+        """Return addresses and sizes of a header in a transfer, after what is used of that, and of ranges of the arena.
 
         None where they lie outside.
         """
@@ -91,10 +91,10 @@ class Memory:
         if header_bytes <= 0 or used_bytes + header_bytes > MAX_HEADER_BYTES:
             return None
         addresses = [self.arena_address + first for first in offsets]
-        return [self.headers_address + room + used_bytes, *addresses], [header_bytes, *sizes]
+        return [self.headers_address + transfer + used_bytes, *addresses], [header_bytes, *sizes]
 
     def take(self) -> int:
-        """Return the offset of a header's room that nobody uses; give it back with ``give``."""
+        """Return the offset of a header's transfer that nobody uses; give it back with ``give``."""
         return self._free.get()
 
     def give(self, offset: int) -> None:
@@ -172,16 +172,16 @@ class StoreProcess:
                 raise TypeError(f"no answer for {type(request).__name__}")
 
     def _moved(self, number: int, blocks: Sequence[tuple[PutBlock | GetBlock, int]]) -> Answer:
-        room = self._memory.take()
+        transfer = self._memory.take()
         try:
             statuses = [INVALID_PARAMS] * len(blocks)
             headers = [b""] * len(blocks)
             moves: list[_Move] = []
             used_bytes = 0
             for index, (block, header_bytes) in enumerate(blocks):
-                buffers = self._memory.buffers(room, used_bytes, header_bytes, block.ranges)
+                buffers = self._memory.buffers(transfer, used_bytes, header_bytes, block.ranges)
                 if buffers is not None:
-                    moves.append(_Move(index, block, room + used_bytes, *buffers))
+                    moves.append(_Move(index, block, transfer + used_bytes, *buffers))
                     used_bytes += header_bytes
             for move, status in zip(moves, self._move(moves), strict=True):
                 statuses[move.place] = status
@@ -189,7 +189,7 @@ class StoreProcess:
                     headers[move.place] = self._memory.read_header(move.offset, move.sizes[0])
             return Answer(number, statuses=statuses, headers=headers)
         finally:
-            self._memory.give(room)
+            self._memory.give(transfer)
 
     def _move(self, moves: Sequence[_Move]) -> list[int]:
         """Return each move's status. All are of one kind."""

@@ -12,23 +12,23 @@ from kvferry.daemon.config import Config
 from kvferry.daemon.dispatch import Dispatcher
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.pool_service import PoolService
-from kvferry.daemon.scheduler import Scheduler, WorkClass
+from kvferry.daemon.scheduler import OperationClass, Scheduler
 from kvferry.daemon.sessions import SessionRegistry
 from kvferry.daemon.tiers.cache_reports import CacheReports
 from kvferry.daemon.tiers.cache_service import CacheService
 from kvferry.daemon.tiers.copier import BlockJob, TierCopier
 from kvferry.daemon.tiers.disk_tier import DiskTier
+from kvferry.daemon.tiers.host_receives import HostReceives
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.jobs import JobStarter
-from kvferry.daemon.tiers.landings import Landings
 from kvferry.daemon.tiers.lookups import Lookups
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.service import TierService
-from kvferry.daemon.tiers.works import Works
 from kvferry.protocol.errors import ConfigError, KvferryError
-from kvferry.protocol.session_messages import TierStatus, WorkStatus
+from kvferry.protocol.session_messages import OperationStatus, TierStatus
 
 log = structlog.get_logger(__name__)
 
@@ -37,8 +37,8 @@ class Tiers:
     """All of it. For the control loop.
 
     Attributes:
-        scheduler: whose turn it is; hand-offs tell it when they begin and end.
-        landings: for hand-offs that land in the host tier.
+        scheduler: whose turn it is; transfers tell it when they begin and end.
+        landings: for transfers that land in the host tier.
     """
 
     def __init__(
@@ -50,32 +50,32 @@ class Tiers:
         executor: Executor,
         counters: Counters,
     ) -> None:
-        """Put it together; ``executor`` may wait for cards."""
+        """Put it together; ``executor`` may wait for devices."""
         self._config = config.tiers
         self._counters = counters
         self.scheduler = Scheduler(
-            dict.fromkeys(WorkClass, config.tiers.max_flight_bytes), patience_s=config.tiers.patience_s
+            dict.fromkeys(OperationClass, config.tiers.max_in_flight_bytes), patience_s=config.tiers.patience_s
         )
         self._host = HostTier(config.tiers, counters)
         self._copier = TierCopier(
             asyncio.get_running_loop(), self._job_done, self.scheduler, threads=config.tiers.copy_threads
         )
-        self._works = Works(dispatcher, sessions, counters, self._copier)
-        jobs = JobStarter(self._works, self._host, executor, checksums=config.tiers.checksums)
+        self._operations = Operations(dispatcher, sessions, counters, self._copier)
+        jobs = JobStarter(self._operations, self._host, executor, checksums=config.tiers.checksums)
         self._service = TierService(
-            dispatcher, pools, self._host, self._works, jobs, grace_s=config.tiers.snapshot_grace_s
+            dispatcher, pools, self._host, self._operations, jobs, grace_s=config.tiers.snapshot_grace_s
         )
-        self.landings = Landings(self._host, self._service, self._works)
+        self.host_receives = HostReceives(self._host, self._service, self._operations)
         self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
         self._lookups = Lookups(dispatcher, pools, sessions, self._host, self._lower, counters)
         self._cache = CacheService(
-            dispatcher, pools, self._host, self._works, jobs, self._lower, self._lookups, counters
+            dispatcher, pools, self._host, self._operations, jobs, self._lower, self._lookups, counters
         )
         self._reports = CacheReports(dispatcher, self._host, self._lower)
 
     def __repr__(self) -> str:
         """Show the live counts."""
-        return f"<Tiers {self._host!r} {self._works!r} {self._lower!r}>"
+        return f"<Tiers {self._host!r} {self._operations!r} {self._lower!r}>"
 
     async def start(self) -> None:
         """Begin to work on what lies in the tiers below, and take the first memory.
@@ -88,33 +88,33 @@ class Tiers:
 
     def session_lost(self, session_id: int) -> None:
         """Stop what died with a session, and give back what it held."""
-        self._works.session_lost(session_id)
+        self._operations.session_lost(session_id)
         self._lookups.session_lost(session_id)
         self._service.session_lost(session_id)
         self._reports.session_lost(session_id)
 
     def drain(self) -> None:
         """Take no new work."""
-        self._works.drain()
+        self._operations.drain()
 
     async def drained(self) -> None:
-        """Return once no work is live."""
-        await self._works.drained()
+        """Return once no operation is live."""
+        await self._operations.drained()
 
-    def works_of(self, session_id: int) -> int:
-        """Return how many works of a session are live, or over and not acknowledged."""
-        return self._works.live(session_id)
+    def operations_of(self, session_id: int) -> int:
+        """Return how many operations of a session are live, or over and not acknowledged."""
+        return self._operations.live(session_id)
 
     def status(self) -> list[TierStatus]:
         """Return the tiers as STATUS shows them."""
         return [self._host.status(len(self._service.snapshots)), *self._lower.status()]
 
-    def works(self) -> Iterator[WorkStatus]:
-        """Yield the live works as STATUS shows them."""
-        return self._works.status()
+    def operations(self) -> Iterator[OperationStatus]:
+        """Yield the live operations as STATUS shows them."""
+        return self._operations.status()
 
     async def close(self) -> None:
-        """End everything; no byte of a work moves after it."""
+        """End everything; no byte of an operation moves after it."""
         self.scheduler.close()
         await self._lookups.close()
         await self._cache.close()
@@ -124,7 +124,7 @@ class Tiers:
         self._host.close()
 
     def _job_done(self, job: BlockJob, error: KvferryError | None) -> None:
-        self._works.job_done(job, error)
+        self._operations.job_done(job, error)
 
     def _disk(self) -> DiskTier | None:
         config = self._config
@@ -142,7 +142,7 @@ class Tiers:
             raise ConfigError(
                 "the remote tier needs the host tier: tiers.host_bytes is 0", field="tiers.remote.transport"
             )
-        address = remote.address or config.landing.address
+        address = remote.address or config.network.address
         if address is None:
             raise ConfigError("say by which address other nodes reach this one", field="tiers.remote.address")
         region = self._host.region

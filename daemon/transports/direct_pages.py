@@ -101,7 +101,7 @@ class DirectPages:
             await self._registrar.register(one.address, one.view.nbytes)
         except KvferryError as error:
             one.state = "refused"
-            log.warning("pages are not written directly, but through landing slots", pool=pool.name, cause=str(error))
+            log.warning("pages are not written directly, but through bounce buffers", pool=pool.name, cause=str(error))
         else:
             one.state = "ready"
         self.on_change()

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import structlog
 
-from kvferry.daemon.landing import LandingSlots
+from kvferry.daemon.bounce_buffers import BounceBuffers
 from kvferry.daemon.metrics import Counters
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 
@@ -39,17 +39,17 @@ class Fence(Protocol):
 
 
 class Grants(Protocol):
-    """What has been granted to peers; see ``LandingReceiver``."""
+    """What has been granted to peers; see ``NetworkReceiver``."""
 
     @property
     def unanswered(self) -> bool:
-        """Return whether grants of pieces that are over have not been answered."""
+        """Return whether grants of transfer ops that are over have not been answered."""
 
-    def rest_unanswered(self, now_s: float) -> None:
+    def quarantine_unanswered(self, now_s: float) -> None:
         """Let those grants rest that have not been answered for too long."""
 
     def cut_off(self, numbers: set[int], error: KvferryError) -> None:
-        """Fail the pieces whose slots or pages rest from now on."""
+        """Fail the transfer ops whose bounce buffers or pages rest from now on."""
 
     def nothing_lands(self) -> None:
         """Note that nothing lands any more in what rested."""
@@ -59,11 +59,11 @@ class Grants(Protocol):
 
 
 class FenceWatch:
-    """Watches over one engine's slots. All methods belong on the loop."""
+    """Watches over one engine's bounce buffers. All methods belong on the loop."""
 
-    def __init__(self, fence: Fence, slots: LandingSlots, grants: Grants, counters: Counters) -> None:
+    def __init__(self, fence: Fence, bounce_buffers: BounceBuffers, grants: Grants, counters: Counters) -> None:
         self._fence = fence
-        self._slots = slots
+        self._bounce_buffers = bounce_buffers
         self._grants = grants
         self._counters = counters
         self._watching: asyncio.Task[None] | None = None
@@ -73,7 +73,7 @@ class FenceWatch:
     @property
     def state(self) -> State:
         """Return what STATUS shows; ``broken``: the engine could not be rebuilt, and nothing comes in any more."""
-        return "draining" if self._state == "ready" and self._slots.draining else self._state
+        return "draining" if self._state == "ready" and self._bounce_buffers.draining else self._state
 
     def look(self) -> None:
         """Begin to watch if there is anything to watch over."""
@@ -88,17 +88,17 @@ class FenceWatch:
 
     @property
     def _wanted(self) -> bool:
-        return self._state != "broken" and bool(self._slots.quarantined_bytes or self._grants.unanswered)
+        return self._state != "broken" and bool(self._bounce_buffers.quarantined_bytes or self._grants.unanswered)
 
     async def _watch(self) -> None:
         try:
             while self._wanted:
-                self._grants.rest_unanswered(time.monotonic())
-                due = self._slots.fence_due(time.monotonic(), writing=self._fence.writing)
-                self._fence.hold(held=self._slots.draining)
+                self._grants.quarantine_unanswered(time.monotonic())
+                due = self._bounce_buffers.fence_due(time.monotonic(), writing=self._fence.writing)
+                self._fence.hold(held=self._bounce_buffers.draining)
                 if due:
                     await self._do_fence()
-                    self._fence.hold(held=self._slots.draining)
+                    self._fence.hold(held=self._bounce_buffers.draining)
                 self._grants.pump()
                 await asyncio.sleep(LOOK_S)
         finally:
@@ -107,16 +107,18 @@ class FenceWatch:
 
     async def _do_fence(self) -> None:
         self._state = "fencing"
-        numbers = set(self._slots.fence_begins(time.monotonic()))
-        self._grants.cut_off(numbers, TransferFailedError("its landing slot was fenced while it was under way"))
+        numbers = set(self._bounce_buffers.fence_begins(time.monotonic()))
+        self._grants.cut_off(numbers, TransferFailedError("its bounce buffer was fenced while it was under way"))
         try:
             await self._fence.rebuild()
         except KvferryError as error:
             self._state = "broken"
-            log.exception("the fence failed: no slot is freed, nothing comes in; restart this daemon", cause=str(error))
+            log.exception(
+                "the fence failed: no bounce buffer is freed, nothing comes in; restart this daemon", cause=str(error)
+            )
             return
         self._state = "ready"
-        freed = self._slots.fenced()
+        freed = self._bounce_buffers.fenced()
         self._grants.nothing_lands()
-        self._counters.add("landing.fences")
-        log.warning("landing slots fenced", freed=freed)
+        self._counters.add("network.fences")
+        log.warning("bounce buffers fenced", freed=freed)

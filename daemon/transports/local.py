@@ -1,9 +1,10 @@
 """The local transport: copies within this process's mappings, on a few threads that release the GIL.
 
-Pieces take turns: a thread copies one chunk of the piece at the head of the queue and puts it back at the tail, so a
-large hand-off does not hold up a small one. Expanding a plan into blocks happens on the threads as well. Slices of
-pages, which unequal tensor parallelism exchanges, go through a staging buffer small enough to stay in a cache. So does
-what goes between a card and the host; within one card nothing leaves it. Where a card works, a thread here waits.
+Transfer ops take turns: a thread copies one chunk of the transfer op at the head of the queue and puts it back at the
+tail, so a large transfer does not hold up a small one. Expanding a plan into blocks happens on the threads as well.
+Slices of pages, which unequal tensor parallelism exchanges, go through a staging buffer small enough to stay in a
+cache. So does what goes between a device and the host; within one device nothing leaves it. Where a device works, a
+thread here waits.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import numpy.typing as npt
 import structlog
 
 from kvferry.daemon.request_ids import about
-from kvferry.daemon.rooms.effects import StartPiece
-from kvferry.daemon.rooms.remote import RemotePool
-from kvferry.daemon.rooms.sides import SourcePool
-from kvferry.daemon.transports.base import OnPieceDone
+from kvferry.daemon.transfer.effects import StartOp
+from kvferry.daemon.transfer.endpoints import SourcePool
+from kvferry.daemon.transfer.remote import RemotePool
+from kvferry.daemon.transports.base import OnOpDone
 from kvferry.pools.copies import (
     CopyBlocks,
     chunk_bounds,
@@ -35,7 +36,7 @@ from kvferry.pools.copies import (
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.gather import cut_parcels
+from kvferry.pools.gather import cut_copy_chunks
 from kvferry.pools.plan import Blocks, Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError
@@ -66,7 +67,7 @@ class _WholePages(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    """A chunk that goes through staging, as slices do, and all that is on a card: segments of a plan."""
+    """A chunk that goes through staging, as slices do, and all that is on a device: segments of a plan."""
 
     plan: Plan
     first: int
@@ -78,10 +79,10 @@ _Chunk = _WholePages | _Staged
 
 
 class _Job:
-    """One piece: chunks not begun, chunks under way, and the first error. Guarded by the transport's lock."""
+    """One transfer op: chunks not begun, chunks under way, and the first error. Guarded by the transport's lock."""
 
-    def __init__(self, piece: StartPiece) -> None:
-        self.piece = piece
+    def __init__(self, op: StartOp) -> None:
+        self.op = op
         self.expanded = False
         self.chunks: deque[_Chunk] = deque()
         self.under_way = 0
@@ -94,14 +95,14 @@ class LocalTransport:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        on_piece_done: OnPieceDone,
+        on_op_done: OnOpDone,
         *,
         threads: int,
         chunk_bytes: int,
         copy: CopyBlocks,
     ) -> None:
         self._loop = loop
-        self._on_piece_done = on_piece_done
+        self._on_op_done = on_op_done
         self._chunk_bytes = chunk_bytes
         self._copy = copy
         self._jobs: dict[int, _Job] = {}
@@ -116,23 +117,23 @@ class LocalTransport:
             thread.start()
 
     def __repr__(self) -> str:
-        """Show how many pieces are under way."""
-        return f"<LocalTransport pieces={len(self._jobs)} threads={len(self._threads)}>"
+        """Show how many transfer ops are under way."""
+        return f"<LocalTransport transfer ops={len(self._jobs)} threads={len(self._threads)}>"
 
-    def start(self, piece: StartPiece) -> None:
+    def start(self, op: StartOp) -> None:
         """See ``Transport.start``."""
-        job = _Job(piece)
+        job = _Job(op)
         with self._changed:
-            self._jobs[piece.piece_id] = job
+            self._jobs[op.op_id] = job
             self._queue.append(job)
             self._changed.notify()
 
-    def stop(self, piece_id: int) -> None:
+    def stop(self, op_id: int) -> None:
         """See ``Transport.stop``."""
         with self._changed:
-            job = self._jobs.get(piece_id)
+            job = self._jobs.get(op_id)
             if job is not None and job.error is None:
-                job.error = CancelledError("the hand-off ended before all was copied")
+                job.error = CancelledError("the transfer ended before all was copied")
 
     def close(self) -> None:
         """See ``Transport.close``."""
@@ -171,26 +172,26 @@ class LocalTransport:
                     self._finish_if_idle(job)
 
     def _step(self, job: _Job, chunk: _Chunk | None) -> KvferryError | None:
-        """Expand the piece, or copy one chunk of it; return what went wrong."""
+        """Expand the transfer op, or copy one chunk of it; return what went wrong."""
         try:
             if chunk is None:
-                job.chunks.extend(_chunks_of(job.piece, self._chunk_bytes))
+                job.chunks.extend(_chunks_of(job.op, self._chunk_bytes))
                 job.expanded = True
-                if len(job.chunks) == 1:  # a small piece takes one turn, on one thread
+                if len(job.chunks) == 1:  # a small transfer op takes one turn, on one thread
                     chunk = job.chunks.popleft()
             if isinstance(chunk, _WholePages):
                 self._copy(chunk.blocks)
             elif chunk is not None:
-                self._copy_staged(job.piece, chunk)
+                self._copy_staged(job.op, chunk)
         except KvferryError as error:
             return error
-        except Exception as error:  # a thread that dies would leave its piece unsettled for ever
-            log.exception("copy failed", piece=job.piece.piece_id, **about(job.piece))
+        except Exception as error:  # a thread that dies would leave its transfer op unsettled for ever
+            log.exception("copy failed", op=job.op.op_id, **about(job.op))
             return InternalError(f"the copy failed: {type(error).__name__}: {error}")
         return None
 
-    def _copy_staged(self, piece: StartPiece, chunk: _Staged) -> None:
-        source, destination = _region(piece.source), _region(piece.destination)
+    def _copy_staged(self, op: StartOp, chunk: _Staged) -> None:
+        source, destination = _region(op.source), _region(op.destination)
         plan, first, stop, _ = chunk
         if (
             isinstance(source, AcceleratorRegion)
@@ -207,23 +208,23 @@ class LocalTransport:
         destination.scatter(plan.destination, first, stop, at, self._copy)
 
     def _finish_if_idle(self, job: _Job) -> None:
-        """Report the piece once nothing of it is under way and nothing is left to do. Needs the lock."""
+        """Report the transfer op once nothing of it is under way and nothing is left to do. Needs the lock."""
         if job.under_way or (job.chunks and job.error is None):
             return
-        if self._jobs.pop(job.piece.piece_id, None) is not None:
-            self._loop.call_soon_threadsafe(self._report, job.piece.piece_id, job.error)
+        if self._jobs.pop(job.op.op_id, None) is not None:
+            self._loop.call_soon_threadsafe(self._report, job.op.op_id, job.error)
 
-    def _report(self, piece_id: int, error: KvferryError | None) -> None:
+    def _report(self, op_id: int, error: KvferryError | None) -> None:
         if not self._closing:
-            self._on_piece_done(piece_id, error)
+            self._on_op_done(op_id, error)
 
 
-def _chunks_of(piece: StartPiece, chunk_bytes: int) -> list[_Chunk]:
-    """Return the piece's copies: whole pages as absolute addresses, no block above MAX_BLOCK_BYTES, then the rest."""
-    source, destination = _region(piece.source), _region(piece.destination)
+def _chunks_of(op: StartOp, chunk_bytes: int) -> list[_Chunk]:
+    """Return the op's copies: whole pages as absolute addresses, no block above MAX_BLOCK_BYTES, then the rest."""
+    source, destination = _region(op.source), _region(op.destination)
     whole: list[Blocks] = []
     staged: list[_Chunk] = []
-    for plan in piece.plans:
+    for plan in op.plans:
         through_staging = plan.sliced
         if not (isinstance(source, HostRegion) and isinstance(destination, HostRegion)):
             through_staging = np.ones_like(plan.sliced)
@@ -234,7 +235,7 @@ def _chunks_of(piece: StartPiece, chunk_bytes: int) -> list[_Chunk]:
             whole.append(plan.of(~through_staging).blocks())
             plan = plan.of(through_staging)  # noqa: PLW2901  the rest of it
         max_bytes = max(min(chunk_bytes, STAGING_BYTES), int(plan.source.segment_bytes.max()))
-        staged += [_Staged(plan, *parcel) for parcel in cut_parcels(plan.source, max_bytes)]
+        staged += [_Staged(plan, *copy_chunk) for copy_chunk in cut_copy_chunks(plan.source, max_bytes)]
     if not whole:
         return staged
     assert isinstance(source, HostRegion)

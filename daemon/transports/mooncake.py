@@ -1,8 +1,8 @@
-"""Writes into peers' landing slots with the Mooncake Transfer Engine, from the control loop, never blocking it.
+"""Writes into peers' bounce buffers with the Mooncake Transfer Engine, from the control loop, never blocking it.
 
 Mooncake listens on all interfaces, on ports it picks itself, and asks nobody who they are: whoever reaches the port
-may read and write all memory that is registered. So register landing slots only, and fence the ports off (the
-documents say how). Knows nothing of rooms, grants or pages: one write is one stretch of memory.
+may read and write all memory that is registered. So register bounce buffers only, and fence the ports off (the
+documents say how). Knows nothing of receive requests, grants or pages: one write is one extent of memory.
 
 What Mooncake's calls do (0.3.13): a submission may block for the first contact with a peer (a connection that nobody
 accepts: ``MC_HANDSHAKE_CONNECT_TIMEOUT``; a peer that accepts and then says nothing: a minute), and holds a lock

@@ -36,7 +36,7 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
         protocol: ``tcp``, or ``ascend`` on NPUs.
         device_names: which devices to use, separated by commas; empty for all.
         max_bytes_in_flight_per_peer: writes beyond it wait, in the order in which they came. A single larger write
-            goes alone. Two landing slots, fewer than Mooncake's connections to a peer: so that the
+            goes alone. Two bounce buffers, fewer than Mooncake's connections to a peer: so that the
             writes to a peer that hangs fail together, and not one progress timeout after the other.
         contact_timeout_s: how long the first contact with a peer may take.
         progress_timeout_s: a write of which nothing moves for so long fails.
@@ -61,7 +61,7 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
             "MC_TCP_ENABLE_CONNECTION_POOL": "true",
             "MC_TCP_LANES_PER_PEER": "4",
         }
-        # Else a host with RDMA cards would use those, whatever the protocol that was asked for.
+        # Else a host with RDMA devices would use those, whatever the protocol that was asked for.
         return variables | {"MC_FORCE_TCP": "1"} if self.protocol == "tcp" else variables
 
 

@@ -1,7 +1,7 @@
 """Transfers between two daemons of one host: the destination's reads the source's pool through a mapping of its own.
 
-The mapping is read-only and the descriptor cannot be mapped otherwise. Before a piece counts, the source confirms that
-the pages were the offer's all the time: else they might have been used anew while they were read.
+The mapping is read-only and the descriptor cannot be mapped otherwise. Before a transfer op counts, the source confirms
+that the pages were the send request's all the time: else they might have been used anew while they were read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.daemon.rooms.effects import StartPiece
-from kvferry.daemon.rooms.endings import name_of
-from kvferry.daemon.rooms.remote import Incarnation, RemotePool
-from kvferry.daemon.rooms.sides import Piece
-from kvferry.daemon.transports.base import OnPieceDone, Transport
-from kvferry.daemon.transports.landing_receiver import Say
+from kvferry.daemon.transfer.completion import name_of
+from kvferry.daemon.transfer.effects import StartOp
+from kvferry.daemon.transfer.endpoints import TransferOp
+from kvferry.daemon.transfer.remote import Incarnation, RemotePool
+from kvferry.daemon.transports.base import OnOpDone, Transport
+from kvferry.daemon.transports.network_receiver import SendToPeer
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     AccessDeniedError,
@@ -46,10 +46,10 @@ FetchRegion = Callable[[str, RegionRequest, int], HostRegion]
 
 
 class _Pull:
-    """One piece: first mapped, then copied, then confirmed; and why it failed."""
+    """One transfer op: first mapped, then copied, then confirmed; and why it failed."""
 
-    def __init__(self, piece: Piece, peer: Incarnation, pool: RemotePool) -> None:
-        self.piece = piece
+    def __init__(self, op: TransferOp, peer: Incarnation, pool: RemotePool) -> None:
+        self.op = op
         self.peer = peer
         self.pool = pool
         self.copying = False
@@ -59,16 +59,16 @@ class _Pull:
 
 
 class PullTransport:
-    """See ``Transport``, for pieces of offers that came from this host. All methods belong on the loop."""
+    """See ``Transport``, for transfer ops of send requests that came from this host. All methods belong on the loop."""
 
     def __init__(
-        self, say: Say, copier: Transport, executor: Executor, on_piece_done: OnPieceDone, fetch: FetchRegion
+        self, send: SendToPeer, copier: Transport, executor: Executor, on_op_done: OnOpDone, fetch: FetchRegion
     ) -> None:
         """Copy by ``copier``, which reports to ``copied``; map by ``fetch`` on ``executor``."""
-        self._say = say
+        self._send = send
         self._copier = copier
         self._executor = executor
-        self._on_piece_done = on_piece_done
+        self._on_op_done = on_op_done
         self._fetch = fetch
         self._loop = asyncio.get_running_loop()
         self._pulls: dict[int, _Pull] = {}
@@ -77,13 +77,13 @@ class PullTransport:
 
     def __repr__(self) -> str:
         """Show what is under way."""
-        return f"<PullTransport pieces={len(self._pulls)}>"
+        return f"<PullTransport transfer ops={len(self._pulls)}>"
 
-    def start(self, piece: Piece) -> None:
+    def start(self, op: TransferOp) -> None:
         """See ``Transport.start``."""
-        pool = piece.offer.pool
-        assert isinstance(pool, RemotePool), piece
-        pull = self._pulls[piece.piece_id] = _Pull(piece, pool.peer, pool)
+        pool = op.send_request.pool
+        assert isinstance(pool, RemotePool), op
+        pull = self._pulls[op.op_id] = _Pull(op, pool.peer, pool)
         if pool.mapping is not None:
             self._copy(pull)
             return
@@ -96,9 +96,9 @@ class PullTransport:
             )
             work.add_done_callback(lambda done: self._mapped(pool, done))
 
-    def copied(self, piece_id: int, error: KvferryError | None) -> bool:
-        """Take the copier's word; return False where the piece is none of ours."""
-        pull = self._pulls.get(piece_id)
+    def copied(self, op_id: int, error: KvferryError | None) -> bool:
+        """Take the copier's word; return False where the transfer op is none of ours."""
+        pull = self._pulls.get(op_id)
         if pull is None:
             return False
         if self._closed:
@@ -108,29 +108,29 @@ class PullTransport:
         if pull.error is not None:
             self._end(pull)
             return True
-        origin = pull.piece.offer.origin
-        assert origin is not None, pull.piece
+        origin = pull.op.send_request.origin
+        assert origin is not None, pull.op
         pull.confirming = True
-        asked = Confirm(room=name_of(pull.piece.room), offer=origin.offer, piece=piece_id)
-        if not self._say(pull.peer, asked):
+        asked = Confirm(receive_request=name_of(pull.op.receive_request), send_request=origin.send_request, op=op_id)
+        if not self._send(pull.peer, asked):
             self._fail(pull, PeerLostError(f"the daemon at {pull.peer.address} is gone"))
         return True
 
     def confirmed(self, peer: Incarnation, message: Confirmed) -> None:
-        """Take the source's word on a piece that was copied."""
-        pull = self._pulls.get(message.piece)
+        """Take the source's word on a transfer op that was copied."""
+        pull = self._pulls.get(message.op)
         if pull is not None and pull.peer == peer and pull.confirming:
             pull.error = raised(message.error) if message.error else None
             self._end(pull)
 
-    def stop(self, piece_id: int) -> None:
+    def stop(self, op_id: int) -> None:
         """See ``Transport.stop``."""
-        pull = self._pulls.get(piece_id)
+        pull = self._pulls.get(op_id)
         if pull is not None:
-            self._fail(pull, CancelledError("the hand-off ended before all was copied"))
+            self._fail(pull, CancelledError("the transfer ended before all was copied"))
 
     def peer_lost(self, peer: Incarnation, why: str) -> None:
-        """Fail the pieces of a peer."""
+        """Fail the transfer ops of a peer."""
         for pull in [one for one in self._pulls.values() if one.peer == peer]:
             self._fail(pull, PeerLostError(f"the daemon at {peer.address} is gone: {why}"))
 
@@ -141,14 +141,14 @@ class PullTransport:
     def _mapped(self, pool: RemotePool, done: asyncio.Future[HostRegion]) -> None:
         waiting = self._mapping.pop(pool)
         failed = done.exception()
-        wanted = any(pull.piece.piece_id in self._pulls for pull in waiting)
+        wanted = any(pull.op.op_id in self._pulls for pull in waiting)
         if failed is None and wanted:
             pool.mapping = done.result()
         elif failed is None:
             done.result().close()  # the peer may be gone, and nobody would close it
         error = failed if isinstance(failed, KvferryError) else TransferFailedError(f"cannot map the pool: {failed}")
         for pull in waiting:
-            if pull.piece.piece_id not in self._pulls:
+            if pull.op.op_id not in self._pulls:
                 continue
             if failed is not None:
                 self._fail(pull, error)
@@ -158,19 +158,19 @@ class PullTransport:
     def _copy(self, pull: _Pull) -> None:
         pull.copying = True
         pull.view = pull.pool.region.view()  # keeps the memory mapped until the copy has ended, whoever closes it
-        plans = tuple(promise.plan for promise in pull.piece.promises)
-        self._copier.start(StartPiece(pull.piece.piece_id, pull.pool, pull.piece.room.pool, plans))
+        plans = tuple(planned_copy.plan for planned_copy in pull.op.planned_copies)
+        self._copier.start(StartOp(pull.op.op_id, pull.pool, pull.op.receive_request.pool, plans))
 
     def _fail(self, pull: _Pull, error: KvferryError) -> None:
         pull.error = pull.error or error
         if pull.copying:
-            self._copier.stop(pull.piece.piece_id)
+            self._copier.stop(pull.op.op_id)
         else:
             self._end(pull)
 
     def _end(self, pull: _Pull) -> None:
-        if self._pulls.pop(pull.piece.piece_id, None) is not None and not self._closed:
-            self._loop.call_soon(self._on_piece_done, pull.piece.piece_id, pull.error)
+        if self._pulls.pop(pull.op.op_id, None) is not None and not self._closed:
+            self._loop.call_soon(self._on_op_done, pull.op.op_id, pull.error)
 
 
 def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostRegion:

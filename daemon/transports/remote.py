@@ -1,24 +1,23 @@
-"""The transports between daemons behind one door: by mapping on one host, by landing slots between hosts.
+"""The transports between daemons behind one door: by mapping on one host, by bounce buffers between hosts.
 
 Which one it is follows from the peer's address: ``ipc://`` is this host.
 """
 
 from __future__ import annotations
 
-from kvferry.daemon.rooms.remote import Incarnation, Target
-from kvferry.daemon.rooms.sides import Piece
-from kvferry.daemon.transports.landing_receiver import LandingReceiver
-from kvferry.daemon.transports.landing_sender import LandingSender
+from kvferry.daemon.transfer.endpoints import TransferOp
+from kvferry.daemon.transfer.remote import Incarnation, RemoteEndpoint
+from kvferry.daemon.transports.network_receiver import NetworkReceiver
+from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport
-from kvferry.protocol.errors import UnknownRoomError
-from kvferry.protocol.peer_messages import Confirmed, Grant, Landed
-from kvferry.protocol.peer_messages import Piece as PieceMessage
+from kvferry.protocol.errors import UnknownTransferError
+from kvferry.protocol.peer_messages import Confirmed, Grant, OpRequest, Written
 
 ON_THIS_HOST = "ipc://"
 
 
 class RemoteTransports:
-    """Moves pieces from other daemons' pools to this one's, and serves the other daemons' pieces from here.
+    """Moves transfer ops from other daemons' pools to this one's, and serves the other daemons' transfer ops from here.
 
     Attributes:
         receiver, sender: None where the configuration names no transport between hosts.
@@ -26,73 +25,73 @@ class RemoteTransports:
 
     def __init__(self, pull: PullTransport) -> None:
         self._pull = pull
-        self.receiver: LandingReceiver | None = None
-        self.sender: LandingSender | None = None
-        self._landing: set[int] = set()
+        self.receiver: NetworkReceiver | None = None
+        self.sender: NetworkSender | None = None
+        self._network: set[int] = set()
 
     def __repr__(self) -> str:
         """Show the transports."""
         return f"<RemoteTransports {self._pull!r} {self.receiver!r} {self.sender!r}>"
 
     def can_reach(self, address: str) -> bool:
-        """Return whether pieces can come from a daemon at this address."""
+        """Return whether transfer ops can come from a daemon at this address."""
         return address.startswith(ON_THIS_HOST) or self.receiver is not None
 
-    def start(self, piece: Piece) -> None:
-        """Begin to move a piece of another daemon's offer; see ``Transport.start``."""
-        assert piece.offer.origin is not None, piece
-        if piece.offer.origin.peer.address.startswith(ON_THIS_HOST):
-            self._pull.start(piece)
+    def start(self, op: TransferOp) -> None:
+        """Begin to move a transfer op of another daemon's send request; see ``Transport.start``."""
+        assert op.send_request.origin is not None, op
+        if op.send_request.origin.peer.address.startswith(ON_THIS_HOST):
+            self._pull.start(op)
         else:
-            assert self.receiver is not None, piece
-            self._landing.add(piece.piece_id)
-            self.receiver.start(piece)
+            assert self.receiver is not None, op
+            self._network.add(op.op_id)
+            self.receiver.start(op)
 
-    def stop(self, piece_id: int) -> None:
-        """See ``Transport.stop``; unknown pieces are not ours."""
-        if piece_id in self._landing and self.receiver is not None:
-            self.receiver.stop(piece_id)
+    def stop(self, op_id: int) -> None:
+        """See ``Transport.stop``; unknown transfer ops are not ours."""
+        if op_id in self._network and self.receiver is not None:
+            self.receiver.stop(op_id)
         else:
-            self._pull.stop(piece_id)
+            self._pull.stop(op_id)
 
-    def forget(self, piece_id: int) -> None:
-        """Note that a piece is over."""
-        self._landing.discard(piece_id)
+    def forget(self, op_id: int) -> None:
+        """Note that a transfer op is over."""
+        self._network.discard(op_id)
 
-    def landed(self, peer: Incarnation, message: Landed) -> None:
+    def written(self, peer: Incarnation, message: Written) -> None:
         """Take a source's word on a grant."""
         if self.receiver is not None:
-            self.receiver.landed(peer, message)
+            self.receiver.written(peer, message)
 
     def confirmed(self, peer: Incarnation, message: Confirmed) -> None:
-        """Take a source's word on a piece that was read from its memory."""
+        """Take a source's word on a transfer op that was read from its memory."""
         self._pull.confirmed(peer, message)
 
-    def piece_asked(self, peer: Incarnation, message: PieceMessage) -> None:
+    def op_asked(self, peer: Incarnation, message: OpRequest) -> None:
         """Take a home's description of what it will grant slots for.
 
         Raises:
-            UnknownRoomError: the offer is over, or nothing can be sent from here.
-            InvalidFieldError: it names what the offer does not have.
+            UnknownTransferError: the send request is over, or nothing can be sent from here.
+            InvalidFieldError: it names what the send request does not have.
         """
         if self.sender is None:
-            raise UnknownRoomError("this daemon sends to no other host; set landing.transport", field="piece")
-        self.sender.piece(peer, message)
+            raise UnknownTransferError("this daemon sends to no other host; set network.transport", field="op")
+        self.sender.op(peer, message)
 
     def granted(self, peer: Incarnation, message: Grant) -> None:
         """Take a home's grant."""
         if self.sender is not None:
             self.sender.grant(peer, message)
 
-    def piece_over(self, peer: Incarnation, number: int) -> None:
-        """Take a home's word that a piece needs no more."""
+    def op_over(self, peer: Incarnation, number: int) -> None:
+        """Take a home's word that a transfer op needs no more."""
         if self.sender is not None:
-            self.sender.piece_over(peer, number)
+            self.sender.op_over(peer, number)
 
-    def stop_sending(self, target: Target) -> None:
-        """Send nothing more for a target."""
+    def stop_sending(self, remote_endpoint: RemoteEndpoint) -> None:
+        """Send nothing more for a remote endpoint."""
         if self.sender is not None:
-            self.sender.stop(target)
+            self.sender.stop(remote_endpoint)
 
     def peer_lost(self, peer: Incarnation, why: str) -> None:
         """Fail what depends on an incarnation that is gone."""

@@ -1,8 +1,8 @@
-"""One card: its memory, its streams, and the watch over calls that may never come back.
+"""One device: its memory, its streams, and the watch over calls that may never come back.
 
 Written against torch's device-agnostic interface; what a maker has of his own is in his ``Vendor``. Every call may
-wait, so none belongs on an event loop. A card that fails is lost for good: torch_npu can deadlock in any later call, so
-nothing is tried again, whoever asked gets DEVICE_LOST, and the process has to end. Knows nothing of pools or plans.
+wait, so none belongs on an event loop. A device that fails is lost for good: torch_npu can deadlock in any later call,
+so nothing is tried again, whoever asked gets DEVICE_LOST, and the process has to end. Knows nothing of pools or plans.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REGION_ALIGNMENT: Final = 2 << 20
 FIRST_LOOK_S, LONGEST_PAUSE_S = 20e-6, 500e-6
 STUCK_AFTER_S: Final = 60.0
-LENT_STREAMS: Final = 24
+WAITING_STREAMS: Final = 24
 """Streams beside those of the directions: torch has 32 in all, and gives the first ones again after that."""
 
 OPENING_S: Final = 120.0
@@ -39,7 +39,7 @@ VENDORS: Final[dict[str, Callable[[], Vendor]]] = {"npu": NpuVendor, "cuda": Cud
 
 
 class DeviceMemory(NamedTuple):
-    """A card's memory in bytes, over all processes."""
+    """A device's memory in bytes, over all processes."""
 
     free: int
     total: int
@@ -54,13 +54,13 @@ class Streams(NamedTuple):
 
 
 class Accelerator:
-    """One card, by its name, as torch counts this process's cards. Nothing of it is touched before ``open``.
+    """One device, by its name, as torch counts this process's devices. Nothing of it is touched before ``open``.
 
     Attributes:
         name: ``npu:0`` and the like.
         torch: the module; after ``open``.
-        lost: why the card cannot be used any more, or None.
-        on_lost: called once, on the thread that saw it, when the card is lost.
+        lost: why the device cannot be used any more, or None.
+        on_lost: called once, on the thread that saw it, when the device is lost.
     """
 
     def __init__(self, name: str, *, stuck_after_s: float = STUCK_AFTER_S) -> None:
@@ -71,14 +71,14 @@ class Accelerator:
         self.on_lost: Callable[[DeviceLostError], None] = lambda _error: None
         self._stuck_after_s = stuck_after_s
         self._opening = threading.Lock()
-        self._lending = threading.Lock()
+        self._streams_lock = threading.Lock()
         self._losing = threading.Lock()  # the event loop takes it: nobody makes a call while he has it
         self._threads = threading.local()
         self._calls: dict[int, float] = {}
         self._vendor = VENDORS[self.kind]()
         self.torch: Any = None  # imported by ``open`` only
         self._streams: Streams | None = None
-        self._lent_streams: list[tuple[torch.Stream, list[object]]] = []
+        self._waiting_streams: list[tuple[torch.Stream, list[object]]] = []
         self._registered: dict[int, torch.Tensor] = {}
 
     def __repr__(self) -> str:
@@ -98,12 +98,12 @@ class Accelerator:
         return self._streams
 
     def open(self) -> None:
-        """Import what drives the card and make its streams. Seconds, the first time; then nothing.
+        """Import what drives the device and make its streams. Seconds, the first time; then nothing.
 
         The thread's current device stays what it was, also where this fails: it may be an engine's own.
 
         Raises:
-            DeviceUnavailableError: no such card, or what drives it is missing.
+            DeviceUnavailableError: no such device, or what drives it is missing.
         """
         with self._opening, self._timed(OPENING_S):
             if self.torch is not None:
@@ -113,7 +113,7 @@ class Accelerator:
             count = torch.accelerator.device_count()
             if self.index >= count:
                 raise DeviceUnavailableError(
-                    f"this host has {count} cards, {self.name} is none of them", field="device"
+                    f"this host has {count} devices, {self.name} is none of them", field="device"
                 )
             device = torch.device(self.kind, self.index)
             try:
@@ -126,40 +126,40 @@ class Accelerator:
             self.torch = torch
 
     def current_stream(self) -> torch.Stream:
-        """Return this thread's current stream of this card, whichever card is the current one; after ``open``."""
+        """Return this thread's current stream of this device, whichever device is the current one; after ``open``."""
         stream: torch.Stream = self.torch.get_device_module(self.kind).current_stream(self.index)
         return stream
 
-    def lend_stream(self, borrower: object) -> torch.Stream:
-        """Return a stream for work that may wait for an engine, until ``take_stream_back``; within ``calling``.
+    def waiting_stream(self, user: object) -> torch.Stream:
+        """Return a stream for work that may wait for an engine, until ``release_stream``; within ``calling``.
 
-        Nobody else has it, unless more than ``LENT_STREAMS`` are lent.
+        Nobody else has it, unless more than ``WAITING_STREAMS`` are registered.
         """
-        with self._lending:
-            least = min(self._lent_streams, key=lambda one: len(one[1]), default=None)
-            if least is None or (least[1] and len(self._lent_streams) < LENT_STREAMS):
+        with self._streams_lock:
+            least = min(self._waiting_streams, key=lambda one: len(one[1]), default=None)
+            if least is None or (least[1] and len(self._waiting_streams) < WAITING_STREAMS):
                 device = self.torch.device(self.kind, self.index)
                 least = (self.torch.get_device_module(device).Stream(device=device), [])
-                self._lent_streams.append(least)
-            least[1].append(borrower)
+                self._waiting_streams.append(least)
+            least[1].append(user)
             return least[0]
 
-    def take_stream_back(self, borrower: object) -> None:
+    def release_stream(self, user: object) -> None:
         """End a loan; its work is done."""
-        with self._lending:
-            for _, borrowers in self._lent_streams:
-                if borrower in borrowers:
-                    borrowers.remove(borrower)
+        with self._streams_lock:
+            for _, users in self._waiting_streams:
+                if user in users:
+                    users.remove(user)
 
     @contextlib.contextmanager
     def calling(self, more_s: float = 0.0) -> Iterator[None]:
-        """Make calls to the card on this thread; what they raise is turned into ours. Not within another ``calling``.
+        """Make calls to the device on this thread; what they raise is turned into ours. Not within another ``calling``.
 
-        They may take ``more_s`` longer than others before the card counts as lost.
+        They may take ``more_s`` longer than others before the device counts as lost.
 
         Raises:
-            OutOfMemoryError: the card has not enough.
-            DeviceLostError: anything else that a card can do wrong: it is lost from then on.
+            OutOfMemoryError: the device has not enough.
+            DeviceLostError: anything else that a device can do wrong: it is lost from then on.
         """
         if self.lost is not None:
             raise DeviceLostError(self.lost.detail)
@@ -178,9 +178,9 @@ class Accelerator:
 
     @contextlib.contextmanager
     def _as_current(self, torch: Any) -> Iterator[None]:  # noqa: ANN401  where ``open`` has not finished
-        """Make the card this thread's current one, and what was so before again: an engine's own, say.
+        """Make the device this thread's current one, and what was so before again: an engine's own, say.
 
-        A card that was current by default only is not opened by that: it would cost its memory a context.
+        A device that was current by default only is not opened by that: it would cost its memory a context.
         """
         with torch.accelerator.device_index(self.index):
             if not getattr(self._threads, "known", False):
@@ -199,7 +199,7 @@ class Accelerator:
             self._calls.pop(thread, None)
 
     def lose(self, error: DeviceLostError) -> None:
-        """Note that the card is lost; only the first reason counts."""
+        """Note that the device is lost; only the first reason counts."""
         with self._losing:
             if self.lost is not None:
                 return
@@ -207,13 +207,13 @@ class Accelerator:
         self.on_lost(error)
 
     def check(self, now_s: float) -> None:
-        """Lose the card where a call to it has taken too long: it may never come back. From any thread."""
+        """Lose the device where a call to it has taken too long: it may never come back. From any thread."""
         oldest = min(self._calls.copy().values(), default=now_s)
         if now_s - oldest > self._stuck_after_s:
             self.lose(DeviceLostError(f"{self.name}: a call has not come back for {now_s - oldest:.0f} s"))
 
     def memory(self) -> DeviceMemory:
-        """Return the card's memory; within ``calling``."""
+        """Return the device's memory; within ``calling``."""
         # The maker's own: torch.accelerator's is young, and fails where the maker's allocator is older than it.
         free, total = self.torch.get_device_module(self.kind).mem_get_info(self.index)
         return DeviceMemory(free, total)
@@ -222,7 +222,7 @@ class Accelerator:
         """Return zeroed memory, of a whole number of 2 MiB; within ``calling``.
 
         Raises:
-            OutOfMemoryError: the card has not enough.
+            OutOfMemoryError: the device has not enough.
         """
         rounded = -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
         mapped = self._vendor.allocate(self.index, rounded)
@@ -236,19 +236,19 @@ class Accelerator:
         return mapped
 
     def pinned(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``(elements,)`` zeros in host memory that the card copies to and from itself; within ``calling``.
+        """Return ``(elements,)`` zeros in host memory that the device copies to and from itself; within ``calling``.
 
         Raises:
             OutOfMemoryError: no more may be locked.
         """
         try:
             made: torch.Tensor = self.torch.zeros(elements, dtype=dtype, pin_memory=True)
-        except RuntimeError as cause:  # no word on the card: the next call to it will tell
+        except RuntimeError as cause:  # no word on the device: the next call to it will tell
             raise OutOfMemoryError(f"{elements} pinned elements: {_first_line(cause)}") from cause
         return made
 
     def register_host(self, region: HostRegion) -> None:
-        """Let the card copy to and from a host region itself until ``unregister_host``; not within ``calling``.
+        """Let the device copy to and from a host region itself until ``unregister_host``; not within ``calling``.
 
         Raises:
             OutOfMemoryError: more than may be locked: without, copies go by pinned memory in between.
@@ -272,7 +272,7 @@ class Accelerator:
         return None
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Copy contiguous bytes between the card and pinned or registered host memory, on a stream; never waits."""
+        """Copy contiguous bytes between the device and pinned or registered host memory, on a stream; never waits."""
         host = source if source.device.type == "cpu" else destination
         if host.is_pinned():
             with on_stream(self.torch, stream):
@@ -281,7 +281,7 @@ class Accelerator:
             self._vendor.copy_async(destination, source, stream)
 
     def wait(self, event: torch.Event) -> None:
-        """Return once an event is done: by looking at it, so that a card that hangs does not hold this thread for ever.
+        """Return once an event is done. It is polled, so that a device that hangs does not hold this thread for ever.
 
         Raises:
             DeviceLostError: it is not done within the time a call may take.

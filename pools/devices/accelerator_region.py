@@ -1,6 +1,6 @@
-"""Regions on a card: pools that the daemon allocated, or that another process shares with this one.
+"""Regions on a device: pools that the daemon allocated, or that another process shares with this one.
 
-Segments go through staging: a buffer on the card, in which they are gathered by one kernel an entry, and pinned host
+Segments go through staging: a buffer on the device, in which they are gathered by one kernel an entry, and pinned host
 memory, to and from which they travel in one copy. Each step is on the stream of its direction, in order; the caller's
 thread looks at the last event, and the staging is used again only after it. Steps of blocks, which tiers are made of,
 are begun and waited for apart, each with a staging of its own, so that one goes on while the next is begun.
@@ -38,15 +38,15 @@ FEW_RUNS: Final = 8
 """Up to so many runs of cells, a copy a run costs less than uploading their numbers and a kernel."""
 
 MIN_RUN_BYTES: Final = 32 << 10
-"""With shorter runs in the arena, a copy of each by the host costs less than one by the card."""
+"""With shorter runs in the arena, a copy of each by the host costs less than one by the device."""
 
 MAX_WORD_BYTES: Final = 4
-"""Kernels that take rows by number are made for 32-bit elements; 64-bit ones may run on the card's slow cores."""
+"""Kernels that take rows by number are made for 32-bit elements; 64-bit ones may run on the device's slow cores."""
 
 _identities = itertools.count(1)
 
 
-class RegionPart(NamedTuple):
+class RegionSegment(NamedTuple):
     """Memory mapped in one go, and where in the region it begins. No entry of a pool lies in two parts."""
 
     start: int
@@ -76,13 +76,13 @@ class AcceleratorRegion:
     """See ``Region``. The mapping stays until ``close``, after which no tensor over it may be used.
 
     Attributes:
-        accelerator: the card.
+        accelerator: the device.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        parts: Sequence[RegionPart],
+        parts: Sequence[RegionSegment],
         size_bytes: int,
         stagings: StagingPool,
         on_closed: Callable[[], None] = lambda: None,
@@ -112,7 +112,7 @@ class AcceleratorRegion:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Return the region as ``(size_bytes,)`` uint8 on the card, valid until ``close``; only of one part."""
+        """Return the region as ``(size_bytes,)`` uint8 on the device, valid until ``close``; only of one part."""
         [part] = self._parts
         return part.mapped.tensor[: self.size_bytes]
 
@@ -131,7 +131,9 @@ class AcceleratorRegion:
             with self._use(), self._stagings.take(size, parts) as staging, self._on(stream):
                 self._to_staging(parts, staging)
                 there = self.accelerator.registered(address, size)
-                self.accelerator.copy(staging.pinned[:size] if there is None else there, staging.on_card[:size], stream)
+                self.accelerator.copy(
+                    staging.pinned[:size] if there is None else there, staging.on_device[:size], stream
+                )
                 staging.done.record(stream)
                 self.accelerator.wait(staging.done)
                 if there is None:
@@ -147,16 +149,18 @@ class AcceleratorRegion:
                 there = self.accelerator.registered(address, size)
                 if there is None:
                     ctypes.memmove(staging.pinned.data_ptr(), address, size)
-                self.accelerator.copy(staging.on_card[:size], staging.pinned[:size] if there is None else there, stream)
+                self.accelerator.copy(
+                    staging.on_device[:size], staging.pinned[:size] if there is None else there, stream
+                )
                 self._from_staging(parts, staging)
                 staging.done.record(stream)
                 self.accelerator.wait(staging.done)
 
     def copy_from(self, source: AcceleratorRegion, plan: Plan, first: int, stop: int) -> None:
-        """Copy segments ``[first, stop)`` of a plan from another region of the same card, without the host.
+        """Copy segments ``[first, stop)`` of a plan from another region of the same device, without the host.
 
         Raises:
-            DeviceLostError: the card failed.
+            DeviceLostError: the device failed.
         """
         assert source.accelerator is self.accelerator, (source, self)
         stream = self.accelerator.streams.device_to_device
@@ -170,7 +174,7 @@ class AcceleratorRegion:
                 self.accelerator.wait(staging.done)
 
     def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
-        """See ``Region.begin_offload``. Goes straight to the arena where that is registered with the card."""
+        """See ``Region.begin_offload``. Goes straight to the arena where that is registered with the device."""
         stream, copy, runs = (
             self.accelerator.streams.device_to_host,
             self.accelerator.copy,
@@ -188,15 +192,15 @@ class AcceleratorRegion:
             self._to_staging(cells, staging)
             there = self._direct(arena, len(runs), size)
             if there is None:
-                copy(staging.pinned[:size], staging.on_card[:size], stream)
+                copy(staging.pinned[:size], staging.on_device[:size], stream)
             else:
                 for at, offset, count in runs:
-                    copy(there[offset : offset + count], staging.on_card[at : at + count], stream)
+                    copy(there[offset : offset + count], staging.on_device[at : at + count], stream)
             staging.done.record(stream)
         return _PendingStep(self, staging, finish)
 
     def begin_restore(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
-        """See ``Region.begin_restore``. Goes straight from the arena where that is registered with the card."""
+        """See ``Region.begin_restore``. Goes straight from the arena where that is registered with the device."""
         stream, copy, runs = (
             self.accelerator.streams.host_to_device,
             self.accelerator.copy,
@@ -208,10 +212,10 @@ class AcceleratorRegion:
                 held = staging.pinned.numpy()
                 for at, offset, count in runs:
                     held[at : at + count] = arena[offset : offset + count]
-                copy(staging.on_card[:size], staging.pinned[:size], stream)
+                copy(staging.on_device[:size], staging.pinned[:size], stream)
             else:
                 for at, offset, count in runs:
-                    copy(staging.on_card[at : at + count], there[offset : offset + count], stream)
+                    copy(staging.on_device[at : at + count], there[offset : offset + count], stream)
             self._from_staging(cells, staging)
             staging.done.record(stream)
         return _PendingStep(self, staging, _nothing)
@@ -227,7 +231,7 @@ class AcceleratorRegion:
             self._release()
 
     def close(self) -> None:
-        """See ``Region.close``; waits for copies on other threads, unless the card is lost."""
+        """See ``Region.close``; waits for copies on other threads, unless the device is lost."""
         with self._users:
             self._users.wait_for(lambda: not self._using or self.accelerator.lost is not None)
             parts, self._parts = self._parts, []
@@ -244,7 +248,7 @@ class AcceleratorRegion:
         return part.mapped.tensor[start - part.start : start - part.start + size_bytes]
 
     def _to_staging(self, parts: Sequence[Cells], staging: Staging) -> None:
-        """Gather cells into a staging's bytes on the card, on the current stream."""
+        """Gather cells into a staging's bytes on the device, on the current stream."""
         for cells in parts:
             view, flat = self._views(cells, staging)
             runs = coalesce(cells.numbers, np.arange(len(cells.numbers)))
@@ -255,7 +259,7 @@ class AcceleratorRegion:
                 flat[at : at + count].copy_(view[source : source + count], non_blocking=True)
 
     def _from_staging(self, parts: Sequence[Cells], staging: Staging) -> None:
-        """Scatter a staging's bytes on the card to cells, on the current stream."""
+        """Scatter a staging's bytes on the device to cells, on the current stream."""
         for cells in parts:
             view, flat = self._views(cells, staging)
             runs = coalesce(cells.numbers, np.arange(len(cells.numbers)))
@@ -269,14 +273,16 @@ class AcceleratorRegion:
         """Return a view of the region and one of the staging, ``(rows, words)``, in the widest words that fit both."""
         rows = int(cells.numbers.max()) + 1
         memory = self._bytes_at(cells.offset_bytes, rows * cells.cell_bytes)
-        together = int(memory.storage_offset()) | cells.cell_bytes | cells.flat_bytes | MAX_WORD_BYTES  # any, if lent
+        together = (
+            int(memory.storage_offset()) | cells.cell_bytes | cells.flat_bytes | MAX_WORD_BYTES
+        )  # any, if registered
         backend = self.accelerator.torch
         words = {1: backend.uint8, 2: backend.int16, 4: backend.int32}[together & -together]
-        flat = staging.on_card[cells.flat_bytes : cells.flat_bytes + cells.size_bytes]
+        flat = staging.on_device[cells.flat_bytes : cells.flat_bytes + cells.size_bytes]
         return memory.view(words).view(rows, -1), flat.view(words).view(len(cells.numbers), -1)
 
     def _pieces(self, side: PlanSide, first: int, stop: int, address: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first, stop, bytes, address) of stretches that fit a staging."""
+        """Yield (first, stop, bytes, address) of extents that fit a staging."""
         sizes, pages = side.segment_bytes, len(side.ids)
         while first < stop:
             end = segments_that_fit(side, first, stop, self._stagings.staging_bytes)
@@ -298,13 +304,13 @@ class AcceleratorRegion:
         self._acquire()
         try:
             with self.accelerator.calling():
-                yield parts, self._stagings.lend(size, parts), size
+                yield parts, self._stagings.take_buffer(size, parts), size
         except BaseException:
             self._release()
             raise
 
     def _direct(self, arena: Arena, runs: int, size_bytes: int) -> torch.Tensor | None:
-        """Return the arena as the card knows it; None where copies by way of pinned memory are better."""
+        """Return the arena as the device knows it; None where copies by way of pinned memory are better."""
         if runs > 1 and size_bytes < runs * MIN_RUN_BYTES:
             return None
         return self.accelerator.registered(arena.ctypes.data, len(arena))

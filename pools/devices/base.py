@@ -1,6 +1,6 @@
 """What every kind of memory a pool can be in has in common: regions.
 
-A region is a stretch of memory of one device, of a fixed size, that several processes may have mapped. What moves bytes
+A region is an extent of memory of one device, of a fixed size, that several processes may have mapped. What moves bytes
 between a region and host memory is its own business; whoever moves them knows plans and segments, not devices.
 """
 

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvferry.pools.devices.torch_shares import borrow, lend, open_event
+from kvferry.pools.devices.torch_shares import export, import_share, open_event
 from kvferry.pools.devices.vendor import Mapped, MemoryAt, on_stream
 from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError, OutOfMemoryError
 from kvferry.protocol.shares import Share, TorchShare
@@ -37,7 +37,7 @@ class CudaVendor:
         try:
             torch = importlib.import_module("torch")
         except ImportError as cause:
-            raise DeviceUnavailableError(f"pools on a card need torch: {cause}", field="device") from cause
+            raise DeviceUnavailableError(f"pools on a device need torch: {cause}", field="device") from cause
         if not torch.cuda.is_available():
             raise DeviceUnavailableError("torch sees no CUDA device: a CPU build, or no driver", field="device")
         torch.cuda.init()
@@ -51,34 +51,34 @@ class CudaVendor:
     def share(self, mapped: Mapped, process_id: int) -> Share:
         """See ``Vendor.share``; whoever has the share can map it."""
         del process_id
-        return lend(self.kind, mapped.tensor)
+        return export(self.kind, mapped.tensor)
 
     def map(self, share: Share, index: int, size_bytes: int) -> Mapped:
         """See ``Vendor.map``."""
         if not isinstance(share, TorchShare):
             raise InvalidFieldError(f"CUDA has no {share!r}", field="share")
-        return Mapped(borrow(self.kind, share, index, size_bytes), None)
+        return Mapped(import_share(self.kind, share, index, size_bytes), None)
 
     def unmap(self, mapped: Mapped) -> None:
         """See ``Vendor.unmap``: it goes with the last tensor."""
 
     def memory_at(self, address: int, size_bytes: int) -> MemoryAt:
-        """See ``Vendor.memory_at``: by the driver's own library, which torch does not offer."""
+        """See ``Vendor.memory_at``: by the driver's own library, which torch does not send request."""
         driver = ctypes.CDLL("libcuda.so.1")
         at, base, length = ctypes.c_uint64(address), ctypes.c_uint64(), ctypes.c_size_t()
-        card = ctypes.c_int(-1)
-        if driver.cuPointerGetAttribute(ctypes.byref(card), _DEVICE_ORDINAL, at):
+        device = ctypes.c_int(-1)
+        if driver.cuPointerGetAttribute(ctypes.byref(device), _DEVICE_ORDINAL, at):
             return MemoryAt(None, 0)
         while at.value < address + size_bytes:  # it may be mapped in several pieces
             failed = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(length), at)
             if failed or base.value + length.value <= at.value:
                 break
             at.value = base.value + length.value
-        return MemoryAt(card.value, min(at.value - address, size_bytes))
+        return MemoryAt(device.value, min(at.value - address, size_bytes))
 
-    def lend(self, tensor: torch.Tensor) -> TorchShare:
-        """See ``Vendor.lend``."""
-        return lend(self.kind, tensor)
+    def export(self, tensor: torch.Tensor) -> TorchShare:
+        """See ``Vendor.export``."""
+        return export(self.kind, tensor)
 
     def process_id(self) -> int:
         """See ``Vendor.process_id``; nobody asks."""

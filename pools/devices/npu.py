@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvferry.pools.devices.torch_shares import borrow, lend, open_event
+from kvferry.pools.devices.torch_shares import export, import_share, open_event
 from kvferry.pools.devices.vendor import Mapped, MemoryAt
 from kvferry.protocol.errors import (
     DeviceLostError,
@@ -141,7 +141,7 @@ class NpuVendor:
     def map(self, share: Share, index: int, size_bytes: int) -> Mapped:
         """See ``Vendor.map``."""
         if isinstance(share, TorchShare):
-            return Mapped(borrow(self.kind, share, index, size_bytes), None)
+            return Mapped(import_share(self.kind, share, index, size_bytes), None)
         if share.size_bytes < size_bytes:
             raise InvalidFieldError(f"{share.size_bytes} bytes are shared, {size_bytes} are needed", field="share")
         with _imported_lock:
@@ -184,18 +184,18 @@ class NpuVendor:
 
     def memory_at(self, address: int, size_bytes: int) -> MemoryAt:
         """See ``Vendor.memory_at``. Where CANN gives no address ranges, the first and the last byte are looked at."""
-        card, stop = self._card_of(address), address + size_bytes
+        device, stop = self._device_of(address), address + size_bytes
         at, base, length = address, ctypes.c_void_p(), ctypes.c_size_t()
-        while card is not None and at < stop and self._card_of(at) == card:  # it may be mapped in several pieces
+        while device is not None and at < stop and self._device_of(at) == device:  # it may be mapped in several pieces
             failed = self._range_of(at, ctypes.byref(base), ctypes.byref(length))
             if failed == _NOT_SUPPORTED:
-                return MemoryAt(card, size_bytes if self._card_of(stop - 1) == card else 0)
+                return MemoryAt(device, size_bytes if self._device_of(stop - 1) == device else 0)
             if failed or (base.value or 0) + length.value <= at:
                 break
             at = (base.value or 0) + length.value
-        return MemoryAt(card, min(at, stop) - address)
+        return MemoryAt(device, min(at, stop) - address)
 
-    def _card_of(self, address: int) -> int | None:
+    def _device_of(self, address: int) -> int | None:
         found = _Attributes()
         failed = self._acl.aclrtPointerGetAttributes(address, ctypes.byref(found))
         return None if failed or found.location.type != _ON_DEVICE else int(found.location.id)
@@ -205,12 +205,12 @@ class NpuVendor:
             return _NOT_SUPPORTED
         return int(self._acl.aclrtMemGetAddressRange(address, base, length))
 
-    def lend(self, tensor: torch.Tensor) -> TorchShare:
-        """See ``Vendor.lend``; only of tensors whose bytes lie as their shape says."""
+    def export(self, tensor: torch.Tensor) -> TorchShare:
+        """See ``Vendor.export``; only of tensors whose bytes lie as their shape says."""
         form = int(importlib.import_module("torch_npu").get_npu_format(tensor))
         if form not in _PLAIN_FORMATS:
             raise InvalidFieldError(f"the tensor has the private format {form}: cast it to ND (2)", field="format")
-        return lend(self.kind, tensor)
+        return export(self.kind, tensor)
 
     def process_id(self) -> int:
         """See ``Vendor.process_id``."""
@@ -276,7 +276,8 @@ class NpuVendor:
         return address.value
 
     def _tensor(self, address: int, index: int, size_bytes: int) -> torch.Tensor:
-        # By torch_npu's own functions: it takes every storage on a card for its own kind, which is larger than torch's.
+        # By torch_npu's own functions: it takes every storage on a device for its own kind, which is larger than
+        # torch's.
         native, device = self._native, self._torch.device("npu", index)
         storage = native._construct_storage_from_data_pointer(address, device, size_bytes)  # noqa: SLF001  the only way
         described = {
@@ -292,7 +293,7 @@ class NpuVendor:
     def _call(self, name: str, *arguments: Any) -> None:  # noqa: ANN401  ctypes
         error = getattr(self._acl, name)(*arguments)
         if error in _OUT_OF_MEMORY:
-            raise OutOfMemoryError(f"{name} failed with error {error}: the card has not enough free memory")
+            raise OutOfMemoryError(f"{name} failed with error {error}: the device has not enough free memory")
         if error:
             raise DeviceLostError(f"{name} failed with error {error}")
 

@@ -1,6 +1,6 @@
-"""Stagings of a card: a buffer on it in which scattered bytes are gathered, and pinned memory that it copies to.
+"""Stagings of a device: a buffer on it in which scattered bytes are gathered, and pinned memory that it copies to.
 
-Knows nothing of regions; whoever lends one makes sure that nothing uses it any more when it comes back.
+Knows nothing of regions; whoever registers one makes sure that nothing uses it any more when it comes back.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ STAGING_BYTES: Final = 8 << 20
 
 
 class Staging:
-    """Buffers of one copy at a time: contiguous bytes on the card, the same in pinned memory, and cells' numbers."""
+    """Buffers of one copy at a time: contiguous bytes on the device, the same in pinned memory, and cells' numbers."""
 
     def __init__(self, accelerator: Accelerator, size_bytes: int) -> None:
         self._accelerator = accelerator
         backend = self._torch = accelerator.torch
         self._device = backend.device(accelerator.kind, accelerator.index)
         self.size_bytes = size_bytes
-        self.on_card = backend.empty(size_bytes, dtype=backend.uint8, device=self._device)
+        self.on_device = backend.empty(size_bytes, dtype=backend.uint8, device=self._device)
         self._pinned: torch.Tensor | None = None
         self.done = backend.Event(device=self._device)
         self._numbers_pinned = backend.empty(0, dtype=backend.int64)
-        self._numbers_on_card = backend.empty(0, dtype=backend.int64, device=self._device)
+        self._numbers_on_device = backend.empty(0, dtype=backend.int64, device=self._device)
         self._used = 0
         self._known: dict[int, tuple[Any, torch.Tensor]] = {}
 
@@ -47,14 +47,14 @@ class Staging:
     def begin(self, parts: Sequence[Cells]) -> None:
         """Forget the numbers of the copy before, which is over; make room for those of all parts of the next one."""
         self._used, self._known = 0, {}
-        room = sum({id(one.numbers): len(one.numbers) for one in parts}.values())
-        if room > len(self._numbers_pinned):
-            size = 1 << (room - 1).bit_length()
+        transfer = sum({id(one.numbers): len(one.numbers) for one in parts}.values())
+        if transfer > len(self._numbers_pinned):
+            size = 1 << (transfer - 1).bit_length()
             self._numbers_pinned = self._accelerator.pinned(size, self._torch.int64)
-            self._numbers_on_card = self._torch.empty(size, dtype=self._torch.int64, device=self._device)
+            self._numbers_on_device = self._torch.empty(size, dtype=self._torch.int64, device=self._device)
 
     def numbers(self, numbers: np.typing.NDArray[np.int64]) -> torch.Tensor:
-        """Return numbers on the card; the copy there is ordered on the current stream. The same array goes once."""
+        """Return numbers on the device; the copy there is ordered on the current stream. The same array goes once."""
         known = self._known.get(id(numbers))
         if known is not None:
             return known[1]
@@ -62,14 +62,14 @@ class Staging:
         here = slice(self._used, self._used + len(numbers))
         self._used = here.stop
         self._numbers_pinned[here].numpy()[:] = numbers
-        there = self._numbers_on_card[here]
+        there = self._numbers_on_device[here]
         there.copy_(self._numbers_pinned[here], non_blocking=True)
         self._known[id(numbers)] = (numbers, there)
         return there
 
 
 class StagingPool:
-    """The stagings of one card; as many as copies go on at a time, each kept for the next.
+    """The stagings of one device; as many as copies go on at a time, each kept for the next.
 
     Attributes:
         staging_bytes: how much goes at a time; more where one segment alone has more.
@@ -82,17 +82,17 @@ class StagingPool:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Return how many stagings are here, lent to nobody."""
+        """Return how many stagings are here, registered to nobody."""
         return len(self._free)
 
     @contextmanager
     def take(self, size_bytes: int, parts: Sequence[Cells]) -> Iterator[Staging]:
-        """Lend a staging for a copy of these cells, which ends in here."""
-        staging = self.lend(size_bytes, parts)
-        yield staging  # not given back where the card failed: a copy may still use it
+        """Register a staging for a copy of these cells, which ends in here."""
+        staging = self.take_buffer(size_bytes, parts)
+        yield staging  # not given back where the device failed: a copy may still use it
         self.give_back(staging)
 
-    def lend(self, size_bytes: int, parts: Sequence[Cells]) -> Staging:
+    def take_buffer(self, size_bytes: int, parts: Sequence[Cells]) -> Staging:
         """Return a staging of at least this size for a copy of these cells; within ``calling``."""
         with self._lock:
             staging = self._free.pop() if self._free else None

@@ -1,7 +1,7 @@
 """Torch's own way to hand a storage to another process, by its fields: for memory of torch's allocator.
 
 The owner has to outlive whoever maps it. Its allocator keeps a block that is freed here until every holder has let it
-go, and for ever where one was killed: so this is for memory that lives as long as its engine, lent to the daemon.
+go, and for ever where one was killed: so this is for memory that lives as long as its engine, registered to the daemon.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REF_COUNTERS: Final = 10_000
 """Of one of torch's files of them (CUDA_IPC_REF_COUNTER_FILE_SIZE): it counts down where it is told, without a look."""
 
 
-def lend(kind: str, tensor: torch.Tensor) -> TorchShare:
+def export(kind: str, tensor: torch.Tensor) -> TorchShare:
     """Return what another process needs to map a tensor.
 
     Raises:
@@ -29,10 +29,10 @@ def lend(kind: str, tensor: torch.Tensor) -> TorchShare:
     if tensor.device.type != kind:
         raise InvalidFieldError(f"the tensor is on {tensor.device}, not on {kind}", field="device")
     if not tensor.is_contiguous():
-        raise InvalidFieldError("only a contiguous tensor can be lent", field="strides")
+        raise InvalidFieldError("only a contiguous tensor can be registered", field="strides")
     try:
         fields = getattr(tensor.untyped_storage(), f"_share_{kind}_")()
-    except RuntimeError as cause:  # a pool's memory, say; no word on the card: the next call to it will tell
+    except RuntimeError as cause:  # a pool's memory, say; no word on the device: the next call to it will tell
         why = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise InvalidFieldError(
             f"the tensor's storage is not of torch's allocator, or cannot be shared: {why}", field="storage"
@@ -50,11 +50,11 @@ def lend(kind: str, tensor: torch.Tensor) -> TorchShare:
     )
 
 
-def borrow(kind: str, share: TorchShare, index: int, size_bytes: int) -> torch.Tensor:
+def import_share(kind: str, share: TorchShare, index: int, size_bytes: int) -> torch.Tensor:
     """Return another process's bytes as a tensor, ``(size_bytes,)`` uint8, of this process's device ``index``.
 
     Raises:
-        InvalidFieldError: it lends fewer bytes than are asked for.
+        InvalidFieldError: it registers fewer bytes than are asked for.
         DeviceUnavailableError: nobody has the memory any more, or it is another device's.
     """
     if share.offset_bytes + size_bytes > share.storage_bytes:
@@ -77,7 +77,7 @@ def borrow(kind: str, share: TorchShare, index: int, size_bytes: int) -> torch.T
         )
     except RuntimeError as cause:
         why = str(cause).splitlines()[0].replace(repr(share.handle), "its handle")
-        raise DeviceUnavailableError(f"the lent memory cannot be mapped: {why}", field="share") from None
+        raise DeviceUnavailableError(f"the registered memory cannot be mapped: {why}", field="share") from None
     empty = backend.empty(0, dtype=backend.uint8, device=backend.device(kind, index))
     tensor: torch.Tensor = empty.set_(storage, share.offset_bytes, (size_bytes,), (1,))
     return tensor
@@ -96,6 +96,6 @@ def open_event(backend: Any, kind: str, handle: bytes, index: int) -> torch.Even
         event: torch.Event = backend.get_device_module(device).Event.from_ipc_handle(device, handle)
     except RuntimeError:
         raise InvalidFieldError(
-            "no such event: its process has ended, or it is another card's", field="events"
+            "no such event: its process has ended, or it is another device's", field="events"
         ) from None
     return event

@@ -1,4 +1,4 @@
-"""What each maker's cards have of their own: sharing memory and events between processes, registering host memory.
+"""What each maker's devices have of their own: sharing memory and events between processes, registering host memory.
 
 Everything else goes by torch's device-agnostic interface, in ``accelerator``. All calls belong on a thread whose
 current device is set; torch is imported by ``load`` and not before.
@@ -46,21 +46,21 @@ class MemoryAt(NamedTuple):
     """What a driver knows of an address: whose memory is there, and how much of what was asked for.
 
     Attributes:
-        card: the one that has the memory, as torch counts; None: no card has.
+        device: the one that has the memory, as torch counts; None: no device has.
         size_bytes: from the address on, without a hole.
     """
 
-    card: int | None
+    device: int | None
     size_bytes: int
 
 
 class Vendor(Protocol):
-    """One maker's cards."""
+    """One maker's devices."""
 
     kind: str
 
     def load(self) -> None:
-        """Import what drives the cards.
+        """Import what drives the devices.
 
         Raises:
             DeviceUnavailableError: it is missing or does not work; says what, and what to do.
@@ -70,14 +70,14 @@ class Vendor(Protocol):
         """Allocate memory that can be shared, ``size_bytes`` a multiple of 2 MiB; its contents are undefined.
 
         Raises:
-            OutOfMemoryError: the card has not enough.
+            OutOfMemoryError: the device has not enough.
         """
 
     def share(self, mapped: Mapped, process_id: int) -> Share:
         """Return what that process needs to map memory that ``allocate`` gave."""
 
     def map(self, share: Share, index: int, size_bytes: int) -> Mapped:
-        """Map what another process shares or lends.
+        """Map what another process shares or registers.
 
         Raises:
             DeviceUnavailableError: the share is not for this process, or nobody has the memory any more.
@@ -89,7 +89,7 @@ class Vendor(Protocol):
     def memory_at(self, address: int, size_bytes: int) -> MemoryAt:
         """Return what the driver has at an address, up to ``size_bytes``: whoever shared it may say otherwise."""
 
-    def lend(self, tensor: torch.Tensor) -> TorchShare:
+    def export(self, tensor: torch.Tensor) -> TorchShare:
         """Return what another process needs to map a tensor of torch's own allocator; its owner has to outlive it.
 
         Raises:
@@ -113,7 +113,7 @@ class Vendor(Protocol):
         """Return another process's event, to be waited for here."""
 
     def register_host(self, address: int, size_bytes: int) -> None:
-        """Let the card copy to and from host memory without going by its driver's own; 4 KiB aligned.
+        """Let the device copy to and from host memory without going by its driver's own; 4 KiB aligned.
 
         Raises:
             OutOfMemoryError: more than may be locked.
@@ -123,7 +123,7 @@ class Vendor(Protocol):
         """Undo ``register_host``."""
 
     def copy_async(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Copy contiguous bytes between a card and registered host memory that torch does not know as pinned."""
+        """Copy contiguous bytes between a device and registered host memory that torch does not know as pinned."""
 
     def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401  each maker's own
         """Rewrite the host lists that a captured graph has baked in, one mapping for each updatable operator."""

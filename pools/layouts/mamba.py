@@ -117,9 +117,9 @@ def _state_heads(spec: MambaSpec) -> Heads:
 
 
 def _entries(spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slots: int, heads: Heads) -> list[Entry]:
-    slot_bytes = dtype_bytes(dtype)
+    bounce_buffer_bytes = dtype_bytes(dtype)
     for width in shape:
-        slot_bytes *= width
+        bounce_buffer_bytes *= width
     return [
         Entry(
             component=MAMBA,
@@ -127,7 +127,7 @@ def _entries(spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slo
             layer=layer,
             base=0,
             pages=slots,
-            page_bytes=page_bytes_of((slots, *shape), dtype, slots, slot_bytes, f"{MAMBA}/{role}/{layer}"),
+            page_bytes=page_bytes_of((slots, *shape), dtype, slots, bounce_buffer_bytes, f"{MAMBA}/{role}/{layer}"),
             head_start=heads.start,
             heads=heads.count,
             total_heads=heads.total,

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-GRAIN_BYTES = 4096
+ALLOCATION_UNIT_BYTES = 4096
 """Every block begins at a multiple of this, and takes a multiple of it."""
 
 Offsets: TypeAlias = npt.NDArray[np.int64]
@@ -38,17 +38,17 @@ class Freed(NamedTuple):
     """Of one block."""
 
 
-def whole_grains(size_bytes: int) -> int:
+def whole_units(size_bytes: int) -> int:
     """Return how many bytes of the arena a block of ``size_bytes`` (at least 1) takes."""
-    return -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+    return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
 
 
 class Arena:
     """Hands out extents, best fit first, and joins what comes back with its neighbours."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Start with all bytes free; what is beyond the last whole grain is never used."""
-        self._size = size_bytes // GRAIN_BYTES * GRAIN_BYTES
+        """Start with all bytes free; what is beyond the last whole allocation unit is never used."""
+        self._size = size_bytes // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES
         self._starts: Offsets = np.zeros(1 if self._size else 0, np.int64)
         self._sizes: Offsets = np.full(len(self._starts), self._size, np.int64)
         self._free = self._size
@@ -64,7 +64,7 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes handed out, in whole grains."""
+        """Return the bytes handed out, in whole allocation units."""
         return self._size - self._free
 
     @property
@@ -84,7 +84,7 @@ class Arena:
 
     def fitting(self, size_bytes: int) -> int:
         """Return how many blocks of ``size_bytes`` (at least 1) could be allocated now."""
-        return int((self._sizes // whole_grains(size_bytes)).sum())
+        return int((self._sizes // whole_units(size_bytes)).sum())
 
     def allocate(self, count: int, size_bytes: int) -> Offsets:
         """Take ``count`` blocks of ``size_bytes`` (at least 1) each.
@@ -93,18 +93,18 @@ class Arena:
         the rest from the smallest that holds it.
 
         Returns:
-            (count,) where each begins, ascending; adjacent ones are ``whole_grains(size_bytes)`` apart.
+            (count,) where each begins, ascending; adjacent ones are ``whole_units(size_bytes)`` apart.
 
         Raises:
             NotEnoughError: nothing was taken.
         """
-        step = whole_grains(size_bytes)
-        room = self._sizes // step
-        if int(room.sum()) < count:
+        step = whole_units(size_bytes)
+        transfer = self._sizes // step
+        if int(transfer.sum()) < count:
             raise NotEnoughError(count * step, self._free, self.largest_hole)
         if not count:
             return np.empty(0, np.int64)
-        holes, counts = self._choose(room, count)
+        holes, counts = self._choose(transfer, count)
         before = np.cumsum(counts) - counts
         offsets = np.repeat(self._starts[holes] - step * before, counts) + step * np.arange(count, dtype=np.int64)
         self._cut(holes, step * counts)
@@ -124,7 +124,7 @@ class Arena:
         Raises:
             AssertionError: a block is not the caller's to free: it is free already, named twice, or outside the arena.
         """
-        step = whole_grains(size_bytes)
+        step = whole_units(size_bytes)
         starts = np.sort(offsets)
         if not len(starts):
             return
@@ -149,24 +149,24 @@ class Arena:
         assert bool((self._sizes > 0).all()), "an empty hole"
         assert bool((ends[:-1] < self._starts[1:]).all()), "holes that overlap, touch or are out of order"
         assert not len(ends) or (int(self._starts[0]) >= 0 and int(ends[-1]) <= self._size), "a hole outside the arena"
-        assert not (self._starts % GRAIN_BYTES).any(), "a hole that begins inside a grain"
+        assert not (self._starts % ALLOCATION_UNIT_BYTES).any(), "a hole that begins inside an allocation unit"
         assert int(self._sizes.sum()) == self._free, "free bytes"
 
-    def _choose(self, room: Offsets, count: int) -> tuple[npt.NDArray[np.intp], Offsets]:
+    def _choose(self, transfer: Offsets, count: int) -> tuple[npt.NDArray[np.intp], Offsets]:
         """Return the holes to cut, ascending, and how many blocks to cut from each.
 
         Args:
-            room: (holes,) how many blocks each holds, ``count`` or more in all.
+            transfer: (holes,) how many blocks each holds, ``count`` or more in all.
             count: at least 1.
         """
-        order = np.argsort(-room, kind="stable")
-        filled = np.cumsum(room[order])
+        order = np.argsort(-transfer, kind="stable")
+        filled = np.cumsum(transfer[order])
         whole = int(np.searchsorted(filled, count))  # so many of the largest are used up; none where one holds all
         rest = count - (int(filled[whole - 1]) if whole else 0)
         others = order[whole:]
-        fits = others[room[others] >= rest]
+        fits = others[transfer[others] >= rest]
         holes = np.append(order[:whole], fits[np.argmin(self._sizes[fits])])
-        counts = np.append(room[order[:whole]], rest)
+        counts = np.append(transfer[order[:whole]], rest)
         ascending = np.argsort(holes)
         return holes[ascending], counts[ascending]
 

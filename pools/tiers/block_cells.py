@@ -23,7 +23,7 @@ MIN_CELL_BYTES: Final = 512
 """Narrower cells are not worth the numbers that they need: entries then go one by one."""
 
 
-class _Stretch(NamedTuple):
+class _Extent(NamedTuple):
     """Consecutive entries as cells.
 
     Attributes:
@@ -53,7 +53,7 @@ class BlockCells:
         self._layout = layout
         parts = np.searchsorted(np.array(part_starts, np.int64), layout.bases, side="right")
         cuts = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
-        self._stretches = [stretch for first, stop in pairwise(cuts) for stretch in self._join(first, stop)]
+        self._extents = [extent for first, stop in pairwise(cuts) for extent in self._join(first, stop)]
 
     def of(self, step: BlockStep, ids: PageIds) -> Iterator[Cells]:
         """Yield a step's cells for these pages, ``(step.stop - step.first,)``.
@@ -61,17 +61,17 @@ class BlockCells:
         In contiguous memory they lie as in the step's blocks, one after another with their padding, from the step's
         first byte on.
         """
-        [only, *more] = self._stretches
+        [only, *more] = self._extents
         if not more and step.stop_byte - step.first_byte == self._layout.block_bytes:
             numbers = only.numbers + ids[:, None] * only.page_cells
             yield Cells(only.base, only.cell_bytes, numbers.reshape(-1), 0)
             return
         for at, page in enumerate(ids.tolist()):
-            for stretch in self._stretches:
-                yield from _of_page(stretch, page, step, at * self._layout.block_bytes - step.first_byte)
+            for extent in self._extents:
+                yield from _of_page(extent, page, step, at * self._layout.block_bytes - step.first_byte)
 
-    def _join(self, first: int, stop: int) -> list[_Stretch]:
-        """Return entries ``[first, stop)`` of one part as one stretch, or as one each where cells would be narrow."""
+    def _join(self, first: int, stop: int) -> list[_Extent]:
+        """Return entries ``[first, stop)`` of one part as one extent, or as one each where cells would be narrow."""
         layout, entries = self._layout, slice(first, stop)
         base = int(layout.bases[entries].min())
         apart, sizes = layout.bases[entries] - base, layout.page_bytes[entries]
@@ -81,29 +81,29 @@ class BlockCells:
         cells = sizes // cell
         begins = np.repeat(np.cumsum(cells) - cells, cells)
         numbers = np.repeat(apart // cell, cells) + np.arange(int(cells.sum())) - begins
-        return [_Stretch(base, cell, numbers, np.repeat(cells, cells), int(layout.offsets[first]))]
+        return [_Extent(base, cell, numbers, np.repeat(cells, cells), int(layout.offsets[first]))]
 
 
-def _of_page(stretch: _Stretch, page: int, step: BlockStep, flat: int) -> Iterator[Cells]:
-    """Yield what of one page's stretch is in the step: whole cells, and what is cut at the ends."""
-    first_byte, stop_byte = max(step.first_byte, stretch.offset), min(step.stop_byte, stretch.stop)
+def _of_page(extent: _Extent, page: int, step: BlockStep, flat: int) -> Iterator[Cells]:
+    """Yield what of one page's extent is in the step: whole cells, and what is cut at the ends."""
+    first_byte, stop_byte = max(step.first_byte, extent.offset), min(step.stop_byte, extent.stop)
     if first_byte >= stop_byte:
         return
-    cell = stretch.cell_bytes
-    first, skipped = divmod(first_byte - stretch.offset, cell)
-    last, rest = divmod(stop_byte - stretch.offset, cell)
+    cell = extent.cell_bytes
+    first, skipped = divmod(first_byte - extent.offset, cell)
+    last, rest = divmod(stop_byte - extent.offset, cell)
 
     def cut(number: int, begin: int, end: int) -> Cells:
-        at = int(stretch.numbers[number]) + page * int(stretch.page_cells[number])
-        flat_bytes = flat + stretch.offset + number * cell + begin
-        return Cells(stretch.base + at * cell + begin, end - begin, _ONE, flat_bytes)
+        at = int(extent.numbers[number]) + page * int(extent.page_cells[number])
+        flat_bytes = flat + extent.offset + number * cell + begin
+        return Cells(extent.base + at * cell + begin, end - begin, _ONE, flat_bytes)
 
     if skipped:
         yield cut(first, skipped, rest if first == last else cell)
         first += 1
     if first < last:
-        numbers = stretch.numbers[first:last] + page * stretch.page_cells[first:last]
-        yield Cells(stretch.base, cell, numbers, flat + stretch.offset + first * cell)
+        numbers = extent.numbers[first:last] + page * extent.page_cells[first:last]
+        yield Cells(extent.base, cell, numbers, flat + extent.offset + first * cell)
     if rest and first <= last:
         yield cut(last, 0, rest)
 

@@ -1,6 +1,6 @@
 """Blocks: the bytes of one page of a page space, all its entries one after another, as the tiers below keep them.
 
-Work on blocks is cut into steps: some whole blocks, or a stretch of one that is large. A step is what one turn of a
+Work on blocks is cut into steps: some whole blocks, or an extent of one that is large. A step is what one turn of a
 thread copies. Knows nothing of devices, of where blocks lie, or of what they are kept for.
 """
 
@@ -22,20 +22,20 @@ from kvferry.protocol.manifests import Entry, Manifest
 
 BLOCK_ALIGNMENT: Final = 64
 CUT_BYTES: Final = 4096
-"""Where an entry of a page is cut, its first stretch has a multiple of these."""
+"""Where an entry of a page is cut, its first extent has a multiple of these."""
 
 CUTS_KEPT: Final = 1000
 
 
 class Stack(NamedTuple):
-    """Stretches of evenly spaced entries of one page size, which follow each other in a block.
+    """Extents of evenly spaced entries of one page size, which follow each other in a block.
 
     Attributes:
         base: where the first one begins in the region, for page 0.
         spacing_bytes: from one to the next in the region; above 0.
         entries: how many.
         page_bytes: from one page to the next in the region.
-        size_bytes: of one stretch; all of a page, unless an entry is cut, which then is alone.
+        size_bytes: of one extent; all of a page, unless an entry is cut, which then is alone.
         offset: where the first one begins in the block.
     """
 

@@ -58,9 +58,9 @@ def whole(*rows: tuple[int, tuple[int, ...]]) -> dict[str, Any]:
     }
 
 
-def cells(*triples: tuple[int, int, int]) -> dict[str, Any]:
+def entries(*triples: tuple[int, int, int]) -> dict[str, Any]:
     """Return the fields of (row, column, page)."""
-    names = ("cell_rows", "cell_columns", "cell_pages")
+    names = ("entry_rows", "entry_columns", "entry_pages")
     return {name: ids(*(triple[at] for triple in triples)) for at, name in enumerate(names)}
 
 
@@ -76,7 +76,7 @@ def test_a_request_as_it_grows() -> None:
     made = tables()
     change = made.apply(TableUpdate(lengths=ids(4), **whole((0, (7,)))))
     assert (change.batch, change.replayed_rows, change.block_tables.tolist(), change.length_rows) == (1, 1, [0], 1)
-    change = made.apply(TableUpdate(lengths=ids(5), **cells((0, 1, 9))))
+    change = made.apply(TableUpdate(lengths=ids(5), **entries((0, 1, 9))))
     assert (rows_of(made)[0], change.block_tables.tolist()) == ([7, 9], [1])
     change = made.apply(TableUpdate(lengths=ids(6)))
     assert (made.visible.seq_lens.tolist(), change.block_tables.tolist()) == ([6, 0, 0, 0], [])
@@ -122,10 +122,10 @@ def test_padding_is_zero_up_to_every_captured_size_and_rows_that_left_have_no_pa
     [
         (ids(8, 12), whole((1, (3, 4, 3))), "row 1 has page 3"),
         (ids(12, 12), whole((0, (4, 5, 6)), (1, (5, 6, 6))), "row 1 has page 6"),
-        (ids(12, 8), cells((0, 2, 1)), "row 0 has page 1"),
-        (ids(8, 8), cells((0, 1, 1)), "row 0 has page 1"),
-        (ids(12, 12), cells((0, 2, 4), (1, 2, 1)), "row 1 has page 1"),
-        (ids(16, 8), cells((0, 2, 7), (0, 3, 7)), "row 0 has page 7"),
+        (ids(12, 8), entries((0, 2, 1)), "row 0 has page 1"),
+        (ids(8, 8), entries((0, 1, 1)), "row 0 has page 1"),
+        (ids(12, 12), entries((0, 2, 4), (1, 2, 1)), "row 1 has page 1"),
+        (ids(16, 8), entries((0, 2, 7), (0, 3, 7)), "row 0 has page 7"),
     ],
 )
 def test_a_row_shows_each_page_once(lengths: Positions, fields: dict[str, Any], said: str) -> None:
@@ -134,18 +134,18 @@ def test_a_row_shows_each_page_once(lengths: Positions, fields: dict[str, Any], 
     with pytest.raises(DuplicatePageError, match=f"{said} in more than one column"):
         made.apply(TableUpdate(lengths=lengths, **fields))
     assert rows_of(made)[:2] == [[1, 2], [1, 3]]
-    made.apply(TableUpdate(lengths=ids(8, 8), **cells((0, 0, 2), (0, 1, 1))))
+    made.apply(TableUpdate(lengths=ids(8, 8), **entries((0, 0, 2), (0, 1, 1))))
     assert rows_of(made)[:2] == [[2, 1], [1, 3]], "what was refused left nothing, and pages may change places"
 
 
 def test_a_page_that_a_row_does_not_show_any_more_may_come_again() -> None:
     made = tables()
     made.apply(TableUpdate(lengths=ids(12), **whole((0, (1, 2, 3)))))
-    made.apply(TableUpdate(lengths=ids(8), **cells((0, 0, 3))))
+    made.apply(TableUpdate(lengths=ids(8), **entries((0, 0, 3))))
     assert rows_of(made)[0] == [3, 2]
     with pytest.raises(DuplicatePageError, match="row 0 has page 3"):
         made.apply(TableUpdate(lengths=ids(9)))
-    made.apply(TableUpdate(lengths=ids(9), **cells((0, 2, 1))))
+    made.apply(TableUpdate(lengths=ids(9), **entries((0, 2, 1))))
     assert rows_of(made)[0] == [3, 2, 1]
 
 
@@ -200,13 +200,15 @@ def test_a_visible_page_keeps_its_window_page() -> None:
         WindowMismatchError, match="row 1 column 0: window page 4 is visible and cannot be rel"
     ) as caught:
         made.apply(
-            TableUpdate(lengths=ids(10, 8), **cells((0, 2, 7)), released=ids(1), bound_full=ids(7), bound_window=ids(4))
+            TableUpdate(
+                lengths=ids(10, 8), **entries((0, 2, 7)), released=ids(1), bound_full=ids(7), bound_window=ids(4)
+            )
         )
     assert caught.value.field == "released"
     with pytest.raises(
         WindowMismatchError, match="row 0 column 2: full page 7 is visible in the window and has no page"
     ):
-        made.apply(TableUpdate(lengths=ids(10, 8), **cells((0, 2, 7))))
+        made.apply(TableUpdate(lengths=ids(10, 8), **entries((0, 2, 7))))
     made.check()
 
 
@@ -307,18 +309,18 @@ def after(model: Model, update: TableUpdate, shape: TableShape) -> Model:
 
 
 def rows_after(rows: list[dict[int, int]], update: TableUpdate, columns: int) -> list[dict[int, int]]:
-    """Return the rows with the update's rows and cells; rows beyond the batch are empty."""
-    need(all(0 < page < PAGES for page in [*update.pages.tolist(), *update.cell_pages.tolist()]))
+    """Return the rows with the update's rows and entries; rows beyond the batch are empty."""
+    need(all(0 < page < PAGES for page in [*update.pages.tolist(), *update.entry_pages.tolist()]))
     made = [dict(row) if at < update.batch else {} for at, row in enumerate(rows)]
     names, start = update.rows.tolist(), 0
     for row, count in zip(names, update.row_pages.tolist(), strict=True):
         need(0 <= row < update.batch and 0 <= count <= columns and names.count(row) == 1)
         made[row] = dict(enumerate(update.pages[start : start + count].tolist()))
         start += count
-    cells_named = list(zip(update.cell_rows.tolist(), update.cell_columns.tolist(), strict=True))
-    for (row, column), page in zip(cells_named, update.cell_pages.tolist(), strict=True):
+    entries_named = list(zip(update.entry_rows.tolist(), update.entry_columns.tolist(), strict=True))
+    for (row, column), page in zip(entries_named, update.entry_pages.tolist(), strict=True):
         need(0 <= row < update.batch and 0 <= column < columns and row not in names)
-        need(cells_named.count((row, column)) == 1)
+        need(entries_named.count((row, column)) == 1)
         made[row][column] = page
     return made
 
@@ -390,9 +392,9 @@ class Steps(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def forgetful_step(self, data: st.DataObject) -> None:
-        """A cell is left out, or a window page."""
+        """An entry is left out, or a window page."""
         update = self.right_step(data)
-        groups = [("cell_rows", "cell_columns", "cell_pages"), ("bound_full", "bound_window")]
+        groups = [("entry_rows", "entry_columns", "entry_pages"), ("bound_full", "bound_window")]
         groups = [names for names in groups if len(getattr(update, names[0]))]
         if groups:
             names = data.draw(st.sampled_from(groups))
@@ -460,7 +462,7 @@ class Steps(RuleBasedStateMachine):
             lengths=ids(*lengths),
             extra_tokens=extra,
             **whole(*((row, tuple(pages)) for row, pages in given.items())),
-            **cells(*data.draw(st.permutations(added))),
+            **entries(*data.draw(st.permutations(added))),
         )
         return self.with_window_pages(update, data) if self.window is not None else update
 

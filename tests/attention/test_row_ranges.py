@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvferry.attention.row_ranges import RowRanges, Shown
 from kvferry.attention.state_windows import window_of
 from kvferry.attention.table_shape import TableShape, table_shape
-from kvferry.attention.touched_cells import touched_by_few, touched_by_many
+from kvferry.attention.touched_entries import touched_by_few, touched_by_many
 
 SHAPES = st.builds(
     lambda page_size, draft, window: table_shape(
@@ -57,27 +57,27 @@ def test_a_row_moves_when_its_columns_change(shape: TableShape, data: st.DataObj
 
 
 @given(shape=SHAPES, data=st.data())
-def test_few_and_many_find_the_same_cells(shape: TableShape, data: st.DataObject) -> None:
+def test_few_and_many_find_the_same_entries(shape: TableShape, data: st.DataObject) -> None:
     lengths = st.lists(st.integers(0, 30), max_size=3)
     before, then = sorted((data.draw(lengths), data.draw(lengths)), key=len)
     every = st.integers(0, 3 * shape.columns - 1)
-    cells = data.draw(st.lists(every, unique=True, max_size=6))
+    entries = data.draw(st.lists(every, unique=True, max_size=6))
     ranges = RowRanges(shape)
     ranges.show(ranges.after(np.array(before, np.int64), 0), len(before), 0)
     moves = ranges.moves(np.array(then, np.int64), 0)
     assert moves is not None
-    few = touched_by_few(moves, ranges.shown, cells, shape.columns)
+    few = touched_by_few(moves, ranges.shown, entries, shape.columns)
     after = ranges.after(np.array(then, np.int64), 0)
-    many = touched_by_many(ranges.shown, after, np.empty(0, np.int64), np.array(cells, np.int64), shape.columns)
+    many = touched_by_many(ranges.shown, after, np.empty(0, np.int64), np.array(entries, np.int64), shape.columns)
     assert (few.positions.tolist(), few.visible.tolist()) == (many.positions.tolist(), many.visible.tolist())
     assert few.positions.dtype == np.int64
     assert few.visible.dtype == np.bool_
-    changed = cells_shown(ranges.shown, shape) ^ cells_shown(after, shape)
-    stayed = set(cells) & cells_shown(ranges.shown, shape) & cells_shown(after, shape)
+    changed = entries_shown(ranges.shown, shape) ^ entries_shown(after, shape)
+    stayed = set(entries) & entries_shown(ranges.shown, shape) & entries_shown(after, shape)
     assert changed | stayed <= set(few.positions.tolist())
 
 
-def cells_shown(what: Shown, shape: TableShape) -> set[int]:
+def entries_shown(what: Shown, shape: TableShape) -> set[int]:
     return {
         row * shape.columns + column
         for row in range(shape.max_batch)

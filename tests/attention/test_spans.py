@@ -1,4 +1,4 @@
-"""Positions and the stretches they make, beside sets."""
+"""Positions and the extents they make, beside sets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ POSITIONS = st.sets(st.integers(0, 40)).map(lambda found: np.array(sorted(found)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5))))
-def test_stretches_as_positions(stretches: list[tuple[int, int]]) -> None:
-    starts = np.array([start for start, _ in stretches], np.int64)
-    lengths = np.array([length for _, length in stretches], np.int64)
+def test_extents_as_positions(extents: list[tuple[int, int]]) -> None:
+    starts = np.array([start for start, _ in extents], np.int64)
+    lengths = np.array([length for _, length in extents], np.int64)
     found = expanded(starts, starts + lengths)
-    assert found.tolist() == [start + at for start, length in stretches for at in range(length)]
+    assert found.tolist() == [start + at for start, length in extents for at in range(length)]
 
 
 @given(st.lists(POSITIONS, max_size=4))
@@ -27,7 +27,7 @@ def test_positions_of_any_part(parts: list[Positions]) -> None:
 
 
 @given(POSITIONS)
-def test_positions_as_stretches(positions: Positions) -> None:
+def test_positions_as_extents(positions: Positions) -> None:
     spans = spans_of(positions)
     assert expanded(*spans).tolist() == positions.tolist()
     pairs = spans.pairs()

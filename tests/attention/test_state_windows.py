@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.attention.state_windows import PageWindow, StateList, StateMatch, match_state, window_of
 from kvferry.protocol.errors import EmptyStateError, InvalidFieldError, KvferryError, WindowMismatchError
 
-ROOM = "0af1"
+TRANSFER = "0af1"
 PS = st.sampled_from([1, 2, 3, 4, 7, 8, 16])
 WINDOW = st.integers(1, 40)
 SPREAD = st.integers(-4, 4)
@@ -48,7 +48,7 @@ def matched(source: StateList, destination: StateList) -> StateMatch:
     before = source.ids.copy(), destination.ids.copy()
     for one in (source, destination):
         one.ids.flags.writeable = False
-    match = match_state(source, destination, "swa", ROOM)
+    match = match_state(source, destination, "swa", TRANSFER)
     assert [one.tolist() for one in before] == [source.ids.tolist(), destination.ids.tolist()]
     assert match.count + match.dropped_source == len(source.ids)
     assert match.count + match.dropped_destination == len(destination.ids)
@@ -162,7 +162,7 @@ def test_the_source_has_too_few_pages() -> None:
     with pytest.raises(WindowMismatchError) as caught:
         matched(StateList(3, np.arange(1, 3)), StateList(2, np.arange(1, 4)))
     assert caught.value.code == "WINDOW_MISMATCH"
-    assert caught.value.detail == "swa of room 0af1: the destination wants pages 2..4, the source has 3..4"
+    assert caught.value.detail == "swa of transfer 0af1: the destination wants pages 2..4, the source has 3..4"
     assert caught.value.field == "first_page"
 
 
@@ -178,7 +178,7 @@ def test_a_destination_is_never_filled_from_nothing(full: StateList, nothing: St
     with pytest.raises(EmptyStateError) as caught:
         matched(nothing, full)
     assert caught.value.code == "EMPTY_STATE"
-    assert "swa of room 0af1" in caught.value.detail
+    assert "swa of transfer 0af1" in caught.value.detail
     assert ("says none" in caught.value.detail) == nothing.none
     assert "2 ids" in caught.value.detail
 
@@ -206,7 +206,7 @@ def test_nothing_to_move_is_fine(source: StateList, destination: StateList) -> N
 def test_none_with_ids_is_refused(side: str) -> None:
     wrong, right = StateList(None, np.array([3]), none=True), StateList(None, np.array([4]))
     with pytest.raises(InvalidFieldError, match=f"the {side} says none and names 1 ids"):
-        match_state(*((wrong, right) if side == "source" else (right, wrong)), "swa", ROOM)
+        match_state(*((wrong, right) if side == "source" else (right, wrong)), "swa", TRANSFER)
 
 
 LISTS = st.builds(

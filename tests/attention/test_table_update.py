@@ -23,16 +23,16 @@ WRONG: list[tuple[type[KvferryError], str, dict[str, Any]]] = [
     (TooLargeError, "lengths", {"lengths": [1] * 65}),
     (InvalidFieldError, "extra_tokens", {"extra_tokens": 4}),
     (InvalidFieldError, "extra_tokens", {"extra_tokens": -1}),
-    (LengthMismatchError, "cell_pages", {"cell_rows": [0], "cell_columns": [0], "cell_pages": [1, 2]}),
-    (LengthMismatchError, "cell_pages", {"cell_rows": [], "cell_columns": [0], "cell_pages": [1]}),
-    (InvalidFieldError, "cell_rows", {"cell_rows": [40], "cell_columns": [0], "cell_pages": [1]}),
-    (InvalidFieldError, "cell_rows", {"cell_rows": [-1], "cell_columns": [0], "cell_pages": [1]}),
-    (InvalidFieldError, "cell_columns", {"cell_rows": [0], "cell_columns": [6], "cell_pages": [1]}),
-    (InvalidFieldError, "cell_columns", {"cell_rows": [1], "cell_columns": [-1], "cell_pages": [1]}),
-    (InvalidFieldError, "cell_columns", {"cell_rows": [1], "cell_columns": [1 << 62], "cell_pages": [1]}),
-    (PageOutOfRangeError, "cell_pages", {"cell_rows": [0], "cell_columns": [0], "cell_pages": [0]}),
-    (PageOutOfRangeError, "cell_pages", {"cell_rows": [0], "cell_columns": [0], "cell_pages": [50]}),
-    (InvalidFieldError, "cell_rows", {"cell_rows": [3, 3], "cell_columns": [2, 2], "cell_pages": [1, 2]}),
+    (LengthMismatchError, "entry_pages", {"entry_rows": [0], "entry_columns": [0], "entry_pages": [1, 2]}),
+    (LengthMismatchError, "entry_pages", {"entry_rows": [], "entry_columns": [0], "entry_pages": [1]}),
+    (InvalidFieldError, "entry_rows", {"entry_rows": [40], "entry_columns": [0], "entry_pages": [1]}),
+    (InvalidFieldError, "entry_rows", {"entry_rows": [-1], "entry_columns": [0], "entry_pages": [1]}),
+    (InvalidFieldError, "entry_columns", {"entry_rows": [0], "entry_columns": [6], "entry_pages": [1]}),
+    (InvalidFieldError, "entry_columns", {"entry_rows": [1], "entry_columns": [-1], "entry_pages": [1]}),
+    (InvalidFieldError, "entry_columns", {"entry_rows": [1], "entry_columns": [1 << 62], "entry_pages": [1]}),
+    (PageOutOfRangeError, "entry_pages", {"entry_rows": [0], "entry_columns": [0], "entry_pages": [0]}),
+    (PageOutOfRangeError, "entry_pages", {"entry_rows": [0], "entry_columns": [0], "entry_pages": [50]}),
+    (InvalidFieldError, "entry_rows", {"entry_rows": [3, 3], "entry_columns": [2, 2], "entry_pages": [1, 2]}),
     (LengthMismatchError, "row_pages", {"rows": [0, 1], "row_pages": [1], "pages": [1]}),
     (LengthMismatchError, "pages", {"rows": [0, 1], "row_pages": [1, 2], "pages": [1, 2]}),
     (LengthMismatchError, "pages", {"pages": [1]}),
@@ -61,24 +61,26 @@ def test_what_is_wrong(error: type[KvferryError], field: str, fields: dict[str, 
 
 
 @pytest.mark.parametrize("count", [FEW, FEW + 1])
-@pytest.mark.parametrize(("name", "bad"), [("cell_rows", 40), ("cell_columns", -1), ("cell_pages", 50), ("twice", 0)])
-def test_one_of_few_and_of_many_cells(count: int, name: str, bad: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "bad"), [("entry_rows", 40), ("entry_columns", -1), ("entry_pages", 50), ("twice", 0)]
+)
+def test_one_of_few_and_of_many_entries(count: int, name: str, bad: int) -> None:
     fields = {
-        "cell_rows": np.arange(count),
-        "cell_columns": np.full(count, 2),
-        "cell_pages": np.arange(1, count + 1),
+        "entry_rows": np.arange(count),
+        "entry_columns": np.full(count, 2),
+        "entry_pages": np.arange(1, count + 1),
     }
     assert check_update(update_of(fields), SHAPE, 50).tolist() == [row * 6 + 2 for row in range(count)]
-    fields["cell_rows" if name == "twice" else name][-1] = bad
+    fields["entry_rows" if name == "twice" else name][-1] = bad
     with pytest.raises(KvferryError) as caught:
         check_update(update_of(fields), SHAPE, 50)
-    assert caught.value.field == ("cell_rows" if name == "twice" else name)
+    assert caught.value.field == ("entry_rows" if name == "twice" else name)
 
 
-def test_a_row_as_a_whole_and_in_cells() -> None:
-    fields = {"rows": [3], "row_pages": [1], "pages": [9], "cell_rows": [2], "cell_columns": [5], "cell_pages": [9]}
+def test_a_row_as_a_whole_and_in_entries() -> None:
+    fields = {"rows": [3], "row_pages": [1], "pages": [9], "entry_rows": [2], "entry_columns": [5], "entry_pages": [9]}
     assert check_update(update_of(fields), SHAPE, 50).tolist() == [17]
-    with pytest.raises(InvalidFieldError, match="row 3 is sent as a whole and in cells"):
-        check_update(update_of(fields | {"cell_rows": [3]}), SHAPE, 50)
+    with pytest.raises(InvalidFieldError, match="row 3 is sent as a whole and in entries"):
+        check_update(update_of(fields | {"entry_rows": [3]}), SHAPE, 50)
     both = fields | {"rows": [0, 1], "row_pages": [1, 0]}
     assert len(check_update(update_of(both), SHAPE, 50)) == 1, "a row may be emptied"

@@ -16,15 +16,15 @@ from typing import Final
 import msgspec
 import pytest
 
-from benchmarks import on_card
+from benchmarks import on_device
 from benchmarks.__main__ import main
 from benchmarks.catalogue import BENCHMARKS, TRACE
-from benchmarks.landing import MissingPeerError
 from benchmarks.measure import Effort, Row, Target, Unit, compare
-from benchmarks.on_card import SIMULATED
+from benchmarks.network import MissingPeerError
+from benchmarks.on_device import SIMULATED
 from benchmarks.report import Report, summary, table
 from tests.cann_simulator.build import COMPILER, NPU_PYTHON, built_simulator
-from tests.daemon.transports.mooncake_world import mooncake_works
+from tests.daemon.transports.mooncake_harness import mooncake_works
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 TRACED: Final = (
@@ -40,15 +40,15 @@ TRACED: Final = (
 """Prompts by their tokens and blocks. Each policy and each size has another hit rate."""
 
 
-NEEDS_MOONCAKE: Final = ("landing",)
+NEEDS_MOONCAKE: Final = ("network",)
 MOONCAKE: Final = "mooncake-transfer-engine-non-cuda and libibverbs1"
-WITHOUT_TARGET: Final = ("hand_off", "prefix_cache")
+WITHOUT_TARGET: Final = ("transfer", "prefix_cache")
 """The prefix cache's are against LMCache, which does not run here."""
 
-ON_A_CARD: Final = ("device_overlap", "npu_handoff")
+ON_A_DEVICE: Final = ("device_overlap", "npu_transfer")
 SIMULATOR: Final = "the environment .venv-npu and g++"
 
-ON_THE_HOST: Final = [name for name in BENCHMARKS if name not in ON_A_CARD]
+ON_THE_HOST: Final = [name for name in BENCHMARKS if name not in ON_A_DEVICE]
 Require = Callable[[object, str], None]
 
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_measured_is_said_and_does_not_stop_the_others(tmp_path: 
     broken.mkdir()
     (broken / "__init__.py").write_text("raise ImportError('libibverbs.so.1: no such file')")
     found = run_benchmarks(
-        "landing", "allocation", "--quick", "--output", tmp_path / "out", environment={"PYTHONPATH": str(tmp_path)}
+        "network", "allocation", "--quick", "--output", tmp_path / "out", environment={"PYTHONPATH": str(tmp_path)}
     )
     assert found.returncode == 1, found.stderr
     assert "not measured: " in found.stdout
@@ -147,39 +147,39 @@ def test_what_cannot_be_measured_is_said_and_does_not_stop_the_others(tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def card_reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """Run the benchmarks of cards on the simulator, quickly, and return what each has written; nothing without it."""
+def device_reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """Run the benchmarks of devices on the simulator, quickly, and return what each has written; nothing without it."""
     if not NPU_PYTHON.exists() or not shutil.which(COMPILER):
         return {}
     built_simulator()  # minutes, the first time
-    folder = tmp_path_factory.mktemp("bench-card")
-    done = run_benchmarks(*ON_A_CARD, "--quick", "--output", folder)
+    folder = tmp_path_factory.mktemp("bench-device")
+    done = run_benchmarks(*ON_A_DEVICE, "--quick", "--output", folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    files = [folder / f"{name}.json" for name in ON_A_CARD]
+    files = [folder / f"{name}.json" for name in ON_A_DEVICE]
     return {one.stem: msgspec.json.decode(one.read_bytes(), type=Report) for one in files}
 
 
-@pytest.mark.parametrize("name", ON_A_CARD)
-def test_a_benchmark_of_a_card_runs_on_the_simulator_and_says_so(
-    card_reports: dict[str, Report], name: str, require: Require
+@pytest.mark.parametrize("name", ON_A_DEVICE)
+def test_a_benchmark_of_a_device_runs_on_the_simulator_and_says_so(
+    device_reports: dict[str, Report], name: str, require: Require
 ) -> None:
-    require(name in card_reports, SIMULATOR)
-    report = card_reports[name]
+    require(name in device_reports, SIMULATOR)
+    report = device_reports[name]
     check_report(report, name)
-    assert name == "npu_handoff" or any(row.target is not None for row in report.rows)
+    assert name == "npu_transfer" or any(row.target is not None for row in report.rows)
     assert all(SIMULATED in row.note for row in report.rows)
 
 
 def test_copies_are_measured_in_each_direction_and_on_one_stream(
-    card_reports: dict[str, Report], require: Require
+    device_reports: dict[str, Report], require: Require
 ) -> None:
-    require("device_overlap" in card_reports, SIMULATOR)
-    ratios = {row.name.partition("/")[2]: row.ratio for row in card_reports["device_overlap"].rows}
+    require("device_overlap" in device_reports, SIMULATOR)
+    ratios = {row.name.partition("/")[2]: row.ratio for row in device_reports["device_overlap"].rows}
     assert {*ratios} == {"to_host", "to_device", "on_device", "one_stream"}
 
 
 def test_no_environment_for_npus_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_card, "NPU_PYTHON", tmp_path / "bin" / "python")
+    monkeypatch.setattr(on_device, "NPU_PYTHON", tmp_path / "bin" / "python")
     with pytest.raises(MissingPeerError, match=r"there is no .*bin/python: `make test` sets it up"):
         BENCHMARKS["device_overlap"](Effort(quick=True))
 

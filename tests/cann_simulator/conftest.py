@@ -23,13 +23,13 @@ def _libraries(require: Callable[[object, str], None]) -> None:
 
 @pytest.fixture(scope="module")
 def simulator(_libraries: None, tmp_path_factory: pytest.TempPathFactory) -> Simulator:
-    """Return the simulated host of the tests of a module: two cards of 1 GiB."""
+    """Return the simulated host of the tests of a module: two devices of 1 GiB."""
     return Simulator(tmp_path_factory.mktemp("simulator"), memory_bytes=1 << 30)
 
 
 @pytest.fixture(scope="module")
 def child(simulator: Simulator) -> Iterator[Child]:
-    """Return a process on card 0 that all tests of a module use."""
+    """Return a process on device 0 that all tests of a module use."""
     with Child(simulator) as process:
         yield process
 

@@ -7,7 +7,7 @@
     assert simulator.races() == []
 
 A simulator is a folder: all processes that are started with one environment are on one simulated host, share its
-cards and their memory, and take part in one ordering record. Everything but the versions may be changed while they
+devices and their memory, and take part in one ordering record. Everything but the versions may be changed while they
 run. What the simulator does and cannot tell is in README.md.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["LOST_HEARTBEAT", "NPU_PYTHON", "Access", "Race", "Simulator"]
 
 GIB: Final = 1 << 30
 
-# What calls on a lost card return. torch_npu has no class for it: it raises RuntimeError with "error code is 507010".
+# What calls on a lost device return. torch_npu has no class for it: it raises RuntimeError with "error code is 507010".
 # 107022, 507053 and 507056 it words as FORCE STOP, UCE ERROR and HCCS LINK ERROR.
 LOST_HEARTBEAT: Final = 507010
 
@@ -94,8 +94,8 @@ class Simulator:
 
     Args:
         folder: where the processes find their shared state.
-        devices: number of cards, 1 to 16.
-        memory_bytes: of each card.
+        devices: number of devices, 1 to 16.
+        memory_bytes: of each device.
         driver, cann, soc: what torch_npu is told; a driver below 25.5.0 does not know registered memory.
         ordering: record accesses and report races; off for measurements.
     """
@@ -155,7 +155,7 @@ class Simulator:
         return [_race(json.loads(line)) for line in lines]
 
     def memory_used(self, device: int) -> int:
-        """Return the bytes in use on a card by processes that live."""
+        """Return the bytes in use on a device by processes that live."""
         return sum(
             size for owner, size, holders in self._allocations() if owner == device and any(map(_alive, holders))
         )
@@ -209,8 +209,8 @@ class Simulator:
         """Let the next ``count`` operators fail when they run."""
         self._set("failing_kernels", count)
 
-    def lose_card(self, device: int = 0, code: int = LOST_HEARTBEAT) -> None:
-        """Let every call on a card return ``code``; its tasks fail, held ones too. ``code`` 0 brings it back."""
+    def lose_device(self, device: int = 0, code: int = LOST_HEARTBEAT) -> None:
+        """Let every call on a device return ``code``; its tasks fail, held ones too. ``code`` 0 brings it back."""
         self._set("lost_code", code, device)
 
     # --- time

@@ -1,4 +1,4 @@
-"""Copies that fail, cards that are lost, and what is slower than usual."""
+"""Copies that fail, devices that are lost, and what is slower than usual."""
 
 from __future__ import annotations
 
@@ -71,49 +71,49 @@ def test_an_operator_that_is_missing_fails_with_its_name(victim: Child) -> None:
 
 
 @pytest.mark.parametrize("call", ["torch.npu.synchronize()", "torch.empty(40 << 20, device='npu')", "page.cpu()"])
-def test_every_call_on_a_lost_card_fails(call: str, simulator: Simulator, victim: Child) -> None:
-    simulator.lose_card(0)
+def test_every_call_on_a_lost_device_fails(call: str, simulator: Simulator, victim: Child) -> None:
+    simulator.lose_device(0)
     try:
         with pytest.raises(ChildError) as raised:
             victim.do(call, timeout_s=20)
     finally:
-        simulator.lose_card(0, 0)
+        simulator.lose_device(0, 0)
     assert f"error code is {LOST_HEARTBEAT}" in raised.value.text
 
 
 def test_torch_npu_hides_the_code_of_a_copy_that_it_cannot_submit(simulator: Simulator, victim: Child) -> None:
-    simulator.lose_card(0)
+    simulator.lose_device(0)
     try:
         with pytest.raises(ChildError) as raised:
             victim.do("copy()", timeout_s=20)
     finally:
-        simulator.lose_card(0, 0)
+        simulator.lose_device(0, 0)
     assert raised.value.kind == "RuntimeError"
     assert "PTA call acl api failed" in raised.value.text
     assert str(LOST_HEARTBEAT) not in raised.value.text
 
 
-def test_a_lost_card_ends_what_was_queued(simulator: Simulator, victim: Child) -> None:
+def test_a_lost_device_ends_what_was_queued(simulator: Simulator, victim: Child) -> None:
     simulator.hold(victim.pid)
     victim.do("with torch.npu.stream(side): host.copy_(page, non_blocking=True)")
     simulator.wait_until_pending(1, victim.pid)
-    simulator.lose_card(0)
+    simulator.lose_device(0)
     try:
         with pytest.raises(ChildError) as raised:
             victim.do("side.synchronize()", timeout_s=20)
     finally:
-        simulator.lose_card(0, 0)
+        simulator.lose_device(0, 0)
         simulator.release()
     assert f"error code is {LOST_HEARTBEAT}" in raised.value.text
     assert victim.do("result = host[0].item()") == 0
 
 
-def test_the_other_card_is_not_lost(simulator: Simulator, victim: Child) -> None:
-    simulator.lose_card(1)
+def test_the_other_device_is_not_lost(simulator: Simulator, victim: Child) -> None:
+    simulator.lose_device(1)
     try:
         assert victim.do("result = page.cpu()[0].item()") == 1
     finally:
-        simulator.lose_card(1, 0)
+        simulator.lose_device(1, 0)
 
 
 def test_slow_copies_and_limits(simulator: Simulator, child: Child) -> None:

@@ -1,4 +1,4 @@
-"""Device memory is counted on the card, across processes; host memory is pinned, registered or neither."""
+"""Device memory is counted on the device, across processes; host memory is pinned, registered or neither."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_memory_comes_in_pages_of_2_mib(simulator: Simulator, child: Child) -> N
     assert simulator.memory_used(0) == before
 
 
-def test_a_full_card_is_out_of_memory(child: Child) -> None:
+def test_a_full_device_is_out_of_memory(child: Child) -> None:
     with pytest.raises(ChildError) as raised:
         child.do("torch.empty(2 << 30, dtype=torch.uint8, device='npu')")
     assert raised.value.kind == "OutOfMemoryError"

@@ -1,4 +1,4 @@
-"""Operators on the simulated card give what the CPU gives; a small transformer's, and a page pool's."""
+"""Operators on the simulated device give what the CPU gives; a small transformer's, and a page pool's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.cann_simulator.child import Child
 
-# The value of each expression, with the tensors on the card, is that on the CPU.
+# The value of each expression, with the tensors on the device, is that on the CPU.
 ON_BOTH = """
 def both(expression, **tensors):
     def value(device):

@@ -77,7 +77,7 @@ def test_vmm_memory_lives_as_long_as_one_holder(simulator: Simulator, owner: Chi
     assert used - simulator.memory_used(0) == 4 * MIB
 
 
-def test_imported_memory_is_on_its_owners_card_and_as_large_as_there(owner: Child, engine: Child) -> None:
+def test_imported_memory_is_on_its_owners_device_and_as_large_as_there(owner: Child, engine: Child) -> None:
     shareable = owner.do("handle, result = export(0)")
     owner.do(f"allow({shareable}, {engine.pid})")
     looked = f"""
@@ -118,7 +118,7 @@ def test_handles_are_one_to_one(owner: Child, engine: Child) -> None:
     assert engine.do(f"result = import_({shareable})[1]") == 107000
 
 
-def test_another_card_allows_copies_on_the_device_only(owner: Child, engine: Child) -> None:
+def test_another_device_allows_copies_on_the_device_only(owner: Child, engine: Child) -> None:
     shareable = owner.do("handle, result = export(1); pool = pool_of(handle); pool.fill_(5); torch.npu.synchronize()")
     engine.do(f"torch.npu.set_device(1); handle, status = import_({shareable}, 1); pool = pool_of(handle, 1)")
     copy = """

@@ -22,12 +22,12 @@ from kvferry.protocol.errors import KvferryError
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
 
 
-def in_child(work: Callable[[], object]) -> str:
+def in_child(operation: Callable[[], object]) -> str:
     """Do something in a forked child that ends as a script does, and return its end: ``exit 0``, ``SIGSEGV``."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        work()
+        operation()
         sys.exit(0)  # with all that Python does at its end
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return signal.Signals(-ended).name if ended < 0 else f"exit {ended}"
@@ -48,7 +48,7 @@ def calls(runtime_dir: str, pool_name: str) -> None:
     pool = client.create_pool(pool_name, SPEC)
     ring, tables = client.open_events(), client.create_tables("t", pool_name, max_batch=2, max_context_tokens=8)
     ids = client.allocate(pool_name, 2)
-    room = client.receive(pool_name, new_request_id(), [pages(ids)])
+    transfer = client.receive(pool_name, new_request_id(), [pages(ids)])
     step = ring.step(0, 1)
 
     def child() -> None:
@@ -58,13 +58,13 @@ def calls(runtime_dir: str, pool_name: str) -> None:
             lambda: client.allocate(pool_name, 1),
             lambda: client.send(pool_name, new_request_id(), [pages(ids)]),
             lambda: client.offload(pool_name, [pages(ids)]),
-            lambda: client.wait_finished(room),
+            lambda: client.wait_finished(transfer),
             lambda: client.update_tables(tables, []),
             lambda: client.attach_pool(pool_name),
             lambda: pool.tensor("main", "k"),
             pool.engine_lists,
             lambda: ring.record(step),
-            ring.mark,
+            ring.record_event,
             tables.host_lengths,
             lambda: tables.block_tables,
         ):

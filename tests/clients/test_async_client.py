@@ -24,7 +24,7 @@ from kvferry.protocol.errors import (
     PoolFullError,
     PoolInUseError,
     UnknownPoolError,
-    UnknownRoomError,
+    UnknownTransferError,
 )
 from tests.daemons import DaemonProcess, running_daemon
 from tests.devices import DEVICE
@@ -57,7 +57,7 @@ async def engine(daemon: DaemonProcess, name: str, spec: MhaSpec, *, filled: boo
 async def test_the_daemon(daemon: DaemonProcess) -> None:
     async with await AsyncClient.connect(daemon.runtime_dir, name="looker") as client:
         assert client.welcome is not None
-        assert client.welcome.protocol == 1
+        assert client.welcome.protocol == 2
         assert await client.ping() > 0
         status = await client.status()
         assert status.pid == daemon.process.pid
@@ -96,7 +96,7 @@ async def test_pools_and_pages(daemon: DaemonProcess, name: str, spec: MhaSpec) 
 
 
 @pytest.mark.parametrize("first", ["send", "receive"])
-async def test_a_hand_off_in_either_order(daemon: DaemonProcess, name: str, spec: MhaSpec, first: str) -> None:
+async def test_a_transfer_in_either_order(daemon: DaemonProcess, name: str, spec: MhaSpec, first: str) -> None:
     prefill, decode = (
         await engine(daemon, name, spec, filled=True),
         await engine(daemon, name + "-decode", spec, filled=False),
@@ -123,7 +123,7 @@ async def test_a_hand_off_in_either_order(daemon: DaemonProcess, name: str, spec
         )
 
 
-async def test_many_hand_offs_at_once(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
+async def test_many_transfers_at_once(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
     prefill, decode = (
         await engine(daemon, name, spec, filled=True),
         await engine(daemon, name + "-decode", spec, filled=False),
@@ -131,7 +131,7 @@ async def test_many_hand_offs_at_once(daemon: DaemonProcess, name: str, spec: Mh
     async with prefill.client, decode.client:
         receiving_ids = await decode.client.allocate(decode.pool.name, 12)
 
-        async def hand_off(number: int) -> int | None:
+        async def transfer(number: int) -> int | None:
             request_id = new_request_id()
             receiving = decode.client.receive(decode.pool.name, request_id, [pages(receiving_ids[number : number + 1])])
             sending = prefill.client.send(
@@ -142,7 +142,7 @@ async def test_many_hand_offs_at_once(daemon: DaemonProcess, name: str, spec: Mh
             assert finished.payload == b"%d" % number
             return finished.first_token
 
-        assert await asyncio.gather(*(hand_off(number) for number in range(12))) == list(range(12))
+        assert await asyncio.gather(*(transfer(number) for number in range(12))) == list(range(12))
 
 
 async def test_chunks(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
@@ -185,7 +185,7 @@ async def test_cancel_and_result(daemon: DaemonProcess, name: str, spec: MhaSpec
         with pytest.raises(PeerCancelledError):
             await prefill.client.wait_finished(sending, SOON_S)
         await prefill.client.wait_settled(sending, SOON_S)
-        with pytest.raises(UnknownRoomError):
+        with pytest.raises(UnknownTransferError):
             await prefill.client.result(prefill.pool.name, new_request_id(), "send")
 
 
@@ -218,7 +218,7 @@ async def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path,
     with running_daemon(tmp_path) as own:
         decode = await engine(own, "decode", spec, filled=False)
         async with decode.client as client:
-            room = client.receive("decode", new_request_id(), [pages(decode.ids)])
+            transfer = client.receive("decode", new_request_id(), [pages(decode.ids)])
             await client.ping()
             own.process.send_signal(signal.SIGSTOP)
             waits: list[Awaitable[object]] = [
@@ -229,10 +229,10 @@ async def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path,
                 client.delete_pool("decode"),
                 client.allocate("decode", 1),
                 client.free("decode", [1]),
-                client.cancel(room),
-                client.result("decode", room.key.request_id, "receive"),
-                client.wait_finished(room),
-                client.wait_settled(room),
+                client.cancel(transfer),
+                client.result("decode", transfer.key.request_id, "receive"),
+                client.wait_finished(transfer),
+                client.wait_settled(transfer),
             ]
             waiting = [asyncio.ensure_future(one) for one in waits]
             await asyncio.sleep(0)  # all have been sent
@@ -249,8 +249,8 @@ async def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path,
 
 async def test_closing_ends_every_wait(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
     decode = await engine(daemon, name, spec, filled=False)
-    room = decode.client.receive(name, new_request_id(), [pages(decode.ids)])
-    waiting = asyncio.ensure_future(decode.client.wait_finished(room))
+    transfer = decode.client.receive(name, new_request_id(), [pages(decode.ids)])
+    waiting = asyncio.ensure_future(decode.client.wait_finished(transfer))
     await decode.client.ping()
     decode.client.close()
     decode.client.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, pages, tier_operations
+from kvferry.clients import Client, pages, tier_calls
 from kvferry.protocol.cache_messages import HASH_BYTES
 from kvferry.protocol.errors import (
     CacheMissError,
@@ -33,7 +33,7 @@ from tests.kvferry_command import run_kvferry
 
 pytestmark = pytest.mark.any_device
 
-GRAIN = 4096
+UNIT = 4096
 """What a block of SPEC takes in the arena."""
 
 
@@ -57,7 +57,7 @@ def pool(client: Client, name: str) -> Iterator[Filled]:
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[DaemonProcess]:
     """Return a daemon whose host tier holds eight blocks of SPEC."""
-    with running_daemon(tmp_path, f"[tiers]\nhost_bytes = {8 * GRAIN}\n") as one:
+    with running_daemon(tmp_path, f"[tiers]\nhost_bytes = {8 * UNIT}\n") as one:
         yield one
 
 
@@ -221,8 +221,8 @@ def test_what_nobody_pins_gives_way(small: DaemonProcess, name: str) -> None:
         assert client.lookup(name, hashes(3), pin=False).blocks == 3
         with pytest.raises(OverloadedError) as busy:
             client.wait_done(client.offload(name, [pages(ids[:2])]))
-        assert f"cached blocks are pinned: {3 * GRAIN} by session " in busy.value.detail
-        assert f"snapshots and works under way have: {4 * GRAIN} of user {os.getuid()};" in busy.value.detail
+        assert f"cached blocks are pinned: {3 * UNIT} by session " in busy.value.detail
+        assert f"snapshots and operations under way have: {4 * UNIT} of user {os.getuid()};" in busy.value.detail
         with pytest.raises(OutOfMemoryError, match=r"tiers\.host_bytes"):
             client.wait_done(client.offload(name, [pages(ids[:9])]))
         client.drop_snapshot(snapshot)
@@ -265,11 +265,11 @@ def test_a_damaged_cached_block_is_a_miss(daemon: DaemonProcess, client: Client,
     client.wait_done(client.store(pool.name, hashes(3), ids))
     found = client.lookup(pool.name, hashes(3))
     _flip(daemon, marked[0][0, 1].numpy().tobytes())
-    work = client.load(pool.name, found.lease, client.allocate(pool.name, 3))
+    operation = client.load(pool.name, found.lease, client.allocate(pool.name, 3))
     with pytest.raises(CacheMissError, match="damaged"):
-        client.wait_done(work)
-    assert work.done is not None
-    assert work.done.loaded == 0
+        client.wait_done(operation)
+    assert operation.done is not None
+    assert operation.done.loaded == 0
     assert client.lookup(pool.name, hashes(3), pin=False).blocks == 1
 
 
@@ -302,7 +302,7 @@ def test_a_router_follows_the_cache(client: Client, pool: Filled) -> None:
 @pytest.mark.host_only
 def test_a_change_answers_who_waits_for_it(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
     with Client.connect(daemon.runtime_dir, name="router") as router:
-        waiting = router.begin(tier_operations.cache_events(router.cache_cursor(), 10))
+        waiting = router.begin(tier_calls.cache_events(router.cache_cursor(), 10))
         assert not router.is_ready(waiting)
         client.wait_done(client.store(pool.name, hashes(1), client.allocate(pool.name, 1)))
         assert router.wait(waiting).changes[0].hashes == hashes(1)[0]
@@ -362,9 +362,9 @@ def test_without_a_host_tier_everything_says_so(tmp_path: Path, name: str) -> No
     ):
         pool = Filled(client, name)
         ids = client.allocate(name, 2)
-        for work in (client.offload(name, [pages(ids)]), client.store(name, hashes(2), ids)):
+        for operation in (client.offload(name, [pages(ids)]), client.store(name, hashes(2), ids)):
             with pytest.raises(TierOffError, match=r"tiers\.host_bytes is 0"):
-                client.wait_done(work)
+                client.wait_done(operation)
         with pytest.raises(TierOffError):
             client.lookup(name, hashes(1))
         client.free(name, ids)
@@ -377,7 +377,7 @@ def test_without_a_host_tier_everything_says_so(tmp_path: Path, name: str) -> No
 def test_blocks_on_disk_survive_a_restart_and_damage_is_a_miss(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "disk"
     folder.mkdir(mode=0o700)
-    config = f'[tiers]\nhost_bytes = {8 * GRAIN}\n[tiers.disk]\npath = "{folder}"\n'
+    config = f'[tiers]\nhost_bytes = {8 * UNIT}\n[tiers.disk]\npath = "{folder}"\n'
     names = hashes(6)
     with running_daemon(tmp_path, config) as daemon, Client.connect(daemon.runtime_dir, name="engine") as client:
         pool = Filled(client, name)
@@ -401,11 +401,11 @@ def test_blocks_on_disk_survive_a_restart_and_damage_is_a_miss(tmp_path: Path, n
         found = client.lookup(name, names)
         assert found.blocks == 6
         others = client.allocate(name, 6)
-        work = client.load(name, found.lease, others)
+        operation = client.load(name, found.lease, others)
         with pytest.raises(CacheMissError, match="block 4 of 6 is gone"):
-            client.wait_done(work)
-        assert work.done is not None
-        assert work.done.loaded == 4
+            client.wait_done(operation)
+        assert operation.done is not None
+        assert operation.done.loaded == 4
         assert pool.holds(others[:4], [one[:, :4] for one in content])
         counters = client.status().counters
         assert counters["tiers.disk.damaged_blocks"] == 1
@@ -443,8 +443,8 @@ def test_an_engine_that_is_killed_leaves_nothing_behind(daemon: DaemonProcess, c
     )
     assert killed.returncode == -signal.SIGKILL
     _until_unpinned(client)
-    while client.status().works or _free(client, pool.name) < 12:
-        client.ping()  # until its works are over; pytest's own timeout fails what never ends
+    while client.status().operations or _free(client, pool.name) < 12:
+        client.ping()  # until its operations are over; pytest's own timeout fails what never ends
     assert client.evict_cached(hashes(4)).kept == 0
     for one in [one for one in client.snapshots() if one.pool == pool.name]:
         client.drop_snapshot(one.snapshot)

@@ -1,4 +1,4 @@
-"""An engine's event ring: steps, recording them, and hand-offs of a real daemon that wait for it."""
+"""An engine's event ring: steps, recording them, and transfers of a real daemon that wait for it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, HandOff, MhaSpec, Pages, new_request_id, operations, pages
+from kvferry.clients import Client, MhaSpec, Pages, Transfer, calls, new_request_id, pages
 from kvferry.clients.events import COUNTER_BYTES, EventRing
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, PeerLostError
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import EVENT_RING_SLOTS
-from kvferry.protocol.room_messages import LayerStep
+from kvferry.protocol.transfer_messages import LayerStep
 from tests.daemons import DaemonProcess
 from tests.devices import DEVICE
 
@@ -108,7 +108,7 @@ def test_recording_twice_is_refused(memory: Memory) -> None:
 @pytest.mark.parametrize("event", [-1, EVENT_RING_SLOTS])
 def test_a_step_of_another_ring_is_refused(memory: Memory, event: int) -> None:
     with memory.ring() as ring, pytest.raises(InvalidFieldError, match="no event") as caught:
-        ring.record(EventPoint(event=event, value=1))
+        ring.record(DeviceEvent(event=event, value=1))
     assert caught.value.field == "step"
     assert memory.counters == [0] * EVENT_RING_SLOTS
 
@@ -150,23 +150,23 @@ class Sides:
         """Allocate pages and name them."""
         return [pages(client.allocate(name, COUNT))]
 
-    def send(self, request_id: str, steps: tuple[LayerStep, ...]) -> HandOff:
+    def send(self, request_id: str, steps: tuple[LayerStep, ...]) -> Transfer:
         """SEND in steps; the daemon has it when this returns."""
         lists = self.lists(self.prefill, self.names[0])
-        offer = self.prefill.send(self.names[0], request_id, lists, steps=steps)
+        send_request = self.prefill.send(self.names[0], request_id, lists, steps=steps)
         self.prefill.ping()
-        return offer
+        return send_request
 
-    def receive(self, request_id: str) -> HandOff:
+    def receive(self, request_id: str) -> Transfer:
         """RECEIVE; the daemon has it when this returns."""
         lists = self.lists(self.decode, self.names[1])
-        room = self.decode.receive(self.names[1], request_id, lists)
+        transfer = self.decode.receive(self.names[1], request_id, lists)
         self.decode.ping()
-        return room
+        return transfer
 
     def states(self, request_id: str) -> list[str]:
         """Return the states of the request's live sides."""
-        return [one.state for one in self.decode.status().rooms if one.request_id == request_id]
+        return [one.state for one in self.decode.status().transfers if one.request_id == request_id]
 
 
 @pytest.fixture
@@ -178,19 +178,21 @@ def sides(daemon: DaemonProcess, name: str, spec: MhaSpec) -> Iterator[Sides]:
     both.decode.close()
 
 
-def test_a_hand_off_ends_with_its_last_step(sides: Sides, spec: MhaSpec) -> None:
+def test_a_transfer_ends_with_its_last_step(sides: Sides, spec: MhaSpec) -> None:
     request_id = new_request_id()
     with sides.prefill.open_events() as ring:
         steps = tuple(ring.step(layer, 1) for layer in range(spec.first_layer, spec.first_layer + spec.layers))
         sides.send(request_id, steps)
-        room = sides.receive(request_id)
+        transfer = sides.receive(request_id)
         ring.record(steps[0])
-        (waiting,) = [one for one in sides.decode.status().rooms if one.request_id == request_id and one.side == "send"]
+        (waiting,) = [
+            one for one in sides.decode.status().transfers if one.request_id == request_id and one.direction == "send"
+        ]
         assert waiting.state == "open"
         ring.record(steps[1])
-        done = sides.decode.wait_finished(room)
+        done = sides.decode.wait_finished(transfer)
         assert done.error is None
-        sides.decode.wait_settled(room)
+        sides.decode.wait_settled(transfer)
 
 
 def test_steps_recorded_before_the_send_are_ready_at_once(sides: Sides, spec: MhaSpec) -> None:
@@ -199,32 +201,32 @@ def test_steps_recorded_before_the_send_are_ready_at_once(sides: Sides, spec: Mh
         step = ring.step(spec.first_layer, spec.layers)
         ring.record(step)
         sides.send(request_id, (step,))
-        room = sides.receive(request_id)
-        assert sides.decode.wait_finished(room).error is None
+        transfer = sides.receive(request_id)
+        assert sides.decode.wait_finished(transfer).error is None
 
 
-def test_a_room_is_made_only_once_its_pages_are_in_use_no_more(sides: Sides, spec: MhaSpec) -> None:
+def test_a_transfer_is_made_only_once_its_pages_are_in_use_no_more(sides: Sides, spec: MhaSpec) -> None:
     request_id = new_request_id()
     with sides.decode.open_events() as ring:
-        point = ring.point()
+        point = ring.event()
         lists = sides.lists(sides.decode, sides.names[1])
-        room = sides.decode.receive(sides.names[1], request_id, lists, after=point)
+        transfer = sides.decode.receive(sides.names[1], request_id, lists, after=point)
         with sides.prefill.open_events() as filled:
             step = filled.step(spec.first_layer, spec.layers)
             filled.record(step)
             sides.send(request_id, (step,))
-        assert sides.states(request_id) == ["open"], "the sender alone: it waits for a room"
+        assert sides.states(request_id) == ["open"], "the sender alone: it waits for a transfer"
         ring.record(point)
-        assert sides.decode.wait_finished(room).error is None
+        assert sides.decode.wait_finished(transfer).error is None
 
 
 def test_pages_are_free_only_once_they_are_in_use_no_more(sides: Sides) -> None:
     name = sides.names[1]
     with sides.decode.open_events() as ring:
-        point = ring.point()
+        point = ring.event()
         ids = sides.decode.allocate(name, COUNT)
         free = {one.pool: one.free for one in sides.decode.status().pools}[name]
-        pending = sides.decode.begin(operations.free(name, ids, MAIN, point))
+        pending = sides.decode.begin(calls.free(name, ids, MAIN, point))
         assert {one.pool: one.free for one in sides.decode.status().pools}[name] == free
         assert not sides.decode.is_ready(pending)
         ring.record(point)
@@ -233,16 +235,16 @@ def test_pages_are_free_only_once_they_are_in_use_no_more(sides: Sides) -> None:
 
 def test_a_point_that_nobody_can_reach_is_refused(sides: Sides) -> None:
     ids = sides.decode.allocate(sides.names[1], COUNT)
-    last = EventPoint(event=EVENT_RING_SLOTS - 1, value=1)
+    last = DeviceEvent(event=EVENT_RING_SLOTS - 1, value=1)
     with pytest.raises(InvalidFieldError, match="OPEN_EVENTS first"):
         sides.decode.free(sides.names[1], ids, after=last)
     assert sides.decode.free(sides.names[1], ids).freed == COUNT
 
 
 def test_steps_without_a_ring_are_refused(sides: Sides) -> None:
-    offer = sides.send(new_request_id(), (LayerStep(first_layer=0, layers=1, event=0, value=1),))
+    send_request = sides.send(new_request_id(), (LayerStep(first_layer=0, layers=1, event=0, value=1),))
     with pytest.raises(InvalidFieldError) as caught:
-        sides.prefill.wait_finished(offer)
+        sides.prefill.wait_finished(send_request)
     assert caught.value.field == "steps"
 
 
@@ -253,10 +255,10 @@ def test_a_ring_may_be_opened_twice(sides: Sides, spec: MhaSpec) -> None:
     request_id = new_request_id()
     step = second.step(spec.first_layer, spec.layers)
     sides.send(request_id, (step,))
-    room = sides.receive(request_id)
+    transfer = sides.receive(request_id)
     assert sides.states(request_id) == ["open", "open"]
     second.record(step)
-    assert sides.decode.wait_finished(room).error is None
+    assert sides.decode.wait_finished(transfer).error is None
     first.close()
     second.close()
 
@@ -269,12 +271,12 @@ def test_wild_counters_start_nothing(sides: Sides, spec: MhaSpec, wild: int) -> 
         ring.counters[:] = wild
         os.eventfd_write(ring.fileno(), 1)
         sides.send(request_id, (step,))
-        room = sides.receive(request_id)
+        transfer = sides.receive(request_id)
         os.eventfd_write(ring.fileno(), 1)
         assert sides.states(request_id) == ["open", "open"]
         ring.counters[:] = (1 << 63) - 1
         os.eventfd_write(ring.fileno(), 1)
-        assert sides.decode.wait_finished(room).error is None
+        assert sides.decode.wait_finished(transfer).error is None
 
 
 def test_a_lost_session_takes_its_unready_steps_with_it(daemon: DaemonProcess, sides: Sides, spec: MhaSpec) -> None:
@@ -282,10 +284,10 @@ def test_a_lost_session_takes_its_unready_steps_with_it(daemon: DaemonProcess, s
     ring = sides.prefill.open_events()
     step = ring.step(spec.first_layer, spec.layers)
     sides.send(request_id, (step,))
-    room = sides.receive(request_id)
+    transfer = sides.receive(request_id)
     sides.prefill.close()
     with pytest.raises(PeerLostError):
-        sides.decode.wait_finished(room)
+        sides.decode.wait_finished(transfer)
     ring.record(step)  # nobody listens any more: it harms nobody
     ring.close()
     with Client.connect(daemon.runtime_dir) as client:
@@ -297,8 +299,8 @@ def test_a_session_that_dies_after_its_last_store_has_sent_all(sides: Sides, spe
     ring = sides.prefill.open_events()
     step = ring.step(spec.first_layer, spec.layers)
     sides.send(request_id, (step,))
-    room = sides.receive(request_id)
+    transfer = sides.receive(request_id)
     ring.counters[step.event] = step.value  # it dies before the wake-up
     sides.prefill.close()
-    assert sides.decode.wait_finished(room).error is None
+    assert sides.decode.wait_finished(transfer).error is None
     ring.close()

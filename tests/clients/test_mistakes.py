@@ -28,7 +28,7 @@ import torch
 
 from kvferry.clients import (
     AsyncClient,
-    Cells,
+    BlockTableEntries,
     Client,
     HybridSwaSpec,
     MhaSpec,
@@ -40,7 +40,8 @@ from kvferry.clients import (
     pages_wanted,
     slots_from_pages,
 )
-from kvferry.clients.operations import ping
+from kvferry.clients.calls import ping
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import (
     ClientClosedError,
     DuplicatePageError,
@@ -58,11 +59,10 @@ from kvferry.protocol.errors import (
     UnknownComponentError,
     UnknownLeaseError,
     UnknownPoolError,
-    UnknownRoomError,
     UnknownSnapshotError,
     UnknownTablesError,
+    UnknownTransferError,
 )
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.session_messages import Ping
 from tests.daemons import DaemonProcess, running_daemon
 
@@ -74,7 +74,7 @@ ARRAY: Final = np.array([1, 2])
 replace = msgspec.structs.replace
 
 
-class World:
+class Harness:
     """An engine with all that a mistake can be made with."""
 
     def __init__(self, runtime_dir: str, kind: type[Any], runner: asyncio.Runner) -> None:
@@ -99,19 +99,19 @@ class World:
         self.ring: Any = self.call("open_events")
         self.recorded = self.ring.step(0, 1)
         self.ring.record(self.recorded)
-        self.room: Any = self.call("receive", self.p, new_request_id(), [pages(self.ids)], deadline_s=600)
-        self.their_room = self.other.receive(self.p, new_request_id(), [pages(self.theirs)])
-        self.work: Any = self.call("restore", self.p, "0" * 32, None)
+        self.transfer: Any = self.call("receive", self.p, new_request_id(), [pages(self.ids)], deadline_s=600)
+        self.their_transfer = self.other.receive(self.p, new_request_id(), [pages(self.theirs)])
+        self.operation: Any = self.call("restore", self.p, "0" * 32, None)
         self.taken: Any = self.call("update_tables", self.tables, [])
         self.call("wait", self.taken)
         self.closed.close()
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401  whatever it returns
         """Make a call as an engine of this kind does."""
-        return self.run(lambda world: getattr(world.client, name)(*arguments, **named))
+        return self.run(lambda harness: getattr(harness.client, name)(*arguments, **named))
 
     def run(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401  whatever it returns
-        """Call with this world, and await what is to be awaited."""
+        """Call with this harness, and await what is to be awaited."""
 
         async def awaited() -> Any:  # noqa: ANN401  whatever it returns
             result = call(self)
@@ -138,20 +138,20 @@ def own_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProce
 
 
 @pytest.fixture(scope="module")
-def worlds(own_daemon: DaemonProcess) -> Iterator[dict[str, World]]:
+def harnesses(own_daemon: DaemonProcess) -> Iterator[dict[str, Harness]]:
     """Return an engine of either kind."""
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
-        made = {one.__name__: World(str(own_daemon.runtime_dir), one, runner) for one in (Client, AsyncClient)}
+        made = {one.__name__: Harness(str(own_daemon.runtime_dir), one, runner) for one in (Client, AsyncClient)}
         yield made
-        for world in made.values():
-            world.run(lambda world: world.close())
+        for harness in made.values():
+            harness.run(lambda harness: harness.close())
 
 
 @pytest.fixture(params=["Client", "AsyncClient"])
-def world(request: pytest.FixtureRequest, worlds: dict[str, World]) -> World:
+def harness(request: pytest.FixtureRequest, harnesses: dict[str, Harness]) -> Harness:
     """Return one of them."""
-    return worlds[request.param]
+    return harnesses[request.param]
 
 
 class Mistake(NamedTuple):
@@ -225,7 +225,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     ),
     "a digest that is none": wrong(lambda w: w.client.attach_pool(w.p, 5), "layout_digest", "Expected `str`"),
     "tensors without names": wrong(
-        lambda w: w.client.lend_pool("x", SPEC, [torch.zeros(1)], device="npu:0"), "tensors", "(component, role)"
+        lambda w: w.client.register_pool("x", SPEC, [torch.zeros(1)], device="npu:0"), "tensors", "(component, role)"
     ),
     "a word for an entry": wrong(lambda w: w.pool.entry_array("k"), "entry", "'k' is no entry, as manifest.entries"),
     "a number for an entry": wrong(lambda w: w.pool.entry_tensor(0), "entry", "0 is no entry"),
@@ -237,7 +237,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "tokens of an array": wrong(lambda w: w.pool.page_tokens(ARRAY), "component", "is no text"),
     "the space of an array": wrong(lambda w: w.pool.space_of(ARRAY), "component", "is no text"),
     "numbers for tensors": wrong(
-        lambda w: w.client.lend_pool("x", SPEC, {("main", "k"): 5, ("main", "v"): 5}, device="npu:0"),
+        lambda w: w.client.register_pool("x", SPEC, {("main", "k"): 5, ("main", "v"): 5}, device="npu:0"),
         "main/k",
         "int, not a strided torch.Tensor",
     ),
@@ -284,9 +284,9 @@ MISTAKES: Final[dict[str, Mistake]] = {
     ),
     "freeing nothing": Mistake(lambda w: w.client.free(w.p, []), EmptyPagesError, "pages", "no page"),
     "freeing the padding page": Mistake(lambda w: w.client.free(w.p, [0]), PageOutOfRangeError, "pages", "page 0"),
-    "freeing after a number": wrong(lambda w: w.client.free(w.p, [1], after=3), "after", "ring.mark()"),
-    "freeing after a ring": wrong(lambda w: w.client.free(w.p, [1], after=w.ring), "after", "ring.mark()"),
-    # -- hand-offs
+    "freeing after a number": wrong(lambda w: w.client.free(w.p, [1], after=3), "after", "ring.record_event()"),
+    "freeing after a ring": wrong(lambda w: w.client.free(w.p, [1], after=w.ring), "after", "ring.record_event()"),
+    # -- transfers
     "a UUID": wrong(lambda w: w.client.send(w.p, uuid.UUID(RID), [pages([1])]), "request_id", "request_id.hex"),
     "a number for a request": wrong(lambda w: w.client.send(w.p, 17, [pages([1])]), "request_id", "Expected `str`"),
     "a short request id": wrong(
@@ -318,7 +318,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "a wrong address": wrong(
         lambda w: w.client.receive(w.p, RID, [pages([1])], source_daemons=["h:1"]), "source_daemons[0]", "tcp://ADDRESS"
     ),
-    "a wrong landing": wrong(lambda w: w.client.receive(w.p, RID, [pages([1])], land="disk"), "land", "'disk'"),
+    "a wrong landing": wrong(lambda w: w.client.receive(w.p, RID, [pages([1])], into="disk"), "into", "'disk'"),
     "another's pages": Mistake(
         lambda w: w.client.wait_finished(w.client.send(w.p, RID, [pages(w.theirs)]), SOON_S),
         NotOwnerError,
@@ -331,20 +331,20 @@ MISTAKES: Final[dict[str, Mistake]] = {
         "lists[1].component",
         "swa",
     ),
-    "waiting for a request id": wrong(lambda w: w.client.wait_finished(RID), "hand_off", "as send and receive return"),
-    "waiting for None": wrong(lambda w: w.client.wait_settled(None), "hand_off", "None is no hand-off"),
-    "waiting for a work": wrong(lambda w: w.client.wait_finished(w.work), "hand_off", "for wait_done"),
-    "waiting for another's": wrong(lambda w: w.client.wait_finished(w.their_room), "hand_off", "another client's"),
+    "waiting for a request id": wrong(lambda w: w.client.wait_finished(RID), "transfer", "as send and receive return"),
+    "waiting for None": wrong(lambda w: w.client.wait_settled(None), "transfer", "None is no transfer"),
+    "waiting for an operation": wrong(lambda w: w.client.wait_finished(w.operation), "transfer", "for wait_done"),
+    "waiting for another's": wrong(lambda w: w.client.wait_finished(w.their_transfer), "transfer", "another client's"),
     "the outcome of what is under way": Mistake(
-        lambda w: w.room.outcome(), MisuseError, "", "is not finished: wait_finished waits for it"
+        lambda w: w.transfer.outcome(), MisuseError, "", "is not finished: wait_finished waits for it"
     ),
-    "the outcome of a work under way": Mistake(
+    "the outcome of an operation under way": Mistake(
         lambda w: w.client.offload(w.p, [pages(w.ids)]).outcome(), MisuseError, "", "is not done: wait_done waits"
     ),
-    "cancelling a request id": wrong(lambda w: w.client.cancel(RID), "hand_off", "is no hand-off"),
-    "cancelling another's": wrong(lambda w: w.client.cancel(w.their_room), "hand_off", "another client's"),
-    "a result of no side": wrong(lambda w: w.client.result(w.p, RID, "both"), "side", "'both'"),
-    "a result of nothing": Mistake(lambda w: w.client.result(w.p, RID, "send"), UnknownRoomError, "request_id", ""),
+    "cancelling a request id": wrong(lambda w: w.client.cancel(RID), "transfer", "is no transfer"),
+    "cancelling another's": wrong(lambda w: w.client.cancel(w.their_transfer), "transfer", "another client's"),
+    "a result of no side": wrong(lambda w: w.client.result(w.p, RID, "both"), "direction", "'both'"),
+    "a result of nothing": Mistake(lambda w: w.client.result(w.p, RID, "send"), UnknownTransferError, "request_id", ""),
     # -- times
     "a negative deadline": wrong(
         lambda w: w.client.send(w.p, RID, [pages([1])], deadline_s=-1), "deadline_s", "-1 seconds; give from 0"
@@ -357,15 +357,15 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "more than the daemon takes": wrong(
         lambda w: w.client.store(w.p, [b"h" * 16], [1], deadline_s=3601), "deadline_s", "at most 3600"
     ),
-    "a text for a deadline": wrong(lambda w: w.client.cancel(w.room, deadline_s="5"), "deadline_s", "'5' is no"),
+    "a text for a deadline": wrong(lambda w: w.client.cancel(w.transfer, deadline_s="5"), "deadline_s", "'5' is no"),
     "a deadline beyond floats": wrong(
         lambda w: w.client.send(w.p, RID, [pages([1])], deadline_s=10**400), "deadline_s", "inf seconds; give from 0"
     ),
     "a deadline far below 0": wrong(lambda w: w.client.call(ping(), deadline_s=-(10**400)), "deadline_s", "-inf"),
     "a time-out beyond floats": wrong(lambda w: w.client.poll(10**400), "timeout_s", "inf seconds"),
     "a text for a margin": wrong(lambda w: w.client.call(ping(), margin_s="x"), "margin_s", "'x' is no number"),
-    "a negative time-out": wrong(lambda w: w.client.wait_finished(w.room, -0.5), "timeout_s", "-0.5 seconds"),
-    "None for a time-out": wrong(lambda w: w.client.wait_settled(w.room, None), "timeout_s", "None is no number"),
+    "a negative time-out": wrong(lambda w: w.client.wait_finished(w.transfer, -0.5), "timeout_s", "-0.5 seconds"),
+    "None for a time-out": wrong(lambda w: w.client.wait_settled(w.transfer, None), "timeout_s", "None is no number"),
     "polling for None": wrong(lambda w: w.client.poll(None), "timeout_s", "None is no number"),
     "waiting for changes, not a time": wrong(lambda w: w.client.cache_events(1, timeout_s="x"), "timeout_s", "'x'"),
     # -- tables and events
@@ -387,12 +387,14 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "a word for a row": wrong(lambda w: w.client.update_tables(w.tables, [1], rows={"a": [1]}), "rows", "whole number"),
     "a page for a row's pages": wrong(lambda w: w.client.update_tables(w.tables, [1], rows={0: 4}), "rows[0]", "[id]"),
     "a tuple for cells": wrong(
-        lambda w: w.client.update_tables(w.tables, [1], cells=([0], [0], [1])), "cells", "Cells(rows, columns, pages)"
+        lambda w: w.client.update_tables(w.tables, [1], entries=([0], [0], [1])),
+        "entries",
+        "BlockTableEntries(rows, columns, pages)",
     ),
     "cells of unequal lengths": Mistake(
-        lambda w: w.client.update_tables(w.tables, [1], cells=Cells([0], [0], [1, 2])),
+        lambda w: w.client.update_tables(w.tables, [1], entries=BlockTableEntries([0], [0], [1, 2])),
         LengthMismatchError,
-        "cells",
+        "entries",
         "1 rows, 1 columns, 2 pages",
     ),
     "bound without window pages": wrong(lambda w: w.client.update_tables(w.tables, [1], bound=[1]), "bound", "pair of"),
@@ -409,25 +411,27 @@ MISTAKES: Final[dict[str, Mistake]] = {
         lambda w: w.client.create_tables("v", w.p, max_batch=4, max_context_tokens=4, captured=4), "captured", "no list"
     ),
     "waiting for tables": wrong(lambda w: w.client.wait(w.tables), "pending", "is no pending reply"),
-    "waiting for a hand-off's reply": wrong(lambda w: w.client.wait(w.room), "pending", "wait_finished"),
+    "waiting for a transfer's reply": wrong(lambda w: w.client.wait(w.transfer), "pending", "wait_finished"),
     "waiting twice": wrong(lambda w: w.client.wait(w.taken), "pending", "keep what wait returned"),
     "looking twice": wrong(lambda w: w.client.is_ready(w.taken), "pending", "keep what wait returned"),
     "recording twice": wrong(lambda w: w.ring.record(w.recorded), "step", "record each once"),
     "recording a layer": wrong(lambda w: w.ring.record(3), "step", "3 is no step"),
     "recording words": wrong(
-        lambda w: w.ring.record(EventPoint(event="0", value="1")), "step.event", "'0' is no whole number"
+        lambda w: w.ring.record(DeviceEvent(event="0", value="1")), "step.event", "'0' is no whole number"
     ),
     "recording the word for a value": wrong(
-        lambda w: w.ring.record(EventPoint(event=0, value="1")), "step.value", "'1' is no whole number"
+        lambda w: w.ring.record(DeviceEvent(event=0, value="1")), "step.value", "'1' is no whole number"
     ),
-    "a ring of no card": wrong(lambda w: w.client.open_events("gpu:0"), "device", "npu:N or cuda:N"),
+    "a ring of no device": wrong(lambda w: w.client.open_events("gpu:0"), "device", "npu:N or cuda:N"),
     "a ring of no events": wrong(lambda w: w.client.open_events("npu:0", events=0), "events", "give 1 or more"),
     # -- tiers
-    "restoring a work": wrong(lambda w: w.client.restore(w.p, w.work), "snapshot", "for wait_done"),
+    "restoring an operation": wrong(lambda w: w.client.restore(w.p, w.operation), "snapshot", "for wait_done"),
     "restoring nothing": wrong(lambda w: w.client.restore(w.p, None), "snapshot", "got `None`"),
     "an unknown snapshot": Mistake(lambda w: w.client.drop_snapshot("0" * 32), UnknownSnapshotError, "snapshot", ""),
-    "waiting for a hand-off's work": wrong(lambda w: w.client.wait_done(w.room), "work", "for wait_finished"),
-    "cancelling a work's number": wrong(lambda w: w.client.cancel_work(3), "work", "as offload, restore"),
+    "waiting for a transfer's work": wrong(lambda w: w.client.wait_done(w.transfer), "operation", "for wait_finished"),
+    "cancelling an operation's number": wrong(
+        lambda w: w.client.cancel_operation(3), "operation", "as offload, restore"
+    ),
     "a hash for hashes": wrong(lambda w: w.client.lookup(w.p, bytes(16)), "hashes", "no list of hashes"),
     "words for hashes": wrong(lambda w: w.client.lookup(w.p, ["0" * 16]), "hashes[0]", "no hash of 16 bytes"),
     "hashes of 32 bytes": wrong(lambda w: w.client.lookup(w.p, [bytes(32)]), "hashes[0]", "32 bytes are no hash of 16"),
@@ -449,9 +453,9 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "slots that are words": wrong(lambda _: pages_from_slots(["a"], 4), "slots", "no list of integers"),
     "tokens that are no number": wrong(lambda _: slots_from_pages([1], 4, None), "tokens", "whole number"),
     # -- clients
-    "a word for an operation": wrong(lambda w: w.client.call("PING"), "operation", "'PING' is no Operation, as"),
-    "a message for an operation": wrong(lambda w: w.client.call(Ping()), "operation", "Ping() is no Operation, as"),
-    "beginning nothing": wrong(lambda w: w.client.begin(None), "operation", "None is no Operation, as"),
+    "a word for an operation": wrong(lambda w: w.client.call("PING"), "call", "'PING' is no Operation, as"),
+    "a message for an operation": wrong(lambda w: w.client.call(Ping()), "call", "Ping() is no Operation, as"),
+    "beginning nothing": wrong(lambda w: w.client.begin(None), "call", "None is no Operation, as"),
     "after close": Mistake(lambda w: w.closed.allocate(w.p, 1), ClientClosedError, "", "connect again"),
     "sending after close": Mistake(
         lambda w: w.closed.send(w.p, RID, [pages([1])]), ClientClosedError, "", "the client was closed"
@@ -478,10 +482,10 @@ MISTAKES: Final[dict[str, Mistake]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake(world: World, name: str) -> None:
+def test_a_mistake(harness: Harness, name: str) -> None:
     mistake = MISTAKES[name]
     with pytest.raises(KvferryError) as raised:
-        world.run(mistake.call)
+        harness.run(mistake.call)
     error = raised.value
     assert type(error) is mistake.error, error
     assert error.field == mistake.field, error
@@ -489,15 +493,15 @@ def test_a_mistake(world: World, name: str) -> None:
     assert error.remedy
 
 
-def test_no_mistake_has_left_anything(world: World) -> None:
+def test_no_mistake_has_left_anything(harness: Harness) -> None:
     """Run last: the engine that has made every mistake works, and has what it had."""
-    assert world.call("ping") > 0
-    assert len(world.call("allocate", world.p, 11)) == 11, "16 pages, 5 of them taken"
+    assert harness.call("ping") > 0
+    assert len(harness.call("allocate", harness.p, 11)) == 11, "16 pages, 5 of them taken"
 
 
-def test_an_unawaited_call_as_an_argument_is_named(worlds: dict[str, World]) -> None:
+def test_an_unawaited_call_as_an_argument_is_named(harnesses: dict[str, Harness]) -> None:
     async def call() -> None:
-        client = worlds["AsyncClient"].client
+        client = harnesses["AsyncClient"].client
         unawaited = client.allocate("AsyncClient", 1)
         try:
             with pytest.raises(InvalidFieldError, match="await it first") as raised:
@@ -506,7 +510,7 @@ def test_an_unawaited_call_as_an_argument_is_named(worlds: dict[str, World]) -> 
         finally:
             unawaited.close()
 
-    worlds["AsyncClient"].runner.run(call())
+    harnesses["AsyncClient"].runner.run(call())
 
 
 UNAWAITED: Final[dict[str, Callable[[Any], object]]] = {
@@ -541,7 +545,7 @@ AWAITED: Final[dict[str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("first", AWAITED)
 @pytest.mark.parametrize("second", AWAITED)
 def test_a_connection_is_awaited_once(
-    worlds: dict[str, World], own_daemon: DaemonProcess, first: str, second: str
+    harnesses: dict[str, Harness], own_daemon: DaemonProcess, first: str, second: str
 ) -> None:
     async def connect() -> None:
         connecting = AsyncClient.connect(own_daemon.runtime_dir)
@@ -550,10 +554,10 @@ def test_a_connection_is_awaited_once(
                 await AWAITED[second](connecting)
             assert await client.ping() > 0
 
-    worlds["AsyncClient"].runner.run(connect())
+    harnesses["AsyncClient"].runner.run(connect())
 
 
-def test_the_wrong_kind_of_with(worlds: dict[str, World], own_daemon: DaemonProcess) -> None:
+def test_the_wrong_kind_of_with(harnesses: dict[str, Harness], own_daemon: DaemonProcess) -> None:
     async def enter() -> None:
         with Client.connect(own_daemon.runtime_dir) as client, pytest.raises(MisuseError, match="by `with`"):
             async with client:
@@ -570,17 +574,17 @@ def test_the_wrong_kind_of_with(worlds: dict[str, World], own_daemon: DaemonProc
         made = await asyncio.create_task(AsyncClient.connect(own_daemon.runtime_dir))
         made.close()
 
-    worlds["AsyncClient"].runner.run(enter())
+    harnesses["AsyncClient"].runner.run(enter())
 
 
-def test_numbers_of_numpy_and_torch_are_numbers(world: World) -> None:
-    name = world.p + "-numpy"
+def test_numbers_of_numpy_and_torch_are_numbers(harness: Harness) -> None:
+    name = harness.p + "-numpy"
     spec = replace(SPEC, layers=np.int64(2), tokens=np.uint32(64), kv_heads=torch.tensor(2), dtype=np.str_("float32"))
-    pool = world.call("create_pool", name, spec, deadline_s=np.float32(20))
+    pool = harness.call("create_pool", name, spec, deadline_s=np.float32(20))
     assert pool.manifest.pages == 17
-    ids = world.call("allocate", name, np.int32(4))
+    ids = harness.call("allocate", name, np.int32(4))
     listed = pages(torch.from_numpy(ids), first_page=np.uint8(0), tokens=np.int64(16))
-    sent = world.call(
+    sent = harness.call(
         "send",
         name,
         new_request_id(),
@@ -591,14 +595,15 @@ def test_numbers_of_numpy_and_torch_are_numbers(world: World) -> None:
         destinations=np.int16(1),
         deadline_s=np.int64(20),
     )
-    assert not world.call("cancel", sent).was_finished
-    assert sent in world.call("poll", np.float64(0))
+    assert not harness.call("cancel", sent).was_finished
+    assert sent in harness.call("poll", np.float64(0))
     assert len(block_hashes(torch.arange(8), np.int64(4))) == 2
-    assert world.call("free", name, ids.astype(np.uint64)).freed == 4
-    world.call("delete_pool", name)
-    named = world.run(lambda world: world.kind.connect(world.runtime_dir, name=np.str_("n"), session=np.bool_(True)))  # noqa: FBT003
-    assert "n" in {one.name for one in world.call("status").sessions}
-    world.run(lambda _: named.close())
+    assert harness.call("free", name, ids.astype(np.uint64)).freed == 4
+    harness.call("delete_pool", name)
+    session = np.bool_(True)  # noqa: FBT003  as an engine may give it
+    named = harness.run(lambda harness: harness.kind.connect(harness.runtime_dir, name=np.str_("n"), session=session))
+    assert "n" in {one.name for one in harness.call("status").sessions}
+    harness.run(lambda _: named.close())
 
 
 SECONDS: Final[dict[str, Callable[[Any, Any], Any]]] = {
@@ -614,8 +619,8 @@ SECONDS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 
 @pytest.mark.parametrize("seconds", [Decimal("20.5"), Fraction(41, 2), 20])
 @pytest.mark.parametrize("name", SECONDS)
-def test_a_time_is_any_number(world: World, name: str, seconds: object) -> None:
-    world.run(lambda world: SECONDS[name](world, seconds))
+def test_a_time_is_any_number(harness: Harness, name: str, seconds: object) -> None:
+    harness.run(lambda harness: SECONDS[name](harness, seconds))
 
 
 COPIES: Final[dict[str, Callable[[object], object]]] = {
@@ -629,19 +634,19 @@ COPIES: Final[dict[str, Callable[[object], object]]] = {
 
 @pytest.mark.parametrize("what", ["client", "closed", "pool", "ring", "tables"])
 @pytest.mark.parametrize("how", COPIES)
-def test_what_belongs_to_a_process_is_not_copied(world: World, what: str, how: str) -> None:
-    one = getattr(world, what)
+def test_what_belongs_to_a_process_is_not_copied(harness: Harness, what: str, how: str) -> None:
+    one = getattr(harness, what)
     with pytest.raises(MisuseError, match=f"{type(one).__name__} belongs to .*: hand .* connect and attach there"):
         COPIES[how](one)
 
 
-def test_a_hybrid_pool_names_the_space_that_is_full(world: World) -> None:
-    name = world.p + "-hybrid"
+def test_a_hybrid_pool_names_the_space_that_is_full(harness: Harness) -> None:
+    name = harness.p + "-hybrid"
     spec = HybridSwaSpec(
         full_layers=(0,), window_layers=(1,), tokens=16, window_tokens=8, window=4, page_size=4, kv_heads=1, head_dim=4,
         dtype="float32",
     )  # fmt: skip
-    world.call("create_pool", name, spec)
+    harness.call("create_pool", name, spec)
     with pytest.raises(PoolFullError, match="3 pages asked for, 2 of 2 free"):
-        world.call("allocate", name, 3, "swa")
-    world.call("delete_pool", name)
+        harness.call("allocate", name, 3, "swa")
+    harness.call("delete_pool", name)

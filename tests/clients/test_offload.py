@@ -18,8 +18,8 @@ from kvferry.protocol.errors import (
     NotOwnerError,
     PoolFullError,
     UnknownComponentError,
+    UnknownOperationError,
     UnknownSnapshotError,
-    UnknownWorkError,
 )
 from tests.clients.tier_pools import HYBRID, LARGER, MODEL, PAGE_BYTES, SPEC, Filled
 from tests.daemons import DaemonProcess, running_daemon
@@ -43,16 +43,16 @@ def pool(client: Client, name: str) -> Filled:
 def test_pages_come_back_in_other_pages(client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 5)[[3, 0, 4, 1]]
     content = pool.write(ids, seed=1)
-    work = client.offload(pool.name, [pages(ids, tokens=14)])
-    done = client.wait_done(work)
+    operation = client.offload(pool.name, [pages(ids, tokens=14)])
+    done = client.wait_done(operation)
     assert (done.kind, done.copied_pages, done.moved_bytes) == ("offload", 4, 4 * PAGE_BYTES)
-    assert done.snapshot == work.snapshot
+    assert done.snapshot == operation.snapshot
     pool.write(ids, seed=2)  # they are the engine's again
     others = client.allocate(pool.name, 6)[[5, 1, 2, 0]]
-    again = client.wait_done(client.restore(pool.name, work.snapshot, [pages(others, tokens=14)]))
+    again = client.wait_done(client.restore(pool.name, operation.snapshot, [pages(others, tokens=14)]))
     assert (again.kind, again.copied_pages, again.moved_bytes) == ("restore", 4, 4 * PAGE_BYTES)
     assert pool.holds(others, content)
-    client.drop_snapshot(work.snapshot)
+    client.drop_snapshot(operation.snapshot)
 
 
 def test_another_session_restores_into_a_pool_of_another_size(
@@ -73,23 +73,23 @@ def test_another_session_restores_into_a_pool_of_another_size(
 def test_released_pages_are_free_once_they_are_copied(client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 16)
     content = pool.write(ids, seed=4)
-    work = client.offload(pool.name, [pages(ids)], release=True)
-    client.wait_done(work)
+    operation = client.offload(pool.name, [pages(ids)], release=True)
+    client.wait_done(operation)
     with pytest.raises(NotOwnerError):
         client.free(pool.name, ids[:1])
     others = client.allocate(pool.name, 16)
-    client.wait_done(client.restore(pool.name, work.snapshot, [pages(others[::-1].copy())], drop=True))
+    client.wait_done(client.restore(pool.name, operation.snapshot, [pages(others[::-1].copy())], drop=True))
     assert pool.holds(others[::-1].copy(), content)
 
 
 def test_a_page_that_is_freed_meanwhile_is_free_at_the_end(client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 16)
     content = pool.write(ids, seed=5)
-    work = client.offload(pool.name, [pages(ids)])
+    operation = client.offload(pool.name, [pages(ids)])
     client.free(pool.name, ids)  # accepted, and deferred where the copy is still under way
-    client.wait_done(work)
+    client.wait_done(operation)
     others = client.allocate(pool.name, 16)
-    client.wait_done(client.restore(pool.name, work.snapshot, [pages(others)], drop=True))
+    client.wait_done(client.restore(pool.name, operation.snapshot, [pages(others)], drop=True))
     assert pool.holds(others, content)
 
 
@@ -101,7 +101,7 @@ def test_a_restore_waits_until_pages_are_free(client: Client, pool: Filled) -> N
     first = client.restore(pool.name, snapshot)
     second = client.restore(pool.name, snapshot)
     client.wait_accepted(second)
-    waiting = {one.work: one.waits_for for one in client.status().works}
+    waiting = {one.operation: one.waits_for for one in client.status().operations}
     assert waiting[first.number or 0] == f"10 free pages of pool {pool.name!r}"
     client.free(pool.name, taken[:6])
     client.wait_done(first, timeout_s=10)
@@ -116,8 +116,8 @@ def test_a_restore_waits_until_pages_are_free(client: Client, pool: Filled) -> N
 def test_a_restore_can_be_asked_for_before_its_offload_is_done(client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 8)
     content = pool.write(ids, seed=7)
-    work = client.wait_accepted(client.offload(pool.name, [pages(ids)]))
-    back = client.restore(pool.name, work.snapshot, drop=True)
+    operation = client.wait_accepted(client.offload(pool.name, [pages(ids)]))
+    back = client.restore(pool.name, operation.snapshot, drop=True)
     client.wait_done(back)
     assert pool.holds(back.pages["main"], content)
 
@@ -163,9 +163,9 @@ def test_what_does_not_fit_is_refused(client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 4)
     snapshot = client.wait_done(client.offload(pool.name, [pages(ids[:3], tokens=10)])).snapshot
 
-    def refused(work: object) -> type[KvferryError]:
+    def refused(operation: object) -> type[KvferryError]:
         with pytest.raises(KvferryError) as error:
-            client.wait_done(work)  # type: ignore[arg-type]
+            client.wait_done(operation)  # type: ignore[arg-type]
         return type(error.value)
 
     assert refused(client.restore(pool.name, snapshot, [pages(ids)])) is LengthMismatchError
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused(client: Client, pool: Filled) -> None:
 
 @pytest.mark.host_only
 @pytest.mark.parametrize("kind", ["offload", "restore", "store", "load"])
-def test_a_work_waits_for_what_still_uses_its_pages(client: Client, pool: Filled, kind: str) -> None:
+def test_a_operation_waits_for_what_still_uses_its_pages(client: Client, pool: Filled, kind: str) -> None:
     ids = client.allocate(pool.name, 2)
     pool.write(ids, seed=31)
     names = [f"{pool.name:>15}{number}".encode()[-16:] for number in range(3)]
@@ -195,23 +195,23 @@ def test_a_work_waits_for_what_still_uses_its_pages(client: Client, pool: Filled
     client.wait_done(client.store(pool.name, names[:2], ids))
     lease = client.lookup(pool.name, names[:2]).lease
     with client.open_events() as ring:
-        point = ring.point()
+        point = ring.event()
         if kind == "offload":
-            work = client.offload(pool.name, [pages(ids)], after=point)
+            operation = client.offload(pool.name, [pages(ids)], after=point)
         elif kind == "restore":
-            work = client.restore(pool.name, snapshot, [pages(ids)], after=point)
+            operation = client.restore(pool.name, snapshot, [pages(ids)], after=point)
         elif kind == "store":
-            work = client.store(pool.name, names[2:], ids[:1], after=point)
+            operation = client.store(pool.name, names[2:], ids[:1], after=point)
         else:
-            work = client.load(pool.name, lease, ids, after=point, unpin=True)
+            operation = client.load(pool.name, lease, ids, after=point, unpin=True)
         client.ping()  # answered after it, if it were answered
-        assert work.state == "sent"
+        assert operation.state == "sent"
         ring.record(point)
-        client.wait_done(work)
+        client.wait_done(operation)
     if kind != "load":
         client.unpin(lease)
     client.evict_cached(names)
-    for one in {snapshot, work.snapshot} - {""}:
+    for one in {snapshot, operation.snapshot} - {""}:
         client.drop_snapshot(one)
 
 
@@ -219,16 +219,16 @@ def test_a_work_waits_for_what_still_uses_its_pages(client: Client, pool: Filled
 def test_a_restore_that_waits_can_be_cancelled_or_late(client: Client, pool: Filled) -> None:
     ids = client.allocate(pool.name, 16)
     snapshot = client.wait_done(client.offload(pool.name, [pages(ids)])).snapshot
-    work = client.restore(pool.name, snapshot)
-    assert not client.cancel_work(work).was_done
+    operation = client.restore(pool.name, snapshot)
+    assert not client.cancel_operation(operation).was_done
     with pytest.raises(CancelledError):
-        client.wait_done(work)
+        client.wait_done(operation)
     late = client.restore(pool.name, snapshot, deadline_s=0.05)
     with pytest.raises(DeadlineError, match="restore was not done within"):
         client.wait_done(late)
     client.drop_snapshot(snapshot)
-    with pytest.raises(UnknownWorkError):
-        client.cancel_work(late)  # its event is acknowledged: the request before said so
+    with pytest.raises(UnknownOperationError):
+        client.cancel_operation(late)  # its event is acknowledged: the request before said so
 
 
 def test_a_snapshot_outlives_its_session_for_a_while(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
@@ -238,24 +238,24 @@ def test_a_snapshot_outlives_its_session_for_a_while(daemon: DaemonProcess, clie
         content = theirs.write(ids, seed=10)
         snapshot = other.wait_done(other.offload(theirs.name, [pages(ids)])).snapshot
         theirs.close()
-    work = client.restore(pool.name, snapshot)
-    client.wait_done(work)
-    assert pool.holds(work.pages["main"], content)
+    operation = client.restore(pool.name, snapshot)
+    client.wait_done(operation)
+    assert pool.holds(operation.pages["main"], content)
     [shown] = [one for one in client.snapshots() if one.snapshot == snapshot]
     assert shown.session is None
     client.drop_snapshot(snapshot)
 
 
-def test_a_hand_off_lands_in_the_host_tier_and_is_restored(client: Client, daemon: DaemonProcess, name: str) -> None:
+def test_a_transfer_lands_in_the_host_tier_and_is_restored(client: Client, daemon: DaemonProcess, name: str) -> None:
     with Client.connect(daemon.runtime_dir, name="decode") as decode:
         source, target = Filled(client, f"{name}-prefill"), Filled(decode, f"{name}-decode", LARGER)
         ids = client.allocate(source.name, 6)
         content = source.write(ids, seed=11)
         taken = decode.allocate(target.name, 32)
         request_id = new_request_id()
-        room = decode.receive(target.name, request_id, [pages_wanted(6, tokens=23)], land="host")
+        transfer = decode.receive(target.name, request_id, [pages_wanted(6, tokens=23)], into="host")
         sent = client.send(source.name, request_id, [pages(ids, tokens=23)], first_token=7)
-        done = decode.wait_finished(room)
+        done = decode.wait_finished(transfer)
         assert (done.first_token, done.pages) == (7, 6)
         client.wait_settled(sent)
         back = decode.restore(target.name, done.snapshot, drop=True)
@@ -263,7 +263,7 @@ def test_a_hand_off_lands_in_the_host_tier_and_is_restored(client: Client, daemo
         decode.free(target.name, taken[10:])
         decode.wait_done(back)
         assert target.holds(back.pages["main"], content)
-        decode.wait_settled(room)
+        decode.wait_settled(transfer)
         [tier] = [one for one in decode.status().tiers if one.tier == "host"]
         assert tier.snapshots == 0
         target.close()
@@ -271,7 +271,7 @@ def test_a_hand_off_lands_in_the_host_tier_and_is_restored(client: Client, daemo
 
 
 @pytest.mark.host_only
-def test_a_hand_off_of_another_daemon_lands_in_the_host_tier(client: Client, pool: Filled, tmp_path: Path) -> None:
+def test_a_transfer_of_another_daemon_lands_in_the_host_tier(client: Client, pool: Filled, tmp_path: Path) -> None:
     ids = client.allocate(pool.name, 6)
     content = pool.write(ids, seed=12)
     here = client.status().addresses[0]
@@ -279,25 +279,25 @@ def test_a_hand_off_of_another_daemon_lands_in_the_host_tier(client: Client, poo
         target = Filled(decode, "decode", LARGER)
         request_id = new_request_id()
         wanted = [pages_wanted(6, tokens=23)]
-        room = decode.receive("decode", request_id, wanted, land="host", source_daemons=[here])
+        transfer = decode.receive("decode", request_id, wanted, into="host", source_daemons=[here])
         client.wait_settled(client.send(pool.name, request_id, [pages(ids, tokens=23)]))
-        back = decode.restore("decode", decode.wait_finished(room).snapshot, drop=True)
+        back = decode.restore("decode", decode.wait_finished(transfer).snapshot, drop=True)
         decode.wait_done(back)
         assert target.holds(back.pages["main"], content)
         target.close()
 
 
 @pytest.mark.host_only
-def test_a_landing_that_fails_leaves_nothing(client: Client, pool: Filled) -> None:
+def test_a_network_that_fails_leaves_nothing(client: Client, pool: Filled) -> None:
     before = next(one for one in client.status().tiers if one.tier == "host")
-    room = client.receive(pool.name, new_request_id(), [pages_wanted(6)], land="host", deadline_s=0.05)
+    transfer = client.receive(pool.name, new_request_id(), [pages_wanted(6)], into="host", deadline_s=0.05)
     with pytest.raises(DeadlineError):
-        client.wait_finished(room)
-    client.wait_settled(room)
+        client.wait_finished(transfer)
+    client.wait_settled(transfer)
     assert next(one for one in client.status().tiers if one.tier == "host") == before
     with pytest.raises(UnknownComponentError):
         client.wait_finished(
-            client.receive(pool.name, new_request_id(), [pages_wanted(6, component="swa")], land="host")
+            client.receive(pool.name, new_request_id(), [pages_wanted(6, component="swa")], into="host")
         )
 
 
@@ -308,13 +308,13 @@ async def test_the_asynchronous_client_does_the_same(daemon: DaemonProcess, name
     async with await AsyncClient.connect(daemon.runtime_dir, name="async") as client:
         pool = await client.create_pool(name, SPEC, model=MODEL)
         ids = await client.allocate(name, 4)
-        work = await client.wait_accepted(client.offload(name, [pages(ids)], release=True))
-        await client.wait_done(work)
-        back = client.restore(name, work.snapshot)
+        operation = await client.wait_accepted(client.offload(name, [pages(ids)], release=True))
+        await client.wait_done(operation)
+        back = client.restore(name, operation.snapshot)
         await client.wait_done(back)
         assert len(back.pages["main"]) == 4
-        assert [one.snapshot for one in await client.snapshots() if one.pool == name] == [work.snapshot]
-        assert not (await client.drop_snapshot(work.snapshot)).deferred
+        assert [one.snapshot for one in await client.snapshots() if one.pool == name] == [operation.snapshot]
+        assert not (await client.drop_snapshot(operation.snapshot)).deferred
         stored = await client.wait_done(client.store(name, [b"0" * 16], back.pages["main"][:1]))
         assert stored.stored == 1
         found = await client.lookup(name, [b"0" * 16, b"1" * 16])

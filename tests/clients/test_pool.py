@@ -109,8 +109,8 @@ def test_a_closed_pool_says_to_attach_it_again() -> None:
         pool.array("main", "k")
 
 
-@pytest.mark.card_only
-def test_an_array_of_a_pool_on_a_card_is_refused() -> None:
+@pytest.mark.device_only
+def test_an_array_of_a_pool_on_a_device_is_refused() -> None:
     pool = attached(MlaSpec(layers=1, kv_lora_rank=32, qk_rope_head_dim=8, **SMALL))
     with pytest.raises(InvalidFieldError, match=r"use tensor\(\)"):
         pool.array("main", "k")

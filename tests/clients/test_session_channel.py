@@ -56,7 +56,7 @@ def read(daemon: socket.socket, count: int) -> list[int]:
 def test_what_arrives_is_taken_at_once_while_another_thread_says_much(ends: Ends) -> None:
     ends.daemon.sendall(pack(ShareFollows(message_id=7)))
     with ThreadPoolExecutor(1) as other:
-        saying = other.submit(ends.client.say, much(1))
+        saying = other.submit(ends.client.send, much(1))
         assert ends.daemon.recv(1, socket.MSG_PEEK), "it has begun"
         started = time.monotonic()
         ends.client.receive()
@@ -70,7 +70,7 @@ def test_what_arrives_is_taken_at_once_while_another_thread_says_much(ends: Ends
 
 def test_what_two_threads_say_at_a_time_does_not_mix(ends: Ends) -> None:
     with ThreadPoolExecutor(2) as others:
-        saying = [others.submit(ends.client.say, much(number)) for number in (1, 2)]
+        saying = [others.submit(ends.client.send, much(number)) for number in (1, 2)]
         assert sorted(read(ends.daemon, 400)) == [1] * 200 + [2] * 200
         for one in saying:
             one.result(SOON_S)

@@ -18,7 +18,7 @@ AT_ONCE: Final = {
 
 
 def surface(client: type[Any]) -> dict[str, Any]:
-    """Return what a client offers."""
+    """Return what a client send requests."""
     return {name: inspect.getattr_static(client, name) for name in dir(client) if not name.startswith("_")}
 
 

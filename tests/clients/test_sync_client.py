@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import AttachedPool, Client, HandOff, KvferryError, MhaSpec, new_request_id, pages
+from kvferry.clients import AttachedPool, Client, KvferryError, MhaSpec, Transfer, new_request_id, pages
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
@@ -30,7 +30,7 @@ from kvferry.protocol.errors import (
     PoolFullError,
     PoolInUseError,
     UnknownPoolError,
-    UnknownRoomError,
+    UnknownTransferError,
 )
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from tests.daemons import DaemonProcess, running_daemon
@@ -61,8 +61,8 @@ def other(daemon: DaemonProcess) -> Iterator[Client]:
 def test_hello_says_what_the_daemon_is(client: Client) -> None:
     welcome = client.welcome
     assert welcome is not None
-    assert welcome.protocol == 1
-    assert {"rooms.local", "rooms.chunks"} <= set(welcome.features)
+    assert welcome.protocol == 2
+    assert {"transfers.local", "transfers.chunks"} <= set(welcome.features)
     assert len(client.boot_id) == 32
     assert "session=" in repr(client)
 
@@ -209,7 +209,7 @@ def test_pages_come_and_go(client: Client, other: Client, name: str, spec: MhaSp
         client.free(name, [])
 
 
-# -- hand-offs
+# -- transfers
 
 
 class TwoEngines(NamedTuple):
@@ -222,7 +222,7 @@ class TwoEngines(NamedTuple):
     sent: PageIds
     received: PageIds
 
-    def send(self, request_id: str, **options: int | bytes) -> HandOff:
+    def send(self, request_id: str, **options: int | bytes) -> Transfer:
         """SEND all pages."""
         return self.prefill.send(
             self.source.name,
@@ -231,7 +231,7 @@ class TwoEngines(NamedTuple):
             **options,  # type: ignore[arg-type]
         )
 
-    def receive(self, request_id: str) -> HandOff:
+    def receive(self, request_id: str) -> Transfer:
         """RECEIVE into all pages."""
         return self.decode.receive(self.destination.name, request_id, [pages(self.received, tokens=10)])
 
@@ -262,7 +262,7 @@ def engines(client: Client, other: Client, name: str, spec: MhaSpec) -> TwoEngin
 
 
 @pytest.mark.parametrize("first", ["send", "receive"])
-def test_a_hand_off_in_either_order(engines: TwoEngines, first: str) -> None:
+def test_a_transfer_in_either_order(engines: TwoEngines, first: str) -> None:
     request_id, payload = new_request_id(), os.urandom(MAX_PAYLOAD_BYTES)
     if first == "send":
         sending = engines.send(request_id, first_token=42, payload=payload)
@@ -342,7 +342,7 @@ def test_cancelling(engines: TwoEngines, side: str) -> None:
     with pytest.raises(CancelledError):
         engine.wait_finished(mine, SOON_S)
     assert not peer.poll(0)
-    with pytest.raises(UnknownRoomError):
+    with pytest.raises(UnknownTransferError):
         engine.cancel(mine)
 
 
@@ -359,14 +359,14 @@ def test_the_peer_hears_of_a_cancel(engines: TwoEngines) -> None:
 
 def test_results_can_be_asked_for(engines: TwoEngines) -> None:
     request_id, pool = new_request_id(), engines.destination.name
-    with pytest.raises(UnknownRoomError):
+    with pytest.raises(UnknownTransferError):
         engines.decode.result(pool, request_id, "receive")
     receiving = engines.receive(request_id)
     assert engines.decode.result(pool, request_id, "receive").state == "open"
     engines.prefill.wait_settled(engines.send(request_id), SOON_S)
     result = engines.decode.result(pool, request_id, "receive")
     assert (result.state, result.finished) == ("settled", receiving.finished)
-    with pytest.raises(UnknownRoomError):
+    with pytest.raises(UnknownTransferError):
         engines.decode.result(pool, request_id, "receive")  # its events were acknowledged by the request before
 
 
@@ -444,7 +444,7 @@ def test_poll_0_does_not_wait_even_for_a_daemon_that_stands_still(tmp_path: Path
 
 
 def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path, spec: MhaSpec) -> None:
-    calls: dict[str, Callable[[Client, HandOff], object]] = {
+    calls: dict[str, Callable[[Client, Transfer], object]] = {
         "ping": lambda client, _: client.ping(),
         "status": lambda client, _: client.status(),
         "create": lambda client, _: client.create_pool("other", spec, device=DEVICE.name),
@@ -452,29 +452,29 @@ def test_every_wait_ends_at_once_when_the_daemon_is_killed(tmp_path: Path, spec:
         "delete": lambda client, _: client.delete_pool("decode"),
         "allocate": lambda client, _: client.allocate("decode", 1),
         "free": lambda client, _: client.free("decode", [1]),
-        "cancel": lambda client, room: client.cancel(room),
-        "result": lambda client, room: client.result("decode", room.key.request_id, "receive"),
-        "wait_finished": lambda client, room: client.wait_finished(room),
-        "wait_settled": lambda client, room: client.wait_settled(room),
+        "cancel": lambda client, transfer: client.cancel(transfer),
+        "result": lambda client, transfer: client.result("decode", transfer.key.request_id, "receive"),
+        "wait_finished": lambda client, transfer: client.wait_finished(transfer),
+        "wait_settled": lambda client, transfer: client.wait_settled(transfer),
         "poll": lambda client, _: client.poll(30),
     }
     raised: dict[str, BaseException] = {}
 
-    def wait(name: str, client: Client, room: HandOff) -> None:
+    def wait(name: str, client: Client, transfer: Transfer) -> None:
         try:
-            calls[name](client, room)
+            calls[name](client, transfer)
         except BaseException as error:  # noqa: BLE001  the test looks at it
             raised[name] = error
 
     with running_daemon(tmp_path) as own:
-        clients, rooms = {}, {}
+        clients, transfers = {}, {}
         for name in calls:
             clients[name] = client = Client.connect(own.runtime_dir, name=name)
             client.create_pool("decode", spec, device=DEVICE.name)
-            rooms[name] = client.receive("decode", new_request_id(), [pages(client.allocate("decode", 1))])
-            assert client.poll(SOON_S) == [rooms[name]]
+            transfers[name] = client.receive("decode", new_request_id(), [pages(client.allocate("decode", 1))])
+            assert client.poll(SOON_S) == [transfers[name]]
         own.process.send_signal(signal.SIGSTOP)  # nobody gets a reply any more
-        threads = [threading.Thread(target=wait, args=(name, clients[name], rooms[name])) for name in calls]
+        threads = [threading.Thread(target=wait, args=(name, clients[name], transfers[name])) for name in calls]
         for thread in threads:
             thread.start()
         own.kill()

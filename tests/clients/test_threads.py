@@ -13,9 +13,9 @@ from typing import Final
 
 import pytest
 
-from kvferry.clients import AsyncClient, Client, HandOff, MhaSpec, new_request_id, pages
+from kvferry.clients import AsyncClient, Client, MhaSpec, Transfer, new_request_id, pages
+from kvferry.clients.calls import Call
 from kvferry.clients.exclusive_use import ExclusiveUse
-from kvferry.clients.operations import Operation
 from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, DeadlineError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.session_messages import Ping
@@ -39,11 +39,11 @@ def helper() -> Iterator[ThreadPoolExecutor]:
         yield one
 
 
-def wait_in_turn(client: Client, room: HandOff) -> Finished:
-    """Wait for a hand-off, as soon as the other thread is not in a call."""
+def wait_in_turn(client: Client, transfer: Transfer) -> Finished:
+    """Wait for a transfer, as soon as the other thread is not in a call."""
     while True:
         try:
-            return client.wait_finished(room, SOON_S)
+            return client.wait_finished(transfer, SOON_S)
         except ConcurrentUseError:
             continue
 
@@ -64,21 +64,21 @@ def test_a_call_while_another_threads_waits_is_refused(
 ) -> None:
     client.create_pool(name, spec)
     ids = client.allocate(name, 1)
-    room = client.receive(name, new_request_id(), [pages(ids)])
-    waiting = helper.submit(wait_in_turn, client, room)
+    transfer = client.receive(name, new_request_id(), [pages(ids)])
+    waiting = helper.submit(wait_in_turn, client, transfer)
     error = refused(client.poll)
     assert "thread 'MainThread' calls a client that thread 'helper_0' calls" in error.detail
     for call in (
         client.ping,
         lambda: client.allocate(name, 1),
         lambda: client.send(name, new_request_id(), [pages(ids)]),
-        lambda: client.wait_settled(room),
+        lambda: client.wait_settled(transfer),
         lambda: client.create_pool(name, spec),
     ):
         with pytest.raises(ConcurrentUseError):
             call()
     with Client.connect(daemon.runtime_dir) as prefill:
-        sent = prefill.send(name, room.key.request_id, [pages(prefill.allocate(name, 1))], first_token=7)
+        sent = prefill.send(name, transfer.key.request_id, [pages(prefill.allocate(name, 1))], first_token=7)
         assert waiting.result(SOON_S).first_token == 7, "the call that was under way goes on"
         prefill.wait_settled(sent, SOON_S)
         assert client.allocate(name, 1).tolist() == [3], "what was refused has sent nothing"
@@ -125,8 +125,8 @@ def test_any_thread_may_close(
     daemon: DaemonProcess, client: Client, helper: ThreadPoolExecutor, name: str, spec: MhaSpec
 ) -> None:
     client.create_pool(name, spec)
-    room = client.receive(name, new_request_id(), [pages(client.allocate(name, 16))])
-    waiting = helper.submit(wait_in_turn, client, room)
+    transfer = client.receive(name, new_request_id(), [pages(client.allocate(name, 16))])
+    waiting = helper.submit(wait_in_turn, client, transfer)
     refused(client.poll)
     client.close()
     with pytest.raises(ClientClosedError, match="while this call waited"):
@@ -162,9 +162,9 @@ def test_closing_ends_a_call_that_waits_also_without_a_session(
 
 def test_a_failed_wait_gives_the_client_back(client: Client, helper: ThreadPoolExecutor, name: str) -> None:
     client.create_pool(name, MhaSpec(layers=1, tokens=8, page_size=4, kv_heads=1, head_dim=4, dtype="float32"))
-    room = client.receive(name, new_request_id(), [pages(client.allocate(name, 1))])
+    transfer = client.receive(name, new_request_id(), [pages(client.allocate(name, 1))])
     with pytest.raises(DeadlineError):
-        client.wait_finished(room, 0.01)
+        client.wait_finished(transfer, 0.01)
     assert helper.submit(client.ping).result(SOON_S) > 0
 
 
@@ -191,8 +191,8 @@ async def test_an_async_client_stays_on_its_loop(daemon: DaemonProcess, name: st
 async def test_any_thread_may_close_an_async_client(daemon: DaemonProcess, name: str, spec: MhaSpec) -> None:
     client = await AsyncClient.connect(daemon.runtime_dir)
     await client.create_pool(name, spec)
-    room = client.receive(name, new_request_id(), [pages(await client.allocate(name, 1))])
-    waiting = asyncio.ensure_future(client.wait_finished(room, SOON_S))
+    transfer = client.receive(name, new_request_id(), [pages(await client.allocate(name, 1))])
+    waiting = asyncio.ensure_future(client.wait_finished(transfer, SOON_S))
     await client.ping()
     await asyncio.to_thread(client.close)
     with pytest.raises(ClientClosedError):
@@ -254,7 +254,7 @@ class Intruder:
             self._inside.set()
             self._leave.wait(SOON_S)
 
-        self._client.call(Operation(Ping(), (), read))
+        self._client.call(Call(Ping(), (), read))
 
 
 WHOLE: Final[dict[str, Callable[[Client, str], object]]] = {
@@ -275,7 +275,7 @@ def test_a_call_that_has_begun_ends_whatever_another_thread_calls(
 
 
 def test_a_call_in_the_midst_of_ones_own_says_what_it_is(client: Client) -> None:
-    operation = Operation(Ping(), (), lambda _: client.poll())  # as a signal handler would
+    call = Call(Ping(), (), lambda _: client.poll())  # as a signal handler would
     with pytest.raises(ConcurrentUseError, match="'MainThread' is in a call of this client already: a signal handler"):
-        client.call(operation)
+        client.call(call)
     assert client.ping() > 0, "the client goes on"

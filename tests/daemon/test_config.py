@@ -83,7 +83,7 @@ def wrong(key: Key) -> Wrong:
             assert pattern is not None, f"{key.name} takes any text"
             return Wrong(("", "\0", 1, True, "x" * 5000), ())
         case inspect.VarTupleType():
-            return Wrong(("npu:0", ["card"], [1]), ("npu:N",))
+            return Wrong(("npu:0", ["device"], [1]), ("npu:N",))
         case inspect.DictType():
             return Wrong(
                 ({"x": 1}, {"1": -1}, {"-1": 1 << 20}, {"1": "8GB"}, {"1": HUGE}, 1, [1]), ("each key a whole number",)
@@ -199,7 +199,7 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
     assert said in caught.value.detail
 
 
-MOONCAKE = '[peers]\nlisten = "tcp://10.0.0.3:7801"\n[landing]\ntransport = "mooncake"\n'
+MOONCAKE = '[peers]\nlisten = "tcp://10.0.0.3:7801"\n[network]\ntransport = "mooncake"\n'
 STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
 
 
@@ -214,12 +214,20 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         ('[devices]\nopen = ["host"]', "devices.open", "npu:N"),
         ('[limits]\nmax_frame_bytes = "32MiB"', "limits.max_message_bytes", "limits.max_frame_bytes = 33554432"),
         ("[limits]\nmax_deadline_ms = 1000", "limits.default_deadline_ms", "limits.max_deadline_ms = 1000"),
-        ("[landing]\ndirect = true", "landing.direct", "landing.transport"),
-        ('[landing]\nprotocol = "ascend"', "landing.protocol", "landing.transport"),
-        ('[landing]\ntransport = "mooncake"', "landing.address", "peers.listen"),
-        (MOONCAKE + 'slots = 65536\nslot_bytes = "1GiB"', "landing.slots", "landing.slot_bytes = 1GiB"),
-        (MOONCAKE + 'staging = 65536\nslot_bytes = "1GiB"', "landing.staging", "landing.slot_bytes = 1GiB"),
-        (MOONCAKE + 'quarantined_bytes = "1TiB"', "landing.quarantined_bytes", "landing.slots = 16"),
+        ("[network]\ndirect = true", "network.direct", "network.transport"),
+        ('[network]\nprotocol = "ascend"', "network.protocol", "network.transport"),
+        ('[network]\ntransport = "mooncake"', "network.address", "peers.listen"),
+        (
+            MOONCAKE + 'bounce_buffers = 65536\nbounce_buffer_bytes = "1GiB"',
+            "network.bounce_buffers",
+            "network.bounce_buffer_bytes = 1GiB",
+        ),
+        (
+            MOONCAKE + 'staging = 65536\nbounce_buffer_bytes = "1GiB"',
+            "network.staging",
+            "network.bounce_buffer_bytes = 1GiB",
+        ),
+        (MOONCAKE + 'quarantined_bytes = "1TiB"', "network.quarantined_bytes", "network.bounce_buffers = 16"),
         ('[tiers]\nhost_bytes = 0\n[tiers.disk]\npath = "/srv"', "tiers.disk.path", "tiers.host_bytes = 0"),
         ("[tiers]\nhost_bytes = 0\n" + STORE, "tiers.remote.transport", "tiers.host_bytes = 0"),
         ('[tiers]\nhost_bytes = 0\ntenant_bytes = "1GiB"', "tiers.tenant_bytes", "tiers.host_bytes = 0"),
@@ -231,7 +239,7 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         ('[tiers]\nhost_bytes = "1GiB"\nquotas = { 7 = "2GiB" }', "tiers.quotas.7", "tiers.host_bytes = 1GiB"),
         ("[tiers]\ntenant_bytes = 0", "tiers.tenant_bytes", "tiers.quotas"),
         ('[tiers.remote]\nprotocol = "ascend"', "tiers.remote.protocol", "tiers.remote.transport"),
-        ('[tiers.remote]\ntransport = "mooncake_store"', "tiers.remote.address", "landing.address"),
+        ('[tiers.remote]\ntransport = "mooncake_store"', "tiers.remote.address", "network.address"),
         (STORE + "timeout_s = 2", "tiers.remote.timeout_s", "tiers.remote.progress_timeout_s = 3"),
         (STORE + "retry_s = 60", "tiers.remote.retry_at_most_s", "tiers.remote.retry_s = 60"),
     ],
@@ -248,10 +256,10 @@ def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field
     [
         MOONCAKE + 'protocol = "ascend"\ndirect = true\nquarantined_bytes = "1TiB"',
         STORE + 'protocol = "ascend"',
-        '[landing]\naddress = "10.0.0.3"\n[tiers.remote]\ntransport = "mooncake_store"',
+        '[network]\naddress = "10.0.0.3"\n[tiers.remote]\ntransport = "mooncake_store"',
         "[tiers]\nhost_bytes = 0\ntenant_bytes = 0",
         '[tiers]\ntenant_bytes = 0\nquotas = { 7 = "1GiB" }',
-        "[limits]\nmax_rooms = 2\nmax_rooms_per_session = 1",
+        "[limits]\nmax_transfers = 2\nmax_transfers_per_session = 1",
     ],
 )
 def test_keys_that_go_together_are_taken(tmp_path: Path, text: str) -> None:

@@ -32,8 +32,8 @@ def test_a_client_that_names_no_deadline_is_served(daemon: DaemonProcess) -> Non
     with Client.connect(daemon.runtime_dir) as client:
         client.create_pool("sync", SPEC)
         held = client.allocate("sync", 2)
-        work = client.offload("sync", [pages(held)])
-        client.wait_done(work)
+        operation = client.offload("sync", [pages(held)])
+        client.wait_done(operation)
         alone = client.receive("sync", new_request_id(), [pages(held)])
         with pytest.raises(DeadlineError, match="no SEND yet"):  # the daemon's default
             client.wait_finished(alone)

@@ -1,4 +1,4 @@
-"""Cards of a host that has none: who asks for one is told what is missing, and the daemon goes on."""
+"""Devices of a host that has none: who asks for one is told what is missing, and the daemon goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MISSING = "npu:7"
 
 @pytest.fixture
 def devices() -> Devices:
-    """Return the cards of a daemon, none of which was asked for."""
+    """Return the devices of a daemon, none of which was asked for."""
     return Devices(DevicesConfig(), _unexpected)
 
 
@@ -44,9 +44,9 @@ def test_nothing_is_touched_before_somebody_asks(devices: Devices) -> None:
 
 
 @pytest.mark.parametrize("name", ["npu:999", "cuda:999"])
-def test_a_card_that_is_not_there_is_named_with_the_reason(devices: Devices, name: str) -> None:
+def test_a_device_that_is_not_there_is_named_with_the_reason(devices: Devices, name: str) -> None:
     details = set()
-    for ask in (devices.open, lambda one: devices.allocate(one, 1 << 20), lambda one: devices.borrow(one, [], 1)):
+    for ask in (devices.open, lambda one: devices.allocate(one, 1 << 20), lambda one: devices.register(one, [], 1)):
         with pytest.raises(DeviceUnavailableError) as refused:
             ask(name)
         assert refused.value.field == "device"
@@ -57,17 +57,17 @@ def test_a_card_that_is_not_there_is_named_with_the_reason(devices: Devices, nam
     assert not devices.lost, "it can be asked for again"
 
 
-def test_a_daemon_without_cards_says_why_and_goes_on(client: Client) -> None:
+def test_a_daemon_without_devices_says_why_and_goes_on(client: Client) -> None:
     with pytest.raises(DeviceUnavailableError) as refused:
-        client.create_pool("on-card", SPEC, device=MISSING)
+        client.create_pool("on-device", SPEC, device=MISSING)
     assert "kvferry doctor" in refused.value.remedy
     with pytest.raises(UnknownPoolError):
-        client.attach_pool("on-card")
+        client.attach_pool("on-device")
     status = client.status()
     (shown,) = status.devices
     assert shown.device == MISSING
     assert shown.state.startswith("unavailable: ")
-    assert client.create_pool("on-card", SPEC).device == "host", "the name is free still"
+    assert client.create_pool("on-device", SPEC).device == "host", "the name is free still"
 
 
 @pytest.mark.parametrize("name", ["", "npu", "npu:", "npu:-1", "npu:1000", "gpu:0", "NPU:0", "host:0", "npu:0\n"])

@@ -240,7 +240,7 @@ async def test_busy_once_too_much_is_in_flight(daemon: Daemon) -> None:
 
 
 def settled(number: int) -> Settled:
-    return Settled(request_id=f"{number:032x}", pool="decode", side="receive")
+    return Settled(request_id=f"{number:032x}", pool="decode", direction="receive")
 
 
 def push(daemon: Daemon, *numbers: int) -> None:

@@ -24,7 +24,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import InvalidFieldError, MalformedError
 from kvferry.protocol.limits import EVENT_RING_SLOTS, Limits
 from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEvents, Ping
-from tests.daemon.transports.landing_world import ManualExecutor
+from tests.daemon.transports.network_harness import ManualExecutor
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 WAIT_S = 10.0
@@ -48,7 +48,7 @@ class Daemon:
     """The rings, and what is around them in a daemon.
 
     Attributes:
-        reached: what the rings told the room book.
+        reached: what the rings told the transfer state machine.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A daemon in which one effect of a hand-off raises: that hand-off fails, and all others go on as if nothing were."""
+"""A daemon in which one effect of a transfer raises: that transfer fails, and all others go on as if nothing were."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvferry.daemon.config import Config, LoggingConfig, TransfersConfig
 from kvferry.daemon.logs import configure_logs
 from kvferry.daemon.loop import Daemon, daemon_version
 from kvferry.daemon.peers import PeerLinks
-from kvferry.daemon.rooms.effects import StartPiece
 from kvferry.daemon.testing.recording_service_manager import RecordingServiceManager
+from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transports.local import LocalTransport
 from kvferry.protocol.errors import DeadlineError, InternalError, InvalidFieldError
 
@@ -60,10 +60,10 @@ async def test_a_copy_that_cannot_begin_fails_alone_and_gives_its_pages_back(
     asked: list[int] = []
     start = LocalTransport.start
 
-    def fails_at_first(self: LocalTransport, piece: StartPiece) -> None:
-        asked.append(piece.piece_id)
+    def fails_at_first(self: LocalTransport, op: StartOp) -> None:
+        asked.append(op.op_id)
         assert len(asked) > 1, "a bug of the transport"
-        start(self, piece)
+        start(self, op)
 
     monkeypatch.setattr(LocalTransport, "start", fails_at_first)
     request_id = new_request_id()
@@ -76,14 +76,14 @@ async def test_a_copy_that_cannot_begin_fails_alone_and_gives_its_pages_back(
     with pytest.raises(InternalError, match="a bug of the transport"):
         await client.wait_finished(one)
     assert (await client.wait_finished(other)).pages == 2
-    for hand_off in (one, other):
-        await client.wait_settled(hand_off)
+    for transfer in (one, other):
+        await client.wait_settled(transfer)
     with pytest.raises(InternalError):
         await client.wait_finished(sending)
     await client.wait_settled(sending)
     assert len(asked) == 2
     status = await client.status()
-    assert status.counters["rooms.effects_failed"] == 1
+    assert status.counters["transfers.effects_failed"] == 1
     assert [one.busy for one in status.pools] == [0, 0, 0]
 
 
@@ -92,8 +92,8 @@ async def test_a_late_word_of_a_transport_that_raised_changes_nothing(
 ) -> None:
     start = LocalTransport.start
 
-    def begins_and_fails(self: LocalTransport, piece: StartPiece) -> None:
-        start(self, piece)
+    def begins_and_fails(self: LocalTransport, op: StartOp) -> None:
+        start(self, op)
         monkeypatch.setattr(LocalTransport, "start", start)
         raise RuntimeError("after it began")
 
@@ -109,7 +109,7 @@ async def test_a_late_word_of_a_transport_that_raised_changes_nothing(
             await client.wait_finished(receiving)
         await client.wait_settled(receiving)
         await client.wait_settled(sending)
-    assert (await client.status()).counters["rooms.pieces_over"] == 1
+    assert (await client.status()).counters["transfers.ops_over"] == 1
 
 
 async def test_deadlines_come_although_a_peer_cannot_be_told(
@@ -151,7 +151,7 @@ async def test_a_source_daemon_that_cannot_be_called_refuses_the_receive(client:
             await client.wait_finished(receiving)
         assert refused.value.field == "source_daemons[1]"
     status = await client.status()
-    assert status.rooms == ()
+    assert status.transfers == ()
     assert [one.busy for one in status.pools] == [0]
 
 
@@ -167,4 +167,4 @@ async def test_a_source_daemon_for_which_there_is_no_link_refuses_the_receive(
     with pytest.raises(InvalidFieldError) as refused:
         await client.wait_finished(receiving)
     assert refused.value.field == "source_daemons[0]"
-    assert (await client.status()).rooms == ()
+    assert (await client.status()).transfers == ()

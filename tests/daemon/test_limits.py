@@ -1,4 +1,4 @@
-"""Bounds on what a session may have in flight: BUSY, and room again once something is over."""
+"""Bounds on what a session may have in flight: BUSY, and transfer again once something is over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
-from kvferry.clients import Client, HandOff, MhaSpec, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
 from kvferry.clients.connection import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.base import PageList
@@ -19,14 +19,14 @@ from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.pool_messages import Allocate, Allocated
 from kvferry.protocol.requests import Busy, RequestBody
-from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, Receive
+from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive
 from tests.daemons import DaemonProcess, running_daemon
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 CONFIG = """
 [limits]
-max_rooms_per_session = 2
-max_rooms = 3
+max_transfers_per_session = 2
+max_transfers = 3
 max_sessions = 3
 """
 
@@ -47,14 +47,14 @@ def client(daemon: DaemonProcess) -> Iterator[Client]:
         yield one
 
 
-def receive(client: Client, ids: PageIds) -> HandOff:
+def receive(client: Client, ids: PageIds) -> Transfer:
     return client.receive("decode", new_request_id(), [pages(ids)])
 
 
-def test_hand_offs_of_a_session(client: Client) -> None:
+def test_transfers_of_a_session(client: Client) -> None:
     ids = client.allocate("decode", 3)
     first, second, third = (receive(client, ids[at : at + 1]) for at in range(3))
-    with pytest.raises(OverloadedError, match="2 hand-offs of the session"):
+    with pytest.raises(OverloadedError, match="2 transfers of the session"):
         client.wait_finished(third)
     client.cancel(first)
     client.wait_settled(first)
@@ -64,15 +64,15 @@ def test_hand_offs_of_a_session(client: Client) -> None:
     assert [one.state for one in (second, again)] == ["open", "open"]
 
 
-def test_hand_offs_of_all_sessions(daemon: DaemonProcess, client: Client) -> None:
-    rooms: list[HandOff] = []
+def test_transfers_of_all_sessions(daemon: DaemonProcess, client: Client) -> None:
+    transfers: list[Transfer] = []
     with Client.connect(daemon.runtime_dir) as other:
         for one in (client, other):
             ids = one.allocate("decode", 2)
-            rooms = [receive(one, ids[at : at + 1]) for at in range(2)]
+            transfers = [receive(one, ids[at : at + 1]) for at in range(2)]
             one.ping()
-        with pytest.raises(OverloadedError, match="3 hand-offs of all sessions"):
-            other.wait_finished(rooms[1])
+        with pytest.raises(OverloadedError, match="3 transfers of all sessions"):
+            other.wait_finished(transfers[1])
 
 
 def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None:
@@ -103,13 +103,13 @@ def test_events_that_are_never_acknowledged(daemon: DaemonProcess, client: Clien
             if isinstance(message, Reply):
                 return message.body
 
-    room = Receive(request_id=new_request_id(), pool="decode", lists=(PageList(pages=1),))
-    cancel = Cancel(request_id=room.request_id, pool="decode", side="receive")
+    transfer = Receive(request_id=new_request_id(), pool="decode", lists=(PageList(pages=1),))
+    cancel = Cancel(request_id=transfer.request_id, pool="decode", direction="receive")
     assert isinstance(ask(Allocate(pool="decode", count=1)), Allocated)
     for _ in range(2):
-        assert isinstance(ask(room, np.array([1])), Accepted)
+        assert isinstance(ask(transfer, np.array([1])), Accepted)
         assert isinstance(ask(cancel), Cancelled)
-    busy = ask(room, np.array([1]))
+    busy = ask(transfer, np.array([1]))
     assert isinstance(busy, Busy)
     assert "4 events of the session are unacknowledged" in busy.detail
     (deaf,) = [one for one in client.status().sessions if one.name == "deaf"]

@@ -73,7 +73,7 @@ def _started() -> None:
     daemon_version()
 
 
-async def test_a_hand_off_from_beginning_to_end() -> None:
+async def test_a_transfer_from_beginning_to_end() -> None:
     async with serving() as (path, manager, _), await AsyncClient.connect(path) as client:
         pool = await client.create_pool("pool", SPEC)
         k = pool.tensor("main", "k")

@@ -1,4 +1,4 @@
-"""Which pools were on cards: remembered over restarts, until they are made anew, and never in the way."""
+"""Which pools were on devices: remembered over restarts, until they are made anew, and never in the way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "device-pools.json"
 
 
-def test_what_lived_on_a_card_is_lost_with_the_daemon(path: Path) -> None:
+def test_what_lived_on_a_device_is_lost_with_the_daemon(path: Path) -> None:
     first = LostPools(path)
     first.made(7, "decode", "npu:0")
     first.made(8, "decode", "npu:1")
@@ -53,18 +53,18 @@ def test_a_deleted_pool_is_not_lost(path: Path) -> None:
 def test_what_was_lost_in_one_life_is_not_lost_again_in_the_next(path: Path) -> None:
     pools = LostPools(path)
     pools.made(7, "decode", "npu:0")
-    pools.lose(7, "decode", "went with its card")
-    assert pools.why(7, "decode") == "went with its card"
+    pools.lose(7, "decode", "went with its device")
+    assert pools.why(7, "decode") == "went with its device"
     assert LostPools(path).why(7, "decode") is None
 
 
 def test_a_pool_that_is_lost_while_the_daemon_lives(path: Path) -> None:
     pools = LostPools(path)
-    pools.lose(7, "lent", "was lent by an engine that is gone")
-    assert pools.why(7, "lent") == "was lent by an engine that is gone"
-    assert LostPools(path).why(7, "lent") is None, "who lends again needs no word of it"
-    pools.made(7, "lent", "npu:0")
-    assert pools.why(7, "lent") is None
+    pools.lose(7, "registered", "was registered by an engine that is gone")
+    assert pools.why(7, "registered") == "was registered by an engine that is gone"
+    assert LostPools(path).why(7, "registered") is None, "who registers again needs no word of it"
+    pools.made(7, "registered", "npu:0")
+    assert pools.why(7, "registered") is None
 
 
 @pytest.mark.parametrize("content", [b"", b"junk", b"{}", b'[{"tenant": "a"}]', b"[" * 10_000, b"\xff"])

@@ -1,8 +1,8 @@
 """What an engine says of its memory, of pages and of what others hold is checked, each time: a row a claim.
 
 Each row says what is claimed, by which message, and which error comes, by code and field; afterwards the daemon holds
-what it held before. What an engine lends from a card has its rows in ``tests/npu``; what peers, the disk and a remote
-store say is in ``tests/rooms``, ``tests/pools/tiers`` and ``tests/daemon/tiers``.
+what it held before. What an engine registers from a device has its rows in ``tests/npu``; what peers, the disk and a
+remote store say is in ``tests/transfer``, ``tests/pools/tiers`` and ``tests/daemon/tiers``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
-from kvferry.protocol.pool_messages import Allocate, AttachPool, CreatePool, Free, LendPool, LentArrays
+from kvferry.protocol.pool_messages import Allocate, AttachPool, CreatePool, Free, RegisteredArrays, RegisterPool
 from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.room_messages import LayerStep, Receive, Send
 from kvferry.protocol.session_messages import OpenEvents, ShareFollows
 from kvferry.protocol.shares import SharedEvents
 from kvferry.protocol.table_messages import CreateTables, UpdateTables
 from kvferry.protocol.tier_messages import Offload, Offloading, Restore, SnapshotReport, Snapshots
+from kvferry.protocol.transfer_messages import LayerStep, Receive, Send
 from tests.daemons import running_daemon
 from tests.raw_engine import RawEngine, raw_engine
 
@@ -59,12 +59,12 @@ SPECS: Final[dict[str, PoolSpec]] = {
     "mamba": MambaSpec(state_layers=(0,), slots=12, conv_window=3, conv_channels=8, dtype="float16"),
 }
 MODEL: Final = ModelIdentity(name="believed")
-ROOM, HYBRID_ROOM, STATE_ROOM = new_request_id(), new_request_id(), new_request_id()
+TRANSFER, HYBRID_TRANSFER, STATE_TRANSFER = new_request_id(), new_request_id(), new_request_id()
 STATE: Final = (PageList(component="mamba", pages=1),)
 HASHES: Final = bytes(range(32))
 
 
-class World(NamedTuple):
+class Harness(NamedTuple):
     """A daemon on which two engines have pools, pages, tables, a ring, a snapshot and a lease."""
 
     engine: RawEngine
@@ -78,16 +78,16 @@ class Row(NamedTuple):
     """What is claimed, by which message and page lists, and what comes."""
 
     claim: str
-    body: Callable[[World], RequestBody] | RequestBody
+    body: Callable[[Harness], RequestBody] | RequestBody
     ids: tuple[npt.ArrayLike, ...]
     code: str
     field: str
-    lent: ShareFollows | None = None
+    registered: ShareFollows | None = None
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Return a world in which no row leaves anything."""
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    """Return a harness in which no row leaves anything."""
     config = "[tiers]\nhost_bytes = 4194304\n"
     with (
         running_daemon(tmp_path_factory.mktemp("believed"), config) as daemon,
@@ -104,17 +104,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         engine.ask(UpdateTables(tables="tables", batch=1, rows=1, pages=1), [1, 0, 1, 1])
         engine.ask(CreateTables(tables="window", pool="hybrid", max_batch=4, max_context_tokens=64, window=32))
         engine.ask(OpenEvents())
-        other.ask(Receive(request_id=ROOM, pool="paged", lists=(PageList(pages=2, tokens=32),)), THEIRS[:2])
+        other.ask(Receive(request_id=TRANSFER, pool="paged", lists=(PageList(pages=2, tokens=32),)), THEIRS[:2])
         other.ask(
             Receive(
-                request_id=HYBRID_ROOM,
+                request_id=HYBRID_TRANSFER,
                 pool="hybrid",
                 lists=(*main(2), PageList(component="swa", first_page=0, pages=2)),
             ),
             THEIRS[:2],
             THEIRS[:2],
         )
-        other.ask(Receive(request_id=STATE_ROOM, pool="mamba", lists=STATE), THEIRS[:1])
+        other.ask(Receive(request_id=STATE_TRANSFER, pool="mamba", lists=STATE), THEIRS[:1])
         snapshots = [
             engine.ask(Offload(pool="paged", lists=(PageList(pages=2),)), OURS[:2]).body,
             engine.ask(Offload(pool="mamba", lists=STATE), OURS[:1]).body,
@@ -123,23 +123,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         found: Any = None
         while found is None or found.blocks < 2:  # each look is a round trip
             found = engine.ask(Lookup(pool="paged", hashes=HASHES)).body
-        while watcher.status().works:
+        while watcher.status().operations:
             pass
         names = [one.snapshot for one in snapshots if isinstance(one, Offloading)]
-        yield World(engine, watcher, names[0], names[1], found.lease)
+        yield Harness(engine, watcher, names[0], names[1], found.lease)
 
 
-def held(world: World) -> object:
+def held(harness: Harness) -> object:
     """Return all that the daemon holds for engines."""
-    status = world.watcher.status()
-    snapshots = world.engine.ask(Snapshots()).body
+    status = harness.watcher.status()
+    snapshots = harness.engine.ask(Snapshots()).body
     assert isinstance(snapshots, SnapshotReport)
     return (
         [(one.snapshot, one.state, one.restores) for one in snapshots.snapshots],
         [(one.pool, one.free, one.busy, one.spaces) for one in status.pools],
-        [(one.request, one.side, one.pool) for one in status.rooms],
+        [(one.request, one.direction, one.pool) for one in status.transfers],
         [(one.tables, one.updates) for one in status.tables],
-        status.works,
+        status.operations,
     )
 
 
@@ -149,18 +149,18 @@ def main(count: int, **more: Any) -> tuple[PageList, ...]:  # noqa: ANN401  a pa
 
 
 def send(pool: str, lists: tuple[PageList, ...], **more: Any) -> Send:  # noqa: ANN401  a SEND's fields
-    """Return a SEND for the room that waits."""
-    return Send(request_id=ROOM, pool=pool, lists=lists, **more)
+    """Return a SEND for the transfer that waits."""
+    return Send(request_id=TRANSFER, pool=pool, lists=lists, **more)
 
 
 def hybrid(window_pages: int, **more: Any) -> Send:  # noqa: ANN401  a page list's fields
-    """Return a SEND for the hybrid room that waits, of two full pages."""
+    """Return a SEND for the hybrid transfer that waits, of two full pages."""
     lists = (*main(2), PageList(component="swa", pages=window_pages, **more))
-    return Send(request_id=HYBRID_ROOM, pool="hybrid", lists=lists)
+    return Send(request_id=HYBRID_TRANSFER, pool="hybrid", lists=lists)
 
 
 def receive(pool: str, lists: tuple[PageList, ...], **more: Any) -> Receive:  # noqa: ANN401  a RECEIVE's fields
-    """Return a RECEIVE for a new room."""
+    """Return a RECEIVE for a new transfer."""
     return Receive(request_id=new_request_id(), pool=pool, lists=lists, **more)
 
 
@@ -309,8 +309,8 @@ SPEC_ROWS: Final = [
         "layout_digest",
     ),
     Row(
-        "host memory as lent",
-        LendPool(pool="new", spec=MHA, device="host", arrays=(LentArrays(component="main", role="k"),)),
+        "host memory as registered",
+        RegisterPool(pool="new", spec=MHA, device="host", arrays=(RegisteredArrays(component="main", role="k"),)),
         (),
         "INVALID_FIELD",
         "device",
@@ -376,8 +376,8 @@ PAGE_ROWS: Final = [
     Row("another's pages, to be filled", receive("paged", main(1)), (THEIRS[3:],), "NOT_OWNER", "lists[0].pages"),
     Row("a page twice, to be filled", receive("paged", main(2)), ([1, 1],), "DUPLICATE_PAGE", "lists[0].pages"),
     Row(
-        "a room as large as no host, to land in",
-        receive("paged", main((1 << 31) - 1), land="host"),
+        "a transfer as large as no host, to land in",
+        receive("paged", main((1 << 31) - 1), into="host"),
         (),
         "OUT_OF_MEMORY",
         "lists[0].pages",
@@ -387,7 +387,7 @@ PAGE_ROWS: Final = [
 PAIR_ROWS: Final = [
     Row(
         "slots of as many bytes, another form, fit",
-        Send(request_id=STATE_ROOM, pool="turned", lists=STATE),
+        Send(request_id=STATE_TRANSFER, pool="turned", lists=STATE),
         (OURS[:1],),
         "GEOMETRY_MISMATCH",
         "destination.entries[0].shape",
@@ -422,13 +422,13 @@ PAIR_ROWS: Final = [
     ),
     Row("fewer layers are all", send("one-layer", main(2)), (OURS[:2],), "UNCOVERED_ENTRY", "destination.entries"),
     Row("fewer pages are all", send("paged", main(1)), (OURS[:1],), "INCOMPLETE", "lists"),
-    Row("more pages than the room has", send("paged", main(3)), (OURS[:3],), "LENGTH_MISMATCH", "lists[0]"),
+    Row("more pages than the transfer has", send("paged", main(3)), (OURS[:3],), "LENGTH_MISMATCH", "lists[0]"),
     Row(
         "the pages end elsewhere", send("paged", main(2, tokens=31)), (OURS[:2],), "LENGTH_MISMATCH", "lists[0].tokens"
     ),
     Row("the pages begin elsewhere", send("paged", main(2, first_page=1)), (OURS[:2],), "LENGTH_MISMATCH", "lists[0]"),
     Row("a window elsewhere", hybrid(2, first_page=5), (OURS[:2], OURS[:2]), "WINDOW_MISMATCH", "first_page"),
-    Row("no window where the room wants one", hybrid(0), (OURS[:2], []), "EMPTY_STATE", "lists"),
+    Row("no window where the transfer wants one", hybrid(0), (OURS[:2], []), "EMPTY_STATE", "lists"),
     Row(
         "a pool without such components fits",
         send("mamba", (PageList(component="mamba", pages=1),)),
@@ -447,9 +447,9 @@ EVENT_ROWS: Final = [
         "INVALID_FIELD",
         "steps",
     ),
-    Row("a second ring, on a card", OpenEvents(device="npu:0"), (), "INVALID_FIELD", "device"),
+    Row("a second ring, on a device", OpenEvents(device="npu:0"), (), "INVALID_FIELD", "device"),
     Row(
-        "events of a card, for a ring of the host",
+        "events of a device, for a ring of the host",
         OpenEvents(device="npu:0"),
         (),
         "INVALID_FIELD",
@@ -501,11 +501,17 @@ TABLE_ROWS: Final = [
         "INVALID_FIELD",
         "extra_tokens",
     ),
-    Row("a cell in a row beyond the batch", update(cells=1), ([1, 1, 0, 1],), "INVALID_FIELD", "cell_rows"),
-    Row("a cell in a column that is none", update(cells=1), ([1, 0, 5, 1],), "INVALID_FIELD", "cell_columns"),
-    Row("a cell of the padding page", update(cells=1), ([1, 0, 1, 0],), "PAGE_OUT_OF_RANGE", "cell_pages"),
-    Row("a cell of a page behind the pool's end", update(cells=1), ([1, 0, 1, 13],), "PAGE_OUT_OF_RANGE", "cell_pages"),
-    Row("a cell twice", update(cells=2), ([1, 0, 0, 1, 1, 2, 3],), "INVALID_FIELD", "cell_rows"),
+    Row("an entry in a row beyond the batch", update(entries=1), ([1, 1, 0, 1],), "INVALID_FIELD", "entry_rows"),
+    Row("an entry in a column that is none", update(entries=1), ([1, 0, 5, 1],), "INVALID_FIELD", "entry_columns"),
+    Row("an entry of the padding page", update(entries=1), ([1, 0, 1, 0],), "PAGE_OUT_OF_RANGE", "entry_pages"),
+    Row(
+        "an entry of a page behind the pool's end",
+        update(entries=1),
+        ([1, 0, 1, 13],),
+        "PAGE_OUT_OF_RANGE",
+        "entry_pages",
+    ),
+    Row("an entry twice", update(entries=2), ([1, 0, 0, 1, 1, 2, 3],), "INVALID_FIELD", "entry_rows"),
     Row(
         "a row of a page behind the pool's end", update(rows=1, pages=1), ([1, 0, 1, 13],), "PAGE_OUT_OF_RANGE", "pages"
     ),
@@ -689,13 +695,13 @@ ROWS: Final = list(itertools.chain(SPEC_ROWS, PAGE_ROWS, PAIR_ROWS, EVENT_ROWS, 
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.claim for row in ROWS])
-def test_a_claim_is_checked(world: World, row: Row) -> None:
-    before = held(world)
-    body = row.body(world) if callable(row.body) else row.body
+def test_a_claim_is_checked(harness: Harness, row: Row) -> None:
+    before = held(harness)
+    body = row.body(harness) if callable(row.body) else row.body
     with pytest.raises(KvferryError) as refused:
-        world.engine.ask(body, *row.ids, lent=row.lent)
+        harness.engine.ask(body, *row.ids, registered=row.registered)
     assert (refused.value.code, refused.value.field) == (row.code, row.field), refused.value
-    assert held(world) == before
+    assert held(harness) == before
 
 
 def test_no_claim_is_there_twice() -> None:

@@ -20,20 +20,22 @@ from kvferry.daemon import peer_link, peers
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.peer_link import Heartbeat
 from kvferry.daemon.peers import PeerLinks
-from kvferry.daemon.rooms.remote import Incarnation
+from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import ConfigError, InvalidFieldError
 from kvferry.protocol.ids import NO_BOOT, new_boot_id
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.peer_codec import encode_peer
-from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, PeerHello, PieceOver, RoomClosed, RoomName
+from kvferry.protocol.peer_messages import OpEnded, PeerBody, PeerEnvelope, PeerHello, ReceiveClosed, ReceiveName
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 PATIENCE_S = 20.0
 HEARTBEAT = Heartbeat(50, 400)
 PATIENT = Heartbeat(10_000, 30_000)
 LOOPBACK = {"tcp": "tcp://127.0.0.1:0", "tcp6": "tcp://[::1]:0"}
-LARGE = RoomClosed(room=RoomName("0" * 32, "pool", 0, 1), moved=tuple(itertools.repeat((1, 1, 1), 150_000)))
+LARGE = ReceiveClosed(
+    receive_request=ReceiveName("0" * 32, "pool", 0, 1), moved=tuple(itertools.repeat((1, 1, 1), 150_000))
+)
 """600 kB: more than a Unix socket buffers."""
 
 
@@ -176,12 +178,12 @@ async def test_both_learn_who_the_other_is_and_can_speak(make: MakeDaemon) -> No
     assert (one.up, other.up) == ([other.incarnation], [one.incarnation])
     assert one.links.connect(other.address) == other.incarnation
     for number in range(3):
-        assert one.links.send(other.incarnation, PieceOver(piece=number))
-        assert other.links.send(one.incarnation, PieceOver(piece=10 + number))
+        assert one.links.send(other.incarnation, OpEnded(op=number))
+        assert other.links.send(one.incarnation, OpEnded(op=10 + number))
     await other.until(lambda: len(other.said) == 3)
     await one.until(lambda: len(one.said) == 3)
-    assert other.said == [(one.incarnation, PieceOver(piece=number)) for number in range(3)]
-    assert one.said == [(other.incarnation, PieceOver(piece=10 + number)) for number in range(3)]
+    assert other.said == [(one.incarnation, OpEnded(op=number)) for number in range(3)]
+    assert one.said == [(other.incarnation, OpEnded(op=10 + number)) for number in range(3)]
     assert one.links.status() == ((other.address, "up"),)
 
 
@@ -204,14 +206,14 @@ async def test_a_restart_is_noticed_and_nothing_old_is_delivered(make: MakeDaemo
     other.links.close()
     await one.until(lambda: one.lost)
     assert one.lost == [old]
-    assert not one.links.send(old, PieceOver(piece=1)), "nobody is there"
+    assert not one.links.send(old, OpEnded(op=1)), "nobody is there"
     again = make(old.address)
     await one.until(lambda: len(one.up) == 2)
     assert one.up[1] == again.incarnation != old
-    assert not one.links.send(old, PieceOver(piece=2)), "not the same incarnation"
-    assert one.links.send(again.incarnation, PieceOver(piece=3))
+    assert not one.links.send(old, OpEnded(op=2)), "not the same incarnation"
+    assert one.links.send(again.incarnation, OpEnded(op=3))
     await again.until(lambda: again.said)
-    assert [body for _, body in again.said] == [PieceOver(piece=3)]
+    assert [body for _, body in again.said] == [OpEnded(op=3)]
 
 
 async def test_what_is_meant_for_another_incarnation_is_dropped(make: MakeDaemon) -> None:
@@ -223,14 +225,14 @@ async def test_what_is_meant_for_another_incarnation_is_dropped(make: MakeDaemon
     stranger.setsockopt(zmq.IPV6, 1)
     stranger.connect(other.address)
     for sender, to in ((one.links.boot_id, new_boot_id()), (new_boot_id(), other.links.boot_id)):
-        stranger.send_multipart(encode_peer(PeerEnvelope(one.address, sender, to, PieceOver(piece=1))))
+        stranger.send_multipart(encode_peer(PeerEnvelope(one.address, sender, to, OpEnded(op=1))))
     stranger.send(b"\xc1 no message at all")
     stranger.send_multipart([b""] * 40)
-    await one.until(lambda: one.links.send(other.incarnation, PieceOver(piece=2)))
+    await one.until(lambda: one.links.send(other.incarnation, OpEnded(op=2)))
     await other.until(lambda: other.said)
     await other.until(lambda: other.counters.snapshot().get("peers.malformed", 0) == 2)
     await other.until(lambda: other.counters.snapshot().get("peers.stale", 0) == 2)
-    assert other.said == [(one.incarnation, PieceOver(piece=2))]
+    assert other.said == [(one.incarnation, OpEnded(op=2))]
     stranger.close(0)
     context.term()
 
@@ -245,7 +247,7 @@ async def test_a_peer_that_alone_has_noticed_a_break_begins_anew(make: MakeDaemo
     new_connection.setsockopt(zmq.IPV6, 1)
     new_connection.connect(other.address)
     new_connection.send_multipart(one.links.hello(other.address, answers=True))
-    marker = PeerEnvelope(one.address, one.links.boot_id, other.links.boot_id, PieceOver(piece=1))
+    marker = PeerEnvelope(one.address, one.links.boot_id, other.links.boot_id, OpEnded(op=1))
     new_connection.send_multipart(encode_peer(marker))
     await other.until(lambda: other.said)
     assert other.lost == [], "an answer says nothing of a break"
@@ -298,12 +300,12 @@ async def test_peers_must_be_reachable_in_both_directions(tmp_path: Path) -> Non
 async def test_a_greeting_from_where_nobody_listens_is_no_peer(daemon: Daemon, stranger: Stranger) -> None:
     nowhere = "tcp://127.0.0.1:1"
     await stranger.greet(daemon, address=nowhere, times=2000)
-    await stranger.say(daemon, PieceOver(piece=1), address=nowhere)
+    await stranger.say(daemon, OpEnded(op=1), address=nowhere)
     await daemon.until(lambda: daemon.counters.snapshot().get("peers.stale"))
     peer = Incarnation(nowhere, stranger.boot_id)
     assert daemon.links.status() == ((nowhere, "down"),)
     assert daemon.links.connect(nowhere) is None
-    assert not daemon.links.send(peer, PieceOver(piece=1))
+    assert not daemon.links.send(peer, OpEnded(op=1))
     assert "waiting=0" in repr(daemon.links)
     assert not daemon.up
     assert not daemon.said
@@ -330,7 +332,7 @@ async def test_a_peer_that_missed_our_greeting_hears_it_again(
 
 async def test_a_daemon_that_we_do_not_know_and_that_knows_us_is_called(make: MakeDaemon, stranger: Stranger) -> None:
     one, other = make(), make()
-    await stranger.say(one, PieceOver(piece=1), address=other.address)
+    await stranger.say(one, OpEnded(op=1), address=other.address)
     await one.until(lambda: one.up)
     await other.until(lambda: other.up)
     assert one.said == []
@@ -384,12 +386,12 @@ async def test_the_last_words_are_heard(daemon: Daemon, tmp_path: Path) -> None:
         await listener.greet(daemon)
         await daemon.until(lambda: daemon.up)
         for number in range(500):
-            assert daemon.links.send(listener.incarnation, PieceOver(piece=number))
+            assert daemon.links.send(listener.incarnation, OpEnded(op=number))
         daemon.links.close()
-        while b"PIECE_OVER" not in await listener.hears():
+        while b"OP_ENDED" not in await listener.hears():
             pass
         for _ in range(499):
-            assert b"PIECE_OVER" in await listener.hears()
+            assert b"OP_ENDED" in await listener.hears()
 
 
 async def test_what_a_peer_said_before_it_ended_is_heard_before_its_end(make: MakeDaemon) -> None:
@@ -400,7 +402,7 @@ async def test_what_a_peer_said_before_it_ended_is_heard_before_its_end(make: Ma
     in_order: list[str] = []
     other.links.on_message = lambda *_: in_order.append("said")
     other.links.on_lost = lambda *_: in_order.append("lost")
-    assert one.links.send(other.incarnation, PieceOver(piece=1))
+    assert one.links.send(other.incarnation, OpEnded(op=1))
     one.links.close()
     await other.until(lambda: "lost" in in_order)  # a counter changes with it
     assert in_order == ["said", "lost"]
@@ -424,7 +426,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  no folder on a disk
 
 
-async def test_as_many_peers_as_are_promised(tmp_path: Path, require: Callable[[object, str], None]) -> None:
+async def test_as_many_peers_as_are_planned(tmp_path: Path, require: Callable[[object, str], None]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = peers.MAX_PEERS
     require(hard >= peers.FILES_PER_PEER * most or hard == resource.RLIM_INFINITY, "enough open files")
@@ -523,7 +525,7 @@ async def test_a_connection_that_is_half_open_is_closed(daemon: Daemon, tmp_path
     port = int(daemon.address.rpartition(":")[2])
 
     async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass on both ways up to the first sign of life that is asked for; then all is silent and open."""
+        """Pass on both ways up to the first heartbeat that is asked for; then all is silent and open."""
         back, there = await asyncio.open_connection("127.0.0.1", port)
         answers = asyncio.ensure_future(_pass_on(back, writer))
         await _pass_on(reader, there, last=b"PING")

@@ -27,7 +27,7 @@ SPEC: Final = MhaSpec(
         ({"dtype": "float8_e5m2"}, "dtype of main/k/0 is float8_e4m3fn, asked for float8_e5m2"),
         ({"k_scale": 0.25}, r"scales of main/k/0 is \(0.5,\), asked for \(0.25,\)"),
         ({"tokens": 12}, "3 pages.*asked for 4"),
-        ({"optional_components": ()}, "a hand-off may leave out draft, asked for one that may leave out nothing"),
+        ({"optional_components": ()}, "a transfer may leave out draft, asked for one that may leave out nothing"),
     ],
 )
 def test_another_pool_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -13,15 +13,15 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.daemon.request_ids import about
-from kvferry.daemon.rooms.effects import CloseRoom, StopPiece, Withdraw
-from kvferry.daemon.rooms.remote import Announcement, Incarnation, RemotePool, Target
-from kvferry.daemon.rooms.sides import Clocked, Offer, State
+from kvferry.daemon.transfer.effects import CloseReceive, StopOp, Withdraw
+from kvferry.daemon.transfer.endpoints import Clocked, SendRequest, State
+from kvferry.daemon.transfer.remote import Announcement, Incarnation, RemoteEndpoint, RemotePool
 from kvferry.pools.manifest import lay_out
 from kvferry.protocol.errors import CancelledError, KvferryError, NotOwnerError, PeerCancelledError, raised
-from kvferry.protocol.peer_messages import Announce, RoomName
+from kvferry.protocol.peer_messages import Announce, ReceiveName
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry
-from tests.rooms.room_world import layers
+from tests.transfer.transfer_harness import layers
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
 CONFIG = "[logging]\nformat = 'json'\nlevel = 'debug'\n"
@@ -29,7 +29,7 @@ WHOLE = re.compile(r"[0-9a-f]{32}\Z")
 REQUEST = "0123456789abcdef" * 2
 
 
-class Side(NamedTuple):
+class Endpoint(NamedTuple):
     """A daemon, and an engine of its."""
 
     daemon: DaemonProcess
@@ -42,7 +42,7 @@ class Side(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side]]:
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Endpoint, Endpoint]]:
     """Return prefill's side and decode's, with daemons of their own."""
     with (
         running_daemon(tmp_path_factory.mktemp("prefill"), CONFIG) as source,
@@ -52,7 +52,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
     ):
         prefill.create_pool("prefill", SPEC)
         decode.create_pool("decode", SPEC)
-        yield Side(source, prefill), Side(home, decode)
+        yield Endpoint(source, prefill), Endpoint(home, decode)
 
 
 def check_uncut(text: str, request_id: str) -> None:
@@ -60,7 +60,7 @@ def check_uncut(text: str, request_id: str) -> None:
     assert text.count(request_id[:6]) == text.count(request_id) > 0
 
 
-def test_the_logs_of_two_daemons_are_joined_by_the_request_id(sides: tuple[Side, Side]) -> None:
+def test_the_logs_of_two_daemons_are_joined_by_the_request_id(sides: tuple[Endpoint, Endpoint]) -> None:
     source, home = sides
     request_id = new_request_id()
     sent, received = source.client.allocate("prefill", 2), home.client.allocate("decode", 2)
@@ -71,10 +71,10 @@ def test_the_logs_of_two_daemons_are_joined_by_the_request_id(sides: tuple[Side,
     assert source.client.wait_finished(sending).request_id == request_id
     home.client.wait_settled(receiving)
     source.client.wait_settled(sending)
-    told = {line["side"]: line for side in sides for line in side.lines(request_id) if "side" in line}
+    told = {line["direction"]: line for side in sides for line in side.lines(request_id) if "direction" in line}
     assert {side: (line["event"], line["pool"], line["outcome"]) for side, line in told.items()} == {
-        "send": ("hand-off finished", "prefill", "OK"),
-        "receive": ("hand-off finished", "decode", "OK"),
+        "send": ("transfer finished", "prefill", "OK"),
+        "receive": ("transfer finished", "decode", "OK"),
     }
     for side in sides:
         check_uncut(side.daemon.log.read_text(), request_id)
@@ -82,7 +82,7 @@ def test_the_logs_of_two_daemons_are_joined_by_the_request_id(sides: tuple[Side,
     home.client.free("decode", received)
 
 
-def test_status_errors_and_events_have_all_of_it(sides: tuple[Side, Side]) -> None:
+def test_status_errors_and_events_have_all_of_it(sides: tuple[Endpoint, Endpoint]) -> None:
     source, home = sides
     request_id = new_request_id()
     sent, received = source.client.allocate("prefill", 2), home.client.allocate("decode", 2)
@@ -98,18 +98,18 @@ def test_status_errors_and_events_have_all_of_it(sides: tuple[Side, Side]) -> No
         shown = run_kvferry("status", "--runtime-dir", str(side.daemon.runtime_dir))
         check_uncut(shown.stdout, request_id)
         shown = run_kvferry("status", "--json", "--runtime-dir", str(side.daemon.runtime_dir))
-        (room,) = json.loads(shown.stdout)["rooms"]
-        assert room["request_id"] == request_id
+        (transfer,) = json.loads(shown.stdout)["transfers"]
+        assert transfer["request_id"] == request_id
     home.client.cancel(receiving)
-    for client, hand_off, kind in (
+    for client, transfer, kind in (
         (home.client, receiving, CancelledError),
         (source.client, sending, PeerCancelledError),
     ):
         with pytest.raises(kind) as failed:
-            client.wait_finished(hand_off)
+            client.wait_finished(transfer)
         assert failed.value.request_id == request_id
-        check_uncut(f"{failed.value} {hand_off!r}", request_id)
-        client.wait_settled(hand_off)
+        check_uncut(f"{failed.value} {transfer!r}", request_id)
+        client.wait_settled(transfer)
     for side in sides:
         assert {line["outcome"] for line in side.lines(request_id)} <= {"CANCELLED", "PEER_CANCELLED"}
         check_uncut(side.daemon.log.read_text(), request_id)
@@ -117,14 +117,14 @@ def test_status_errors_and_events_have_all_of_it(sides: tuple[Side, Side]) -> No
     home.client.free("decode", received)
 
 
-def test_every_request_id_in_the_logs_is_whole(sides: tuple[Side, Side]) -> None:
+def test_every_request_id_in_the_logs_is_whole(sides: tuple[Endpoint, Endpoint]) -> None:
     """After the tests above."""
     for side in sides:
         lines = [json.loads(line) for line in side.daemon.log.read_text().splitlines() if line.startswith("{")]
         named = [line["request_id"] for line in lines if "request_id" in line]
         assert named
         assert all(WHOLE.match(one) for one in named)
-        assert not any("request" in line or "room" in line for line in lines), "one name for it"
+        assert not any("request" in line or "transfer" in line for line in lines), "one name for it"
 
 
 def test_no_code_cuts_a_request_id() -> None:
@@ -142,18 +142,23 @@ def test_no_code_cuts_a_request_id() -> None:
 
 
 PEER = Incarnation("ipc:///x", "")
-OFFER = Offer(RemotePool(0, "prefill", lay_out(layers(1)), PEER, 0), REQUEST, 1, Clocked(0.0, 0.0), 1)
-ROOM = RoomName(request_id=REQUEST, pool="decode", tenant=0, arming=1)
+SEND_REQUEST = SendRequest(RemotePool(0, "prefill", lay_out(layers(1)), PEER, 0), REQUEST, 1, Clocked(0.0, 0.0), 1)
+TRANSFER = ReceiveName(request_id=REQUEST, pool="decode", tenant=0, epoch=1)
 
 
 @pytest.mark.parametrize(
     ("thing", "named"),
     [
-        (Announce(room=ROOM, deadline_ms=1), True),
-        (CloseRoom("ipc:///x", ROOM, None, ()), True),
-        (Withdraw(Target(Announcement(PEER, ROOM, 0.0), OFFER, 1, State.OPEN), KvferryError("late")), True),
-        (OFFER, True),
-        (StopPiece(1), False),
+        (Announce(receive_request=TRANSFER, deadline_ms=1), True),
+        (CloseReceive("ipc:///x", TRANSFER, None, ()), True),
+        (
+            Withdraw(
+                RemoteEndpoint(Announcement(PEER, TRANSFER, 0.0), SEND_REQUEST, 1, State.OPEN), KvferryError("late")
+            ),
+            True,
+        ),
+        (SEND_REQUEST, True),
+        (StopOp(1), False),
         (None, False),
     ],
 )
@@ -170,7 +175,9 @@ def test_an_error_keeps_its_request_on_the_way() -> None:
     assert f"request {REQUEST}: late" in str(again)
 
 
-def test_a_receive_hears_at_once_that_its_send_was_cancelled_at_another_daemon(sides: tuple[Side, Side]) -> None:
+def test_a_receive_hears_at_once_that_its_send_was_cancelled_at_another_daemon(
+    sides: tuple[Endpoint, Endpoint],
+) -> None:
     source, home = sides
     request_id = new_request_id()
     sent, received = source.client.allocate("prefill", 2), home.client.allocate("decode", 2)

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.daemon.scheduler import Scheduler, WorkClass
+from kvferry.daemon.scheduler import OperationClass, Scheduler
 
 WAIT_S = 30.0
 PATIENCE_S = 0.1
 MIB = 1 << 20
-BOUNDS = {WorkClass.RESTORE: 4 * MIB, WorkClass.OFFLOAD: 2 * MIB, WorkClass.DEMOTION: MIB}
-RESTORE, OFFLOAD, DEMOTION = WorkClass
+BOUNDS = {OperationClass.RESTORE: 4 * MIB, OperationClass.OFFLOAD: 2 * MIB, OperationClass.DEMOTION: MIB}
+RESTORE, OFFLOAD, DEMOTION = OperationClass
 
 
 class Clock:
@@ -40,29 +40,29 @@ class Oracle:
     """All that may start does, the most urgent and oldest first, until nothing changes any more."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[WorkClass, int, int, float]] = []  # class, number, size, since
-        self.running: dict[int, tuple[WorkClass, int]] = {}
-        self.hand_offs = 0
+        self.waiting: list[tuple[OperationClass, int, int, float]] = []  # class, number, size, since
+        self.running: dict[int, tuple[OperationClass, int]] = {}
+        self.transfers = 0
         self.last_patient_s = float("-inf")
 
     def settle(self, now_s: float) -> None:
         """Start what may start."""
         while self.waiting:
             first = min(self.waiting)
-            work_class, number, size, since = first
-            mine = sum(one[1] for one in self.running.values() if one[0] is work_class)
-            if self.hand_offs:
+            operation_class, number, size, since = first
+            mine = sum(one[1] for one in self.running.values() if one[0] is operation_class)
+            if self.transfers:
                 if self.running or now_s < max(since, self.last_patient_s) + PATIENCE_S:
                     return
                 self.last_patient_s = now_s
-            elif mine and mine + size > BOUNDS[work_class]:
+            elif mine and mine + size > BOUNDS[operation_class]:
                 return
             self.waiting.remove(first)
-            self.running[number] = (work_class, size)
+            self.running[number] = (operation_class, size)
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.just("ask"), st.sampled_from(WorkClass), st.sampled_from([1, MIB, 3 * MIB, 9 * MIB]))
+    st.tuples(st.just("ask"), st.sampled_from(OperationClass), st.sampled_from([1, MIB, 3 * MIB, 9 * MIB]))
     | st.tuples(st.sampled_from(["end", "cancel"]), st.integers(0, 9), st.just(0))
     | st.tuples(st.just("pass"), st.sampled_from([0.04, 0.1, 0.3]), st.just(0))
     | st.tuples(st.sampled_from(["began", "ended"]), st.just(0), st.just(0)),
@@ -85,9 +85,9 @@ def test_what_may_start_does_and_nothing_else(operations: list[tuple[str, float,
         tasks: dict[int, asyncio.Task[bool]] = {}
         for name, what, size in operations:
             if name == "ask":
-                number, work_class = next(numbers), WorkClass(int(what))
-                tasks[number] = asyncio.create_task(scheduler.begin_async(work_class, size))
-                oracle.waiting.append((work_class, number, size, clock.now_s))
+                number, operation_class = next(numbers), OperationClass(int(what))
+                tasks[number] = asyncio.create_task(scheduler.begin_async(operation_class, size))
+                oracle.waiting.append((operation_class, number, size, clock.now_s))
                 await settle()
             elif name == "end" and oracle.running:
                 number = sorted(oracle.running)[int(what) % len(oracle.running)]
@@ -99,17 +99,17 @@ def test_what_may_start_does_and_nothing_else(operations: list[tuple[str, float,
                 clock.now_s += what
                 scheduler.wake()
             elif name == "began":
-                scheduler.hand_off_began()
-                oracle.hand_offs += 1
-            elif name == "ended" and oracle.hand_offs:
-                scheduler.hand_off_ended()
-                oracle.hand_offs -= 1
+                scheduler.transfer_began()
+                oracle.transfers += 1
+            elif name == "ended" and oracle.transfers:
+                scheduler.transfer_ended()
+                oracle.transfers -= 1
             oracle.settle(clock.now_s)
             await settle()
             waiting = {one[1] for one in oracle.waiting}
             assert {number for number, task in tasks.items() if not task.done()} == waiting
             assert scheduler.bytes_in_flight == sum(size for _, size in oracle.running.values())
-            assert scheduler.hand_offs == oracle.hand_offs
+            assert scheduler.transfers == oracle.transfers
         scheduler.close()
         assert not any([await tasks[one[1]] for one in oracle.waiting]), "closed"
 
@@ -127,7 +127,7 @@ class Asking:
         self._executor = executor
         self.stop = False
 
-    def start(self, work_class: WorkClass, size_bytes: int = 1) -> Future[bool]:
+    def start(self, operation_class: OperationClass, size_bytes: int = 1) -> Future[bool]:
         """Ask."""
         asked = threading.Event()
 
@@ -135,9 +135,9 @@ class Asking:
             asked.set()
             return self.stop
 
-        answer = self._executor.submit(self._scheduler.begin, work_class, size_bytes, stopped)
+        answer = self._executor.submit(self._scheduler.begin, operation_class, size_bytes, stopped)
         assert asked.wait(WAIT_S)
-        self._scheduler.try_begin(work_class, 1 << 60)  # takes its lock: the thread has gone on to wait
+        self._scheduler.try_begin(operation_class, 1 << 60)  # takes its lock: the thread has gone on to wait
         return answer
 
 
@@ -149,21 +149,21 @@ def executor() -> ThreadPoolExecutor:
 
 def scheduler_of(**options: object) -> Scheduler:
     made = Scheduler(BOUNDS, **options)  # type: ignore[arg-type]
-    for work_class in WorkClass:  # one chunk of each is under way, so that bounds count
-        assert made.try_begin(work_class, 1)
+    for operation_class in OperationClass:  # one chunk of each is under way, so that bounds count
+        assert made.try_begin(operation_class, 1)
     return made
 
 
-def test_nothing_begins_while_a_hand_off_is_under_way(executor: ThreadPoolExecutor) -> None:
+def test_nothing_begins_while_a_transfer_is_under_way(executor: ThreadPoolExecutor) -> None:
     scheduler = scheduler_of(patience_s=0)
-    scheduler.hand_off_began()
-    scheduler.hand_off_began()
+    scheduler.transfer_began()
+    scheduler.transfer_began()
     assert not scheduler.try_begin(RESTORE, 1)
     answer = Asking(scheduler, executor).start(RESTORE)
-    scheduler.hand_off_ended()
+    scheduler.transfer_ended()
     assert not answer.done()
     assert scheduler.bytes_in_flight == 3
-    scheduler.hand_off_ended()
+    scheduler.transfer_ended()
     assert answer.result(WAIT_S)
     counts = scheduler.counts[RESTORE]
     assert (counts.started, counts.waited, counts.patient) == (2, 1, 0)
@@ -172,31 +172,31 @@ def test_nothing_begins_while_a_hand_off_is_under_way(executor: ThreadPoolExecut
 
 def test_a_chunk_that_has_waited_begins_without_a_word(executor: ThreadPoolExecutor) -> None:
     scheduler = Scheduler(BOUNDS, patience_s=0.01)
-    scheduler.hand_off_began()
+    scheduler.transfer_began()
     assert executor.submit(scheduler.begin, OFFLOAD, 1).result(WAIT_S)
     scheduler.end(OFFLOAD, 1)
     assert asyncio.run(scheduler.begin_async(DEMOTION, 1))
-    assert [scheduler.counts[one].patient for one in WorkClass] == [0, 1, 1]
+    assert [scheduler.counts[one].patient for one in OperationClass] == [0, 1, 1]
 
 
-def test_a_hand_off_that_begins_later_does_not_take_patience_away(executor: ThreadPoolExecutor) -> None:
+def test_a_transfer_that_begins_later_does_not_take_patience_away(executor: ThreadPoolExecutor) -> None:
     """Who waits for bytes alone, for ever, has to wait for the time as well from then on."""
     scheduler = Scheduler(BOUNDS, patience_s=0.01)
     assert scheduler.try_begin(OFFLOAD, 2 * MIB)
     answer = Asking(scheduler, executor).start(OFFLOAD)
     scheduler.end(OFFLOAD, 0)
     assert not answer.done()
-    scheduler.hand_off_began()
+    scheduler.transfer_began()
     scheduler.end(OFFLOAD, 2 * MIB)
     assert answer.result(WAIT_S)
 
 
 def test_a_higher_class_goes_first_however_late_it_comes(executor: ThreadPoolExecutor) -> None:
     scheduler = scheduler_of(patience_s=0)
-    scheduler.hand_off_began()
+    scheduler.transfer_began()
     low = Asking(scheduler, executor).start(DEMOTION)
     middle = Asking(scheduler, executor).start(OFFLOAD, 2 * MIB)
-    scheduler.hand_off_ended()
+    scheduler.transfer_ended()
     assert not low.done(), "an offload waits, if only for bytes"
     assert not middle.done()
     assert not scheduler.try_begin(DEMOTION, 1)
@@ -217,7 +217,7 @@ def test_a_chunk_larger_than_its_bound_goes_alone() -> None:
 @pytest.mark.parametrize("end", ["stop", "close"])
 def test_who_stops_waiting_has_begun_nothing_and_holds_nobody_up(executor: ThreadPoolExecutor, end: str) -> None:
     scheduler = scheduler_of(patience_s=0)
-    scheduler.hand_off_began()
+    scheduler.transfer_began()
     asking = Asking(scheduler, executor)
     answers = [asking.start(RESTORE), asking.start(RESTORE)]
     other = Asking(scheduler, executor).start(OFFLOAD)
@@ -227,7 +227,7 @@ def test_who_stops_waiting_has_begun_nothing_and_holds_nobody_up(executor: Threa
     else:
         scheduler.close()
     assert [one.result(WAIT_S) for one in answers] == [False, False]
-    scheduler.hand_off_ended()
+    scheduler.transfer_ended()
     assert other.result(WAIT_S) is (end == "stop")
     assert scheduler.counts[RESTORE].bytes_in_flight == 1
     assert scheduler.try_begin(RESTORE, 1) is (end == "stop")
@@ -237,13 +237,13 @@ def test_who_stops_waiting_has_begun_nothing_and_holds_nobody_up(executor: Threa
 def test_a_cancelled_task_holds_nobody_up() -> None:
     async def run() -> None:
         scheduler = scheduler_of(patience_s=0)
-        scheduler.hand_off_began()
+        scheduler.transfer_began()
         first = asyncio.create_task(scheduler.begin_async(RESTORE, 1))
         second = asyncio.create_task(scheduler.begin_async(OFFLOAD, 1))
         await settle()
         first.cancel()
         await settle()
-        scheduler.hand_off_ended()
+        scheduler.transfer_ended()
         assert await second
         assert "waiting={}" in repr(scheduler)
 
@@ -252,33 +252,33 @@ def test_a_cancelled_task_holds_nobody_up() -> None:
 
 def test_threads_and_a_loop_all_get_their_turns(executor: ThreadPoolExecutor) -> None:
     scheduler, chunks, seeds = Scheduler(BOUNDS, patience_s=0.001), 150, range(6)
-    over: list[WorkClass] = []
+    over: list[OperationClass] = []
 
-    def look(work_class: WorkClass, size: int) -> None:
-        if size < BOUNDS[work_class] < scheduler.counts[work_class].bytes_in_flight:
-            over.append(work_class)
+    def look(operation_class: OperationClass, size: int) -> None:
+        if size < BOUNDS[operation_class] < scheduler.counts[operation_class].bytes_in_flight:
+            over.append(operation_class)
 
-    def work(seed: int) -> None:
+    def operation(seed: int) -> None:
         random = np.random.default_rng(seed)
         for _ in range(chunks):
-            work_class, size = WorkClass(int(random.integers(3))), int(random.integers(1, BOUNDS[DEMOTION]))
-            assert scheduler.begin(work_class, size)
-            look(work_class, size)
-            scheduler.end(work_class, size)
+            operation_class, size = OperationClass(int(random.integers(3))), int(random.integers(1, BOUNDS[DEMOTION]))
+            assert scheduler.begin(operation_class, size)
+            look(operation_class, size)
+            scheduler.end(operation_class, size)
 
-    async def work_on_loop() -> None:
+    async def operation_on_loop() -> None:
         for _ in range(chunks):
             assert await scheduler.begin_async(OFFLOAD, MIB)
             scheduler.end(OFFLOAD, MIB)
 
-    def hand_offs(done: Callable[[], bool]) -> None:
+    def transfers(done: Callable[[], bool]) -> None:
         while not done():
-            scheduler.hand_off_began()
-            scheduler.hand_off_ended()
+            scheduler.transfer_began()
+            scheduler.transfer_ended()
 
-    workers = [executor.submit(work, seed) for seed in seeds]
-    workers.append(executor.submit(asyncio.run, work_on_loop()))
-    hand_offs(lambda: all(one.done() for one in workers))
+    workers = [executor.submit(operation, seed) for seed in seeds]
+    workers.append(executor.submit(asyncio.run, operation_on_loop()))
+    transfers(lambda: all(one.done() for one in workers))
     assert [one.exception() for one in workers] == [None] * len(workers)
     assert not over
     assert scheduler.bytes_in_flight == 0

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.clients import Client, MhaSpec, operations
+from kvferry.clients import Client, MhaSpec, calls
 from kvferry.daemon.session_socket import MAX_MESSAGES_SHARED
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, MalformedError
 from kvferry.protocol.paths import SESSION_SOCKET
-from kvferry.protocol.pool_messages import LentArrays
+from kvferry.protocol.pool_messages import RegisteredArrays
 from kvferry.protocol.session_messages import SessionOpen, SessionOpened, ShareFollows
 from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame, unpack_share
 from kvferry.protocol.shares import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents, TorchShare, VmmShare
@@ -37,7 +37,7 @@ SHARE = TorchShare(
 )
 DRIVER_HANDLE = 0x5EC12E7C0DE
 ARRAYS = tuple(
-    LentArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
+    RegisteredArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
     for role in ("k", "v")
 )
 
@@ -55,7 +55,7 @@ def session(daemon: DaemonProcess) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         channel.settimeout(WAIT_S)
         channel.connect(os.fspath(daemon.runtime_dir / SESSION_SOCKET))
-        channel.sendall(pack(SessionOpen(protocol_min=1, protocol_max=1, name="rude")))
+        channel.sendall(pack(SessionOpen(protocol_min=2, protocol_max=2, name="rude")))
         (frame,) = FrameSplitter().feed(channel.recv(4096))
         assert isinstance(unpack_frame(frame), SessionOpened)
         yield channel
@@ -72,7 +72,7 @@ def is_ended(channel: socket.socket) -> bool:
 @pytest.mark.parametrize(
     "junk",
     [
-        pack(SessionOpen(protocol_min=1, protocol_max=1)),
+        pack(SessionOpen(protocol_min=2, protocol_max=2)),
         b"\x05\x00\x00\x00junk!",
         (1 << 31).to_bytes(4, "little"),
         (4).to_bytes(4, "little") + msgspec.msgpack.encode([1, 2, 3]),
@@ -133,17 +133,17 @@ def test_as_many_shares_as_arrays(daemon: DaemonProcess, given: int) -> None:
     with raw_engine(daemon.runtime_dir) as engine:
         frames = [ShareFollows(message_id=0, shares=(SHARE,) * given)]
         with pytest.raises(InvalidFieldError, match=f"{given} shares came over the session socket") as refused:
-            lend(engine, ARRAYS, frames)
+            register(engine, ARRAYS, frames)
         assert refused.value.field == "arrays"
 
 
-def lend(engine: RawEngine, arrays: tuple[LentArrays, ...], frames: list[ShareFollows]) -> None:
-    """LEND_POOL, with these shares said before."""
+def register(engine: RawEngine, arrays: tuple[RegisteredArrays, ...], frames: list[ShareFollows]) -> None:
+    """REGISTER_POOL, with these shares said before."""
 
     def said(message_id: int) -> list[ShareFollows]:
         return [msgspec.structs.replace(one, message_id=message_id) for one in frames]
 
-    engine.call(operations.lend_pool("lent", SPEC, "npu:0", arrays), said)
+    engine.call(calls.register_pool("registered", SPEC, "npu:0", arrays), said)
 
 
 # -- handles are secrets
@@ -172,7 +172,7 @@ def test_no_log_shows_a_handle(tmp_path: Path) -> None:
         with raw_engine(daemon.runtime_dir) as engine:
             for shares in ((SHARE, SHARE), (vmm, vmm), (vmm,)):
                 with pytest.raises(KvferryError) as refused:
-                    lend(engine, ARRAYS, [ShareFollows(message_id=0, shares=shares)])
+                    register(engine, ARRAYS, [ShareFollows(message_id=0, shares=shares)])
                 assert SECRET.decode() not in str(refused.value)
                 assert str(DRIVER_HANDLE) not in str(refused.value)
         with session(daemon) as rude:

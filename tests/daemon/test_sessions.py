@@ -22,7 +22,7 @@ def session() -> Session:
 
 
 def event(number: int) -> Settled:
-    return Settled(request_id=f"{number:032x}", pool="decode", side="receive")
+    return Settled(request_id=f"{number:032x}", pool="decode", direction="receive")
 
 
 # -- replies

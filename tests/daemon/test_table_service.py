@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from kvferry.attention.host_lengths import HostLengths
-from kvferry.clients import AsyncClient, Cells, Client, HybridSwaSpec, MambaSpec, MhaSpec, Tables
+from kvferry.clients import AsyncClient, BlockTableEntries, Client, HybridSwaSpec, MambaSpec, MhaSpec, Tables
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import (
     DeadlineError,
     DuplicatePageError,
@@ -31,7 +32,6 @@ from kvferry.protocol.errors import (
     UnknownTablesError,
     WindowMismatchError,
 )
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.table_messages import TablesUpdated
 from tests.daemons import DaemonProcess, running_daemon
 
@@ -42,7 +42,7 @@ CONTEXT = 30
 DRAFT = 2
 COLUMNS = 8  # of 30 + 2 tokens
 BATCH = 6
-OPENING_S = 120.0  # the first time, a daemon imports what drives its card
+OPENING_S = 120.0  # the first time, a daemon imports what drives its device
 SPEC = MhaSpec(layers=1, tokens=255 * PAGE, page_size=PAGE, kv_heads=1, head_dim=2, dtype="float32")
 WINDOW = 6
 HYBRID = HybridSwaSpec(
@@ -175,8 +175,8 @@ def test_the_windows_array_is_its_tensors_memory(client: Client, hybrid: str) ->
     assert window.shape == (BATCH, COLUMNS)
 
 
-@pytest.mark.card_only
-def test_arrays_of_tables_on_a_card_are_refused(tables: Tables) -> None:
+@pytest.mark.device_only
+def test_arrays_of_tables_on_a_device_are_refused(tables: Tables) -> None:
     with pytest.raises(InvalidFieldError, match="use the tensors"):
         tables.array("seq_lens")
 
@@ -250,10 +250,10 @@ def test_a_session_has_a_bounded_number_of_tables(client: Client, pool: str) -> 
 # -- updating them
 
 
-def test_rows_cells_and_lengths_are_shown_up_to_each_length(client: Client, tables: Tables) -> None:
+def test_rows_entries_and_lengths_are_shown_up_to_each_length(client: Client, tables: Tables) -> None:
     update(client, tables, [5, 4, 1], rows={0: [11, 12, 13], 1: [21], 2: [31]})
     assert contents(tables) == expected([[11, 12], [21], [31]], [5, 4, 1])
-    update(client, tables, [9, 5, 2], cells=Cells([1], [1], [22]))
+    update(client, tables, [9, 5, 2], entries=BlockTableEntries([1], [1], [22]))
     assert contents(tables) == expected([[11, 12, 13], [21, 22], [31]], [9, 5, 2])
 
 
@@ -306,7 +306,7 @@ def test_the_window_table_shows_what_the_window_sees(client: Client, hybrid: str
     update(client, tables, [14], rows={0: [1, 2, 3, 4]}, bound=([3, 4], [5, 6]))  # tokens 8 to 13
     assert contents(tables) == expected([[1, 2, 3, 4]], [14])
     assert window.cpu().tolist()[0] == [0, 0, 5, 6, 0, 0, 0, 0]
-    update(client, tables, [18], cells=Cells([0], [4], [9]), released=[3], bound=([9], [7]))
+    update(client, tables, [18], entries=BlockTableEntries([0], [4], [9]), released=[3], bound=([9], [7]))
     assert window.cpu().tolist()[0] == [0, 0, 0, 6, 7, 0, 0, 0]
     before = window.cpu().tolist()
     with pytest.raises(WindowMismatchError, match="row 0 column 4"):
@@ -340,13 +340,13 @@ WRONG: list[tuple[dict[str, Any], type[KvferryError], str]] = [
     ({"lengths": [5, 5], "rows": {0: [1, 256]}}, PageOutOfRangeError, "256"),
     ({"lengths": [5, 5], "rows": {0: [1, 0]}}, PageOutOfRangeError, "page 0"),
     ({"lengths": [5, 5], "rows": {2: [1, 2]}}, InvalidFieldError, "2"),
-    ({"lengths": [5, 9], "cells": Cells([1], [2], [21])}, DuplicatePageError, "row 1 has page 21"),
+    ({"lengths": [5, 9], "entries": BlockTableEntries([1], [2], [21])}, DuplicatePageError, "row 1 has page 21"),
     ({"lengths": [5, 5], "rows": {0: [1] * 9}}, InvalidFieldError, "9"),
-    ({"lengths": [5, 5], "cells": Cells([0, 0], [3, 3], [1, 2])}, InvalidFieldError, "row 0 column 3"),
-    ({"lengths": [5, 5], "cells": Cells([0], [8], [1])}, InvalidFieldError, "8"),
-    ({"lengths": [5, 5], "cells": Cells([1], [1], [9]), "rows": {1: [3]}}, InvalidFieldError, "row 1"),
+    ({"lengths": [5, 5], "entries": BlockTableEntries([0, 0], [3, 3], [1, 2])}, InvalidFieldError, "row 0 column 3"),
+    ({"lengths": [5, 5], "entries": BlockTableEntries([0], [8], [1])}, InvalidFieldError, "8"),
+    ({"lengths": [5, 5], "entries": BlockTableEntries([1], [1], [9]), "rows": {1: [3]}}, InvalidFieldError, "row 1"),
     ({"lengths": [5, 5], "released": [1]}, InvalidFieldError, "window"),
-    ({"lengths": [5, 5], "after": EventPoint(event=3, value=1)}, InvalidFieldError, "ring"),
+    ({"lengths": [5, 5], "after": DeviceEvent(event=3, value=1)}, InvalidFieldError, "ring"),
 ]
 
 
@@ -379,10 +379,10 @@ def test_an_update_waits_for_its_replay_and_a_second_one_is_refused(
 ) -> None:
     ring = client.open_events(device)
     update(client, tables, [4], rows={0: [1]})
-    replayed = ring.point()
-    waiting = client.update_tables(tables, [5], cells=Cells([0], [1], [2]), after=replayed)
+    replayed = ring.event()
+    waiting = client.update_tables(tables, [5], entries=BlockTableEntries([0], [1], [2]), after=replayed)
     with pytest.raises(TablesBusyError) as raised:
-        update(client, tables, [6], cells=Cells([0], [1], [3]))
+        update(client, tables, [6], entries=BlockTableEntries([0], [1], [3]))
     assert raised.value.retryable
     assert [one.waiting for one in client.status().tables] == [1]
     with pytest.raises(TablesBusyError):
@@ -401,12 +401,14 @@ def test_an_update_whose_deadline_passes_while_it_waits_does_nothing(
 ) -> None:
     ring = client.open_events(device)
     update(client, tables, [4], rows={0: [1]})
-    replayed = ring.point()
+    replayed = ring.event()
     with pytest.raises(DeadlineError):
-        client.wait(client.update_tables(tables, [5], cells=Cells([0], [1], [2]), after=replayed, deadline_s=0.05))
-    update(client, tables, [7], cells=Cells([0], [1], [3]))  # not BUSY
+        client.wait(
+            client.update_tables(tables, [5], entries=BlockTableEntries([0], [1], [2]), after=replayed, deadline_s=0.05)
+        )
+    update(client, tables, [7], entries=BlockTableEntries([0], [1], [3]))  # not BUSY
     ring.record(replayed)
-    update(client, tables, [8], after=ring.mark())
+    update(client, tables, [8], after=ring.record_event())
     assert contents(tables) == expected([[1, 3]], [8])
     assert tables.host_lengths().sequence == 3
 
@@ -428,7 +430,7 @@ def test_steps_in_a_row_keep_their_order_and_their_addresses(client: Client, poo
             lengths.pop()
             rows.pop()
             given.pop(len(rows), None)
-        cells: list[tuple[int, int, int]] = []
+        entries: list[tuple[int, int, int]] = []
         for row in range(len(rows)):
             if row in given:
                 continue
@@ -437,10 +439,12 @@ def test_steps_in_a_row_keep_their_order_and_their_addresses(client: Client, poo
                 lengths[row], given[row] = 2, [row + 1]
                 rows[row] = [row + 1]
             elif -(-lengths[row] // PAGE) > len(rows[row]):
-                cells.append((row, len(rows[row]), int(random.choice(np.setdiff1d(every, rows[row])))))
-                rows[row].append(cells[-1][2])
-        three = zip(*cells, strict=True) if cells else ((), (), ())
-        update(client, tables, lengths, rows=given, cells=Cells(*map(list, three)), after=ring.mark())
+                entries.append((row, len(rows[row]), int(random.choice(np.setdiff1d(every, rows[row])))))
+                rows[row].append(entries[-1][2])
+        three = zip(*entries, strict=True) if entries else ((), (), ())
+        update(
+            client, tables, lengths, rows=given, entries=BlockTableEntries(*map(list, three)), after=ring.record_event()
+        )
         assert contents(tables) == expected(rows, lengths)
     assert [tables.block_tables.data_ptr(), tables.seq_lens.data_ptr()] == addresses
 
@@ -500,13 +504,17 @@ async def test_the_asynchronous_client_does_the_same(daemon: DaemonProcess, pool
     async with await AsyncClient.connect(daemon.runtime_dir, name="async") as client:
         tables = await client.create_tables("decode", pool, max_batch=BATCH, max_context_tokens=32, captured=(2, 6))
         ring = await client.open_events(device)
-        sent = client.update_tables(tables, [5, 4], rows={0: [11, 12], 1: [21]}, after=ring.mark())
+        sent = client.update_tables(tables, [5, 4], rows={0: [11, 12], 1: [21]}, after=ring.record_event())
         updated = await client.wait(sent)
         assert updated == TablesUpdated(sequence=1, replayed_rows=2)
         tables.order()
-        replayed = ring.point()
+        replayed = ring.event()
         waiting = asyncio.ensure_future(
-            client.wait(client.update_tables(tables, [9, 4, 1], cells=Cells([0, 2], [2, 0], [13, 31]), after=replayed))
+            client.wait(
+                client.update_tables(
+                    tables, [9, 4, 1], entries=BlockTableEntries([0, 2], [2, 0], [13, 31]), after=replayed
+                )
+            )
         )
         while not [one for one in (await client.status()).tables if one.waiting]:
             pass

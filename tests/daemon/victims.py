@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from kvferry.clients import Client, HandOff, MhaSpec, pages
+from kvferry.clients import Client, MhaSpec, Transfer, pages
 
 SPEC = MhaSpec(layers=2, tokens=2048, page_size=16, kv_heads=2, head_dim=8, dtype="float32")
 PAGES = 6
@@ -37,9 +37,9 @@ def main() -> None:
     signal.pause()
 
 
-def wait_accepted(client: Client, hand_off: HandOff) -> None:
+def wait_accepted(client: Client, transfer: Transfer) -> None:
     """Wait for the daemon's reply."""
-    while hand_off.accepted is None and hand_off.refused is None:
+    while transfer.accepted is None and transfer.refused is None:
         client.poll(10.0)
 
 

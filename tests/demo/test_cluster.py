@@ -53,7 +53,7 @@ def test_three_hosts_prefill_in_two_stages() -> None:
 def test_a_daemons_configuration_is_toml() -> None:
     host = Hosts(3)[1]
     config = tomllib.loads(daemon_config(host))
-    assert config == {"peers": {"listen": f"tcp://{ADDRESSES[1]}:7801"}, "landing": {"transport": "mooncake"}}
+    assert config == {"peers": {"listen": f"tcp://{ADDRESSES[1]}:7801"}, "network": {"transport": "mooncake"}}
 
 
 def test_what_several_hosts_need_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

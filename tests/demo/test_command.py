@@ -54,7 +54,7 @@ def check_figures(figures: dict[str, object]) -> None:
         assert one["tokens"] == one["reference"]
         assert len(one["tokens"]) == NEW_TOKENS
         assert one["moved_bytes"] == -(-one["prompt_tokens"] // 128) * PAGE_BYTES
-        assert min(one["prefill_ms"], one["hand_off_ms"], one["decode_ms"]) > 0
+        assert min(one["prefill_ms"], one["transfer_ms"], one["decode_ms"]) > 0
     lengths = [one["prompt_tokens"] for one in requests]
     assert min(lengths) < 128
     assert max(lengths) > 6 * 128
@@ -70,8 +70,8 @@ def check_status(status: dict[str, object], moved_bytes: object) -> None:
     assert isinstance(counters, dict)
     assert {pool["pool"] for pool in pools} == {"demo-prefill", "demo-decode"}
     assert all(pool["free"] == pool["pages"] for pool in pools)
-    assert (status["sessions"], status["rooms"]) == ([], [])
-    assert counters["rooms.receive.ok"] == counters["rooms.send.ok"] == 8
+    assert (status["sessions"], status["transfers"]) == ([], [])
+    assert counters["transfers.receive.ok"] == counters["transfers.send.ok"] == 8
     assert counters["transfers.moved_bytes"] == moved_bytes
 
 

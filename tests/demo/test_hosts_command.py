@@ -51,6 +51,6 @@ def check(reports: list[dict[str, Any]]) -> None:
     assert [[pool["pool"] for pool in report["pools"]] for report in reports] == [[name] for name in expected]
     for report in reports:
         assert all(pool["free"] == pool["pages"] for pool in report["pools"])
-        assert (report["sessions"], report["rooms"]) == ([], [])
-    assert reports[-1]["counters"]["rooms.receive.ok"] == 8
-    assert [report["counters"]["rooms.send.ok"] for report in reports[:-1]] == [8] * (HOSTS - 1)
+        assert (report["sessions"], report["transfers"]) == ([], [])
+    assert reports[-1]["counters"]["transfers.receive.ok"] == 8
+    assert [report["counters"]["transfers.send.ok"] for report in reports[:-1]] == [8] * (HOSTS - 1)

@@ -55,7 +55,7 @@ def expected(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def handed_over(source: Memory, source_ids: list[int], ids: list[int]) -> Memory:
-    """Return other memory, into which a hand-off copied the pages."""
+    """Return other memory, into which a transfer copied the pages."""
     destination = Memory()
     destination.k[:, ids] = source.k[:, source_ids]
     destination.v[:, ids] = source.v[:, source_ids]

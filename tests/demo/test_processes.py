@@ -97,4 +97,4 @@ def test_orders_to_a_child_that_has_ended_fail(folder: Path) -> None:
         Child("one", "kvferry.daemon", ["--nonsense"], {}, folder) as one,
         pytest.raises(DemoError, match=r"the one .* ended with status 2"),
     ):
-        one.tell([prompt])
+        one.notify([prompt])

@@ -36,7 +36,7 @@ def made(count: int) -> list[Any]:
     return make_prompts(tokenizer, count)
 
 
-def test_the_kinds_that_hand_offs_go_wrong_at() -> None:
+def test_the_kinds_that_transfers_go_wrong_at() -> None:
     found = lengths(AT_LEAST)
     assert len(found) == AT_LEAST == 8
     assert any(length < PAGE_SIZE for length in found)

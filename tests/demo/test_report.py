@@ -65,7 +65,7 @@ def test_a_request_that_was_never_compared_is_no_success() -> None:
 
 
 @pytest.mark.parametrize("prefill_first", [True, False])
-def test_hand_off_runs_from_the_last_send_to_the_arrival(*, prefill_first: bool) -> None:
+def test_transfer_runs_from_the_last_send_to_the_arrival(*, prefill_first: bool) -> None:
     report = report_of(1)
     sent = Prefilled(request_id="1", prefill_s=0.5, sent_at=10.0, chunks=3, reused_pages=2)
     arrived = Arrived(request_id="1", arrived_at=10.25, first_token=1, moved_bytes=3 << 20)
@@ -74,9 +74,9 @@ def test_hand_off_runs_from_the_last_send_to_the_arrival(*, prefill_first: bool)
         take(line)  # type: ignore[operator]
     totals = report.totals(1.0)
     figures = totals.requests[0]
-    assert (figures.prefill_ms, figures.hand_off_ms, figures.moved_bytes) == (500.0, 250.0, 3 << 20)
+    assert (figures.prefill_ms, figures.transfer_ms, figures.moved_bytes) == (500.0, 250.0, 3 << 20)
     assert (figures.chunks, figures.reused_pages) == (3, 2)
-    assert (totals.moved_bytes, totals.hand_off_ms_median) == (3 << 20, 250.0)
+    assert (totals.moved_bytes, totals.transfer_ms_median) == (3 << 20, 250.0)
 
 
 def test_text_streams_and_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,10 +52,10 @@ def _read_peer(frames: list[bytes]) -> None:
     assert again.envelope == incoming.envelope
 
 
-def _read_stream(pieces: list[bytes]) -> None:
+def _read_stream(ops: list[bytes]) -> None:
     splitter = FrameSplitter()
-    for piece in pieces:
-        for frame in splitter.feed(piece):
+    for op in ops:
+        for frame in splitter.feed(op):
             for unpack in (unpack_open, unpack_frame):
                 try:
                     unpack(frame)

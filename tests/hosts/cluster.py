@@ -1,4 +1,4 @@
-"""Several hosts, each with a daemon, an engine and a pool; and hand-offs between them over Mooncake."""
+"""Several hosts, each with a daemon, an engine and a pool; and transfers between them over Mooncake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from kvferry.clients import AttachedPool, Client, MhaSpec
 from kvferry.clients.demo.hosts import UPLINK, Host, Hosts
-from kvferry.protocol.session_messages import LandingStatus
+from kvferry.protocol.session_messages import NetworkStatus
 from tests.daemons import DaemonProcess, running_daemon
 
 PORT = 7801
@@ -29,10 +29,10 @@ CONFIG = """
 listen = "tcp://{address}:{port}"
 heartbeat_ms = 100
 timeout_ms = {timeout_ms}
-[landing]
+[network]
 transport = "mooncake"
-slot_bytes = 1048576
-slots = 8
+bounce_buffer_bytes = 1048576
+bounce_buffers = 8
 direct = {direct}
 quarantined_bytes = {quarantined_bytes}
 quarantined_s = 1.5
@@ -77,9 +77,9 @@ class Node(NamedTuple):
         limit = f"tc qdisc add dev {UPLINK} root tbf rate {mbit_s}mbit burst 64k latency 50ms"
         subprocess.run(self.host.command(limit.split()), check=True, timeout=PATIENCE_S)
 
-    def landing(self) -> LandingStatus:
-        """Return how the daemon's landing slots are."""
-        status = self.client.status().landing
+    def network(self) -> NetworkStatus:
+        """Return how the daemon's bounce buffers are."""
+        status = self.client.status().network
         assert status is not None
         return status
 
@@ -107,7 +107,7 @@ def cluster(
 ) -> Iterator[list[Node]]:
     """Run a host with a daemon and an engine for each of the specs; a silent peer is lost after ``timeout_ms``.
 
-    With ``direct`` pages are written without landing slots, and what rests does so for its time.
+    With ``direct`` pages are written without bounce buffers, and what rests does so for its time.
     """
     with Hosts(len(specs)) as hosts, contextlib.ExitStack() as stack:
         nodes = []

@@ -1,4 +1,4 @@
-"""Hand-offs between hosts, each in a network namespace of its own, over the real Mooncake engine; and cut links."""
+"""Transfers between hosts, each in a network namespace of its own, over the real Mooncake engine; and cut links."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.clients import HandOff, new_request_id, pages
+from kvferry.clients import Transfer, new_request_id, pages
 from kvferry.protocol.errors import KvferryError
 from tests.hosts.cluster import LAYERS, PATIENCE_S, POOL, Node, cluster, spec
 
@@ -25,10 +25,10 @@ def _possible(require: Callable[[object, str], None]) -> None:
     require(importlib.util.find_spec("mooncake"), "the Mooncake wheel: the extra `mooncake`")
 
 
-def outcome(node: Node, hand_off: HandOff) -> str:
+def outcome(node: Node, transfer: Transfer) -> str:
     """Wait until a side is finished; return OK or the error's code."""
     try:
-        node.client.wait_finished(hand_off, timeout_s=PATIENCE_S)
+        node.client.wait_finished(transfer, timeout_s=PATIENCE_S)
     except KvferryError as error:
         return error.code
     return "OK"
@@ -46,13 +46,13 @@ def hand_over(source: Node, destination: Node, count: int, seed: int) -> None:
     sent, received = source.client.allocate(POOL, count), destination.client.allocate(POOL, count)[::-1].copy()
     source.fill(sent, seed)
     request = new_request_id()
-    room = destination.client.receive(POOL, request, [pages(received)], source_daemons=[source.address])
-    offer = source.client.send(POOL, request, [pages(sent)], first_token=seed, payload=b"sampler state")
-    finished = destination.client.wait_finished(room, timeout_s=PATIENCE_S)
+    transfer = destination.client.receive(POOL, request, [pages(received)], source_daemons=[source.address])
+    send_request = source.client.send(POOL, request, [pages(sent)], first_token=seed, payload=b"sampler state")
+    finished = destination.client.wait_finished(transfer, timeout_s=PATIENCE_S)
     assert (finished.first_token, finished.payload) == (seed, b"sampler state")
     assert torch.equal(destination.content(received), source.content(sent))
-    source.client.wait_settled(offer)
-    destination.client.wait_settled(room)
+    source.client.wait_settled(send_request)
+    destination.client.wait_settled(transfer)
     source.client.free(POOL, sent)
     destination.client.free(POOL, received)
 
@@ -62,17 +62,17 @@ def test_two_prefill_stages_fill_one_decode_pool(tmp_path: Path) -> None:
     with cluster(tmp_path, stages) as (first, second, decode):
         received = decode.client.allocate(POOL, 40)
         request = new_request_id()
-        offers = []
+        send_requests = []
         for number, stage in enumerate((first, second)):
             sent = stage.client.allocate(POOL, 40)[::-1].copy()
             stage.fill(sent, number)
-            offers.append((stage, sent, stage.client.send(POOL, request, [pages(sent)])))
-        room = decode.client.receive(
+            send_requests.append((stage, sent, stage.client.send(POOL, request, [pages(sent)])))
+        transfer = decode.client.receive(
             POOL, request, [pages(received)], sources=2, source_daemons=[first.address, second.address]
         )
-        finished = decode.client.wait_finished(room, timeout_s=PATIENCE_S)
-        assert finished.moved_bytes == sum(stage.client.wait_finished(o).moved_bytes for stage, _, o in offers)
-        (one, sent_one, _), (other, sent_other, _) = offers
+        finished = decode.client.wait_finished(transfer, timeout_s=PATIENCE_S)
+        assert finished.moved_bytes == sum(stage.client.wait_finished(o).moved_bytes for stage, _, o in send_requests)
+        (one, sent_one, _), (other, sent_other, _) = send_requests
         assert torch.equal(decode.content(received, slice(0, 3)), one.content(sent_one))
         assert torch.equal(decode.content(received, slice(3, LAYERS)), other.content(sent_other))
 
@@ -86,31 +86,31 @@ def test_a_link_is_cut_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
         request = new_request_id()
         ring = prefill.client.open_events()
         steps = [ring.step(0, LAYERS - 1), ring.step(LAYERS - 1, 1)]
-        room = decode.client.receive(
+        transfer = decode.client.receive(
             POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
         )
-        offer = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=DEADLINE_S)
+        send_request = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=DEADLINE_S)
         ring.record(steps[0])
         # 5 MiB went before, the first step has 44 MiB, which take 2 s: cut in the middle of them.
-        wait_until(lambda: prefill.counters().get("landing.sent_bytes", 0) > 8 << 20)
+        wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > 8 << 20)
         began = time.monotonic()
         decode.host.cut_link()
         ring.record(steps[1])
-        assert {outcome(decode, room), outcome(prefill, offer)} <= {"PEER_LOST", "DEADLINE"}
+        assert {outcome(decode, transfer), outcome(prefill, send_request)} <= {"PEER_LOST", "DEADLINE"}
         assert time.monotonic() - began < DEADLINE_S + 1.0
-        # The room's pages are free for others at once: no write can reach a page. The sender's once its writes end.
-        decode.client.wait_settled(room, timeout_s=PATIENCE_S)
+        # The transfer's pages are free for others at once: no write can reach a page. The sender's once its writes end.
+        decode.client.wait_settled(transfer, timeout_s=PATIENCE_S)
         decode.client.free(POOL, received)
-        prefill.client.wait_settled(offer, timeout_s=PATIENCE_S)
+        prefill.client.wait_settled(send_request, timeout_s=PATIENCE_S)
         prefill.client.free(POOL, sent)
         assert prefill.client.status().pools[0].busy == 0
         marked = decode.client.allocate(POOL, 200)
         decode.fill(marked, 3)
         before = decode.content(marked)
         decode.host.restore_link()
-        wait_until(lambda: decode.landing().quarantined == 0)  # fenced, or reported by the sender
+        wait_until(lambda: decode.network().quarantined == 0)  # fenced, or reported by the sender
         assert torch.equal(decode.content(marked), before), "a late write reached a page"
-        assert decode.counters()["landing.fences"] >= 1
+        assert decode.counters()["network.fences"] >= 1
         decode.client.free(POOL, marked)
         hand_over(prefill, decode, 20, seed=4)
 
@@ -118,26 +118,26 @@ def test_a_link_is_cut_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
 def test_pages_written_directly_are_held_back_until_nothing_can_land(tmp_path: Path) -> None:
     with cluster(tmp_path, [spec(), spec()], direct=True) as (prefill, decode):
         hand_over(prefill, decode, 20, seed=1)
-        assert decode.counters()["landing.direct_bytes"] == 20 * LAYERS * 2 * 16384
+        assert decode.counters()["network.direct_bytes"] == 20 * LAYERS * 2 * 16384
         prefill.slow_down(mbit_s=200)
         sent, received = prefill.client.allocate(POOL, 200), decode.client.allocate(POOL, 200)
         prefill.fill(sent, 2)
         request = new_request_id()
-        room = decode.client.receive(
+        transfer = decode.client.receive(
             POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
         )
-        offer = prefill.client.send(POOL, request, [pages(sent)], deadline_s=DEADLINE_S)
-        wait_until(lambda: prefill.counters().get("landing.sent_bytes", 0) > 8 << 20)
+        send_request = prefill.client.send(POOL, request, [pages(sent)], deadline_s=DEADLINE_S)
+        wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > 8 << 20)
         decode.host.cut_link()
-        assert {outcome(decode, room), outcome(prefill, offer)} <= {"PEER_LOST", "DEADLINE"}
+        assert {outcome(decode, transfer), outcome(prefill, send_request)} <= {"PEER_LOST", "DEADLINE"}
         decode.client.free(POOL, received)
-        decode.client.wait_settled(room, timeout_s=PATIENCE_S)
-        assert decode.counters()["landing.fences"] == 1, "the pages were free before the fence"
+        decode.client.wait_settled(transfer, timeout_s=PATIENCE_S)
+        assert decode.counters()["network.fences"] == 1, "the pages were free before the fence"
         marked = decode.client.allocate(POOL, 200)
         decode.fill(marked, 3)
         before = decode.content(marked)
         decode.host.restore_link()
-        prefill.client.wait_settled(offer, timeout_s=PATIENCE_S)
+        prefill.client.wait_settled(send_request, timeout_s=PATIENCE_S)
         prefill.client.free(POOL, sent)
         hand_over(prefill, decode, 20, seed=4)  # with it come the bytes that the link had held, if any do
         assert torch.equal(decode.content(marked), before), "a late write reached a page"
@@ -152,17 +152,17 @@ def test_a_partition_that_nobody_notices_ends_at_the_deadline(tmp_path: Path) ->
         request = new_request_id()
         ring = prefill.client.open_events()
         steps = [ring.step(0, 4), ring.step(4, 4)]
-        room = decode.client.receive(
+        transfer = decode.client.receive(
             POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
         )
-        offer = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=DEADLINE_S)
+        send_request = prefill.client.send(POOL, request, [pages(sent)], steps=steps, deadline_s=DEADLINE_S)
         ring.record(steps[0])
-        wait_until(lambda: prefill.counters().get("landing.sent_bytes", 0) > 0)
+        wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > 0)
         decode.host.cut_link()
         ring.record(steps[1])
-        assert [outcome(decode, room), outcome(prefill, offer)] == ["DEADLINE", "DEADLINE"]
-        decode.client.wait_settled(room, timeout_s=PATIENCE_S)
-        prefill.client.wait_settled(offer, timeout_s=PATIENCE_S)
+        assert [outcome(decode, transfer), outcome(prefill, send_request)] == ["DEADLINE", "DEADLINE"]
+        decode.client.wait_settled(transfer, timeout_s=PATIENCE_S)
+        prefill.client.wait_settled(send_request, timeout_s=PATIENCE_S)
         decode.client.free(POOL, received)
         prefill.client.free(POOL, sent)
         decode.host.restore_link()
@@ -176,13 +176,13 @@ def test_a_source_daemon_is_killed_and_another_source_takes_over(tmp_path: Path)
         ring = first.client.open_events()
         steps = [ring.step(0, 4), ring.step(4, 4)]
         sent = first.client.allocate(POOL, 30)
-        room = decode.client.receive(POOL, request, [pages(received)], source_daemons=[first.address])
+        transfer = decode.client.receive(POOL, request, [pages(received)], source_daemons=[first.address])
         first.client.send(POOL, request, [pages(sent)], steps=steps)
         ring.record(steps[0])
-        wait_until(lambda: first.counters().get("landing.sent_bytes", 0) > 0)
+        wait_until(lambda: first.counters().get("network.sent_bytes", 0) > 0)
         first.daemon.kill()
-        assert outcome(decode, room) == "PEER_LOST"
-        decode.client.wait_settled(room, timeout_s=PATIENCE_S)
+        assert outcome(decode, transfer) == "PEER_LOST"
+        decode.client.wait_settled(transfer, timeout_s=PATIENCE_S)
         again = decode.client.receive(POOL, request, [pages(received)], source_daemons=[second.address])
         other = second.client.allocate(POOL, 30)
         second.fill(other, 9)
@@ -199,11 +199,11 @@ def test_a_destination_daemon_is_killed(tmp_path: Path) -> None:
         ring = prefill.client.open_events()
         steps = [ring.step(0, 4), ring.step(4, 4)]
         decode.client.receive(POOL, request, [pages(received)], source_daemons=[prefill.address])
-        offer = prefill.client.send(POOL, request, [pages(sent)], steps=steps)
+        send_request = prefill.client.send(POOL, request, [pages(sent)], steps=steps)
         ring.record(steps[0])
-        wait_until(lambda: prefill.counters().get("landing.sent_bytes", 0) > 0)
+        wait_until(lambda: prefill.counters().get("network.sent_bytes", 0) > 0)
         decode.daemon.kill()
-        assert outcome(prefill, offer) == "PEER_LOST"
-        prefill.client.wait_settled(offer, timeout_s=PATIENCE_S)
+        assert outcome(prefill, send_request) == "PEER_LOST"
+        prefill.client.wait_settled(send_request, timeout_s=PATIENCE_S)
         prefill.client.free(POOL, sent)
         assert prefill.client.status().pools[0].busy == 0

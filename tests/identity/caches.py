@@ -53,7 +53,7 @@ def instance(name: str, _copy: str) -> Any:  # noqa: ANN401  transformers' types
 
 @functools.cache
 def reference(name: str, tokens: int) -> Reference:
-    """Return what the prefill side's copy computes, and decodes without any hand-off."""
+    """Return what the prefill side's copy computes, and decodes without any transfer."""
     model = instance(name, "prefill")
     prompt = torch.randint(3, 97, (tokens,), generator=torch.Generator().manual_seed(tokens))
     cache = DynamicCache(config=model.config)

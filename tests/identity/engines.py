@@ -10,7 +10,7 @@ import torch
 
 from kvferry.attention.state_windows import PageWindow, window_of
 from kvferry.attention.swa_map import SwaMap, window_pages
-from kvferry.clients import Client, HandOff, Pages, pages
+from kvferry.clients import Client, Pages, Transfer, pages
 from kvferry.protocol.codec import PageIds
 from tests.identity.caches import Arrays, Key
 from tests.identity.models import DRAFTS, MODELS, TinyModel
@@ -27,7 +27,7 @@ class Engine:
 
     Attributes:
         pool: its pool; NaN wherever nothing was written.
-        received: the logical pages of each component that a hand-off fills.
+        received: the logical pages of each component that a transfer fills.
     """
 
     def __init__(self, client: Client, topology: Topology, name: str, layers: range, rank: Rank, side: Side) -> None:
@@ -93,7 +93,7 @@ class Engine:
     # -- content
 
     def write(self, arrays: Arrays, *, only_prefix: bool = False) -> None:
-        """Write its part of these arrays to its pages; ``only_prefix``: what no hand-off brings."""
+        """Write its part of these arrays to its pages; ``only_prefix``: what no transfer brings."""
         for key in self.arrays():
             part = part_of(self.model_of(key[0]), self._rank, key[1]).of(arrays[key])
             layer = self._layer(key)
@@ -127,7 +127,7 @@ class Engine:
             whole.index_copy_(part.axis, part.indices, ours)
 
     def zero(self, component: str, role: str) -> None:
-        """Zero what a hand-off brought to one component and role."""
+        """Zero what a transfer brought to one component and role."""
         wanted = self.received[component]
         ids = torch.from_numpy(self._ids[self._spaces[component]][wanted.first_page : wanted.end_page])
         for key in self.arrays():
@@ -160,14 +160,14 @@ class Engine:
         ids = torch.from_numpy(self._ids[self._spaces[component]])
         return ids[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
-    # -- the hand-off
+    # -- the transfer
 
-    def receive(self, request_id: str, sources: int) -> HandOff:
+    def receive(self, request_id: str, sources: int) -> Transfer:
         """Make its room."""
         lists = self._lists(self.received.get("main", PageWindow(0, 1)), last=True)
         return self._client.receive(self.pool.name, request_id, lists, sources=sources)
 
-    def send(self, request_id: str, destinations: int, first_token: int | None) -> HandOff:
+    def send(self, request_id: str, destinations: int, first_token: int | None) -> Transfer:
         """Send its pages, in chunks if the topology says so."""
         total = self.received.get("main", PageWindow(0, 1)).end_page
         size = self._topology.chunk_pages or total
@@ -179,7 +179,7 @@ class Engine:
 
     def _send(
         self, request_id: str, chunk: PageWindow, destinations: int, *, last: bool, first_token: int | None = None
-    ) -> HandOff:
+    ) -> Transfer:
         return self._client.send(
             self.pool.name,
             request_id,

@@ -15,8 +15,8 @@ from kvferry.attention.state_windows import window_of
 from tests.devices import DEVICE
 from tests.identity.models import DRAFTS, MODELS
 from tests.identity.topologies import PAGE_SIZE, TOPOLOGIES, Side, Topology
-from tests.rooms import test_room_oracle as oracle
-from tests.rooms.tagged_rooms import STATE, HandOff, Model, Rank, Stage, Window
+from tests.transfer import test_transfer_oracle as oracle
+from tests.transfer.tagged_transfers import STATE, Model, Rank, Stage, Transfer, Window
 
 
 def model_of(topology: Topology) -> Model:
@@ -57,25 +57,25 @@ def state_of(topology: Topology, window: int | None, prefix: int) -> Window:
     return Window(*window_of(prefix, topology.tokens, window, PAGE_SIZE), plain=topology.plain)
 
 
-def hand_off_of(topology: Topology, seed: int) -> HandOff:
-    """Return the topology's hand-off; sources speak first."""
+def transfer_of(topology: Topology, seed: int) -> Transfer:
+    """Return the topology's transfer; sources speak first."""
     tiny = topology.tiny
     pages = -(-topology.tokens // PAGE_SIZE)
     sources = stages_of(topology, topology.source)
-    rooms = stages_of(topology, topology.destination)
+    receive_requests = stages_of(topology, topology.destination)
     chunk_ends = list(range(topology.chunk_pages, pages, topology.chunk_pages)) if topology.chunk_pages else []
     turns = [number for number in range(len(sources)) for _ in range(1 + len(chunk_ends))]
-    return HandOff(
+    return Transfer(
         model=model_of(topology),
         sources=sources,
-        rooms=rooms,
+        receive_requests=receive_requests,
         sent=range(pages),
         wanted=range(topology.prefix_pages, pages),
         end_tokens=(topology.tokens, topology.tokens),
         sent_state=state_of(topology, topology.source_window or tiny.window, 0),
         wanted_state=state_of(topology, tiny.window, topology.prefix_pages * PAGE_SIZE),
         cuts={one.layers[0]: chunk_ends for one in sources},
-        turns=[*turns, *range(len(sources), len(sources) + len(rooms))],
+        turns=[*turns, *range(len(sources), len(sources) + len(receive_requests))],
         fault="",
         seed=seed,
     )
@@ -85,7 +85,7 @@ def hand_off_of(topology: Topology, seed: int) -> HandOff:
 @DEVICE.examples(4)
 @given(data=st.data())
 def test_every_byte_of_a_topology_arrives_and_no_other_changes(topology: Topology, data: st.DataObject) -> None:
-    case = hand_off_of(topology, data.draw(st.integers(0, 99)))
+    case = transfer_of(topology, data.draw(st.integers(0, 99)))
     assert not oracle.refusals(case)
     case = case._replace(turns=data.draw(st.permutations(case.turns)))
     oracle.test_every_byte_arrives_and_no_other_changes.hypothesis.inner_test(case)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Decode from handed-off pages computes what the model computes without a hand-off, to the bit, in every topology.
+"""Decode from handed-off pages computes what the model computes without a transfer, to the bit, in every topology.
 
 Prefill's cache is written to the pools of its ranks and stages, handed over by a real daemon, put together from the
 pools of decode's ranks and stages, and continued by another copy of the model. Memory that nothing was written to is
@@ -35,7 +35,7 @@ class Sides:
     def __init__(self, prefill: Client, decode: Client, topology: Topology) -> None:
         self.topology = topology
         self.sources = engines_of(prefill, topology, is_source=True)
-        self.rooms = engines_of(decode, topology, is_source=False)
+        self.receive_requests = engines_of(decode, topology, is_source=False)
         self._clients = (prefill, decode)
         self.draft_name = DRAFTS[topology.tiny.kind]
         self.main = reference(topology.model, topology.tokens)
@@ -46,28 +46,31 @@ class Sides:
         drafts = {("draft", role, layer): array for (_, role, layer), array in self.draft.arrays.items()}
         for one in self.sources:
             one.write({**self.main.arrays, **drafts})
-        for one in self.rooms:
+        for one in self.receive_requests:
             one.write({**self.main.arrays, **drafts}, only_prefix=True)
 
-    def hand_off(self) -> list[Finished]:
-        """Hand everything off, and return each room's outcome."""
+    def transfer(self) -> list[Finished]:
+        """Hand everything off, and return each transfer's outcome."""
         prefill, decode = self._clients
         request_id = new_request_id()
-        rooms = [one.receive(request_id, len(self.sources)) for one in self.rooms]
+        receive_requests = [one.receive(request_id, len(self.sources)) for one in self.receive_requests]
         last = self.sources[-1]
-        sent = [one.send(request_id, len(self.rooms), FIRST_TOKEN if one is last else None) for one in self.sources]
-        outcomes = [decode.wait_finished(one) for one in rooms]
+        sent = [
+            one.send(request_id, len(self.receive_requests), FIRST_TOKEN if one is last else None)
+            for one in self.sources
+        ]
+        outcomes = [decode.wait_finished(one) for one in receive_requests]
         for one in sent:
             prefill.wait_finished(one)
             prefill.wait_settled(one)
-        for one in rooms:
+        for one in receive_requests:
             decode.wait_settled(one)
         return outcomes
 
     def compare(self, *, steps: int = STEPS) -> None:
         """Check that decode computes from its pools what the models compute alone; drafts where both sides have one."""
         arrays: Arrays = {}
-        for one in self.rooms:
+        for one in self.receive_requests:
             one.read_into(arrays)
         self._compare_model(self.topology.model, arrays, self.main, steps)
         if self.topology.source.draft and self.topology.destination.draft:
@@ -80,7 +83,7 @@ class Sides:
 
     def close(self) -> None:
         """Delete the pools."""
-        for one in [*self.sources, *self.rooms]:
+        for one in [*self.sources, *self.receive_requests]:
             one.close()
 
 
@@ -92,11 +95,11 @@ def sides(request: pytest.FixtureRequest, prefill: Client, decode: Client) -> It
     made.close()
 
 
-def parts(rooms: Sequence[Engine], *, with_draft: bool) -> list[tuple[Engine, str, str]]:
+def parts(receive_requests: Sequence[Engine], *, with_draft: bool) -> list[tuple[Engine, str, str]]:
     """Return every engine's components and roles: what a control zeroes, one at a time."""
     return [
         (one, component, role)
-        for one in rooms
+        for one in receive_requests
         for component, role in dict.fromkeys(key[:2] for key in one.arrays())
         if component != "draft" or with_draft
     ]
@@ -104,13 +107,13 @@ def parts(rooms: Sequence[Engine], *, with_draft: bool) -> list[tuple[Engine, st
 
 def test_decode_computes_what_the_model_computes_alone(sides: Sides) -> None:
     sides.fill()
-    outcomes = sides.hand_off()
-    assert [one.first_token for one in outcomes] == [FIRST_TOKEN] * len(sides.rooms)
+    outcomes = sides.transfer()
+    assert [one.first_token for one in outcomes] == [FIRST_TOKEN] * len(sides.receive_requests)
     sides.compare()
     one_sided = sides.topology.source.draft != sides.topology.destination.draft
-    assert all(one.is_untouched("draft") for one in sides.rooms) or not one_sided
+    assert all(one.is_untouched("draft") for one in sides.receive_requests) or not one_sided
     has_draft = sides.topology.source.draft and sides.topology.destination.draft
-    for engine, component, role in parts(sides.rooms, with_draft=has_draft):
+    for engine, component, role in parts(sides.receive_requests, with_draft=has_draft):
         before = read_region(engine.pool.region)
         engine.zero(component, role)
         with pytest.raises(AssertionError, match="Tensor-likes are not"):

@@ -1,4 +1,4 @@
-"""What does not work is refused with the error that ``docs/topologies.md`` names, and the room stays as it was."""
+"""What does not work is refused with the error that ``docs/topologies.md`` names, and the transfer stays as it was."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Case(NamedTuple):
     """Pools that do not fit, or lists that do not.
 
     Attributes:
-        room: the receiving pool's spec.
+        transfer: the receiving pool's spec.
         sources: the sending pools' specs; the last one's SEND is the one refused.
-        expected: how many sources the room is told.
+        expected: how many sources the transfer is told.
         is_open: whether chunks follow after each SEND but the refused one.
         first_page: of the source's window.
         no_state: whether the source says that it has none.
         tokens: of the source's pages.
     """
 
-    room: PoolSpec
+    receive_request: PoolSpec
     sources: tuple[PoolSpec, ...]
     expected: int | None = None
     is_open: bool = False
@@ -81,7 +81,7 @@ CASES: Final = {
     ),
     "one layer from two stages": Case(replace(MHA, layers=3), (MHA, replace(MHA, first_layer=1))),
     "ranks with the same heads or latents, but without `replicas`": Case(MLA, (MLA, MLA), is_open=True),
-    "more pools that send than the room expects": Case(
+    "more pools that send than the transfer expects": Case(
         replace(MHA, layers=6),
         (MHA, replace(MHA, first_layer=2), replace(MHA, first_layer=4)),
         expected=2,
@@ -150,9 +150,9 @@ def sides(prefill: Client, decode: Client) -> Iterator[tuple[Side, Side]]:
 def test_what_does_not_fit_is_refused(refusal: Refusal, sides: tuple[Side, Side]) -> None:
     case, request_id = CASES[refusal.name], new_request_id()
     prefill, decode = sides
-    pool = decode.create(case.room)
+    pool = decode.create(case.receive_request)
     lists = decode.lists(pool, case, is_source=False)
-    room = decode.client.receive(
+    receive_request = decode.client.receive(
         pool.name, request_id, lists, sources=case.expected or len(case.sources), deadline_s=DEADLINE_S
     )
     sent = []
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused(refusal: Refusal, sides: tuple[Side, Side]
     assert error.value.code == refusal.code
     assert [one.error for one in sent[:-1]] == [None] * (len(sent) - 1)
     assert decode.client.result(pool.name, request_id, "receive").state == "open"
-    decode.client.cancel(room)
+    decode.client.cancel(receive_request)
     for one in sent:
         prefill.client.wait_settled(one)
 

@@ -55,7 +55,7 @@ class Side(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """One hand-off: a model, both sides' splits, and how its pages are sent.
+    """One transfer: a model, both sides' splits, and how its pages are sent.
 
     Attributes:
         name: of the test.
@@ -207,7 +207,7 @@ REFUSALS: Final = (
     Refusal("one layer from two stages", "PAGE_OVERLAP", "the later SEND", "give each layer to one stage"),
     Refusal("ranks with the same heads or latents, but without `replicas`", "PAGE_OVERLAP", "the later SEND",
             "create the pools with `replicas`"),
-    Refusal("more pools that send than the room expects", "UNEXPECTED_SOURCE", "the SEND too many",
+    Refusal("more pools that send than the transfer expects", "UNEXPECTED_SOURCE", "the SEND too many",
             "`sources=` stages x ranks"),
     Refusal("a window page that prefill has not", "WINDOW_MISMATCH", "SEND", "the same sequence length on both sides"),
     Refusal("no state from prefill", "EMPTY_STATE", "SEND", "send the slot, or `no_pages` at decode"),

@@ -15,7 +15,7 @@ FOLDERS: Final = (
     "clients",
     "clients/cli",
     "daemon",
-    "daemon/rooms",
+    "daemon/transfer",
     "daemon/tiers",
     "daemon/transports",
     "pools",

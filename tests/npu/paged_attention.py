@@ -15,7 +15,7 @@ SCALE = HEAD_DIM**-0.5
 
 
 class Cache(NamedTuple):
-    """The keys and values of one layer, on the card and as the host knows them: ``(pages, page_size, heads, dim)``."""
+    """Keys and values of one layer, on the device and as the host knows them: ``(pages, page_size, heads, dim)``."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -59,7 +59,7 @@ class CapturedAttention:
     """A graph of one captured batch size: so many rows of so many queries each.
 
     Attributes:
-        queries: ``(rows, queries, heads, dim)``, on the card; written before a replay.
+        queries: ``(rows, queries, heads, dim)``, on the device; written before a replay.
     """
 
     def __init__(self, cache: Cache, tables: Tables, rows: int, queries: int = 1) -> None:
@@ -99,7 +99,7 @@ class CapturedAttention:
         inputs: list[dict[str, Any]] | None = None,
         ordered: bool = True,
     ) -> None:
-        """Replay with the tables' last update, or with other lengths; returns before the card has done anything."""
+        """Replay with the tables' last update, or with other lengths; returns before the device has done anything."""
         if ordered:
             self._tables.order()
         if inputs is None:
@@ -109,7 +109,7 @@ class CapturedAttention:
         self._graph.replay()
 
     def clone(self) -> torch.Tensor:
-        """Return a copy, on the card, of the last replay's outputs."""
+        """Return a copy, on the device, of the last replay's outputs."""
         out: torch.Tensor = self._out.clone()
         return out.view(self._rows, -1, HEADS, HEAD_DIM)
 

@@ -1,6 +1,6 @@
 """A prefill engine in a process of its own: ``python -m tests.npu.prefill_engine RUNTIME_DIR DEVICE SEED``.
 
-Each line of its input is a request, its id and prompt as JSON; it answers with the first token once the hand-off has
+Each line of its input is a request, its id and prompt as JSON; it answers with the first token once the transfer has
 settled. Full pages but the last go layer by layer while it computes; the last page goes with the first token.
 """
 
@@ -41,17 +41,17 @@ def _serve(
 ) -> int:
     ids = client.allocate(POOL, -(-len(prompt) // PAGE_SIZE))
     slots = (ids[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()[: len(prompt)]
-    early = (len(prompt) - 1) // PAGE_SIZE  # pages that the first message offers, before they are written
+    early = (len(prompt) - 1) // PAGE_SIZE  # pages that the first message send requests, before they are written
     steps = [ring.step(layer, 1) for layer in range(LAYERS)]
     if early:
         first = pages(ids[:early], first_page=0, tokens=early * PAGE_SIZE)
         client.send(POOL, request_id, [first], steps=steps, last=False)
-    on_card = torch.from_numpy(slots).to(pool.tensor("main", "k").device)
-    logits = prefill(weights, pool, prompt, on_card, lambda layer: ring.record(steps[layer]))
+    on_device = torch.from_numpy(slots).to(pool.tensor("main", "k").device)
+    logits = prefill(weights, pool, prompt, on_device, lambda layer: ring.record(steps[layer]))
     first_token = int(logits.cpu().argmax())
     rest = pages(ids[early:], first_page=early, tokens=len(prompt) - early * PAGE_SIZE)
-    hand_off = client.send(POOL, request_id, [rest], first_token=first_token)
-    client.wait_settled(hand_off)
+    transfer = client.send(POOL, request_id, [rest], first_token=first_token)
+    client.wait_settled(transfer)
     client.free(POOL, ids)
     return first_token
 

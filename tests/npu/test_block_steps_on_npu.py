@@ -1,4 +1,4 @@
-"""Steps of blocks where only a card's regions differ: memory lent in parts, one kernel a step, closing, a lost card."""
+"""Steps of blocks where a device's regions differ: memory registered in parts, one kernel a step, a lost device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
 from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.manifest import lay_out
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, BlockSteps
@@ -21,7 +21,7 @@ from kvferry.protocol.errors import DeviceLostError
 from kvferry.protocol.manifests import Entry
 from tests.cann_simulator.simulator import Simulator
 from tests.devices import DEVICE
-from tests.pools.tiers.block_world import BlockWorld, worlds
+from tests.pools.tiers.block_harness import BlockHarness, harnesses
 from tests.region_bytes import fill_region, read_pages, write_pages
 
 WAIT_S = 30.0
@@ -29,19 +29,19 @@ PAGES = 12
 
 
 @pytest.fixture
-def card() -> Accelerator:
-    """Return a card as a daemon of its own would have it."""
+def device() -> Accelerator:
+    """Return a device as a daemon of its own would have it."""
     one = Accelerator(DEVICE.name, stuck_after_s=5.0)
     one.open()
     return one
 
 
-def lent_in_parts(card: Accelerator, manifest_bytes: int, starts: list[int]) -> AcceleratorRegion:
+def registered_in_parts(device: Accelerator, manifest_bytes: int, starts: list[int]) -> AcceleratorRegion:
     """Return a region whose parts begin there, each mapped apart."""
     ends = [*starts[1:], manifest_bytes]
-    with card.calling():
-        parts = [RegionPart(start, card.allocate(end - start)) for start, end in zip(starts, ends, strict=True)]
-    return AcceleratorRegion(card, parts, manifest_bytes, StagingPool(card))
+    with device.calling():
+        parts = [RegionSegment(start, device.allocate(end - start)) for start, end in zip(starts, ends, strict=True)]
+    return AcceleratorRegion(device, parts, manifest_bytes, StagingPool(device))
 
 
 def small_pool() -> BlockPages:
@@ -58,27 +58,33 @@ def whole(pages: BlockPages) -> BlockStep:
     return BlockStep(0, len(pages.ids), 0, pages.layout.content_bytes)
 
 
-@given(worlds(), st.integers(1, 40_000), st.data())
-def test_memory_in_parts_moves_each_byte_to_its_place(world: BlockWorld, step_bytes: int, data: st.DataObject) -> None:
-    entries = world.manifest.entries
+@given(harnesses(), st.integers(1, 40_000), st.data())
+def test_memory_in_parts_moves_each_byte_to_its_place(
+    harness: BlockHarness, step_bytes: int, data: st.DataObject
+) -> None:
+    entries = harness.manifest.entries
     cuts = data.draw(st.sets(st.sampled_from(range(1, len(entries) + 1))))
     starts = [0, *(entries[cut].base for cut in sorted(cuts - {len(entries)}))]
-    region, memory, arena = lent_in_parts(DEVICE.accelerator, world.manifest.region_bytes, starts), None, world.arena()
-    memory, every = world.memory(), {}
+    region, memory, arena = (
+        registered_in_parts(DEVICE.accelerator, harness.manifest.region_bytes, starts),
+        None,
+        harness.arena(),
+    )
+    memory, every = harness.memory(), {}
     try:
         for entry in entries:
             every[entry] = np.arange(entry.pages)
             content = memory[entry.base : entry.base + entry.pages * entry.page_bytes]
             write_pages(region, [entry], every[entry], content)
-        steps = BlockSteps(world.pages.layout, 0, len(world.pages.ids))
+        steps = BlockSteps(harness.pages.layout, 0, len(harness.pages.ids))
         while (step := steps.take(step_bytes)) is not None:
-            region.begin_offload(world.pages, step, arena).wait()
-        assert (arena == world.offloaded(memory)).all()
+            region.begin_offload(harness.pages, step, arena).wait()
+        assert (arena == harness.offloaded(memory)).all()
         arena[:] = np.random.default_rng(1).integers(0, 256, len(arena), np.uint8)
-        steps = BlockSteps(world.pages.layout, 0, len(world.pages.ids))
+        steps = BlockSteps(harness.pages.layout, 0, len(harness.pages.ids))
         while (step := steps.take(step_bytes)) is not None:
-            region.begin_restore(world.pages, step, arena).wait()
-        expected = world.restored(memory, arena)
+            region.begin_restore(harness.pages, step, arena).wait()
+        expected = harness.restored(memory, arena)
         for entry in entries:
             content = expected[entry.base : entry.base + entry.pages * entry.page_bytes]
             assert (read_pages(region, [entry], every[entry]) == content).all()
@@ -87,15 +93,15 @@ def test_memory_in_parts_moves_each_byte_to_its_place(world: BlockWorld, step_by
 
 
 def test_a_step_of_a_pool_in_one_part_is_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages, card = small_pool(), DEVICE.accelerator
-    region = lent_in_parts(card, PAGES * pages.layout.content_bytes, [0])
-    taken, select = list[int](), card.torch.index_select
+    pages, device = small_pool(), DEVICE.accelerator
+    region = registered_in_parts(device, PAGES * pages.layout.content_bytes, [0])
+    taken, select = list[int](), device.torch.index_select
 
     def counted(view: Any, dim: int, numbers: Any, *, out: Any) -> Any:  # noqa: ANN401  tensors
         taken.append(len(numbers))
         return select(view, dim, numbers, out=out)
 
-    monkeypatch.setattr(card.torch, "index_select", counted)
+    monkeypatch.setattr(device.torch, "index_select", counted)
     region.begin_offload(pages, whole(pages), np.zeros(pages.total_bytes, np.uint8)).wait()
     assert taken == [pages.total_bytes // 1024], "one cell for each 1024 bytes of all pages"
     region.close()
@@ -103,7 +109,7 @@ def test_a_step_of_a_pool_in_one_part_is_one_kernel(monkeypatch: pytest.MonkeyPa
 
 def test_closing_waits_for_steps_that_nobody_has_waited_for_yet(simulator: Simulator) -> None:
     pages = small_pool()
-    region = lent_in_parts(DEVICE.accelerator, PAGES * pages.layout.content_bytes, [0])
+    region = registered_in_parts(DEVICE.accelerator, PAGES * pages.layout.content_bytes, [0])
     fill_region(region, 7)
     arena, closed = np.zeros(pages.total_bytes, np.uint8), threading.Event()
 
@@ -123,9 +129,9 @@ def test_closing_waits_for_steps_that_nobody_has_waited_for_yet(simulator: Simul
     assert (arena == 7).all()
 
 
-def test_a_step_on_a_card_that_hangs_loses_it(card: Accelerator, simulator: Simulator) -> None:
+def test_a_step_on_a_device_that_hangs_loses_it(device: Accelerator, simulator: Simulator) -> None:
     pages = small_pool()
-    region = lent_in_parts(card, PAGES * pages.layout.content_bytes, [0])
+    region = registered_in_parts(device, PAGES * pages.layout.content_bytes, [0])
     arena = np.zeros(pages.total_bytes, np.uint8)
     with simulator.held():
         pending = region.begin_offload(pages, whole(pages), arena)

@@ -1,4 +1,4 @@
-"""Prefill in one process, a hand-off through the daemon, and graph-mode decode in another, all on a card.
+"""Prefill in one process, a transfer through the daemon, and graph-mode decode in another, all on a device.
 
 The tokens are those of a plain model that computes every sequence anew on the host.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import AttachedPool, Cells, Client, EventRing, Tables, new_request_id, pages
+from kvferry.clients import AttachedPool, BlockTableEntries, Client, EventRing, Tables, new_request_id, pages
 from tests.daemons import running_daemon
 from tests.devices import DEVICE
 from tests.npu import prefill_engine
@@ -74,9 +74,11 @@ class DecodeEngine:
         moved = dict(enumerate(rows))
         while rows:
             lengths = [row.length for row in rows]
-            cells = self._grow(rows, moved)
+            entries = self._grow(rows, moved)
             whole = {at: np.array(row.pages) for at, row in moved.items()}
-            update = self._client.update_tables(self.tables, lengths, cells=cells, rows=whole, after=self._ring.mark())
+            update = self._client.update_tables(
+                self.tables, lengths, entries=entries, rows=whole, after=self._ring.record_event()
+            )
             tokens = torch.tensor([row.made[-1] for row in rows])  # the engine's own work, beside the update
             graph = self._graphs[self._client.wait(update).replayed_rows]
             graph.tokens[: len(rows)].copy_(tokens)
@@ -87,16 +89,16 @@ class DecodeEngine:
                 row.made.append(int(logits.argmax()))
             moved = self._close_up(rows)
 
-    def _grow(self, rows: list[Row], moved: Mapping[int, Row]) -> Cells:
+    def _grow(self, rows: list[Row], moved: Mapping[int, Row]) -> BlockTableEntries:
         """Give a page to each row that needs one; return those of rows that are not sent as a whole."""
-        cells = []
+        entries = []
         for at, row in enumerate(rows):
             if row.length > len(row.pages) * PAGE_SIZE:
                 [page] = self._client.allocate(POOL, 1).tolist()
                 row.pages.append(page)
                 if at not in moved:
-                    cells.append((at, len(row.pages) - 1, page))
-        return Cells(*([one[field] for one in cells] for field in range(3)))
+                    entries.append((at, len(row.pages) - 1, page))
+        return BlockTableEntries(*([one[field] for one in entries] for field in range(3)))
 
     def _close_up(self, rows: list[Row]) -> dict[int, Row]:
         """Take out rows that are done, let the last ones take their places, and return the rows that moved."""
@@ -106,7 +108,7 @@ class DecodeEngine:
             if len(rows[at].made) < rows[at].request.tokens:
                 at += 1
                 continue
-            self._client.free(POOL, rows[at].pages, after=self._ring.mark())
+            self._client.free(POOL, rows[at].pages, after=self._ring.record_event())
             last = rows.pop()
             moved.pop(len(rows), None)
             if at < len(rows):
@@ -170,13 +172,13 @@ def _received(client: Client, prefill: Started, request: Request) -> Row:
     """Return a request whose prompt is in this engine's pages, which are not in order nor prefill's."""
     ids = client.allocate(POOL, -(-len(request.prompt) // PAGE_SIZE))[::-1].copy()
     request_id = new_request_id()
-    hand_off = client.receive(POOL, request_id, [pages(ids, tokens=len(request.prompt))])
+    transfer = client.receive(POOL, request_id, [pages(ids, tokens=len(request.prompt))])
     assert prefill.stdin is not None
     print(json.dumps([request_id, request.prompt]), file=prefill.stdin, flush=True)
-    finished = client.wait_finished(hand_off)
+    finished = client.wait_finished(transfer)
     assert finished.first_token is not None
     assert int(_line(prefill)) == finished.first_token
-    client.wait_settled(hand_off)
+    client.wait_settled(transfer)
     return Row(request, ids.tolist(), finished.first_token)
 
 

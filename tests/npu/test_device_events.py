@@ -123,7 +123,7 @@ def test_after_closing_nothing_is_told(ring: Ring) -> None:
 
 
 @pytest.mark.parametrize("handle", [b"", b"junk", bytes(64), b"\xff" * 512])
-def test_a_handle_that_is_none_costs_nobody_the_card(handle: bytes) -> None:
+def test_a_handle_that_is_none_costs_nobody_the_device(handle: bytes) -> None:
     with pytest.raises(KvferryError):
         DeviceEvents(DEVICE.accelerator, [handle])
     assert DEVICE.accelerator.lost is None

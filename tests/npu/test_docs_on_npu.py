@@ -1,4 +1,4 @@
-"""The code in docs/engines.md that needs a card: lending a pool."""
+"""The code in docs/engines.md that needs a device: registering a pool."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def test_lending(reader: Reader, other: Other, device: str) -> None:
     other.client.send("prefill", request_id, [pages([3])])
     other.client.wait_finished(received)
     assert (other.arrived()[:, taken] == 7).all()
-    [lent] = [one for one in other.client.status().pools if one.pool == "prefill"]
-    assert (lent.device, lent.lent_by is not None) == (device, True)
+    [registered] = [one for one in other.client.status().pools if one.pool == "prefill"]
+    assert (registered.device, registered.registered_by is not None) == (device, True)

@@ -1,7 +1,7 @@
-"""The client library leaves an engine's thread as it found it, also where it uses another card and where it fails.
+"""The client library leaves an engine's thread as it found it, also where it uses another device and where it fails.
 
 Current device, current streams, default dtype and grad mode: whoever finds them changed runs its next kernel on the
-wrong card.
+wrong device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.daemons import DaemonProcess, running_daemon
 
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
 SHAPE: Final = (2, 5, 16, 2, 8)
-CARDS: Final = ("npu:0", "npu:1")
+DEVICES: Final = ("npu:0", "npu:1")
 DEADLINE_S: Final = 120.0
 
 _numbers = itertools.count()
@@ -45,7 +45,7 @@ class State(NamedTuple):
         """Return this thread's."""
         found = ctypes.c_int32(-1)
         ctypes.CDLL("libascendcl.so").aclrtGetDevice(ctypes.byref(found))
-        streams = tuple(int(torch.accelerator.current_stream(card).stream_id) for card in CARDS)
+        streams = tuple(int(torch.accelerator.current_stream(device).stream_id) for device in DEVICES)
         return cls(
             torch.accelerator.current_device_index(),
             found.value,
@@ -56,36 +56,36 @@ class State(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """A thread whose current card is one, and a pool on the other: by turns."""
+    """A thread whose current device is one, and a pool on the other: by turns."""
 
     client: Client
-    card: str
+    device: str
     pool: str
     made: AttachedPool | None = None
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Return a daemon with a pool on each card."""
-    with running_daemon(tmp_path_factory.mktemp("cards")) as one, Client.connect(one.runtime_dir) as client:
-        for card in CARDS:
-            client.create_pool(f"pool-{card[-1]}", SPEC, device=card, deadline_s=DEADLINE_S).close()
+    """Return a daemon with a pool on each device."""
+    with running_daemon(tmp_path_factory.mktemp("devices")) as one, Client.connect(one.runtime_dir) as client:
+        for device in DEVICES:
+            client.create_pool(f"pool-{device[-1]}", SPEC, device=device, deadline_s=DEADLINE_S).close()
         yield one
 
 
-@pytest.fixture(params=CARDS)
+@pytest.fixture(params=DEVICES)
 def engine(daemon: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Return an engine on its own streams that computes without gradients, on the other card than its pool's."""
-    before, dtype = [torch.accelerator.current_stream(card) for card in CARDS], torch.get_default_dtype()
-    card: str = request.param
-    torch.accelerator.set_device_index(1 - int(card[-1]))
-    own = [torch.npu.Stream(device=one) for one in CARDS]  # type: ignore[attr-defined]
+    """Return an engine on its own streams that computes without gradients, on the other device than its pool's."""
+    before, dtype = [torch.accelerator.current_stream(device) for device in DEVICES], torch.get_default_dtype()
+    device: str = request.param
+    torch.accelerator.set_device_index(1 - int(device[-1]))
+    own = [torch.npu.Stream(device=one) for one in DEVICES]  # type: ignore[attr-defined]
     for stream in own:
         _set_stream(stream)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.no_grad(), Client.connect(daemon.runtime_dir, name="engine") as client:
-            yield Engine(client, card, f"pool-{card[-1]}")
+            yield Engine(client, device, f"pool-{device[-1]}")
     finally:
         torch.set_default_dtype(dtype)
         for stream in before:
@@ -103,18 +103,18 @@ def new_name() -> str:
     return f"new-{next(_numbers)}"
 
 
-def lend(engine: Engine) -> None:
-    """Lend a pool, and take it back."""
-    tensors = {("main", role): torch.zeros(SHAPE, dtype=torch.float16, device=engine.card) for role in ("k", "v")}
+def register(engine: Engine) -> None:
+    """Register a pool, and take it back."""
+    tensors = {("main", role): torch.zeros(SHAPE, dtype=torch.float16, device=engine.device) for role in ("k", "v")}
     name = new_name()
-    engine.client.lend_pool(name, SPEC, tensors, device=engine.card, deadline_s=DEADLINE_S)
+    engine.client.register_pool(name, SPEC, tensors, device=engine.device, deadline_s=DEADLINE_S)
     engine.client.delete_pool(name)
 
 
 def record(engine: Engine) -> None:
     """Open a ring, and record an event of it."""
-    ring = engine.client.open_events(engine.card, events=2, deadline_s=DEADLINE_S)
-    ring.mark()
+    ring = engine.client.open_events(engine.device, events=2, deadline_s=DEADLINE_S)
+    ring.record_event()
 
 
 def use_tables(engine: Engine) -> None:
@@ -123,34 +123,34 @@ def use_tables(engine: Engine) -> None:
     tables = client.create_tables("tables", engine.pool, max_batch=4, max_context_tokens=64, deadline_s=DEADLINE_S)
     client.wait(client.update_tables(tables, [1], rows={0: [1]}))
     tables.order()
-    assert tables.block_tables.device == torch.device(engine.card)
+    assert tables.block_tables.device == torch.device(engine.device)
     client.delete_tables(tables)
 
 
 def attach(engine: Engine) -> None:
     """Attach a pool, look at it, and close it."""
     pool = engine.client.attach_pool(engine.pool)
-    assert pool.tensor("main", "k").device == torch.device(engine.card)
+    assert pool.tensor("main", "k").device == torch.device(engine.device)
     pool.close()
 
 
 def create(engine: Engine) -> None:
     """Create a pool and delete it."""
     name = new_name()
-    engine.client.create_pool(name, SPEC, device=engine.card, deadline_s=DEADLINE_S).close()
+    engine.client.create_pool(name, SPEC, device=engine.device, deadline_s=DEADLINE_S).close()
     engine.client.delete_pool(name)
 
 
-USES: Final = (create, attach, lend, record, use_tables)
+USES: Final = (create, attach, register, record, use_tables)
 
 
 @pytest.mark.parametrize("use", USES)
 def test_an_engine_stays_as_it_was(engine: Engine, use: Callable[[Engine], None]) -> None:
     before = State.now()
-    assert (before.device, before.dtype, before.grad) == (1 - int(engine.card[-1]), torch.bfloat16, False)
+    assert (before.device, before.dtype, before.grad) == (1 - int(engine.device[-1]), torch.bfloat16, False)
     use(engine)
     assert State.now() == before
-    assert torch.zeros(1, device="npu").device.index == before.device, "its next kernel is on its own card"
+    assert torch.zeros(1, device="npu").device.index == before.device, "its next kernel is on its own device"
 
 
 def failing(*_arguments: object, **_more: object) -> Any:  # noqa: ANN401  whatever it stands for
@@ -167,7 +167,7 @@ FAULTS: Final = {
     "no stream can be made": (None, "Stream", failing),
     "the share cannot be mapped": (NpuVendor, "map", refusing),
     "the driver fails": (NpuVendor, "map", failing),
-    "nothing can be lent": (NpuVendor, "lend", refusing),
+    "nothing can be registered": (NpuVendor, "register", refusing),
     "no event can be made": (NpuVendor, "shared_event", failing),
 }
 
@@ -180,7 +180,7 @@ FAULTS: Final = {
         ("the share cannot be mapped", attach),
         ("the share cannot be mapped", use_tables),
         ("the driver fails", attach),
-        ("nothing can be lent", lend),
+        ("nothing can be registered", register),
         ("no event can be made", record),
     ],
 )
@@ -196,22 +196,22 @@ def test_an_engine_stays_as_it_was_where_that_fails(
     assert State.now() == before
 
 
-def test_a_card_that_is_not_there_changes_nothing(daemon: DaemonProcess, engine: Engine) -> None:
+def test_a_device_that_is_not_there_changes_nothing(daemon: DaemonProcess, engine: Engine) -> None:
     before = State.now()
     with (
-        Client.connect(daemon.runtime_dir, devices={engine.card: "npu:9"}) as elsewhere,
+        Client.connect(daemon.runtime_dir, devices={engine.device: "npu:9"}) as elsewhere,
         pytest.raises(DeviceUnavailableError),
     ):
         elsewhere.attach_pool(engine.pool)
     assert State.now() == before
 
 
-def test_what_is_recorded_by_default_is_the_stream_of_the_rings_own_card(engine: Engine) -> None:
-    ring = engine.client.open_events(engine.card, events=2, deadline_s=DEADLINE_S)
+def test_what_is_recorded_by_default_is_the_stream_of_the_rings_own_device(engine: Engine) -> None:
+    ring = engine.client.open_events(engine.device, events=2, deadline_s=DEADLINE_S)
     pool = engine.client.attach_pool(engine.pool)
     ids = engine.client.allocate(engine.pool, 1)
-    pool.tensor("main", "k")[:, ids] = 1  # on the pool's card, whose stream is not this thread's current device's
-    assert engine.client.free(engine.pool, ids, after=ring.mark()).freed == 1
+    pool.tensor("main", "k")[:, ids] = 1  # on the pool's device, whose stream is not this thread's current device's
+    assert engine.client.free(engine.pool, ids, after=ring.record_event()).freed == 1
 
 
 def test_the_async_client_leaves_a_loops_thread_as_it_was(daemon: DaemonProcess, engine: Engine) -> None:
@@ -219,8 +219,8 @@ def test_the_async_client_leaves_a_loops_thread_as_it_was(daemon: DaemonProcess,
         client = await AsyncClient.connect(daemon.runtime_dir)
         before = State.now()
         pool = await client.attach_pool(engine.pool)
-        ring = await client.open_events(engine.card, events=2, deadline_s=DEADLINE_S)
-        ring.mark()
+        ring = await client.open_events(engine.device, events=2, deadline_s=DEADLINE_S)
+        ring.record_event()
         pool.close()
         assert State.now() == before
         client.close()
@@ -229,13 +229,13 @@ def test_the_async_client_leaves_a_loops_thread_as_it_was(daemon: DaemonProcess,
 
 
 def driver_device() -> int:
-    """Return the card that raw calls of this thread go to; below 0 where it has set none."""
+    """Return the device that raw calls of this thread go to; below 0 where it has set none."""
     found = ctypes.c_int32(-1)
     ctypes.CDLL("libascendcl.so").aclrtGetDevice(ctypes.byref(found))
     return found.value
 
 
-def test_a_thread_without_a_card_opens_the_one_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_without_a_device_opens_the_one_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
     set_device = torch.accelerator.set_device_index
 
@@ -253,18 +253,18 @@ def test_a_thread_without_a_card_opens_the_one_that_is_meant(monkeypatch: pytest
     monkeypatch.setattr(torch.accelerator, "set_device_index", noted)
     with ThreadPoolExecutor(1) as fresh:
         assert fresh.submit(use).result() == 0
-    assert set(opened) == {1}, "card 0 is current by default only, and a context on it costs memory"
+    assert set(opened) == {1}, "device 0 is current by default only, and a context on it costs memory"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 0), (1, 0, 1), (1, 1, 0), (0, 0, 1)])
-def test_raw_calls_go_to_the_card_that_is_meant(order: tuple[int, ...]) -> None:
-    cards = [Accelerator(card) for card in CARDS]
+def test_raw_calls_go_to_the_device_that_is_meant(order: tuple[int, ...]) -> None:
+    devices = [Accelerator(device) for device in DEVICES]
     found: list[int] = []
 
     def use() -> None:
         for number in order:
-            cards[number].open()
-            with cards[number].calling():
+            devices[number].open()
+            with devices[number].calling():
                 found.append(driver_device())
 
     thread = threading.Thread(target=use)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import Cells, Client, EventRing, HybridSwaSpec, MhaSpec, Tables
+from kvferry.clients import BlockTableEntries, Client, EventRing, HybridSwaSpec, MhaSpec, Tables
 from kvferry.protocol.errors import TableOverflowError
 from tests.cann_simulator.simulator import Race, Simulator
 from tests.daemons import DaemonProcess, running_daemon
@@ -108,13 +108,13 @@ def test_verify_at_the_end_of_the_longest_context(
     queries = torch.randn(2, draft + 1, HEADS, HEAD_DIM)
     rows = {0: pages[0], 1: pages[1]}
     for lengths in ([context, context - 1], [context - 127, 1], [PAGE - draft, PAGE - draft + 1], [context] * 2):
-        update(client, tables, lengths, extra_tokens=draft, rows=rows, after=ring.mark())
+        update(client, tables, lengths, extra_tokens=draft, rows=rows, after=ring.record_event())
         rows = {}
         read = [length + draft for length in lengths]
         assert_close(verify.replay(queries), reference(cache, queries, pages.tolist(), read))
     too_long = columns * PAGE - draft + 1
     with pytest.raises(TableOverflowError) as raised:
-        update(client, tables, [1, too_long], extra_tokens=draft, after=ring.mark())
+        update(client, tables, [1, too_long], extra_tokens=draft, after=ring.record_event())
     for said in ("row 1", str(too_long), f"W = {columns}"):
         assert said in raised.value.detail
     read = [context + draft] * 2  # as they were
@@ -135,7 +135,7 @@ def test_batches_of_all_sizes_go_through_the_captured_ones(
     for batch in (1, 3, 8, 0, 2, 5, 4, 0, 7):
         lengths = random.integers(1, 41, batch).tolist()
         pages = {row: random.permutation(np.arange(1, 64))[:5] for row in range(batch)}
-        update(client, tables, lengths, rows=pages, after=ring.mark())
+        update(client, tables, lengths, rows=pages, after=ring.record_event())
         lengths_of_replay = tables.host_lengths().for_update()
         graph = graphs[len(lengths_of_replay)]
         assert lengths_of_replay == lengths + [0] * (len(lengths_of_replay) - batch)
@@ -156,8 +156,8 @@ def test_a_row_grows_page_by_page(client: Client, ring: EventRing, small: Cache,
         new = [(row, len(pages[row])) for row in range(2) if -(-lengths[row] // 8) > len(pages[row])]
         for row, column in new:
             pages[row].append(50 - 4 * column - row)
-        cells = Cells([row for row, _ in new], [at for _, at in new], [pages[row][at] for row, at in new])
-        update(client, tables, lengths, cells=cells, rows=rows, after=ring.mark())
+        entries = BlockTableEntries([row for row, _ in new], [at for _, at in new], [pages[row][at] for row, at in new])
+        update(client, tables, lengths, entries=entries, rows=rows, after=ring.record_event())
         rows = {}
         queries = torch.randn(2, 1, HEADS, HEAD_DIM)
         assert_close(graph.replay(queries), reference(small, queries, pages, lengths))
@@ -172,7 +172,7 @@ def test_a_multi_step_draft_reads_one_token_more_each_step(
     graph = CapturedAttention(small, tables, 2)
     pages = [[5, 6, 7, 8, 9], [30, 20]]
     lengths = [37, 7]
-    update(client, tables, lengths, extra_tokens=draft, rows=dict(enumerate(pages)), after=ring.mark())
+    update(client, tables, lengths, extra_tokens=draft, rows=dict(enumerate(pages)), after=ring.record_event())
     for step in range(draft):
         queries = torch.randn(2, 1, HEADS, HEAD_DIM)
         read = [length + step + 1 for length in lengths]
@@ -187,10 +187,10 @@ def test_lengths_that_the_graph_was_not_told_of_give_another_output(
     graph = CapturedAttention(small, tables, 1)
     queries = torch.randn(1, 1, HEADS, HEAD_DIM)
     pages = [[3, 1, 2]]
-    update(client, tables, [9], rows={0: pages[0]}, after=ring.mark())
+    update(client, tables, [9], rows={0: pages[0]}, after=ring.record_event())
     stale = tables.graph_inputs()
     assert_close(graph.replay(queries), reference(small, queries, pages, [9]))
-    update(client, tables, [20], after=ring.mark())
+    update(client, tables, [20], after=ring.record_event())
     graph.queries.copy_(queries)
     graph.start(inputs=stale)
     assert_differs(graph.out(1), reference(small, queries, pages, [20]))
@@ -226,19 +226,19 @@ def test_the_window_layers_see_their_window_only(client: Client, ring: EventRing
     free_full, free_window = list(range(31, 0, -1)), list(range(1, 10))
     for step in range(29):
         lengths = [step + 1, max(0, step - 10)]
-        cells, released, fresh = [], [], []
+        entries, released, fresh = [], [], []
         for row, length in enumerate(lengths):
             first = max(length - window, 0) // page_size
             released += [page for page in pages[row][:first] if page in bound]
             free_window += [bound.pop(page) for page in pages[row][:first] if page in bound]
             if -(-length // page_size) > len(pages[row]):
                 pages[row].append(free_full.pop())
-                cells.append((row, len(pages[row]) - 1, pages[row][-1]))
+                entries.append((row, len(pages[row]) - 1, pages[row][-1]))
                 fresh.append(pages[row][-1])
                 bound[fresh[-1]] = free_window.pop(0)
-        three = Cells(*map(list, zip(*cells, strict=True))) if cells else None
+        three = BlockTableEntries(*map(list, zip(*entries, strict=True))) if entries else None
         to_bind = (fresh, [bound[page] for page in fresh])
-        update(client, tables, lengths, cells=three, released=released, bound=to_bind, after=ring.mark())
+        update(client, tables, lengths, entries=three, released=released, bound=to_bind, after=ring.record_event())
         queries = torch.randn(sum(length > 0 for length in lengths), 1, HEADS, HEAD_DIM)
         used = range(len(queries))
         found = graph.replay(queries)
@@ -258,12 +258,12 @@ def test_an_update_does_not_overtake_the_replay_that_reads_the_tables(
     graph = CapturedAttention(small, tables, 2)
     old, new = [[1, 2, 3], [4, 5, 6]], [[11, 12, 13, 14], [15]]
     queries = torch.randn(2, 1, HEADS, HEAD_DIM)
-    update(client, tables, [20, 24], rows=dict(enumerate(old)), after=ring.mark())
+    update(client, tables, [20, 24], rows=dict(enumerate(old)), after=ring.record_event())
     graph.replay(queries)
     compute = torch.get_device_module("npu").current_stream().npu_stream
     with simulator.held(process=os.getpid(), stream=compute):
         graph.start()
-        pending = client.update_tables(tables, [32, 3], rows=dict(enumerate(new)), after=ring.mark())
+        pending = client.update_tables(tables, [32, 3], rows=dict(enumerate(new)), after=ring.record_event())
         client.wait(pending)  # the copies have been given to the daemon's stream, where they wait
         assert tables.host_lengths().lengths == [32, 3]
     assert_close(graph.out(2), reference(small, queries, old, [20, 24]))
@@ -277,13 +277,13 @@ def test_a_replay_does_not_read_half_written_tables(
     tables = client.create_tables(name, "small", max_batch=2, max_context_tokens=40)
     graph = CapturedAttention(small, tables, 2)
     queries = torch.randn(2, 1, HEADS, HEAD_DIM)
-    update(client, tables, [1, 1], rows={0: [1], 1: [2]}, after=ring.mark())
+    update(client, tables, [1, 1], rows={0: [1], 1: [2]}, after=ring.record_event())
     graph.replay(queries)
     simulator.slow_copies(to_device_us=30_000)
     try:
         for step in range(3):
             pages = [[7 + step, 9 + step], [20 + step, 30 + step]]
-            update(client, tables, [16, 9 + step], rows=dict(enumerate(pages)), after=ring.mark())
+            update(client, tables, [16, 9 + step], rows=dict(enumerate(pages)), after=ring.record_event())
             graph.start()  # before the copies have come
             assert_close(graph.out(2), reference(small, queries, pages, [16, 9 + step]))
     finally:
@@ -291,10 +291,10 @@ def test_a_replay_does_not_read_half_written_tables(
     client.delete_tables(tables)
 
 
-def test_an_engine_runs_ahead_of_its_card(
+def test_an_engine_runs_ahead_of_its_device(
     client: Client, ring: EventRing, small: Cache, name: str, simulator: Simulator
 ) -> None:
-    """Steps are given to the card without a look at it; every one reads its own tables."""
+    """Steps are given to the device without a look at it; every one reads its own tables."""
     tables = client.create_tables(name, "small", max_batch=2, max_context_tokens=40)
     graph = CapturedAttention(small, tables, 2)
     queries = torch.randn(2, 1, HEADS, HEAD_DIM)
@@ -304,7 +304,7 @@ def test_an_engine_runs_ahead_of_its_card(
     simulator.slow_kernels(5_000)
     try:
         for pages, lengths in steps:
-            update(client, tables, lengths, rows=dict(enumerate(pages)), after=ring.mark())
+            update(client, tables, lengths, rows=dict(enumerate(pages)), after=ring.record_event())
             graph.start()
             outs.append(graph.clone())
     finally:
@@ -332,7 +332,7 @@ def test_an_update_that_waits_for_no_replay_is_a_race(
     graph = CapturedAttention(small, tables, 2)
     old, new = [[1, 2, 3], [4, 5, 6]], [[11, 12, 13, 14], [15]]
     queries = torch.randn(2, 1, HEADS, HEAD_DIM)
-    update(client, tables, [20, 24], rows=dict(enumerate(old)), after=ring.mark())
+    update(client, tables, [20, 24], rows=dict(enumerate(old)), after=ring.record_event())
     graph.replay(queries)
     assert planted_races() == []
     compute = torch.get_device_module("npu").current_stream().npu_stream
@@ -360,13 +360,13 @@ def test_a_replay_that_waits_for_no_update_is_a_race(
     pages = [[7, 9], [20, 30]]
     queries = torch.randn(2, 1, HEADS, HEAD_DIM)
     graph.queries.copy_(queries)
-    update(client, tables, [16, 9], rows={0: [1, 2], 1: [3, 4]}, after=ring.mark())
+    update(client, tables, [16, 9], rows={0: [1, 2], 1: [3, 4]}, after=ring.record_event())
     graph.start()
     graph.out(2)
     assert planted_races() == []
     simulator.slow_copies(to_device_us=300_000)
     try:
-        update(client, tables, [16, 9], rows=dict(enumerate(pages)), after=ring.mark())
+        update(client, tables, [16, 9], rows=dict(enumerate(pages)), after=ring.record_event())
         graph.start(ordered=False)
         torch.accelerator.current_stream().synchronize()
     finally:

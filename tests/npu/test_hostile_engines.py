@@ -1,4 +1,4 @@
-"""Engines on a card that hang, lie about what they share, or leave while their work goes on: no other pays for it."""
+"""Engines on a device that hang, lie about what they share, or leave while their work goes on: no other pays for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import Client, new_request_id, operations, pages
+from kvferry.clients import Client, calls, new_request_id, pages
 from kvferry.clients.tables import Tables
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError, PoolExistsError
 from kvferry.protocol.manifests import MhaSpec
-from kvferry.protocol.pool_messages import LentArrays
+from kvferry.protocol.pool_messages import RegisteredArrays
 from kvferry.protocol.session_messages import ShareFollows
 from kvferry.protocol.shares import Share, SharedEvents, TorchShare, VmmShare
 from tests.cann_simulator.simulator import Simulator
@@ -23,21 +23,21 @@ from tests.raw_engine import RawEngine, raw_engine
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 ARRAYS = tuple(
-    LentArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
+    RegisteredArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
     for role in ("k", "v")
 )
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """Run a daemon for one test that soon takes a card for stuck."""
+    """Run a daemon for one test that soon takes a device for stuck."""
     with running_daemon(tmp_path, "[devices]\nstuck_after_s = 5.0\n") as one:
         yield one
 
 
 @pytest.fixture
 def client(daemon: DaemonProcess, device: str) -> Iterator[Client]:
-    """Return a client with a pool on the card."""
+    """Return a client with a pool on the device."""
     with Client.connect(daemon.runtime_dir, name="well behaved") as one:
         one.create_pool("pool", SPEC, device=device, deadline_s=120)
         yield one
@@ -62,9 +62,9 @@ def made(client: Client) -> Tables:
     return client.create_tables("tables", "pool", max_batch=4, max_context_tokens=64, deadline_s=60)
 
 
-def lend(engine: RawEngine, device: str, *shares: Share) -> None:
-    """Lend a pool by these shares, whatever they are."""
-    operation = operations.lend_pool("lent", SPEC, device, ARRAYS)
+def register(engine: RawEngine, device: str, *shares: Share) -> None:
+    """Register a pool by these shares, whatever they are."""
+    operation = calls.register_pool("registered", SPEC, device, ARRAYS)
     engine.call(operation, lambda message_id: [ShareFollows(message_id=message_id, shares=shares)])
 
 
@@ -72,12 +72,12 @@ def test_an_engine_that_hangs_holds_up_no_other(
     client: Client, other: Client, device: str, simulator: Simulator
 ) -> None:
     ours, theirs, ring = made(client), made(other), other.open_events(device)
-    work = torch.zeros(16, device=device)
+    operation = torch.zeros(16, device=device)
     torch.accelerator.synchronize()
     with simulator.held(os.getpid()):
-        work.add_(1)
-        other.wait(other.update_tables(theirs, [1], rows={0: [1]}, after=ring.mark()))
-        late = other.update_tables(theirs, [2], deadline_s=7)  # longer than a call to the card may take
+        operation.add_(1)
+        other.wait(other.update_tables(theirs, [1], rows={0: [1]}, after=ring.record_event()))
+        late = other.update_tables(theirs, [2], deadline_s=7)  # longer than a call to the device may take
         for length in range(1, 33):
             client.wait(client.update_tables(ours, [length], rows={0: [1, 2]}))
         with pytest.raises(DeadlineError):
@@ -93,12 +93,12 @@ def test_an_engine_that_hangs_holds_up_no_other(
 def test_tables_that_are_given_up_stay_mapped_until_their_copies_are_done(
     client: Client, other: Client, device: str, simulator: Simulator
 ) -> None:
-    ring, work = other.open_events(device), torch.zeros(16, device=device)
+    ring, operation = other.open_events(device), torch.zeros(16, device=device)
     torch.accelerator.synchronize()
     with simulator.held(os.getpid()):
-        work.add_(1)
+        operation.add_(1)
         theirs = made(other)
-        other.wait(other.update_tables(theirs, [1], rows={0: [1]}, after=ring.mark()))
+        other.wait(other.update_tables(theirs, [1], rows={0: [1]}, after=ring.record_event()))
         other.delete_tables(theirs)
         client.create_pool("another", SPEC, device=device)
     assert client.status().devices[0].state == "ready"
@@ -108,11 +108,11 @@ def test_tables_that_are_given_up_stay_mapped_until_their_copies_are_done(
 def open_events(raw: RawEngine, device: str, *handles: bytes) -> None:
     """Say that these are handles of events."""
     events = SharedEvents(handles=handles)
-    raw.call(operations.open_events(device), lambda number: [ShareFollows(message_id=number, events=events)])
+    raw.call(calls.open_events(device), lambda number: [ShareFollows(message_id=number, events=events)])
 
 
-def test_what_is_no_share_costs_nobody_the_card(client: Client, raw: RawEngine, device: str) -> None:
-    said, _ = raw.numbered(operations.attach_pool("pool", "", None))
+def test_what_is_no_share_costs_nobody_the_device(client: Client, raw: RawEngine, device: str) -> None:
+    said, _ = raw.numbered(calls.attach_pool("pool", "", None))
     raw.channel.receive()
     [real] = raw.channel.take_share(said).shares
     assert isinstance(real, VmmShare)
@@ -133,7 +133,7 @@ def test_what_is_no_share_costs_nobody_the_card(client: Client, raw: RawEngine, 
         torch_share,
     ):
         with pytest.raises(KvferryError) as refused:
-            lend(raw, device, share, share)
+            register(raw, device, share, share)
         assert refused.value.code in {"DEVICE_UNAVAILABLE", "INVALID_FIELD", "OUT_OF_MEMORY"}, refused.value
     with pytest.raises(InvalidFieldError, match="no such event"):
         open_events(raw, device, bytes(64), os.urandom(64))
@@ -144,23 +144,23 @@ def test_what_is_no_share_costs_nobody_the_card(client: Client, raw: RawEngine, 
     client.allocate("pool", 2)
 
 
-def test_a_second_ring_on_a_card_is_refused(client: Client, device: str) -> None:
+def test_a_second_ring_on_a_device_is_refused(client: Client, device: str) -> None:
     client.open_events(device)
     with pytest.raises(InvalidFieldError):
         client.open_events(device)  # the daemon would look at the first one's events
 
 
-def test_a_lent_tensor_may_begin_at_any_element(client: Client, other: Client, device: str) -> None:
+def test_a_registered_tensor_may_begin_at_any_element(client: Client, other: Client, device: str) -> None:
     count = 2 * 5 * 16 * 8
     k, v = (torch.zeros(count + 1, dtype=torch.float16, device=device)[1:].view(2, 5, 16, 1, 8) for _ in range(2))
-    other.lend_pool("lent", SPEC, {("main", "k"): k, ("main", "v"): v}, device=device)
+    other.register_pool("registered", SPEC, {("main", "k"): k, ("main", "v"): v}, device=device)
     with pytest.raises(PoolExistsError):
-        client.create_pool("lent", SPEC, device=device)
+        client.create_pool("registered", SPEC, device=device)
     pool = client.attach_pool("pool")
     ids, request_id = client.allocate("pool", 3), new_request_id()
     pool.tensor("main", "k").copy_(torch.arange(count, device=device).view(2, 5, 16, 1, 8))
     torch.accelerator.synchronize()
-    received = other.receive("lent", request_id, [pages(np.array([3, 1, 2]))])
+    received = other.receive("registered", request_id, [pages(np.array([3, 1, 2]))])
     client.send("pool", request_id, [pages(ids)])
     other.wait_finished(received)
     found = k[:, [3, 1, 2]].cpu()

@@ -1,4 +1,4 @@
-"""What a card's driver says of an address, which an engine that lends memory may say otherwise."""
+"""What a device's driver says of an address, which an engine that registers memory may say otherwise."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ result = [list(vendor.memory_at(*one)) for one in ((address, 8), (address, 30 <<
 """
 
 
-def test_the_driver_knows_card_and_size() -> None:
-    card = DEVICE.accelerator
-    with card.calling():
-        mapped = card.vendor.allocate(card.index, 4 * MIB)
+def test_the_driver_knows_device_and_size() -> None:
+    device = DEVICE.accelerator
+    with device.calling():
+        mapped = device.vendor.allocate(device.index, 4 * MIB)
         address = mapped.tensor.data_ptr()
-        assert card.vendor.memory_at(address, 4 * MIB) == MemoryAt(card.index, 4 * MIB)
-        assert card.vendor.memory_at(address + MIB, MIB) == MemoryAt(card.index, MIB)
-        assert card.vendor.memory_at(address + MIB, 4 * MIB) == MemoryAt(card.index, 3 * MIB)
-        card.vendor.unmap(mapped)
-        assert card.vendor.memory_at(address, MIB) == MemoryAt(None, 0)
+        assert device.vendor.memory_at(address, 4 * MIB) == MemoryAt(device.index, 4 * MIB)
+        assert device.vendor.memory_at(address + MIB, MIB) == MemoryAt(device.index, MIB)
+        assert device.vendor.memory_at(address + MIB, 4 * MIB) == MemoryAt(device.index, 3 * MIB)
+        device.vendor.unmap(mapped)
+        assert device.vendor.memory_at(address, MIB) == MemoryAt(None, 0)
         host = torch.zeros(MIB, dtype=torch.uint8)
-        assert card.vendor.memory_at(host.data_ptr(), MIB) == MemoryAt(None, 0)
+        assert device.vendor.memory_at(host.data_ptr(), MIB) == MemoryAt(None, 0)
 
 
-def test_an_old_cann_knows_the_card_of_the_first_and_the_last_byte(tmp_path: Path) -> None:
+def test_an_old_cann_knows_the_device_of_the_first_and_the_last_byte(tmp_path: Path) -> None:
     with Child(Simulator(tmp_path, cann="8.5.0")) as process:
         assert process.do(OLD_CANN) == [[0, 8], [0, 30 * MIB], [0, 0], [None, 0]]

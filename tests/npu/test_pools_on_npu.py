@@ -1,4 +1,4 @@
-"""Pools on a card with a real daemon: hand-offs between devices, layer steps, pools that engines lend, what is lost."""
+"""Pools on a device with a real daemon: transfers between devices, layer steps, registered pools, what is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import AttachedPool, Client, MhaSpec, MlaSpec, new_request_id, operations, pages
+from kvferry.clients import AttachedPool, Client, MhaSpec, MlaSpec, calls, new_request_id, pages
 from kvferry.protocol.errors import (
     DeviceUnavailableError,
     InvalidFieldError,
@@ -39,20 +39,20 @@ FIA = MhaSpec(
 MLA = MlaSpec(
     layers=3, tokens=64 * 16, page_size=16, kv_lora_rank=32, qk_rope_head_dim=8, index_head_dim=16, dtype="bfloat16"
 )
-LENT = "mine"
+REGISTERED = "mine"
 
 LENDER = """
 from kvferry.clients import Client, MhaSpec, ModelIdentity, new_request_id, pages
 import msgspec, numpy as np
 spec = msgspec.json.decode({spec!r}, type=MhaSpec)
-client = Client.connect({directory!r}, name="lender")
+client = Client.connect({directory!r}, name="owner")
 k = torch.full((3, 65, 16, 4, 8), 3.0, dtype=torch.bfloat16, device={device!r})
 v = [torch.full((65, 16, 4, 6), 4.0 + layer, dtype=torch.bfloat16, device={device!r}) for layer in range(3)]
 torch.npu.synchronize()
-def lend():
+def register():
     arrays = {{("main", "k"): k, **{{("main", "v", layer): one for layer, one in enumerate(v)}}}}
-    client.lend_pool({name!r}, spec, arrays, device={device!r}, model=ModelIdentity(name="lent/model"))
-lend()
+    client.register_pool({name!r}, spec, arrays, device={device!r}, model=ModelIdentity(name="registered/model"))
+register()
 """
 
 _numbers = itertools.count()
@@ -86,8 +86,8 @@ def name() -> str:
 
 
 @contextmanager
-def lender(simulator: Simulator, daemon: DaemonProcess, device: str, name: str) -> Iterator[Child]:
-    """Run an engine that lends a pool of its own: ``k`` of all layers, and ``v`` layer by layer."""
+def owner(simulator: Simulator, daemon: DaemonProcess, device: str, name: str) -> Iterator[Child]:
+    """Run an engine that registers a pool of its own: ``k`` of all layers, and ``v`` layer by layer."""
     with Child(simulator) as engine:
         spec = msgspec.json.encode(SPEC).decode()
         engine.do(LENDER.format(spec=spec, directory=str(daemon.runtime_dir), device=device, name=name))
@@ -113,21 +113,23 @@ def values(tensor: torch.Tensor) -> set[float]:
     return set(tensor.float().flatten().tolist())
 
 
-def hand_off(source: Client, sent: AttachedPool, destination: Client, received: AttachedPool, count: int = 20) -> None:
+def send_and_receive(
+    source: Client, sent: AttachedPool, destination: Client, received: AttachedPool, count: int = 20
+) -> None:
     """Hand random pages off and compare every entry."""
     ours = source.allocate(sent.name, count)
     theirs = destination.allocate(received.name, count)[::-1].copy()
     request = new_request_id()
-    room = destination.receive(received.name, request, [pages(theirs)])
-    offer = source.send(sent.name, request, [pages(ours)])
-    assert destination.wait_finished(room, WAIT_S).pages == count
+    transfer = destination.receive(received.name, request, [pages(theirs)])
+    send_request = source.send(sent.name, request, [pages(ours)])
+    assert destination.wait_finished(transfer, WAIT_S).pages == count
     for role in dict.fromkeys(one.role for one in sent.manifest.entries):
         assert torch.equal(paged(received, role)[:, theirs], paged(sent, role)[:, ours]), role
-    destination.wait_settled(room, WAIT_S)
-    source.wait_settled(offer, WAIT_S)
+    destination.wait_settled(transfer, WAIT_S)
+    source.wait_settled(send_request, WAIT_S)
 
 
-# -- hand-offs
+# -- transfers
 
 
 @pytest.mark.parametrize("spec", [SPEC, FIA, MLA], ids=["paged", "fia", "mla"])
@@ -140,8 +142,8 @@ def test_pages_arrive_on_any_device(
     destination = other.create_pool(f"{name}-receive", spec, device=names[theirs])
     assert (source.device, destination.device) == (names[ours], names[theirs])
     fill(source)
-    hand_off(client, source, other, destination)
-    hand_off(client, source, other, destination, count=7)
+    send_and_receive(client, source, other, destination)
+    send_and_receive(client, source, other, destination, count=7)
 
 
 def test_layers_go_as_their_events_are_done_and_not_before(
@@ -153,26 +155,26 @@ def test_layers_go_as_their_events_are_done_and_not_before(
         ours, theirs = client.allocate(source.name, 9), other.allocate(destination.name, 9)
         steps = [ring.step(layer, 1) for layer in range(3)]
         request = new_request_id()
-        room = other.receive(destination.name, request, [pages(theirs)])
-        offer = client.send(source.name, request, [pages(ours)], steps=steps)
+        transfer = other.receive(destination.name, request, [pages(theirs)])
+        send_request = client.send(source.name, request, [pages(ours)], steps=steps)
         with simulator.held(process=os.getpid()):
             for layer, step in enumerate(steps):
                 for role in ("k", "v"):
                     source.tensor("main", role)[layer].fill_(layer + 1)
                 ring.record(step)
             other.ping()
-            assert not room.is_finished, "no layer has been computed"
-            assert other.poll(0.05) in ([], [room])
-            assert not room.is_finished
-        assert other.wait_finished(room, WAIT_S).pages == 9
+            assert not transfer.is_finished, "no layer has been computed"
+            assert other.poll(0.05) in ([], [transfer])
+            assert not transfer.is_finished
+        assert other.wait_finished(transfer, WAIT_S).pages == 9
         for role in ("k", "v"):
             got = paged(destination, role)[:, theirs]
             assert [values(got[layer]) for layer in range(3)] == [{1.0}, {2.0}, {3.0}]
-        other.wait_settled(room, WAIT_S)
-        client.wait_settled(offer, WAIT_S)
+        other.wait_settled(transfer, WAIT_S)
+        client.wait_settled(send_request, WAIT_S)
 
 
-def test_a_room_is_made_only_once_its_pages_are_read_no_more(
+def test_a_transfer_is_made_only_once_its_pages_are_read_no_more(
     client: Client, other: Client, simulator: Simulator, device: str, name: str
 ) -> None:
     source = client.create_pool(f"{name}-send", SPEC, device=device)
@@ -182,15 +184,15 @@ def test_a_room_is_made_only_once_its_pages_are_read_no_more(
     k = destination.tensor("main", "k")
     with other.open_events(device) as ring:
         request = new_request_id()
-        offer = client.send(source.name, request, [pages(ours)])
+        send_request = client.send(source.name, request, [pages(ours)])
         with simulator.held(process=os.getpid()):
             reads = k.sum()
-            room = other.receive(destination.name, request, [pages(theirs)], after=ring.mark())
+            transfer = other.receive(destination.name, request, [pages(theirs)], after=ring.record_event())
             assert other.poll(0.1) == [], "neither refused nor accepted"
-        assert other.wait_finished(room, WAIT_S).pages == 5
+        assert other.wait_finished(transfer, WAIT_S).pages == 5
         assert float(reads.cpu()) == 0, "it has read what was there before"
-        other.wait_settled(room, WAIT_S)
-        client.wait_settled(offer, WAIT_S)
+        other.wait_settled(transfer, WAIT_S)
+        client.wait_settled(send_request, WAIT_S)
 
 
 def test_pages_that_are_read_still_go_to_nobody_else(
@@ -201,7 +203,7 @@ def test_pages_that_are_read_still_go_to_nobody_else(
     with client.open_events(device) as ring:
         with simulator.held(process=os.getpid()):
             pool.tensor("main", "k").fill_(1)
-            freeing = client.begin(operations.free(name, ids, "main", ring.mark()))
+            freeing = client.begin(calls.free(name, ids, "main", ring.record_event()))
             client.ping()
             with pytest.raises(PoolFullError, match="0 of 64 free"):
                 other.allocate(name, 1)
@@ -209,71 +211,73 @@ def test_pages_that_are_read_still_go_to_nobody_else(
     assert len(other.allocate(name, 64)) == 64
 
 
-# -- pools that engines lend
+# -- pools that engines register
 
 
-def test_a_lent_pool_takes_part_in_hand_offs(
+def test_a_registered_pool_takes_part_in_transfers(
     client: Client, daemon: DaemonProcess, simulator: Simulator, device: str, name: str
 ) -> None:
     received = client.create_pool(f"{name}-receive", SPEC, device=device)
-    with lender(simulator, daemon, device, f"{name}-lent") as engine:
-        (shown,) = [one for one in client.status().pools if one.pool == f"{name}-lent"]
-        assert (shown.device, shown.free, shown.lent_by is not None) == (device, 0, True)
+    with owner(simulator, daemon, device, f"{name}-registered") as engine:
+        (shown,) = [one for one in client.status().pools if one.pool == f"{name}-registered"]
+        assert (shown.device, shown.free, shown.registered_by is not None) == (device, 0, True)
         assert shown.model is not None
-        assert shown.model.label == "lent/model"
+        assert shown.model.label == "registered/model"
         request = new_request_id()
         theirs = client.allocate(received.name, 4)
-        room = client.receive(received.name, request, [pages(theirs)])
+        transfer = client.receive(received.name, request, [pages(theirs)])
         engine.do(
-            f"offer = client.send('{name}-lent', '{request}', [pages(np.array([9, 2, 30, 64]))])\n"
-            "client.wait_settled(offer)"
+            f"send_request = client.send('{name}-registered', '{request}', [pages(np.array([9, 2, 30, 64]))])\n"
+            "client.wait_settled(send_request)"
         )
-        assert client.wait_finished(room, WAIT_S).pages == 4
+        assert client.wait_finished(transfer, WAIT_S).pages == 4
         assert values(paged(received, "k")[:, theirs]) == {3.0}
         assert [values(paged(received, "v")[layer, theirs]) for layer in range(3)] == [
             {4.0},
             {5.0},
             {6.0},
         ]
-        client.wait_settled(room, WAIT_S)
+        client.wait_settled(transfer, WAIT_S)
         received.tensor("main", "k").fill_(8)
         DEVICE.synchronize()
         request = new_request_id()
-        engine.do(f"room = client.receive('{name}-lent', '{request}', [pages(np.arange(5, 9))])")
-        offer = client.send(received.name, request, [pages(theirs)])
-        assert engine.do("client.wait_finished(room); result = k[:, 5:9].cpu().float().unique().tolist()") == [8.0]
+        engine.do(f"transfer = client.receive('{name}-registered', '{request}', [pages(np.arange(5, 9))])")
+        send_request = client.send(received.name, request, [pages(theirs)])
+        assert engine.do("client.wait_finished(transfer); result = k[:, 5:9].cpu().float().unique().tolist()") == [8.0]
         assert engine.do("result = k[:, :5].cpu().float().unique().tolist()") == [3.0]
-        client.wait_settled(offer, WAIT_S)
-        with pytest.raises(InvalidFieldError, match="lends it"):
-            client.attach_pool(f"{name}-lent")
-        with pytest.raises(PoolInUseError, match="lent by session"):
-            client.delete_pool(f"{name}-lent")
-        engine.do(f"client.delete_pool('{name}-lent'); client.close()")
+        client.wait_settled(send_request, WAIT_S)
+        with pytest.raises(InvalidFieldError, match="registers it"):
+            client.attach_pool(f"{name}-registered")
+        with pytest.raises(PoolInUseError, match="registered by session"):
+            client.delete_pool(f"{name}-registered")
+        engine.do(f"client.delete_pool('{name}-registered'); client.close()")
 
 
-def test_an_engine_killed_with_its_pool_lent_fails_its_rooms_only(
+def test_an_engine_killed_with_its_pool_registered_fails_its_transfers_only(
     client: Client, daemon: DaemonProcess, simulator: Simulator, device: str, name: str
 ) -> None:
     received = client.create_pool(f"{name}-receive", SPEC, device=device)
     theirs, request = client.allocate(received.name, 4), new_request_id()
-    with lender(simulator, daemon, device, f"{name}-lent") as engine:
-        room = client.receive(received.name, request, [pages(theirs)])
+    with owner(simulator, daemon, device, f"{name}-registered") as engine:
+        transfer = client.receive(received.name, request, [pages(theirs)])
         engine.do(
-            f"offer = client.send('{name}-lent', '{request}', [pages(np.arange(1, 3))], last=False)\n"
-            "while offer.accepted is None: client.poll(1.0)"
+            f"send_request = client.send('{name}-registered', '{request}', [pages(np.arange(1, 3))], last=False)\n"
+            "while send_request.accepted is None: client.poll(1.0)"
         )
         engine.process.kill()
         engine.process.wait(WAIT_S)
         with pytest.raises(PeerLostError):
-            client.wait_finished(room, WAIT_S)
-        client.wait_settled(room, WAIT_S)
-        with pytest.raises(PoolLostError, match="was lent by an engine that is gone"):
-            client.attach_pool(f"{name}-lent")
+            client.wait_finished(transfer, WAIT_S)
+        client.wait_settled(transfer, WAIT_S)
+        with pytest.raises(PoolLostError, match="was registered by an engine that is gone"):
+            client.attach_pool(f"{name}-registered")
     source = client.create_pool(f"{name}-send", SPEC, device=device)
     fill(source)
-    hand_off(client, source, client, received)
-    with lender(simulator, daemon, device, f"{name}-lent"):
-        assert f"{name}-lent" in [one.pool for one in client.status().pools], "lent again, it is lost no longer"
+    send_and_receive(client, source, client, received)
+    with owner(simulator, daemon, device, f"{name}-registered"):
+        assert f"{name}-registered" in [one.pool for one in client.status().pools], (
+            "registered again, it is lost no longer"
+        )
 
 
 # -- what a daemon's end leaves
@@ -287,13 +291,13 @@ def restarted(daemon: DaemonProcess, tmp_path: Path) -> DaemonProcess:
     return DaemonProcess(daemon.runtime_dir, process, log)
 
 
-def test_a_killed_daemons_pools_are_lost_and_lent_ones_are_not(
+def test_a_killed_daemons_pools_are_lost_and_registered_ones_are_not(
     tmp_path: Path, simulator: Simulator, device: str
 ) -> None:
     with (
         running_daemon(tmp_path) as daemon,
         Client.connect(daemon.runtime_dir) as client,
-        lender(simulator, daemon, device, LENT) as engine,
+        owner(simulator, daemon, device, REGISTERED) as engine,
     ):
         used = simulator.memory_used(0)
         pool = client.create_pool("decode", SPEC, device=device)
@@ -312,7 +316,7 @@ def test_a_killed_daemons_pools_are_lost_and_lent_ones_are_not(
 
 
 def check_after_restart(daemon: DaemonProcess, engine: Child, device: str) -> None:
-    """Check that the next daemon knows what was lost, and that a lent pool is whole."""
+    """Check that the next daemon knows what was lost, and that a registered pool is whole."""
     with Client.connect(daemon.runtime_dir) as client:
         for _ in range(2):
             with pytest.raises(PoolLostError, match=f"was on {device} and went with the daemon's last life"):
@@ -320,28 +324,31 @@ def check_after_restart(daemon: DaemonProcess, engine: Child, device: str) -> No
         made = client.create_pool("decode", SPEC, device=device)
         assert not made.tensor("main", "k").any().cpu()
         with pytest.raises(UnknownPoolError):
-            client.attach_pool(LENT)
-        engine.do(f"client.close(); client = Client.connect({str(daemon.runtime_dir)!r}, name='lender'); lend()")
+            client.attach_pool(REGISTERED)
+        engine.do(f"client.close(); client = Client.connect({str(daemon.runtime_dir)!r}, name='owner'); register()")
         assert set(engine.do("result = k.cpu().float().unique().tolist()")) == {3.0}, "its bytes are as they were"
         theirs, request = client.allocate("decode", 2), new_request_id()
-        room = client.receive("decode", request, [pages(theirs)])
-        engine.do(f"offer = client.send('{LENT}', '{request}', [pages(np.array([7, 8]))])\nclient.wait_settled(offer)")
-        assert client.wait_finished(room, WAIT_S).pages == 2
+        transfer = client.receive("decode", request, [pages(theirs)])
+        engine.do(
+            f"send_request = client.send('{REGISTERED}', '{request}', [pages(np.array([7, 8]))])\n"
+            "client.wait_settled(send_request)"
+        )
+        assert client.wait_finished(transfer, WAIT_S).pages == 2
         assert values(paged(made, "k")[:, theirs]) == {3.0}
-        client.wait_settled(room, WAIT_S)
+        client.wait_settled(transfer, WAIT_S)
         made.close()
 
 
-# -- what a card does not have
+# -- what a device does not have
 
 
-def test_a_card_that_is_not_there(client: Client, name: str) -> None:
+def test_a_device_that_is_not_there(client: Client, name: str) -> None:
     with pytest.raises(DeviceUnavailableError, match="npu:9 is none of them"):
         client.create_pool(name, SPEC, device="npu:9")
     assert client.ping() > 0
 
 
-def test_more_than_the_card_has_is_refused_and_nothing_is_kept(
+def test_more_than_the_device_has_is_refused_and_nothing_is_kept(
     client: Client, simulator: Simulator, device: str, name: str
 ) -> None:
     client.create_pool(f"{name}-small", SPEC, device=device)
@@ -357,7 +364,7 @@ def test_more_than_the_card_has_is_refused_and_nothing_is_kept(
     assert client.create_pool(name, SPEC, device=device).device == device
 
 
-def test_pools_take_their_share_of_the_card_and_no_more(tmp_path: Path, device: str) -> None:
+def test_pools_take_their_share_of_the_device_and_no_more(tmp_path: Path, device: str) -> None:
     with (
         running_daemon(tmp_path, "[devices]\nmax_fraction = 0.002\n") as daemon,  # some 8 MiB of 4 GiB
         Client.connect(daemon.runtime_dir) as client,
@@ -398,12 +405,12 @@ def test_bytes_beside_the_pages_stay_as_they_are(client: Client, other: Client, 
         np.random.default_rng(0).permutation(other.allocate(destination.name, 40))[:11],
     )
     request = new_request_id()
-    room = other.receive(destination.name, request, [pages(theirs)])
-    offer = client.send(source.name, request, [pages(ours)])
-    other.wait_finished(room, WAIT_S)
+    transfer = other.receive(destination.name, request, [pages(theirs)])
+    send_request = client.send(source.name, request, [pages(ours)])
+    other.wait_finished(transfer, WAIT_S)
     rest = np.setdiff1d(np.arange(destination.manifest.pages), theirs)
     for role in ("k", "v"):
         assert torch.equal(paged(destination, role)[:, theirs], paged(source, role)[:, ours])
         assert torch.equal(paged(destination, role)[:, rest], before[role][:, rest])
-    other.wait_settled(room, WAIT_S)
-    client.wait_settled(offer, WAIT_S)
+    other.wait_settled(transfer, WAIT_S)
+    client.wait_settled(send_request, WAIT_S)

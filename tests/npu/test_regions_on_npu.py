@@ -1,6 +1,6 @@
-"""What only a card's regions do: stagings that are too small, copies within the card, closing in the midst, faults.
+"""What only a device's regions do: stagings that are too small, copies within the device, closing in the midst, faults.
 
-What happens to a card that fails is tried on an ``Accelerator`` of its own, which shares nothing with other tests.
+What happens to a device that fails is tried on an ``Accelerator`` of its own, which shares nothing with other tests.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from kvferry.daemon.config import DevicesConfig
 from kvferry.daemon.devices import Devices
 from kvferry.pools.copies import copy_one_by_one
-from kvferry.pools.devices.accelerator import LENT_STREAMS, REGION_ALIGNMENT, Accelerator
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionPart
+from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, WAITING_STREAMS, Accelerator
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
 from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.gather import total_segments
 from kvferry.pools.plan import Plan, PlanSide
@@ -46,18 +46,18 @@ def tiny() -> StagingPool:
 
 
 @pytest.fixture
-def card() -> Accelerator:
-    """Return a card as a daemon of its own would have it."""
+def device() -> Accelerator:
+    """Return a device as a daemon of its own would have it."""
     one = Accelerator(DEVICE.name, stuck_after_s=5.0)
     one.open()
     return one
 
 
-def region_on(card: Accelerator, stagings: StagingPool, size_bytes: int) -> AcceleratorRegion:
+def region_on(device: Accelerator, stagings: StagingPool, size_bytes: int) -> AcceleratorRegion:
     """Return memory with these stagings; whoever makes it closes it."""
-    with card.calling():
-        mapped = card.allocate(size_bytes)
-    return AcceleratorRegion(card, [RegionPart(0, mapped)], size_bytes, stagings)
+    with device.calling():
+        mapped = device.allocate(size_bytes)
+    return AcceleratorRegion(device, [RegionSegment(0, mapped)], size_bytes, stagings)
 
 
 def noise(size_bytes: int) -> Bytes:
@@ -89,7 +89,7 @@ def test_a_copy_larger_than_the_staging_goes_in_pieces(side: PlanSide) -> None:
 
 
 @given(sides(), st.sampled_from([TINY_STAGING, 8 * MIB]))
-def test_copies_within_a_card_move_each_byte_to_its_place(side: PlanSide, staging_bytes: int) -> None:
+def test_copies_within_a_device_move_each_byte_to_its_place(side: PlanSide, staging_bytes: int) -> None:
     pages = len(side.ids)
     theirs = side.__class__(**{name: getattr(side, name) for name in side.__struct_fields__[:-1]}, ids=side.ids[::-1])
     plan = Plan(side, theirs, coalesce(side.ids, theirs.ids))
@@ -157,7 +157,7 @@ def test_memory_goes_back_with_the_region(simulator: Simulator, tiny: StagingPoo
     assert simulator.memory_used(0) == before
 
 
-# -- a card that has not enough
+# -- a device that has not enough
 
 
 def test_out_of_memory_names_what_was_asked_for_and_what_there_is(simulator: Simulator) -> None:
@@ -190,53 +190,53 @@ def test_pools_have_a_budget_in_whole_two_mebibytes() -> None:
     assert [one.pool_bytes for one in devices.status()] == [0]
 
 
-def test_borrowers_of_streams_share_only_when_there_are_too_many_and_then_evenly(card: Accelerator) -> None:
-    card.open()
-    borrowers = [object() for _ in range(LENT_STREAMS + 3)]
-    with card.calling():
-        streams = [card.lend_stream(one) for one in borrowers]
+def test_borrowers_of_streams_share_only_when_there_are_too_many_and_then_evenly(device: Accelerator) -> None:
+    device.open()
+    users = [object() for _ in range(WAITING_STREAMS + 3)]
+    with device.calling():
+        streams = [device.waiting_stream(one) for one in users]
         shared = Counter(id(one) for one in streams)
-        assert sorted(shared.values()) == [1] * (LENT_STREAMS - 3) + [2] * 3
+        assert sorted(shared.values()) == [1] * (WAITING_STREAMS - 3) + [2] * 3
         alone = next(number for number, one in enumerate(streams) if shared[id(one)] == 1)
-        card.take_stream_back(borrowers[alone])
-        assert card.lend_stream(object()) is streams[alone]
+        device.release_stream(users[alone])
+        assert device.waiting_stream(object()) is streams[alone]
 
 
-def test_a_card_that_is_not_there_is_said_to_be_unavailable() -> None:
+def test_a_device_that_is_not_there_is_said_to_be_unavailable() -> None:
     devices = Devices(DevicesConfig(), _unexpected)
-    with pytest.raises(DeviceUnavailableError, match="this host has 2 cards, npu:5 is none of them"):
+    with pytest.raises(DeviceUnavailableError, match="this host has 2 devices, npu:5 is none of them"):
         devices.open("npu:5")
-    assert [one.state for one in devices.status()] == ["unavailable: this host has 2 cards, npu:5 is none of them"]
+    assert [one.state for one in devices.status()] == ["unavailable: this host has 2 devices, npu:5 is none of them"]
 
 
 def _unexpected(name: str, error: DeviceLostError) -> None:
     raise AssertionError((name, error))
 
 
-# -- a card that is taken for lost
+# -- a device that is taken for lost
 
 
-def test_a_lost_card_is_not_called_again_and_only_the_first_reason_counts(card: Accelerator) -> None:
+def test_a_lost_device_is_not_called_again_and_only_the_first_reason_counts(device: Accelerator) -> None:
     told: list[DeviceLostError] = []
-    card.on_lost = told.append
-    region = region_on(card, StagingPool(card), ENTRY_BYTES)
+    device.on_lost = told.append
+    region = region_on(device, StagingPool(device), ENTRY_BYTES)
     side = side_of([(1, 4, 9)], 20, cut=False)
     got = np.zeros(whole(side), np.uint8)
-    card.lose(DeviceLostError("it burns"))
-    card.lose(DeviceLostError("it still burns"))
+    device.lose(DeviceLostError("it burns"))
+    device.lose(DeviceLostError("it still burns"))
     for call in (region.gather, region.scatter):
         with pytest.raises(DeviceLostError, match="it burns"):
             call(side, 0, total_segments(side), got.ctypes.data, copy_one_by_one)
     assert [one.detail for one in told] == ["it burns"]
-    assert "lost" in repr(card)
+    assert "lost" in repr(device)
     region.close()  # what it held is the end of the process's to give back
 
 
-def test_a_call_that_does_not_come_back_loses_the_card(card: Accelerator, simulator: Simulator) -> None:
-    region, side = region_on(card, StagingPool(card), ENTRY_BYTES), side_of([(1, 4, 9)], 20, cut=False)
+def test_a_call_that_does_not_come_back_loses_the_device(device: Accelerator, simulator: Simulator) -> None:
+    region, side = region_on(device, StagingPool(device), ENTRY_BYTES), side_of([(1, 4, 9)], 20, cut=False)
     got = np.zeros(whole(side), np.uint8)
     lost = threading.Event()
-    card.on_lost = lambda _error: lost.set()
+    device.on_lost = lambda _error: lost.set()
     with ThreadPoolExecutor(1) as pool, simulator.held():
         copying = pool.submit(region.gather, side, 0, total_segments(side), got.ctypes.data, copy_one_by_one)
         simulator.wait_until_pending(1)

@@ -1,4 +1,4 @@
-"""Retraction with graph-mode decode: a request leaves the card, another one uses its pages, it goes on in other pages.
+"""Retraction with graph-mode decode: a request leaves the device, another uses its pages, it goes on in others.
 
 One captured graph decodes all the while, over graph tables whose addresses never change. The tokens are those of the
 run in which nobody had to go, and of a plain model on the host.
@@ -17,7 +17,7 @@ import torch
 
 from kvferry.clients import AttachedPool, Client, EventRing, Tables, pages
 from kvferry.clients.slots import pages_from_slots, slots_from_pages
-from kvferry.protocol.client_works import TierWork
+from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.errors import DeadlineError
 from tests.cann_simulator.simulator import Simulator
 from tests.daemons import running_daemon
@@ -70,8 +70,8 @@ class Engine:
         """Compute a prompt in fresh pages."""
         ids = self.client.allocate(POOL, -(-len(prompt) // PAGE_SIZE))[::-1]
         slots = slots_from_pages(ids, PAGE_SIZE, len(prompt))
-        on_card = torch.from_numpy(slots).to(self._device)
-        logits = prefill(self._weights, self._pool, prompt, on_card, lambda _layer: None)
+        on_device = torch.from_numpy(slots).to(self._device)
+        logits = prefill(self._weights, self._pool, prompt, on_device, lambda _layer: None)
         return Row(prompt, slots.tolist(), [int(logits.cpu().argmax())])
 
     def decode(self, rows: list[Row], tokens: int) -> None:
@@ -87,11 +87,11 @@ class Engine:
             self._grow(row)
         whole = {at: np.array(row.pages) for at, row in enumerate(rows)}
         lengths = [row.length for row in rows]
-        self.client.wait(self.client.update_tables(self.tables, lengths, rows=whole, after=self.ring.mark()))
+        self.client.wait(self.client.update_tables(self.tables, lengths, rows=whole, after=self.ring.record_event()))
         self._graph.tokens[: len(rows)].copy_(torch.tensor([row.made[-1] for row in rows]))
 
     def start_replay(self) -> None:
-        """Have the card compute the next tokens; returns before it has."""
+        """Have the device compute the next tokens; returns before it has."""
         self._graph.start()
 
     def collect(self, rows: list[Row]) -> None:
@@ -99,14 +99,14 @@ class Engine:
         for row, logits in zip(rows, self._graph.logits[: len(rows)].cpu(), strict=True):
             row.made.append(int(logits.argmax()))
 
-    def retract(self, row: Row) -> TierWork:
+    def retract(self, row: Row) -> TierOperation:
         """Have a row's pages copied to the host tier, after the last replay, and given up."""
         lists = [pages(row.pages, tokens=len(row.slots))]
-        return self.client.offload(POOL, lists, release=True, after=self.ring.mark())
+        return self.client.offload(POOL, lists, release=True, after=self.ring.record_event())
 
-    def restore(self, row: Row, work: TierWork) -> None:
+    def restore(self, row: Row, operation: TierOperation) -> None:
         """Bring a row back into pages that the daemon takes."""
-        back = self.client.restore(POOL, work.snapshot, drop=True, after=self.ring.mark())
+        back = self.client.restore(POOL, operation.snapshot, drop=True, after=self.ring.record_event())
         self.client.wait_done(back)
         row.slots[:] = slots_from_pages(back.pages["main"], PAGE_SIZE, len(row.slots)).tolist()
 
@@ -151,21 +151,21 @@ def test_a_retracted_requests_tokens_are_those_of_the_undisturbed_run(
     compute = torch.get_device_module("npu").current_stream().npu_stream
     with simulator.held(process=os.getpid(), stream=compute):
         engine.start_replay()
-        work = engine.retract(first)
+        operation = engine.retract(first)
         with pytest.raises(DeadlineError):  # its last key and value are not there yet
-            client.wait_done(work, timeout_s=0.2)
+            client.wait_done(operation, timeout_s=0.2)
     engine.collect([first])
     was_in = first.pages
     assert len(first.slots) % PAGE_SIZE, "it goes inside a page"
-    client.wait_done(work)
+    client.wait_done(operation)
     second = engine.start(prompts[1])
     assert len(set(second.pages) & set(was_in)) >= 3
     engine.decode([second], 1)
     client.free(POOL, others)
-    engine.restore(first, work)
+    engine.restore(first, operation)
     assert len(set(first.pages) & set(was_in)) <= 1
     engine.decode([second, first], 3)
-    client.free(POOL, second.pages, after=engine.ring.mark())
+    client.free(POOL, second.pages, after=engine.ring.record_event())
     engine.decode([first], 1 + TOKENS - len(first.made))
 
     assert first.made == undisturbed[0]
@@ -180,7 +180,7 @@ def alone(engine: Engine, prompt: list[int]) -> list[int]:
     """Return the tokens of a request that nobody disturbs."""
     row = engine.start(prompt)
     engine.decode([row], TOKENS)
-    engine.client.free(POOL, row.pages, after=engine.ring.mark())
+    engine.client.free(POOL, row.pages, after=engine.ring.record_event())
     return row.made
 
 

@@ -1,4 +1,4 @@
-"""Graph tables in a card's memory: accounted, given back, and at the same bytes for as long as they live."""
+"""Graph tables in a device's memory: accounted, given back, and at the same bytes for as long as they live."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Return a daemon whose card is open and has a pool."""
+    """Return a daemon whose device is open and has a pool."""
     DEVICE.accelerator  # noqa: B018  this process has its card
     with running_daemon(tmp_path_factory.mktemp("tables")) as one:
         with Client.connect(one.runtime_dir, name="first") as client:
@@ -67,7 +67,7 @@ def test_their_memory_is_given_back_when_they_are_deleted(client: Client, simula
     wait_until(lambda: simulator.memory_used(0) == before)
 
 
-def test_tables_that_do_not_fit_the_card_are_refused(client: Client, simulator: Simulator) -> None:
+def test_tables_that_do_not_fit_the_device_are_refused(client: Client, simulator: Simulator) -> None:
     before = simulator.memory_used(0)
     simulator.out_of_memory()
     try:
@@ -89,7 +89,9 @@ def test_a_view_made_before_all_updates_shows_the_last_one(client: Client, devic
     ring = client.open_events(device)
     table, lengths = tables.block_tables, tables.seq_lens
     for step in range(20):
-        client.wait(client.update_tables(tables, [step + 1], rows={0: range(step + 1, step + 9)}, after=ring.mark()))
+        client.wait(
+            client.update_tables(tables, [step + 1], rows={0: range(step + 1, step + 9)}, after=ring.record_event())
+        )
         tables.order()
         wanted = [*range(step + 1, step + 2 + step // 4), *[0] * (15 - step // 4)]
         assert table[0].tolist() == wanted
@@ -109,7 +111,7 @@ torch.accelerator.synchronize()
 print("ready", os.getpid(), torch.npu.current_stream().npu_stream, flush=True)
 sys.stdin.readline()
 x.add_(1)
-update = client.update_tables(tables, [3], rows={0: [1]}, after=ring.mark())
+update = client.update_tables(tables, [3], rows={0: [1]}, after=ring.record_event())
 print(client.wait(update).sequence, flush=True)
 sys.stdin.readline()
 """
@@ -118,7 +120,7 @@ sys.stdin.readline()
 def test_an_engine_that_hangs_in_its_replay_holds_nobody_else_up(
     daemon: DaemonProcess, client: Client, device: str, simulator: Simulator
 ) -> None:
-    """Its update is with the card, which waits for the replay; other engines' updates go on, and its death ends it."""
+    """Its update waits on the device for the replay; other engines' updates go on, and its death ends it."""
     tables = client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)
     ring = client.open_events(device)
     command = [sys.executable, "-c", ENGINE, os.fspath(daemon.runtime_dir), device]
@@ -134,7 +136,7 @@ def test_an_engine_that_hangs_in_its_replay_holds_nobody_else_up(
                 for step in range(5):
                     client.wait(
                         client.update_tables(
-                            tables, [step + 1], rows={0: [step + 1, 9]}, after=ring.mark(), deadline_s=5
+                            tables, [step + 1], rows={0: [step + 1, 9]}, after=ring.record_event(), deadline_s=5
                         )
                     )
                     tables.order()
@@ -142,7 +144,7 @@ def test_an_engine_that_hangs_in_its_replay_holds_nobody_else_up(
                 victim.kill()
                 victim.wait()
                 wait_until(lambda: len(client.status().tables) == 1)
-                client.wait(client.update_tables(tables, [2], after=ring.mark(), deadline_s=5))
+                client.wait(client.update_tables(tables, [2], after=ring.record_event(), deadline_s=5))
         finally:
             victim.kill()
     tables.order()

@@ -1,7 +1,7 @@
 """A random transformer as decoder models are built today: grouped queries, RoPE, RMSNorm, SwiGLU; float32 throughout.
 
 ``reference`` computes all of a sequence anew on the host. ``prefill`` and ``DecodeGraph`` keep keys and values in a
-pool's pages and run on a card.
+pool's pages and run on a device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Model(NamedTuple):
     sin: torch.Tensor
 
     def to(self, device: str) -> Model:
-        """Return the same model on a card."""
+        """Return the same model on a device."""
         layers = [Layer(*(one.to(device) for one in layer)) for layer in self.layers]
         rest = (one.to(device) for one in (self.norm, self.head, self.cos, self.sin))
         return Model(self.embedding.to(device), layers, *rest)
@@ -126,13 +126,13 @@ def reference(one: Model, tokens: Sequence[int]) -> torch.Tensor:
 def prefill(
     one: Model, pool: AttachedPool, prompt: Sequence[int], slots: torch.Tensor, on_layer: Callable[[int], None]
 ) -> torch.Tensor:
-    """Write a prompt's keys and values into a pool, layer by layer, and return the logits after it, on the card.
+    """Write a prompt's keys and values into a pool, layer by layer, and return the logits after it, on the device.
 
     Args:
-        one: on the card.
-        pool: on the card.
+        one: on the device.
+        pool: on the device.
         prompt: ``n`` tokens.
-        slots: ``(n,)`` int64, on the card: page * page_size + offset of each token.
+        slots: ``(n,)`` int64, on the device: page * page_size + offset of each token.
         on_layer: called with each layer's number once its writing has been given to the current stream.
     """
     device = str(slots.device)
@@ -151,11 +151,11 @@ def prefill(
 class DecodeGraph:
     """One decode step, captured for so many rows: writes each row's token, attends over its pages, picks the next.
 
-    Positions and slots follow from the tables on the card; only attention's lengths are the host's.
+    Positions and slots follow from the tables on the device; only attention's lengths are the host's.
 
     Attributes:
-        tokens: ``(rows,)`` int64, on the card: what each row goes on with.
-        logits: ``(rows, VOCABULARY)``, on the card.
+        tokens: ``(rows,)`` int64, on the device: what each row goes on with.
+        logits: ``(rows, VOCABULARY)``, on the device.
     """
 
     def __init__(self, one: Model, pool: AttachedPool, tables: Tables, rows: int) -> None:

@@ -1,6 +1,6 @@
 """Sliding-window attention in a captured graph, over the window tables: plain operators, and the same on the host.
 
-The lengths are those of the tables, on the card: such a graph needs no update of its own.
+The lengths are those of the tables, on the device: such a graph needs no update of its own.
 """
 
 from __future__ import annotations

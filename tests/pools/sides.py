@@ -55,7 +55,7 @@ def sides(draw: st.DrawFn) -> PlanSide:
 
 
 @st.composite
-def stretches(draw: st.DrawFn, side: PlanSide) -> tuple[int, int]:
+def extents(draw: st.DrawFn, side: PlanSide) -> tuple[int, int]:
     """Draw segments ``[first, stop)`` of a side, at least one."""
     first = draw(st.integers(0, total_segments(side) - 1))
     return first, draw(st.integers(first + 1, total_segments(side)))

@@ -72,7 +72,7 @@ class Planned(NamedTuple):
     plan: Plan
 
 
-class HandOffCase(NamedTuple):
+class TransferCase(NamedTuple):
     """A destination and the sources that fill it; ``prefix`` pages of the prompt are at the destination already."""
 
     sources: list[SourceSide]
@@ -93,7 +93,7 @@ def tagged_page(array: Array, logical_page: int, split: Split) -> Memory:
     return mixed[:, split.heads(array.heads)].reshape(-1)
 
 
-def plans_of(case: HandOffCase) -> list[Planned]:
+def plans_of(case: TransferCase) -> list[Planned]:
     """Plan every source into the destination, as the daemon does, with all checks. Replicas are not sent twice."""
     coverage = Coverage(case.entries, len(case.pages), OPTIONAL)
     planned = []
@@ -103,15 +103,15 @@ def plans_of(case: HandOffCase) -> list[Planned]:
             check_covered(pairing, OPTIONAL)
         cells = cells_of(pairing.pairs, 0, len(case.pages))
         replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], bool)
-        stretches = coverage.free_stretches(cells, replicated)
-        if not stretches:
+        extents = coverage.free_extents(cells, replicated)
+        if not extents:
             continue
-        ((free, _, _),) = stretches
+        ((free, _, _),) = extents
         cells = cells.of(free)
-        coverage.promise(cells)
+        coverage.plan(cells)
         kept = msgspec.structs.replace(pairing, pairs=tuple(itertools.compress(pairing.pairs, free)))
         planned.append(Planned(source, cells, make_plan(kept, source.pages[case.prefix :], case.pages)))
-    coverage.check_promised()
+    coverage.check_planned()
     for one in planned:
         assert not coverage.complete
         coverage.arrive(one.cells)
@@ -120,7 +120,7 @@ def plans_of(case: HandOffCase) -> list[Planned]:
     return planned
 
 
-def expected_memory(case: HandOffCase) -> Memory:
+def expected_memory(case: TransferCase) -> Memory:
     """Return the destination's memory as it must be in the end, computed without any code of kvferry's."""
     memory = np.full(case.region_bytes, UNTOUCHED, np.uint8)
     sent = {(entry.component, entry.role, entry.layer) for source in case.sources for entry in source.entries}
@@ -136,7 +136,7 @@ def expected_memory(case: HandOffCase) -> Memory:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> HandOffCase:
+def cases(draw: st.DrawFn) -> TransferCase:
     """Draw a model, its split into stages and ranks, both sides' layouts, and the page lists."""
     main, draft = _arrays(draw, "main"), _arrays(draw, "draft") if draw(st.booleans()) else []
     prefix = draw(st.integers(0, 3))
@@ -154,7 +154,7 @@ def cases(draw: st.DrawFn) -> HandOffCase:
     one_rank = split.size == source_size == 1
     entries, region_bytes = _layout(draw, kept, pages, split, must_say_all=not one_rank)
     ranks = draw(st.permutations([Split(source_size, rank) for rank in range(source_size)]))
-    return HandOffCase(
+    return TransferCase(
         [_source(draw, stage, count, rank, must_say_all=not one_rank) for stage in stages for rank in ranks],
         entries,
         np.array(draw(st.permutations(range(1, pages)))[: count - prefix], np.int64),

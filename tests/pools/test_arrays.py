@@ -1,4 +1,4 @@
-"""What each array of a pool is, and where in its region; what is said of lent ones is compared with it."""
+"""What each array of a pool is, and where in its region; what is said of registered ones is compared with it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_arrays_hold_every_entry_where_the_manifest_has_it(spec: PoolSpec, data:
         arrays += [(component, role, layer) for layer in layers] if apart else [(component, role, None)]
     arrays = data.draw(st.permutations(arrays))
     held = np.zeros(manifest.region_bytes, int)
-    for (component, role, layer), stretch in zip(arrays, arrays_of(manifest, arrays), strict=True):
-        held[stretch.start : stretch.start + stretch.size_bytes] += 1
-        at = stretch.start
+    for (component, role, layer), extent in zip(arrays, arrays_of(manifest, arrays), strict=True):
+        held[extent.start : extent.start + extent.size_bytes] += 1
+        at = extent.start
         for entry in manifest.entries:
             if (entry.component, entry.role) == (component, role) and layer in {None, entry.layer}:
                 assert entry.base == at, "layers lie one after another, as the engine's array has them"
                 at += entry.pages * entry.page_bytes
-        assert at == stretch.start + stretch.size_bytes
+        assert at == extent.start + extent.size_bytes
     assert held.max() == 1
     entries = np.zeros(manifest.region_bytes, int)
     for entry in manifest.entries:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvferry.pools.cells import cells_of, segments_that_fit
 from kvferry.pools.gather import gather, total_segments
 from kvferry.pools.plan import PlanSide
-from tests.pools.sides import ENTRY_BYTES, bytes_of, side_of, sides, stretches
+from tests.pools.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides
 
 
 @given(sides(), st.data())
@@ -17,7 +17,7 @@ from tests.pools.sides import ENTRY_BYTES, bytes_of, side_of, sides, stretches
 @example(side_of([(2, 3, 4), (1, 4, 5)], 9, cut=True, held=2), None)
 @example(side_of([(2, 3, 4), (1, 1, 7)], 9, cut=False), None)
 def test_cells_by_number_are_the_bytes_that_the_host_gathers(side: PlanSide, data: st.DataObject | None) -> None:
-    first, stop = data.draw(stretches(side)) if data else (0, total_segments(side))
+    first, stop = data.draw(extents(side)) if data else (0, total_segments(side))
     memory = np.random.default_rng(0).integers(0, 256, ENTRY_BYTES * len(side.base), np.uint8)
     expected = np.zeros(bytes_of(side, first, stop), np.uint8)
     gather(side, memory.ctypes.data, first, stop, expected.ctypes.data)
@@ -37,7 +37,7 @@ def test_cells_by_number_are_the_bytes_that_the_host_gathers(side: PlanSide, dat
 
 @given(sides(), st.data(), st.integers(0, 300))
 def test_as_many_segments_as_fit_and_never_none(side: PlanSide, data: st.DataObject, extra_bytes: int) -> None:
-    first, stop = data.draw(stretches(side))
+    first, stop = data.draw(extents(side))
     max_bytes = data.draw(st.integers(1, 60)) + extra_bytes
     end = segments_that_fit(side, first, stop, max_bytes)
     assert first < end <= stop

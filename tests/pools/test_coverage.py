@@ -33,7 +33,7 @@ def cells_in(cells: Cells) -> set[tuple[int, int]]:
 
 def everything_free(coverage: Coverage, cells: Cells) -> bool:
     """Return True, or raise: cells that no other source holds are free all together or not at all."""
-    found = coverage.free_stretches(cells, np.zeros(len(cells.entries), np.bool_))
+    found = coverage.free_extents(cells, np.zeros(len(cells.entries), np.bool_))
     return [(bool(one.rows.all()), one.start, one.stop) for one in found] == [(True, cells.start, cells.stop)]
 
 
@@ -41,54 +41,54 @@ REQUIRED = {(entry, page) for entry in (0, 1) for page in range(PAGES)}
 
 
 @given(st.lists(CELLS, max_size=6), st.booleans())
-def test_every_cell_is_counted_once(offers: list[Cells], arrive: bool) -> None:  # noqa: FBT001  drawn
-    coverage, promised = Coverage(ENTRIES, PAGES, ["draft"]), set[tuple[int, int]]()
+def test_every_cell_is_counted_once(send_requests: list[Cells], arrive: bool) -> None:  # noqa: FBT001  drawn
+    coverage, planned = Coverage(ENTRIES, PAGES, ["draft"]), set[tuple[int, int]]()
     arrived = set[tuple[int, int]]()
-    for offer in offers:
-        if cells_in(offer) & promised:
+    for send_request in send_requests:
+        if cells_in(send_request) & planned:
             with pytest.raises(PageOverlapError):
-                everything_free(coverage, offer)
+                everything_free(coverage, send_request)
             continue
-        assert everything_free(coverage, offer)
-        coverage.promise(offer)
-        promised |= cells_in(offer)
+        assert everything_free(coverage, send_request)
+        coverage.plan(send_request)
+        planned |= cells_in(send_request)
         if arrive:
-            coverage.arrive(offer)
-            arrived |= cells_in(offer)
-    assert coverage.complete == (promised | REQUIRED <= arrived)
+            coverage.arrive(send_request)
+            arrived |= cells_in(send_request)
+    assert coverage.complete == (planned | REQUIRED <= arrived)
     assert coverage.arrived_pages == sum({(0, page), (1, page)} <= arrived for page in range(PAGES))
-    missing = REQUIRED - promised
+    missing = REQUIRED - planned
     if not missing:
-        coverage.check_promised()
+        coverage.check_planned()
         return
     bare = any({(entry, page) for page in range(PAGES)} <= missing for entry in (0, 1))
     with pytest.raises(UncoveredEntryError if bare else IncompleteError):
-        coverage.check_promised()
+        coverage.check_planned()
 
 
 @given(CELLS)
-def test_what_is_withdrawn_may_be_promised_again(cells: Cells) -> None:
+def test_what_is_withdrawn_may_be_planned_again(cells: Cells) -> None:
     coverage = Coverage(ENTRIES, PAGES, ["draft"])
-    coverage.promise(cells)
+    coverage.plan(cells)
     coverage.withdraw(cells)
     assert everything_free(coverage, EVERYTHING)
 
 
 def test_errors_name_the_first_cell() -> None:
     coverage = Coverage(ENTRIES, PAGES, ["draft"])
-    coverage.promise(Cells(np.array([0, 2]), 0, 2))
-    with pytest.raises(PageOverlapError, match="draft/k/0: room page 1 has a sender already"):
+    coverage.plan(Cells(np.array([0, 2]), 0, 2))
+    with pytest.raises(PageOverlapError, match="draft/k/0: transfer page 1 has a sender already"):
         everything_free(coverage, Cells(np.array([1, 2]), 1, 3))
     with pytest.raises(UncoveredEntryError, match=r"no source entry for main/k/1 \(1 entries uncovered\)"):
-        coverage.check_promised()
-    coverage.promise(Cells(np.array([1]), 0, PAGES))
-    with pytest.raises(IncompleteError, match=r"main/k/0: room page 2 has no sender \(2 cells missing\)"):
-        coverage.check_promised()
+        coverage.check_planned()
+    coverage.plan(Cells(np.array([1]), 0, PAGES))
+    with pytest.raises(IncompleteError, match=r"main/k/0: transfer page 2 has no sender \(2 cells missing\)"):
+        coverage.check_planned()
 
 
-def test_a_promised_optional_cell_must_arrive() -> None:
+def test_a_planned_optional_cell_must_arrive() -> None:
     coverage = Coverage(ENTRIES, PAGES, ["draft"])
-    coverage.promise(EVERYTHING)
+    coverage.plan(EVERYTHING)
     coverage.arrive(Cells(np.array([0, 1]), 0, PAGES))
     assert coverage.arrived_pages == PAGES
     assert not coverage.complete
@@ -114,7 +114,7 @@ SPLIT = [
 
 
 @st.composite
-def offers(draw: st.DrawFn) -> tuple[Cells, list[bool], bool]:
+def send_requests(draw: st.DrawFn) -> tuple[Cells, list[bool], bool]:
     """Draw what a source could send, what of it others hold as well, and whether it arrives."""
     rows = draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
     heads: list[Heads | None] = []
@@ -136,43 +136,43 @@ def split_cells(cells: Cells, row: int) -> set[tuple[int, int, int]]:
     return {(entry, head, page) for head in range(heads.start, heads.stop) for page in range(cells.start, cells.stop)}
 
 
-@given(st.lists(offers(), max_size=8), st.sampled_from(["withdraw", "excuse", "keep"]))
+@given(st.lists(send_requests(), max_size=8), st.sampled_from(["withdraw", "excuse", "keep"]))
 def test_heads_are_counted_apart(sources: list[tuple[Cells, list[bool], bool]], in_the_end: str) -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
-    promised, arrived = set[tuple[int, int, int]](), set[tuple[int, int, int]]()
+    planned, arrived = set[tuple[int, int, int]](), set[tuple[int, int, int]]()
     required = {(0, head, page) for head in range(4) for page in range(PAGES)} | {(1, 0, page) for page in range(PAGES)}
     for cells, replicated, arrives in sources:
         rows = [split_cells(cells, row) for row in range(len(cells.entries))]
-        if not all(may_be_sent(row, row - promised, may) for row, may in zip(rows, replicated, strict=True)):
+        if not all(may_be_sent(row, row - planned, may) for row, may in zip(rows, replicated, strict=True)):
             with pytest.raises(PageOverlapError):
-                coverage.free_stretches(cells, np.array(replicated))
+                coverage.free_extents(cells, np.array(replicated))
             continue
         wanted = free_cells(coverage, cells, replicated)
-        assert sum(len(one.entries) for one in wanted) == sum(bool(row - promised) for row in rows)
+        assert sum(len(one.entries) for one in wanted) == sum(bool(row - planned) for row in rows)
         fresh = {cell for one in wanted for row in range(len(one.entries)) for cell in split_cells(one, row)}
-        assert fresh == set().union(*rows) - promised
-        of_all(coverage.promise, wanted)
+        assert fresh == set().union(*rows) - planned
+        of_all(coverage.plan, wanted)
         if in_the_end == "withdraw":
             of_all(coverage.withdraw, wanted)
             assert all(everything_free(coverage, one) for one in wanted)
             continue
-        promised |= fresh
+        planned |= fresh
         if in_the_end == "excuse":
             of_all(coverage.excuse, wanted)
         if arrives:
             of_all(coverage.arrive, wanted)
             arrived |= fresh
     if in_the_end == "excuse":
-        required -= promised
-    assert coverage.complete == (promised | required <= arrived)
+        required -= planned
+    assert coverage.complete == (planned | required <= arrived)
     pages = [{one for one in REQUIRED_SPLIT if one[2] == page} for page in range(PAGES)]
     assert coverage.arrived_pages == sum(page <= arrived for page in pages)
-    check_missing(coverage, required - promised)
+    check_missing(coverage, required - planned)
 
 
 def free_cells(coverage: Coverage, cells: Cells, replicated: list[bool]) -> list[Cells]:
     """Return those of the cells that have no sender."""
-    found = coverage.free_stretches(cells, np.array(replicated))
+    found = coverage.free_extents(cells, np.array(replicated))
     return [cells._replace(start=one.start, stop=one.stop).of(one.rows) for one in found]
 
 
@@ -198,43 +198,43 @@ REQUIRED_SPLIT = {
 
 def check_missing(coverage: Coverage, missing: set[tuple[int, int, int]]) -> None:
     if not missing:
-        coverage.check_promised()
+        coverage.check_planned()
         return
     with pytest.raises((UncoveredEntryError, IncompleteError)):
-        coverage.check_promised()
+        coverage.check_planned()
     told_apart = [Cells(np.array([entry]), page, page + 1, (Heads(head, 1),)) for entry, head, page in sorted(missing)]
-    coverage.check_promised(told_apart)
+    coverage.check_planned(told_apart)
     with pytest.raises((UncoveredEntryError, IncompleteError)):
-        coverage.check_promised(told_apart[1:])
+        coverage.check_planned(told_apart[1:])
 
 
 def test_errors_name_the_heads() -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
     some = Cells(np.array([0, 1]), 0, PAGES, (Heads(1, 2), None))
-    coverage.promise(some)
-    with pytest.raises(PageOverlapError, match=r"main/k/0: room page 2, heads 5\.\.6, has a sender already"):
+    coverage.plan(some)
+    with pytest.raises(PageOverlapError, match=r"main/k/0: transfer page 2, heads 5\.\.6, has a sender already"):
         everything_free(coverage, Cells(np.array([0]), 2, 4))
-    with pytest.raises(PageOverlapError, match=r"main/k/0: room page 2, heads 6\.\.6, has a sender already"):
+    with pytest.raises(PageOverlapError, match=r"main/k/0: transfer page 2, heads 6\.\.6, has a sender already"):
         everything_free(coverage, Cells(np.array([0]), 2, 4, (Heads(2, 2),)))
-    with pytest.raises(PageOverlapError, match="main/index_k/0: room page 0 has a sender already"):
+    with pytest.raises(PageOverlapError, match="main/index_k/0: transfer page 0 has a sender already"):
         everything_free(coverage, Cells(np.array([1]), 0, 4))
-    coverage.promise(Cells(np.array([0]), 1, PAGES, (Heads(0, 1),)))
-    coverage.promise(Cells(np.array([0]), 2, PAGES, (Heads(3, 1),)))
+    coverage.plan(Cells(np.array([0]), 1, PAGES, (Heads(0, 1),)))
+    coverage.plan(Cells(np.array([0]), 2, PAGES, (Heads(3, 1),)))
     with pytest.raises(
-        IncompleteError, match=r"main/k/0: room page 0, heads 4\.\.4, has no sender \(3 cells missing\)"
+        IncompleteError, match=r"main/k/0: transfer page 0, heads 4\.\.4, has no sender \(3 cells missing\)"
     ):
-        coverage.check_promised()
-    coverage.promise(Cells(np.array([0]), 0, 1, (Heads(0, 1),)))
-    with pytest.raises(IncompleteError, match=r"room page 0, heads 7\.\.7, has no sender \(2 cells missing\)"):
-        coverage.check_promised()
+        coverage.check_planned()
+    coverage.plan(Cells(np.array([0]), 0, 1, (Heads(0, 1),)))
+    with pytest.raises(IncompleteError, match=r"transfer page 0, heads 7\.\.7, has no sender \(2 cells missing\)"):
+        coverage.check_planned()
 
 
 def test_an_entry_counts_the_heads_it_has() -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
-    coverage.promise(Cells(np.array([0]), 0, PAGES, (Heads(0, 3),)))
-    coverage.promise(Cells(np.array([0, 1]), 0, 1, (Heads(3, 1), None)))
+    coverage.plan(Cells(np.array([0]), 0, PAGES, (Heads(0, 3),)))
+    coverage.plan(Cells(np.array([0, 1]), 0, 1, (Heads(3, 1), None)))
     with pytest.raises(IncompleteError, match=r"\(6 cells missing\)"):
-        coverage.check_promised()
+        coverage.check_planned()
 
 
 def test_some_rows_keep_their_heads() -> None:
@@ -245,23 +245,23 @@ def test_some_rows_keep_their_heads() -> None:
 
 def test_of_a_replica_the_rest_is_free() -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
-    coverage.promise(Cells(np.array([1]), 0, 2))
+    coverage.plan(Cells(np.array([1]), 0, 2))
     both, replicated = np.array([1, 2]), np.array([True, True])
-    assert coverage.free_stretches(Cells(np.array([1]), 0, 2), replicated[:1]) == ()
-    rest = coverage.free_stretches(Cells(both, 1, 4), replicated)
+    assert coverage.free_extents(Cells(np.array([1]), 0, 2), replicated[:1]) == ()
+    rest = coverage.free_extents(Cells(both, 1, 4), replicated)
     assert [(one.rows.tolist(), one.start, one.stop) for one in rest] == [([False, True], 1, 4), ([True, False], 2, 4)]
-    with pytest.raises(PageOverlapError, match="main/index_k/0: room page 1 has a sender already"):
-        coverage.free_stretches(Cells(both, 1, 4), ~replicated)
+    with pytest.raises(PageOverlapError, match="main/index_k/0: transfer page 1 has a sender already"):
+        coverage.free_extents(Cells(both, 1, 4), ~replicated)
 
 
-def test_the_rest_of_a_replica_is_in_one_stretch_and_has_all_heads() -> None:
+def test_the_rest_of_a_replica_is_in_one_extent_and_has_all_heads() -> None:
     coverage = Coverage(SPLIT, PAGES, ["draft"])
-    coverage.promise(Cells(np.array([1]), 1, 2))
-    with pytest.raises(PageOverlapError, match="main/index_k/0: room page 1 has a sender already"):
-        coverage.free_stretches(Cells(np.array([1]), 0, 4), np.array([True]))
-    coverage.promise(Cells(np.array([0]), 0, PAGES, (Heads(1, 1),)))
-    with pytest.raises(PageOverlapError, match=r"main/k/0: room page 0, heads 5\.\.5, has a sender already"):
-        coverage.free_stretches(Cells(np.array([0]), 0, 4), np.array([True]))
+    coverage.plan(Cells(np.array([1]), 1, 2))
+    with pytest.raises(PageOverlapError, match="main/index_k/0: transfer page 1 has a sender already"):
+        coverage.free_extents(Cells(np.array([1]), 0, 4), np.array([True]))
+    coverage.plan(Cells(np.array([0]), 0, PAGES, (Heads(1, 1),)))
+    with pytest.raises(PageOverlapError, match=r"main/k/0: transfer page 0, heads 5\.\.5, has a sender already"):
+        coverage.free_extents(Cells(np.array([0]), 0, 4), np.array([True]))
 
 
 def test_cells_of_pairs() -> None:

@@ -1,4 +1,4 @@
-"""Gathering and scattering against the byte-level oracle, parcels, and that nothing beside is touched."""
+"""Gathering and scattering against the byte-level oracle, copy chunks, and that nothing beside is touched."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.pools.copies import CopyBlocks, copy_by_size, copy_one_by_one, vectored_copy_works
-from kvferry.pools.gather import MANY_RUNS, Parcel, cut_parcels, gather, scatter, total_segments
+from kvferry.pools.gather import MANY_RUNS, CopyChunk, cut_copy_chunks, gather, scatter, total_segments
 from kvferry.pools.heads import Heads
 from kvferry.pools.plan import PlanSide, make_side
-from kvferry.protocol.errors import SlotTooSmallError
+from kvferry.protocol.errors import BounceBufferTooSmallError
 from kvferry.protocol.manifests import Entry
 from tests.pools.sides import ENTRY_BYTES, SIZES, side_of
-from tests.pools.tagged_memory import UNTOUCHED, HandOffCase, Memory, cases, expected_memory, plans_of
+from tests.pools.tagged_memory import UNTOUCHED, Memory, TransferCase, cases, expected_memory, plans_of
 
 MARGIN = 16
 WAIT_S = 30.0
@@ -34,40 +34,43 @@ def best_copy() -> CopyBlocks:
     return copy_by_size if vectored_copy_works() else copy_one_by_one
 
 
-def parcel_of(source: Memory, side: PlanSide, parcel: Parcel, offset: int = 0) -> Memory:
-    """Gather a parcel, and check that only it was written."""
-    staging = np.full(parcel.size_bytes + 2 * MARGIN, UNTOUCHED, np.uint8)
+def copy_chunk_of(source: Memory, side: PlanSide, copy_chunk: CopyChunk, offset: int = 0) -> Memory:
+    """Gather a copy chunk, and check that only it was written."""
+    staging = np.full(copy_chunk.size_bytes + 2 * MARGIN, UNTOUCHED, np.uint8)
     start = MARGIN + offset
-    gather(side, source.ctypes.data, parcel.first, parcel.stop, staging.ctypes.data + start, best_copy())
-    around = np.delete(staging, np.arange(start, start + parcel.size_bytes))
+    gather(side, source.ctypes.data, copy_chunk.first, copy_chunk.stop, staging.ctypes.data + start, best_copy())
+    around = np.delete(staging, np.arange(start, start + copy_chunk.size_bytes))
     assert (around == UNTOUCHED).all()
-    return staging[start : start + parcel.size_bytes]
+    return staging[start : start + copy_chunk.size_bytes]
 
 
 @given(cases(), st.integers(0, 500), st.integers(0, 9))
-def test_every_byte_arrives_by_parcels_and_no_other_changes(case: HandOffCase, extra_bytes: int, offset: int) -> None:
+def test_every_byte_arrives_by_copy_chunks_and_no_other_changes(
+    case: TransferCase, extra_bytes: int, offset: int
+) -> None:
     destination = np.full(case.region_bytes, UNTOUCHED, np.uint8)
     for source, _, plan in plans_of(case):
         before = source.memory.copy()
         largest = int(plan.source.segment_bytes.max())
-        parcels = cut_parcels(plan.source, largest + extra_bytes)
-        assert parcels == cut_parcels(plan.destination, largest + extra_bytes)
-        for parcel in parcels[::-1]:
-            sent = parcel_of(source.memory, plan.source, parcel, offset)
+        copy_chunks = cut_copy_chunks(plan.source, largest + extra_bytes)
+        assert copy_chunks == cut_copy_chunks(plan.destination, largest + extra_bytes)
+        for copy_chunk in copy_chunks[::-1]:
+            sent = copy_chunk_of(source.memory, plan.source, copy_chunk, offset)
             at = destination.ctypes.data
-            scatter(plan.destination, at, parcel.first, parcel.stop, sent.ctypes.data, best_copy())
+            scatter(plan.destination, at, copy_chunk.first, copy_chunk.stop, sent.ctypes.data, best_copy())
         assert (source.memory == before).all()
     assert (destination == expected_memory(case)).all()
 
 
 @given(cases())
-def test_the_order_of_bytes_is_that_of_the_segments(case: HandOffCase) -> None:
+def test_the_order_of_bytes_is_that_of_the_segments(case: TransferCase) -> None:
     for source, _, plan in plans_of(case):
-        everything = Parcel(0, total_segments(plan.source), plan.total_bytes)
-        together = parcel_of(source.memory, plan.source, everything)
+        everything = CopyChunk(0, total_segments(plan.source), plan.total_bytes)
+        together = copy_chunk_of(source.memory, plan.source, everything)
         sizes = np.repeat(plan.source.segment_bytes, len(plan.source.ids)).tolist()
         one_by_one = [
-            parcel_of(source.memory, plan.source, Parcel(number, number + 1, size)) for number, size in enumerate(sizes)
+            copy_chunk_of(source.memory, plan.source, CopyChunk(number, number + 1, size))
+            for number, size in enumerate(sizes)
         ]
         assert (together == np.concatenate(one_by_one)).all()
 
@@ -78,33 +81,38 @@ def test_scatter_undoes_gather(side: PlanSide, data: st.DataObject) -> None:
     stop = data.draw(st.integers(first, total_segments(side)))
     size_bytes = int(np.repeat(side.segment_bytes, len(side.ids))[first:stop].sum())
     source = np.random.default_rng(0).integers(0, 256, ENTRY_BYTES * len(side.base), np.uint8)
-    sent = parcel_of(source, side, Parcel(first, stop, size_bytes))
+    sent = copy_chunk_of(source, side, CopyChunk(first, stop, size_bytes))
     back = np.full(len(source), UNTOUCHED, np.uint8)
     scatter(side, back.ctypes.data, first, stop, sent.ctypes.data, best_copy())
-    assert (parcel_of(back, side, Parcel(first, stop, size_bytes)) == sent).all()
+    assert (copy_chunk_of(back, side, CopyChunk(first, stop, size_bytes)) == sent).all()
     assert np.count_nonzero(back != UNTOUCHED) <= size_bytes
 
 
 @given(SIDES, st.integers(0, 100))
 @example(make_side([WIDE], None, np.arange(5, 0, -1)), 24)
 @example(make_side([WIDE], [Heads(1, 1)], np.arange(5, 0, -1)), 24)
-def test_parcels_tile_the_segments_and_are_as_full_as_can_be(side: PlanSide, extra_bytes: int) -> None:
+def test_copy_chunks_tile_the_segments_and_are_as_full_as_can_be(side: PlanSide, extra_bytes: int) -> None:
     segments = np.repeat(side.segment_bytes, len(side.ids)).tolist()
     max_bytes = max(segments) + extra_bytes
-    parcels = cut_parcels(side, max_bytes)
-    assert [parcel.first for parcel in parcels] == [0, *(parcel.stop for parcel in parcels[:-1])]
-    assert parcels[-1].stop == len(segments) == total_segments(side)
-    for parcel in parcels:
-        assert parcel.size_bytes == sum(segments[parcel.first : parcel.stop]) <= max_bytes
-        if parcel.stop < len(segments):
-            assert parcel.size_bytes + segments[parcel.stop] > max_bytes
+    copy_chunks = cut_copy_chunks(side, max_bytes)
+    assert [copy_chunk.first for copy_chunk in copy_chunks] == [
+        0,
+        *(copy_chunk.stop for copy_chunk in copy_chunks[:-1]),
+    ]
+    assert copy_chunks[-1].stop == len(segments) == total_segments(side)
+    for copy_chunk in copy_chunks:
+        assert copy_chunk.size_bytes == sum(segments[copy_chunk.first : copy_chunk.stop]) <= max_bytes
+        if copy_chunk.stop < len(segments):
+            assert copy_chunk.size_bytes + segments[copy_chunk.stop] > max_bytes
 
 
 def test_a_segment_that_no_slot_holds_is_refused() -> None:
     side = side_of([(4, 2, 8), (4, 2, 16)], 3, cut=True)
-    assert len(cut_parcels(side, 64)) == 5
-    with pytest.raises(SlotTooSmallError, match=r"entry 1 sends 64 bytes a page, of page_bytes 128; one slot has 63"):
-        cut_parcels(side, 63)
+    assert len(cut_copy_chunks(side, 64)) == 5
+    with pytest.raises(
+        BounceBufferTooSmallError, match=r"entry 1 sends 64 bytes a page, of page_bytes 128; one slot has 63"
+    ):
+        cut_copy_chunks(side, 63)
 
 
 def test_nothing_is_asked_for() -> None:

@@ -32,7 +32,7 @@ from kvferry.protocol.errors import (
     UncoveredEntryError,
 )
 from kvferry.protocol.manifests import Entry
-from tests.pools.tagged_memory import UNTOUCHED, HandOffCase, Memory, cases, expected_memory, plans_of
+from tests.pools.tagged_memory import UNTOUCHED, Memory, TransferCase, cases, expected_memory, plans_of
 
 
 def offset_copy(blocks: Blocks, source: Memory, destination: Memory) -> None:
@@ -48,7 +48,7 @@ def absolute(blocks: Blocks, source: Memory, destination: Memory) -> Blocks:
     return moved
 
 
-def memory_after(case: HandOffCase, copy: Callable[[Blocks, Memory, Memory], None]) -> Memory:
+def memory_after(case: TransferCase, copy: Callable[[Blocks, Memory, Memory], None]) -> Memory:
     destination = np.full(case.region_bytes, UNTOUCHED, np.uint8)
     for source, _, plan in plans_of(case):
         before = source.memory.copy()
@@ -58,12 +58,12 @@ def memory_after(case: HandOffCase, copy: Callable[[Blocks, Memory, Memory], Non
 
 
 @given(cases())
-def test_every_byte_arrives_and_no_other_changes(case: HandOffCase) -> None:
+def test_every_byte_arrives_and_no_other_changes(case: TransferCase) -> None:
     assert (memory_after(case, offset_copy) == expected_memory(case)).all()
 
 
 @given(cases(), st.integers(1, 40), st.integers(1, 200))
-def test_the_daemons_copies_move_the_same_bytes(case: HandOffCase, block_bytes: int, chunk_bytes: int) -> None:
+def test_the_daemons_copies_move_the_same_bytes(case: TransferCase, block_bytes: int, chunk_bytes: int) -> None:
     expected = expected_memory(case)
     copies: list[CopyBlocks] = [copy_one_by_one, *([copy_vectored] if vectored_copy_works() else [])]
     for copy in copies:
@@ -78,14 +78,14 @@ def test_the_daemons_copies_move_the_same_bytes(case: HandOffCase, block_bytes: 
 
 
 @given(cases())
-def test_a_plan_counts_what_it_copies(case: HandOffCase) -> None:
+def test_a_plan_counts_what_it_copies(case: TransferCase) -> None:
     for _, _, plan in plans_of(case):
         assert plan.pages == len(case.pages)
         assert plan.total_bytes == int(plan.blocks()[:, 2].sum())
 
 
 @given(cases())
-def test_no_block_leaves_its_region(case: HandOffCase) -> None:
+def test_no_block_leaves_its_region(case: TransferCase) -> None:
     for source, _, plan in plans_of(case):
         blocks = plan.blocks()
         assert (blocks[:, 2] > 0).all()

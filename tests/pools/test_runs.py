@@ -10,7 +10,7 @@ from kvferry.pools.runs import Runs, coalesce
 
 NEARBY = st.integers(1, 12)
 PAIRS = st.lists(st.tuples(NEARBY, NEARBY), max_size=40)
-STRETCHES = st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(1, 1 << 40), st.integers(1, 9)), max_size=8)
+EXTENTS = st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(1, 1 << 40), st.integers(1, 9)), max_size=8)
 
 
 def runs_of(pairs: list[tuple[int, int]]) -> Runs:
@@ -44,12 +44,12 @@ def test_runs_are_maximal(pairs: list[tuple[int, int]]) -> None:
     assert not any(end == start for end, start in zip(ends, starts, strict=False))
 
 
-@given(STRETCHES)
-def test_stretches_are_found_again(stretches: list[tuple[int, int, int]]) -> None:
-    pairs = [(source + i, destination + i) for source, destination, pages in stretches for i in range(pages)]
+@given(EXTENTS)
+def test_extents_are_found_again(extents: list[tuple[int, int, int]]) -> None:
+    pairs = [(source + i, destination + i) for source, destination, pages in extents for i in range(pages)]
     runs = runs_of(pairs)
     assert expanded(runs) == pairs
-    assert len(runs.pages) <= len(stretches)
+    assert len(runs.pages) <= len(extents)
 
 
 def test_empty_lists_have_no_run() -> None:

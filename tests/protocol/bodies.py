@@ -19,7 +19,7 @@ from kvferry.protocol.schema import EVENTS
 
 INT64: Final = (-(1 << 63), (1 << 63) - 1)
 MAX_LIST: Final = 4
-COUNTS: Final = {"pages", "batch", "cells", "rows", "released", "bound"}
+COUNTS: Final = {"pages", "batch", "entries", "rows", "released", "bound"}
 """Fields that say how many numbers follow in a frame."""
 
 REQUESTS: Final = tuple(row.request for row in REQUEST_TYPES.values())

@@ -1,4 +1,4 @@
-"""One fixed message between daemons of every type, and the bytes it has on the wire: ``golden_peer_v1.json``.
+"""One fixed message between daemons of every type, and the bytes it has on the wire: ``golden_peer_v2.json``.
 
 Written anew with ``python -m tests.protocol.peer_samples``; see ``samples`` for when.
 """
@@ -17,27 +17,27 @@ from kvferry.protocol.peer_messages import (
     Confirm,
     Confirmed,
     Grant,
-    Landed,
-    OfferRefused,
-    OfferWithdrawn,
-    Part,
+    OpEnded,
+    OpRequest,
     PeerBody,
     PeerEnvelope,
     PeerHello,
-    PeerOffer,
-    Piece,
-    PieceOver,
+    PeerSend,
     PoolGone,
-    RoomClosed,
-    RoomName,
+    ReceiveClosed,
+    ReceiveName,
+    Segment,
+    SendRefused,
+    SendWithdrawn,
     StepReady,
+    Written,
 )
 from tests.protocol.samples import BOOT, ERROR, IDS, LISTS, MANIFEST, MODEL, REQUEST
 
-GOLDEN: Final = Path(__file__).with_name("golden_peer_v1.json")
+GOLDEN: Final = Path(__file__).with_name("golden_peer_v2.json")
 ADDRESS: Final = "tcp://192.0.2.7:7801"
 TO_BOOT: Final = "ffeeddccbbaa99887766554433221100"
-ROOM: Final = RoomName(REQUEST, "decode", 7, 2)
+RECEIVE_REQUEST: Final = ReceiveName(REQUEST, "decode", 7, 2)
 
 PeerMessage: TypeAlias = tuple[PeerEnvelope, tuple[PageIds, ...]]
 
@@ -48,14 +48,14 @@ def _said(body: PeerBody, *ids: PageIds, to_boot_id: str = TO_BOOT) -> PeerMessa
 
 MESSAGES: Final[dict[str, PeerMessage]] = {
     "PEER_HELLO": _said(
-        PeerHello(protocol_min=1, protocol_max=1, dialled="ipc:///run/kvferry/peer.sock", answers=True),
+        PeerHello(protocol_min=2, protocol_max=2, dialled="ipc:///run/kvferry/peer.sock", answers=True),
         to_boot_id=NO_BOOT,
     ),
-    "ANNOUNCE": _said(Announce(room=ROOM, deadline_ms=30_000)),
-    "OFFER": _said(
-        PeerOffer(
-            room=ROOM,
-            offer=3,
+    "ANNOUNCE": _said(Announce(receive_request=RECEIVE_REQUEST, deadline_ms=30_000)),
+    "SEND_REQUEST": _said(
+        PeerSend(
+            receive_request=RECEIVE_REQUEST,
+            send_request=3,
             chunk=1,
             pool="prefill",
             manifest=MANIFEST,
@@ -70,18 +70,26 @@ MESSAGES: Final[dict[str, PeerMessage]] = {
         ),
         *IDS,
     ),
-    "STEP_READY": _said(StepReady(room=ROOM, offer=3, chunk=1, ready=2)),
-    "OFFER_REFUSED": _said(OfferRefused(room=ROOM, offer=3, error=ERROR)),
-    "OFFER_WITHDRAWN": _said(OfferWithdrawn(room=ROOM, offer=3, error=ERROR)),
-    "ROOM_CLOSED": _said(RoomClosed(room=ROOM, error=ERROR, moved=((3, 4096, 2), (4, 0, 0)), unmet=1)),
-    "PIECE": _said(
-        Piece(room=ROOM, offer=3, piece=9, chunk=1, parts=(Part("main", 1, 2, (0, 3), ((0, 0), (1, 2))),)),
+    "STEP_READY": _said(StepReady(receive_request=RECEIVE_REQUEST, send_request=3, chunk=1, ready=2)),
+    "SEND_REFUSED": _said(SendRefused(receive_request=RECEIVE_REQUEST, send_request=3, error=ERROR)),
+    "SEND_WITHDRAWN": _said(SendWithdrawn(receive_request=RECEIVE_REQUEST, send_request=3, error=ERROR)),
+    "RECEIVE_CLOSED": _said(
+        ReceiveClosed(receive_request=RECEIVE_REQUEST, error=ERROR, moved=((3, 4096, 2), (4, 0, 0)), unmet=1)
+    ),
+    "OP_REQUEST": _said(
+        OpRequest(
+            receive_request=RECEIVE_REQUEST,
+            send_request=3,
+            op=9,
+            chunk=1,
+            segments=(Segment("main", 1, 2, (0, 3), ((0, 0), (1, 2))),),
+        ),
     ),
     "GRANT": _said(
         Grant(
-            piece=9,
+            op=9,
             grant=11,
-            part=1,
+            segment=1,
             first=2,
             stop=4,
             session="192.0.2.7:15001",
@@ -90,10 +98,10 @@ MESSAGES: Final[dict[str, PeerMessage]] = {
             runs=((1 << 46, 1 << 21), ((1 << 46) + (1 << 22), 1 << 21)),
         )
     ),
-    "LANDED": _said(Landed(grant=11, checksum=(1 << 64) - 1, error=ERROR, may_still_land=True)),
-    "PIECE_OVER": _said(PieceOver(piece=9)),
-    "CONFIRM": _said(Confirm(room=ROOM, offer=3, piece=9)),
-    "CONFIRMED": _said(Confirmed(piece=9, error=ERROR)),
+    "WRITTEN": _said(Written(grant=11, checksum=(1 << 64) - 1, error=ERROR, may_still_land=True)),
+    "OP_ENDED": _said(OpEnded(op=9)),
+    "CONFIRM": _said(Confirm(receive_request=RECEIVE_REQUEST, send_request=3, op=9)),
+    "CONFIRMED": _said(Confirmed(op=9, error=ERROR)),
     "POOL_GONE": _said(PoolGone(tenant=7, pool="prefill", region=5)),
 }
 

@@ -1,4 +1,4 @@
-"""One fixed message of every type, and the bytes it has on the wire: ``golden_v1.json``.
+"""One fixed message of every type, and the bytes it has on the wire: ``golden_v2.json``.
 
 The golden bytes change only with the protocol: when a type or a field is added (at the tail, with a default), write
 them anew with ``python -m tests.protocol.samples`` and look at the difference; old lines must not change, unless
@@ -16,9 +16,9 @@ import numpy as np
 
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds, encode
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import (
@@ -41,15 +41,14 @@ from kvferry.protocol.pool_messages import (
     DeletePool,
     Free,
     Freed,
-    LendPool,
-    LentArrays,
     PoolAttached,
     PoolCreated,
     PoolDeleted,
-    PoolLent,
+    PoolRegistered,
+    RegisteredArrays,
+    RegisterPool,
 )
 from kvferry.protocol.requests import Busy, ErrorReply, ReplyBody, RequestBody
-from kvferry.protocol.room_messages import Accepted, Cancel, Cancelled, LayerStep, Receive, Result, RoomResult, Send
 from kvferry.protocol.session_messages import (
     EventsFollow,
     EventsOpened,
@@ -59,7 +58,6 @@ from kvferry.protocol.session_messages import (
     Pong,
     PoolStatus,
     RegionFollows,
-    RoomStatus,
     SessionOpen,
     SessionOpened,
     SessionRefused,
@@ -67,6 +65,7 @@ from kvferry.protocol.session_messages import (
     ShareFollows,
     Status,
     StatusReport,
+    TransferStatus,
     Welcome,
 )
 from kvferry.protocol.session_stream import pack
@@ -80,9 +79,19 @@ from kvferry.protocol.table_messages import (
     TablesUpdated,
     UpdateTables,
 )
+from kvferry.protocol.transfer_messages import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    LayerStep,
+    Receive,
+    Result,
+    Send,
+    TransferResult,
+)
 from tests.protocol import tier_samples
 
-GOLDEN: Final = Path(__file__).with_name("golden_v1.json")
+GOLDEN: Final = Path(__file__).with_name("golden_v2.json")
 BOOT: Final = "00112233445566778899aabbccddeeff"
 REQUEST: Final = "ffeeddccbbaa99887766554433221100"
 ERROR: Final = ErrorInfo(code="PEER_LOST", detail="the engine died", retryable=True, field="lists[0]", remedy="again")
@@ -224,7 +233,7 @@ SPECS: Final[dict[str, PoolSpec]] = {
 FINISHED: Final = Finished(
     request_id=REQUEST,
     pool="decode",
-    side="receive",
+    direction="receive",
     generation=2,
     error=None,
     first_token=17,
@@ -236,7 +245,7 @@ FINISHED: Final = Finished(
     waited_us=1000,
     moved_us=250,
 )
-SETTLED: Final = Settled(request_id=REQUEST, pool="decode", side="receive", generation=2)
+SETTLED: Final = Settled(request_id=REQUEST, pool="decode", direction="receive", generation=2)
 REPORT: Final = StatusReport(
     daemon_version="0.1.0",
     pid=4242,
@@ -262,15 +271,15 @@ REPORT: Final = StatusReport(
             tenant=1000,
             pid=4243,
             pages=1,
-            rooms=1,
+            transfers=1,
             unacknowledged_events=0,
             connected=True,
         ),
     ),
-    rooms=(
-        RoomStatus(
+    transfers=(
+        TransferStatus(
             request=REQUEST,
-            side="receive",
+            direction="receive",
             pool="decode",
             state="open",
             age_ms=3,
@@ -297,18 +306,21 @@ def _reply(body: ReplyBody, *ids: PageIds) -> Message:
 
 
 MESSAGES: Final[dict[str, Message]] = {
-    "HELLO": _request(Hello(protocol_min=1, protocol_max=1, client="prefill-0")),
+    "HELLO": _request(Hello(protocol_min=2, protocol_max=2, client="prefill-0")),
     "PING": _request(Ping()),
     "OPEN_EVENTS": _request(OpenEvents()),
     "STATUS": _request(Status()),
     "CREATE_POOL": _request(CreatePool(pool="decode", spec=SPEC, model=MODEL)),
     "ATTACH_POOL": _request(AttachPool(pool="decode", layout_digest="0" * 32)),
-    "LEND_POOL": _request(
-        LendPool(
+    "REGISTER_POOL": _request(
+        RegisterPool(
             pool="decode",
             spec=SPEC,
             device="npu:0",
-            arrays=(LentArrays(component="main", role="k"), LentArrays(component="main", role="v", layer=4)),
+            arrays=(
+                RegisteredArrays(component="main", role="k"),
+                RegisteredArrays(component="main", role="v", layer=4),
+            ),
             model=MODEL,
         )
     ),
@@ -335,12 +347,12 @@ MESSAGES: Final[dict[str, Message]] = {
             tables="graph",
             batch=2,
             extra_tokens=3,
-            cells=1,
+            entries=1,
             rows=1,
             pages=2,
             released=1,
             bound=1,
-            after=EventPoint(event=2, value=5),
+            after=DeviceEvent(event=2, value=5),
         ),
         np.array([129, 257, 0, 1, 9, 1, 2, 5, 6, 7, 4, 8], np.int64),
     ),
@@ -359,15 +371,15 @@ MESSAGES: Final[dict[str, Message]] = {
         *IDS,
     ),
     "RECEIVE": _request(Receive(request_id=REQUEST, pool="decode", lists=LISTS, sources=2, any_model=True), *IDS),
-    "CANCEL": _request(Cancel(request_id=REQUEST, pool="decode", side="receive")),
-    "RESULT": _request(Result(request_id=REQUEST, pool="decode", side="receive")),
-    "WELCOME": _reply(Welcome(protocol=1, daemon_version="0.1.0", features=("rooms.local",), limits=Limits())),
+    "CANCEL": _request(Cancel(request_id=REQUEST, pool="decode", direction="receive")),
+    "RESULT": _request(Result(request_id=REQUEST, pool="decode", direction="receive")),
+    "WELCOME": _reply(Welcome(protocol=1, daemon_version="0.1.0", features=("transfers.local",), limits=Limits())),
     "PONG": _reply(Pong()),
     "EVENTS_OPENED": _reply(EventsOpened(slots=1024)),
     "STATUS_REPORT": _reply(REPORT),
     "POOL_CREATED": _reply(PoolCreated(pool="decode", created=True, manifest=MANIFEST)),
     "POOL_ATTACHED": _reply(PoolAttached(pool="decode", manifest=MANIFEST, model=MODEL.public)),
-    "POOL_LENT": _reply(PoolLent(pool="decode", manifest=MANIFEST)),
+    "POOL_REGISTERED": _reply(PoolRegistered(pool="decode", manifest=MANIFEST)),
     "POOL_DELETED": _reply(PoolDeleted(pool="decode")),
     "TABLES_CREATED": _reply(
         TablesCreated(
@@ -388,7 +400,7 @@ MESSAGES: Final[dict[str, Message]] = {
     "FREED": _reply(Freed(freed=2, deferred=1)),
     "ACCEPTED": _reply(Accepted(generation=2, skipped_source_entries=1, skipped_source_pages=2)),
     "CANCELLED": _reply(Cancelled(was_finished=True)),
-    "ROOM_RESULT": _reply(RoomResult(state="settled", finished=FINISHED, settled=SETTLED)),
+    "TRANSFER_RESULT": _reply(TransferResult(state="settled", finished=FINISHED, settled=SETTLED)),
     "ERROR": _reply(ErrorReply(error=ERROR)),
     "BUSY": _reply(Busy(retry_after_ms=50, detail="256 requests of the session are in flight")),
     "FINISHED": (Event(3, BOOT, FINISHED), ()),
@@ -401,7 +413,7 @@ MESSAGES: Final[dict[str, Message]] = {
 SESSION_FRAMES: Final[
     dict[str, SessionOpen | SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow]
 ] = {
-    "OPEN": SessionOpen(protocol_min=1, protocol_max=1, name="prefill-0"),
+    "OPEN": SessionOpen(protocol_min=2, protocol_max=2, name="prefill-0"),
     "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT),
     "REFUSED": SessionRefused(error=ERROR),
     "REGION": RegionFollows(message_id=7, pool="decode"),

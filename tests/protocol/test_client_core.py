@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.protocol.base import Body, PageList
-from kvferry.protocol.client_core import ClientCore, HandOff, HandOffChanged, Outgoing, ReplyArrived, WorkChanged
+from kvferry.protocol.client_core import ClientCore, OperationChanged, Outgoing, ReplyArrived, Transfer, TransferChanged
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.error_info import ErrorInfo
@@ -24,8 +24,8 @@ from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated
 from kvferry.protocol.requests import Busy, ErrorReply
-from kvferry.protocol.room_messages import Accepted, Receive, Send
 from kvferry.protocol.session_messages import Ping, Pong
+from kvferry.protocol.transfer_messages import Accepted, Receive, Send
 
 BOOT = BootId("00112233445566778899aabbccddeeff")
 OTHER_BOOT = "ff" * 16
@@ -51,7 +51,7 @@ def request_in(outgoing: Outgoing) -> Request:
     return incoming.request
 
 
-News: TypeAlias = ReplyArrived | HandOffChanged | WorkChanged | None
+News: TypeAlias = ReplyArrived | TransferChanged | OperationChanged | None
 
 
 def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any) -> News:  # noqa: ANN401
@@ -59,10 +59,10 @@ def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any) -> News:  
     return core.feed([bytes(frame) for frame in encode(Reply(outgoing.message_id, BOOT, body), ids)])
 
 
-def event(core: ClientCore, cursor: int, body: Finished | Settled, boot: str = BOOT) -> HandOffChanged | None:
+def event(core: ClientCore, cursor: int, body: Finished | Settled, boot: str = BOOT) -> TransferChanged | None:
     """Let the daemon tell something."""
     changed = core.feed([bytes(frame) for frame in encode(Event(cursor, boot, body))])
-    assert changed is None or isinstance(changed, HandOffChanged)
+    assert changed is None or isinstance(changed, TransferChanged)
     return changed
 
 
@@ -71,14 +71,16 @@ def refusal(error: Exception) -> ErrorReply:
     return ErrorReply(error=error.info())
 
 
-def finished(side: str, error: ErrorInfo | None = None, **fields: Any) -> Finished:  # noqa: ANN401  any field
-    pool = "prefill" if side == "send" else "decode"
-    return Finished(request_id=REQUEST, pool=pool, side="send" if side == "send" else "receive", error=error, **fields)
+def finished(direction: str, error: ErrorInfo | None = None, **fields: Any) -> Finished:  # noqa: ANN401  any field
+    pool = "prefill" if direction == "send" else "decode"
+    return Finished(
+        request_id=REQUEST, pool=pool, direction="send" if direction == "send" else "receive", error=error, **fields
+    )
 
 
-def settled(side: str) -> Settled:
-    pool = "prefill" if side == "send" else "decode"
-    return Settled(request_id=REQUEST, pool=pool, side="send" if side == "send" else "receive")
+def settled(direction: str) -> Settled:
+    pool = "prefill" if direction == "send" else "decode"
+    return Settled(request_id=REQUEST, pool=pool, direction="send" if direction == "send" else "receive")
 
 
 def acknowledged(core: ClientCore) -> int:
@@ -147,39 +149,39 @@ def test_junk_is_malformed(core: ClientCore, frames: list[bytes]) -> None:
     assert core.pending == 1
 
 
-# -- hand-offs
+# -- transfers
 
 
-def begin(core: ClientCore, body: Send | Receive = RECEIVE) -> tuple[HandOff, Outgoing]:
-    return core.hand_off(body, IDS)
+def begin(core: ClientCore, body: Send | Receive = RECEIVE) -> tuple[Transfer, Outgoing]:
+    return core.transfer(body, IDS)
 
 
-def changed(news: object) -> HandOff:
-    assert isinstance(news, HandOffChanged)
-    return news.hand_off
+def changed(news: object) -> Transfer:
+    assert isinstance(news, TransferChanged)
+    return news.transfer
 
 
-def states(hand_off: HandOff) -> tuple[str, bool, bool]:
-    return hand_off.state, hand_off.is_finished, hand_off.is_settled
+def states(transfer: Transfer) -> tuple[str, bool, bool]:
+    return transfer.state, transfer.is_finished, transfer.is_settled
 
 
-def test_the_life_of_a_hand_off(core: ClientCore) -> None:
-    hand_off, outgoing = begin(core)
-    assert states(hand_off) == ("sent", False, False)
+def test_the_life_of_a_transfer(core: ClientCore) -> None:
+    transfer, outgoing = begin(core)
+    assert states(transfer) == ("sent", False, False)
     with pytest.raises(MisuseError, match="is not finished: wait_finished"):
-        hand_off.outcome()
-    assert changed(reply(core, outgoing, Accepted(generation=1))) is hand_off
-    assert states(hand_off) == ("open", False, False)
+        transfer.outcome()
+    assert changed(reply(core, outgoing, Accepted(generation=1))) is transfer
+    assert states(transfer) == ("open", False, False)
     success = finished("receive", first_token=5)
-    assert changed(event(core, 1, success)) is hand_off
-    assert states(hand_off) == ("finished", True, False)
-    assert hand_off.outcome() == success
-    assert changed(event(core, 2, settled("receive"))) is hand_off
-    assert states(hand_off) == ("settled", True, True)
-    assert "settled" in repr(hand_off)
+    assert changed(event(core, 1, success)) is transfer
+    assert states(transfer) == ("finished", True, False)
+    assert transfer.outcome() == success
+    assert changed(event(core, 2, settled("receive"))) is transfer
+    assert states(transfer) == ("settled", True, True)
+    assert "settled" in repr(transfer)
 
 
-def test_both_sides_of_one_request_are_two_hand_offs(core: ClientCore) -> None:
+def test_both_sides_of_one_request_are_two_transfers(core: ClientCore) -> None:
     sending, out_send = begin(core, SEND)
     receiving, out_receive = begin(core, RECEIVE)
     reply(core, out_send, Accepted())
@@ -189,54 +191,54 @@ def test_both_sides_of_one_request_are_two_hand_offs(core: ClientCore) -> None:
 
 
 def test_a_failure(core: ClientCore) -> None:
-    hand_off, outgoing = begin(core)
+    transfer, outgoing = begin(core)
     reply(core, outgoing, Accepted())
     event(core, 1, finished("receive", PeerLostError("the engine died").info()))
-    assert states(hand_off) == ("finished", True, False)
+    assert states(transfer) == ("finished", True, False)
     with pytest.raises(PeerLostError, match="the engine died"):
-        hand_off.outcome()
+        transfer.outcome()
 
 
-def test_a_refused_hand_off_is_over(core: ClientCore) -> None:
-    hand_off, outgoing = begin(core)
-    assert changed(reply(core, outgoing, refusal(PageBusyError("busy")))) is hand_off
-    assert states(hand_off) == ("refused", True, True)
+def test_a_refused_transfer_is_over(core: ClientCore) -> None:
+    transfer, outgoing = begin(core)
+    assert changed(reply(core, outgoing, refusal(PageBusyError("busy")))) is transfer
+    assert states(transfer) == ("refused", True, True)
     with pytest.raises(PageBusyError):
-        hand_off.outcome()
+        transfer.outcome()
     again, outgoing = begin(core)
-    assert again is not hand_off
+    assert again is not transfer
     reply(core, outgoing, Accepted())
     assert states(again) == ("open", False, False)
-    assert states(hand_off) == ("refused", True, True)
+    assert states(transfer) == ("refused", True, True)
 
 
-def test_a_refused_chunk_leaves_the_hand_off_open(core: ClientCore) -> None:
-    hand_off, outgoing = begin(core, CHUNK)
+def test_a_refused_chunk_leaves_the_transfer_open(core: ClientCore) -> None:
+    transfer, outgoing = begin(core, CHUNK)
     reply(core, outgoing, Accepted())
     same, outgoing = begin(core, SEND)
-    assert same is hand_off
+    assert same is transfer
     reply(core, outgoing, refusal(PageGapError("a hole")))
-    assert states(hand_off) == ("refused", True, False), "its pages are held"
+    assert states(transfer) == ("refused", True, False), "its pages are held"
     same, outgoing = begin(core, SEND)
-    assert same is hand_off
-    assert states(hand_off) == ("open", False, False)
+    assert same is transfer
+    assert states(transfer) == ("open", False, False)
     reply(core, outgoing, Accepted())
-    assert changed(event(core, 1, finished("send"))) is hand_off
-    hand_off.outcome()
+    assert changed(event(core, 1, finished("send"))) is transfer
+    transfer.outcome()
 
 
 def test_chunks_may_be_sent_without_waiting(core: ClientCore) -> None:
-    hand_off, first = begin(core, CHUNK)
+    transfer, first = begin(core, CHUNK)
     same, second = begin(core, SEND)
-    assert same is hand_off
-    assert changed(reply(core, first, refusal(PageBusyError("busy")))) is hand_off
-    assert states(hand_off) == ("refused", True, True)
-    assert changed(reply(core, second, Accepted())) is hand_off
-    assert hand_off.is_settled is False
-    assert changed(event(core, 1, finished("send", PeerLostError("").info()))) is hand_off
+    assert same is transfer
+    assert changed(reply(core, first, refusal(PageBusyError("busy")))) is transfer
+    assert states(transfer) == ("refused", True, True)
+    assert changed(reply(core, second, Accepted())) is transfer
+    assert transfer.is_settled is False
+    assert changed(event(core, 1, finished("send", PeerLostError("").info()))) is transfer
 
 
-def test_a_request_id_used_again_is_another_hand_off(core: ClientCore) -> None:
+def test_a_request_id_used_again_is_another_transfer(core: ClientCore) -> None:
     first, outgoing = begin(core)
     reply(core, outgoing, Accepted(generation=1))
     event(core, 1, finished("receive", PeerLostError("died").info()))
@@ -264,11 +266,11 @@ def test_what_was_seen_is_acknowledged(core: ClientCore) -> None:
 
 
 def test_an_event_that_comes_again_means_nothing(core: ClientCore) -> None:
-    hand_off, outgoing = begin(core)
+    transfer, outgoing = begin(core)
     reply(core, outgoing, Accepted())
     event(core, 1, finished("receive", first_token=1))
     assert event(core, 1, finished("receive", first_token=2)) is None
-    assert hand_off.outcome().first_token == 1
+    assert transfer.outcome().first_token == 1
     event(core, 2, settled("receive"))
     for cursor in (1, 2):
         assert event(core, cursor, settled("receive")) is None
@@ -289,23 +291,23 @@ def test_an_event_of_something_forgotten_is_seen_all_the_same(core: ClientCore) 
 
 
 def test_an_event_of_another_daemon_means_nothing(core: ClientCore) -> None:
-    hand_off, outgoing = begin(core)
+    transfer, outgoing = begin(core)
     reply(core, outgoing, Accepted())
     assert event(core, 1, finished("receive"), boot=OTHER_BOOT) is None
-    assert states(hand_off) == ("open", False, False)
+    assert states(transfer) == ("open", False, False)
     assert acknowledged(core) == 0
 
 
 def test_an_event_may_come_before_the_reply(core: ClientCore) -> None:
-    hand_off, outgoing = begin(core)
-    assert changed(event(core, 1, finished("receive"))) is hand_off
-    assert changed(reply(core, outgoing, Accepted())) is hand_off
-    assert states(hand_off) == ("finished", True, False)
-    assert changed(event(core, 2, settled("receive"))) is hand_off
+    transfer, outgoing = begin(core)
+    assert changed(event(core, 1, finished("receive"))) is transfer
+    assert changed(reply(core, outgoing, Accepted())) is transfer
+    assert states(transfer) == ("finished", True, False)
+    assert changed(event(core, 2, settled("receive"))) is transfer
 
 
-def test_a_body_that_is_no_reply_to_a_hand_off_changes_nothing(core: ClientCore) -> None:
-    hand_off, outgoing = begin(core)
+def test_a_body_that_is_no_reply_to_a_transfer_changes_nothing(core: ClientCore) -> None:
+    transfer, outgoing = begin(core)
     odd: Body = Pong()
-    assert changed(reply(core, outgoing, odd)) is hand_off
-    assert states(hand_off) == ("sent", False, False)
+    assert changed(reply(core, outgoing, odd)) is transfer
+    assert states(transfer) == ("sent", False, False)

@@ -21,9 +21,9 @@ from kvferry.protocol.ids import NO_BOOT
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Allocate, Free
 from kvferry.protocol.requests import REQUEST_TYPES
-from kvferry.protocol.room_messages import Send
 from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import FrameSplitter, unpack_frame, unpack_open
+from kvferry.protocol.transfer_messages import Send
 from kvferry.protocol.versions import PROTOCOL_MAX
 from tests.protocol.bodies import ALL_BODIES, REQUESTS, messages
 from tests.protocol.samples import GOLDEN, IDS, MESSAGES, SESSION_FRAMES, SPECS, as_hex
@@ -75,7 +75,7 @@ def test_lists_that_the_body_does_not_announce_are_a_bug(ids: tuple[Any, ...]) -
 def test_every_type_has_golden_bytes() -> None:
     tags = {str(kind.__struct_config__.tag) for kind in ALL_BODIES}
     assert set(MESSAGES) == tags
-    assert PROTOCOL_MAX == 1, "begin golden_v2.json, and keep speaking the old version"
+    assert PROTOCOL_MAX == 2, "begin golden_v3.json, and keep speaking the old version"
 
 
 @pytest.mark.parametrize("name", as_hex())
@@ -173,7 +173,7 @@ def test_what_is_no_envelope(frames: list[bytes]) -> None:
         ("INVALID_FIELD", "lists", with_field("SEND", "lists", [])),
         ("INVALID_FIELD", "lists[0].pages", with_field("SEND", "lists", [{"component": "main", "pages": -1}])),
         ("INVALID_FIELD", "lists[0].component", with_field("SEND", "lists", [{"component": "Main", "pages": 2}])),
-        ("INVALID_FIELD", "side", with_field("CANCEL", "side", "both")),
+        ("INVALID_FIELD", "direction", with_field("CANCEL", "direction", "both")),
         ("INVALID_FIELD", "spec.layers", with_field("CREATE_POOL", "spec", {"kind": "mha", "layers": 0})),
         ("INVALID_FIELD", "spec.kind", with_field("CREATE_POOL", "spec", {"kind": "rwkv"})),
         ("MALFORMED", "pages", [*with_field("FREE", "pages", 2)[:1], b"x" * 15]),

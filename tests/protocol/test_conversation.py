@@ -69,7 +69,7 @@ def test_the_first_answer_says_which_incarnation_it_is() -> None:
 
 def test_an_event_is_told_once_and_only_of_this_incarnation() -> None:
     conversation = Conversation(BOOT_ID)
-    body = Settled(request_id=BOOT_ID, pool="a", side="send")
+    body = Settled(request_id=BOOT_ID, pool="a", direction="send")
     assert conversation.feed(wire(Event(1, BOOT_ID, body))) == Arrived(EVENT, body)
     assert conversation.feed(wire(Event(1, BOOT_ID, body))) is None
     assert conversation.feed(wire(Event(2, "f" * 32, body))) is None

@@ -17,7 +17,7 @@ from kvferry.protocol.limits import INT64_BYTES
 from kvferry.protocol.page_frames import pack_ids, unpack_ids
 from kvferry.protocol.pool_messages import Allocated, Free
 from kvferry.protocol.requests import REQUEST_TYPES
-from kvferry.protocol.room_messages import Receive, Send
+from kvferry.protocol.transfer_messages import Receive, Send
 from tests.protocol.bodies import REQUESTS, ids_for, structs_of
 from tests.protocol.samples import MESSAGES
 
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_named(kind: str, text: str, field: str) -> None:
 
 
 def test_a_receive_that_lands_in_the_host_tier_says_how_many_pages() -> None:
-    body, ids = request_from_json("RECEIVE", f'{{{SEND}, "land": "host", "lists": [{{"pages": 3, "tokens": 300}}]}}')
+    body, ids = request_from_json("RECEIVE", f'{{{SEND}, "into": "host", "lists": [{{"pages": 3, "tokens": 300}}]}}')
     assert isinstance(body, Receive)
     assert (body.lists[0].pages, body.page_counts(), ids) == (3, (), ())
 

@@ -15,8 +15,8 @@ from kvferry.protocol.base import Body
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import MalformedError, raised
 from kvferry.protocol.peer_codec import IncomingPeerMessage, decode_peer, encode_peer
-from kvferry.protocol.peer_messages import MAX_ENTRIES, MAX_PARTS, MAX_RUNS, Landed, Part, PeerBody, PeerEnvelope
-from kvferry.protocol.room_messages import MAX_POOLS, MAX_STEPS
+from kvferry.protocol.peer_messages import MAX_ENTRIES, MAX_RUNS, MAX_SEGMENTS, PeerBody, PeerEnvelope, Segment, Written
+from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS
 from kvferry.protocol.versions import PROTOCOL_MAX
 from tests.protocol.bodies import ids_for, structs_of
 from tests.protocol.peer_samples import GOLDEN, MESSAGES, as_hex
@@ -52,15 +52,15 @@ def test_round_trip(drawn: tuple[PeerEnvelope, tuple[PageIds, ...]]) -> None:
 
 
 def test_page_lists_are_read_only() -> None:
-    for one in decode_peer(golden("OFFER")).ids:
+    for one in decode_peer(golden("SEND_REQUEST")).ids:
         assert one.dtype == np.int64
         assert not one.flags.writeable
 
 
-def test_lists_that_an_offer_does_not_announce_are_a_bug() -> None:
-    envelope, ids = MESSAGES["OFFER"]
+def test_lists_that_an_send_does_not_announce_are_a_bug() -> None:
+    envelope, ids = MESSAGES["SEND_REQUEST"]
     for wrong in ((), ids[:1], ids[::-1]):
-        with pytest.raises(ValueError, match="PeerOffer announces"):
+        with pytest.raises(ValueError, match="PeerSend announces"):
             encode_peer(envelope, wrong)
 
 
@@ -69,7 +69,7 @@ def test_lists_that_an_offer_does_not_announce_are_a_bug() -> None:
 
 def test_every_type_has_golden_bytes() -> None:
     assert set(MESSAGES) == set(GOLDEN_HEX) == {str(kind.__struct_config__.tag) for kind in BODIES}
-    assert PROTOCOL_MAX == 1, "begin golden_peer_v2.json, and keep speaking the old version"
+    assert PROTOCOL_MAX == 2, "begin golden_peer_v3.json, and keep speaking the old version"
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -93,18 +93,18 @@ def test_samples_say_all_that_can_be_said(name: str) -> None:
 
 
 def test_a_newer_daemon_may_add_fields_at_the_tail() -> None:
-    raw = msgspec.msgpack.decode(golden("ROOM_CLOSED")[0])
+    raw = msgspec.msgpack.decode(golden("RECEIVE_CLOSED")[0])
     raw[BODY_AT]["new_field"] = [1, 2]
-    raw[BODY_AT]["room"] = [*raw[BODY_AT]["room"], "new"]
+    raw[BODY_AT]["receive_request"] = [*raw[BODY_AT]["receive_request"], "new"]
     got = decode_peer([msgspec.msgpack.encode([*raw, "new"])])
-    assert got.envelope == MESSAGES["ROOM_CLOSED"][0]
+    assert got.envelope == MESSAGES["RECEIVE_CLOSED"][0]
 
 
 def test_an_older_daemon_leaves_out_what_has_a_default() -> None:
-    raw = msgspec.msgpack.decode(golden("LANDED")[0])
-    raw[BODY_AT] = {"type": "LANDED", "grant": 11}
+    raw = msgspec.msgpack.decode(golden("WRITTEN")[0])
+    raw[BODY_AT] = {"type": "WRITTEN", "grant": 11}
     body = decode_peer([msgspec.msgpack.encode(raw)]).envelope.body
-    assert body == Landed(grant=11)
+    assert body == Written(grant=11)
 
 
 # -- what cannot be read
@@ -131,7 +131,7 @@ def nested(depth: int) -> object:
     return value
 
 
-ROOM = ["f" * 32, "decode", 7, 2]
+RECEIVE_REQUEST = ["f" * 32, "decode", 7, 2]
 
 
 @pytest.mark.parametrize(
@@ -161,35 +161,35 @@ ROOM = ["f" * 32, "decode", 7, 2]
         with_field("GRANT", "grant", -1),
         with_field("GRANT", "grant", 1 << 63),
         with_field("GRANT", "grant", 1.0),
-        with_field("GRANT", "part", -1),
+        with_field("GRANT", "segment", -1),
         with_field("GRANT", "address", -1),
         with_field("GRANT", "size_bytes", -1),
         with_field("GRANT", "session", "x" * 257),
-        with_field("PIECE", "parts", []),
-        with_field("PIECE", "parts", [["main", 0, 1, [0], [[0, 0]]]] * (MAX_PARTS + 1)),
-        with_field("PIECE", "parts", [["Main", 0, 1, [0], [[0, 0]]]]),
-        with_field("PIECE", "parts", [["main", -1, 1, [0], [[0, 0]]]]),
-        with_field("PIECE", "parts", [["main", 0, 1, [-1], [[0, 0]]]]),
-        with_field("PIECE", "parts", [["main", 0, 1, [0], [[0]]]]),
-        with_field("PIECE", "parts", nested(900)),
-        with_field("PIECE", "room", ROOM[:3]),
-        with_field("PIECE", "room", ["F" * 32, *ROOM[1:]]),
-        with_field("PIECE", "room", [ROOM[0], "../etc", *ROOM[2:]]),
-        with_field("PIECE", "room", [*ROOM[:2], -7, 2]),
+        with_field("OP_REQUEST", "segments", []),
+        with_field("OP_REQUEST", "segments", [["main", 0, 1, [0], [[0, 0]]]] * (MAX_SEGMENTS + 1)),
+        with_field("OP_REQUEST", "segments", [["Main", 0, 1, [0], [[0, 0]]]]),
+        with_field("OP_REQUEST", "segments", [["main", -1, 1, [0], [[0, 0]]]]),
+        with_field("OP_REQUEST", "segments", [["main", 0, 1, [-1], [[0, 0]]]]),
+        with_field("OP_REQUEST", "segments", [["main", 0, 1, [0], [[0]]]]),
+        with_field("OP_REQUEST", "segments", nested(900)),
+        with_field("OP_REQUEST", "receive_request", RECEIVE_REQUEST[:3]),
+        with_field("OP_REQUEST", "receive_request", ["F" * 32, *RECEIVE_REQUEST[1:]]),
+        with_field("OP_REQUEST", "receive_request", [RECEIVE_REQUEST[0], "../etc", *RECEIVE_REQUEST[2:]]),
+        with_field("OP_REQUEST", "receive_request", [*RECEIVE_REQUEST[:2], -7, 2]),
         with_field("ANNOUNCE", "deadline_ms", -1),
         with_field("PEER_HELLO", "dialled", "nowhere"),
-        with_field("ROOM_CLOSED", "moved", [[1]]),
-        with_field("ROOM_CLOSED", "error", "PEER_LOST"),
-        with_field("LANDED", "checksum", -1),
-        with_field("OFFER", "lists", []),
-        with_field("OFFER", "payload", b"x" * (64 * 1024 + 1)),
-        with_field("OFFER", "manifest", {"pages": 1}),
-        with_field("OFFER", "steps", [[1]]),
-        golden("OFFER")[:2],
-        golden("OFFER")[:1],
-        [*golden("OFFER"), b""],
-        [golden("OFFER")[0], golden("OFFER")[2], golden("OFFER")[1]],
-        [*golden("OFFER")[:2], b"\0" * 7],
+        with_field("RECEIVE_CLOSED", "moved", [[1]]),
+        with_field("RECEIVE_CLOSED", "error", "PEER_LOST"),
+        with_field("WRITTEN", "checksum", -1),
+        with_field("SEND_REQUEST", "lists", []),
+        with_field("SEND_REQUEST", "payload", b"x" * (64 * 1024 + 1)),
+        with_field("SEND_REQUEST", "manifest", {"pages": 1}),
+        with_field("SEND_REQUEST", "steps", [[1]]),
+        golden("SEND_REQUEST")[:2],
+        golden("SEND_REQUEST")[:1],
+        [*golden("SEND_REQUEST"), b""],
+        [golden("SEND_REQUEST")[0], golden("SEND_REQUEST")[2], golden("SEND_REQUEST")[1]],
+        [*golden("SEND_REQUEST")[:2], b"\0" * 7],
         [*golden("GRANT"), b""],
     ],
 )
@@ -238,11 +238,11 @@ def test_damaged_messages_are_read_or_refused(frames: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("OFFER", {"steps": ((0, 1),) * (MAX_STEPS + 1)}),
-        ("OFFER", {"steps": ((0, 1 << 40),)}),
-        ("ROOM_CLOSED", {"moved": ((1, 2, 3),) * (MAX_POOLS + 1)}),
-        ("PIECE", {"parts": (Part("main", 0, 1, (0,) * (MAX_ENTRIES + 1), ()),)}),
-        ("PIECE", {"parts": (Part("main", 0, 1, (), ((0, 1),) * (MAX_ENTRIES + 1)),)}),
+        ("SEND_REQUEST", {"steps": ((0, 1),) * (MAX_STEPS + 1)}),
+        ("SEND_REQUEST", {"steps": ((0, 1 << 40),)}),
+        ("RECEIVE_CLOSED", {"moved": ((1, 2, 3),) * (MAX_POOLS + 1)}),
+        ("OP_REQUEST", {"segments": (Segment("main", 0, 1, (0,) * (MAX_ENTRIES + 1), ()),)}),
+        ("OP_REQUEST", {"segments": (Segment("main", 0, 1, (), ((0, 1),) * (MAX_ENTRIES + 1)),)}),
         ("GRANT", {"runs": ((0, 1),) * (MAX_RUNS + 1)}),
     ],
 )

@@ -40,7 +40,7 @@ def test_a_message_within_the_limits_is_possible() -> None:
     limits = Limits()
     assert MAX_PAYLOAD_BYTES < limits.max_frame_bytes <= limits.max_message_bytes
     assert limits.max_frames >= 1 + 16, "an envelope and as many page lists as a SEND may have"
-    assert limits.max_rooms_per_session <= limits.max_rooms
+    assert limits.max_transfers_per_session <= limits.max_transfers
     assert limits.default_deadline_ms <= limits.max_deadline_ms
 
 

@@ -23,14 +23,16 @@ from kvferry.protocol.cache_messages import (
     Unpin,
     Unpinned,
 )
+from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.event_points import EventPoint
 from kvferry.protocol.requests import ReplyBody, RequestBody
 from kvferry.protocol.tier_messages import (
-    CancelWork,
+    CancelOperation,
     DropSnapshot,
     Offload,
     Offloading,
+    OperationCancelled,
+    OperationStarted,
     Restore,
     SnapshotDropped,
     SnapshotList,
@@ -38,13 +40,11 @@ from kvferry.protocol.tier_messages import (
     Snapshots,
     SnapshotStatus,
     TierDone,
-    WorkCancelled,
-    WorkStarted,
 )
 
 SNAPSHOT: Final = "0123456789abcdef0123456789abcdef"
 HASHES: Final = bytes(range(32))
-AFTER: Final = EventPoint(event=2, value=5)
+AFTER: Final = DeviceEvent(event=2, value=5)
 LISTS: Final = (PageList(pages=2, tokens=200), PageList(component="swa", first_page=1, pages=1))
 
 REQUESTS: Final[dict[str, RequestBody]] = {
@@ -52,7 +52,7 @@ REQUESTS: Final[dict[str, RequestBody]] = {
     "RESTORE": Restore(snapshot=SNAPSHOT, pool="decode", lists=LISTS, drop=True, after=AFTER),
     "DROP_SNAPSHOT": DropSnapshot(snapshot=SNAPSHOT),
     "SNAPSHOTS": Snapshots(),
-    "CANCEL_WORK": CancelWork(work=9),
+    "CANCEL_OPERATION": CancelOperation(operation=9),
     "LOOKUP": Lookup(pool="decode", hashes=HASHES, space="swa", block_pages=4, lease=3, pin=False),
     "LOAD": Load(lease=3, pool="decode", pages=2, first_block=5, after=AFTER, unpin=True),
     "STORE": Store(pool="decode", hashes=HASHES, pages=2, parent=HASHES[:16], space="swa", block_pages=4, after=AFTER),
@@ -63,8 +63,8 @@ REQUESTS: Final[dict[str, RequestBody]] = {
     "CACHE_EVENTS": CacheEvents(cursor=7, limit=100),
 }
 REPLIES: Final[dict[str, ReplyBody]] = {
-    "OFFLOADING": Offloading(work=9, snapshot=SNAPSHOT),
-    "WORK_STARTED": WorkStarted(work=9),
+    "OFFLOADING": Offloading(operation=9, snapshot=SNAPSHOT),
+    "OPERATION_STARTED": OperationStarted(operation=9),
     "SNAPSHOT_DROPPED": SnapshotDropped(snapshot=SNAPSHOT, deferred=True),
     "SNAPSHOT_REPORT": SnapshotReport(
         snapshots=(
@@ -85,7 +85,7 @@ REPLIES: Final[dict[str, ReplyBody]] = {
             ),
         )
     ),
-    "WORK_CANCELLED": WorkCancelled(was_done=True),
+    "OPERATION_CANCELLED": OperationCancelled(was_done=True),
     "FOUND": Found(blocks=3, lease=3, host=1, disk=1, remote=1, lease_blocks=8),
     "UNPINNED": Unpinned(blocks=8),
     "CACHE_LISTED": CacheListed(
@@ -127,7 +127,7 @@ REPLIES: Final[dict[str, ReplyBody]] = {
     ),
 }
 TIER_DONE: Final = TierDone(
-    work=9,
+    operation=9,
     kind="restore",
     error=ErrorInfo(code="CACHE_MISS", detail="block 3 of 8 is gone", retryable=False, field="", remedy="compute it"),
     snapshot=SNAPSHOT,

@@ -91,7 +91,7 @@ def test_the_drop_ins_that_are_meant_are_there() -> None:
     assert DROP_INS == ["hosts.conf", "npu.conf"]
 
 
-# Each keeps torch_npu from its card: no device nodes, no fabric, foreign process ids, no code made at run time.
+# Each keeps torch_npu from its device: no device nodes, no fabric, foreign process ids, no code made at run time.
 AGAINST_NPUS = (
     ("PrivateDevices", ("yes", "true")),
     ("PrivateNetwork", ("yes", "true")),
@@ -153,8 +153,8 @@ DEPENDING = {
     "pools.max_bytes",
     "transfers.threads",
     "peers.listen",
-    "landing.address",
-    "landing.quarantined_bytes",
+    "network.address",
+    "network.quarantined_bytes",
     "tiers.host_bytes",
     "tiers.tenant_bytes",
     "tiers.threads",

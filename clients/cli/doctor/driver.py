@@ -1,4 +1,4 @@
-"""The NPU driver: its version, and what ``npu-smi`` says of the cards. ``npu-smi`` hangs where the driver does."""
+"""The NPU driver: its version, and what ``npu-smi`` says of the devices. ``npu-smi`` hangs where the driver does."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def check_driver(host: Host, smi: Outcome | None) -> Finding:
     if not version and smi and (match := _SMI_VERSION.search(smi.output)):
         version = match[1]
     if not version:
-        cards = len(pci_npus(host))
-        found = f"no {driver_folder(host)}/version.info" + (f", though the PCI bus has {cards} NPUs" if cards else "")
+        devices = len(pci_npus(host))
+        found = f"no {driver_folder(host)}/version.info" + (
+            f", though the PCI bus has {devices} NPUs" if devices else ""
+        )
         fix = f"install the NPU driver, {WANTED} or later; in a container mount {driver_folder(host)} from the host"
         return Finding(name, "missing", found, fix)
     new_enough = at_least(version, WANTED)
@@ -48,19 +50,19 @@ def check_driver(host: Host, smi: Outcome | None) -> Finding:
 
 
 def check_health(smi: Outcome | None) -> Finding:
-    """Say what the cards say of themselves."""
+    """Say what the devices say of themselves."""
     name = "npu health"
     if smi is None:
         return Finding(name, "unknown", "no npu-smi here", "in a container mount /usr/local/bin/npu-smi from the host")
     if smi.status is None:
-        fix = "the driver hangs: look at dmesg; when nobody needs the NPUs any more, reset the card or reboot"
+        fix = "the driver hangs: look at dmesg; when nobody needs the NPUs any more, reset the device or reboot"
         return Finding(name, "missing", f"npu-smi did not answer within {SMI_TIMEOUT_S:g} s", fix)
-    cards = _SMI_HEALTH.findall(smi.output)
-    if smi.status or not cards:
+    devices = _SMI_HEALTH.findall(smi.output)
+    if smi.status or not devices:
         reason = smi.last_error or next((line for line in reversed(smi.output.splitlines()) if line.strip()), "nothing")
         fix = "run npu-smi info by hand; in a container, are the device nodes and the driver's lib64 there?"
         return Finding(name, "missing" if smi.status else "unknown", f"npu-smi says: {reason.strip()}", fix)
-    ill = [f"NPU {number}: {health}" for number, _, health in cards if health != "OK"]
+    ill = [f"NPU {number}: {health}" for number, _, health in devices if health != "OK"]
     if ill:
         return Finding(name, "warning", "; ".join(ill), "npu-smi info -t health -i N names the fault; dmesg has more")
-    return Finding(name, "ok", f"{len(cards)} x {cards[0][1]}")
+    return Finding(name, "ok", f"{len(devices)} x {devices[0][1]}")

@@ -37,8 +37,8 @@ class Peers(msgspec.Struct, frozen=True):
     listen: str | None = None
 
 
-class Landing(msgspec.Struct, frozen=True):
-    """``[landing]``."""
+class Network(msgspec.Struct, frozen=True):
+    """``[network]``."""
 
     transport: str = "none"
     protocol: str = "tcp"
@@ -76,14 +76,14 @@ class Needs(msgspec.Struct, frozen=True):
     runtime_dir: str | None = None
     pools: Pools = Pools()
     peers: Peers = Peers()
-    landing: Landing = Landing()
+    network: Network = Network()
     tiers: Tiers = Tiers()
     npu_asked: bool = False
 
     @property
     def mooncake(self) -> bool:
         """Return whether bytes go between hosts over Mooncake."""
-        return self.landing.transport == "mooncake"
+        return self.network.transport == "mooncake"
 
     @property
     def store(self) -> bool:
@@ -93,13 +93,13 @@ class Needs(msgspec.Struct, frozen=True):
     @property
     def store_address(self) -> str | None:
         """Return where other nodes of the store reach this one."""
-        return self.tiers.remote.address or self.landing.address
+        return self.tiers.remote.address or self.network.address
 
     @property
     def ascend(self) -> bool:
         """Return whether Mooncake is to use NPUs."""
-        landing = self.mooncake and self.landing.protocol == "ascend"
-        return landing or (self.store and self.tiers.remote.protocol == "ascend")
+        network = self.mooncake and self.network.protocol == "ascend"
+        return network or (self.store and self.tiers.remote.protocol == "ascend")
 
     @property
     def asks_for_npu(self) -> bool:

@@ -65,7 +65,7 @@ def driver_folder(host: Host) -> PurePosixPath:
 
 
 def has_npu_sign(host: Host) -> bool:
-    """Return whether anything says that this host has NPUs: a card, a device node, or their driver."""
+    """Return whether anything says that this host has NPUs: a device, a device node, or their driver."""
     nodes = davinci_nodes(host) or host.path("/dev/davinci_manager").exists()
     return bool(nodes or pci_npus(host) or host.path(driver_folder(host) / "version.info").exists())
 
@@ -104,7 +104,7 @@ def check_group(host: Host) -> Finding:
 
 
 def _join(host: Host) -> str:
-    """Return how a user comes into the driver's group; root's group would give far more than the cards."""
+    """Return how a user comes into the driver's group; root's group would give far more than the devices."""
     group, user = npu_group(host), host.user.name
     if host.group_id(group) == 0:
         return "install the driver for a group of its own (--install-usergroup=HwHiAiUser): now it is root's"

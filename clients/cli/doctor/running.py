@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.clients import operations
+from kvferry.clients import calls
 from kvferry.clients.cli.doctor.findings import Finding
 from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.sync_client import Client
@@ -43,7 +43,7 @@ def ask_daemon(
     directory = host.path(Path(runtime_dir or configured or default_runtime_dir(host.environ)).absolute())
     try:
         with Client.connect(directory, name="doctor", session=False, timeout_s=timeout_s) as client:
-            report = client.call(operations.status(), deadline_s=timeout_s, margin_s=0.0)
+            report = client.call(calls.status(), deadline_s=timeout_s, margin_s=0.0)
     except KvferryError as error:
         return Running(directory, error=error)
     return Running(directory, report, pid=process_behind(directory / CONTROL_SOCKET, report.pid, timeout_s))
@@ -74,13 +74,15 @@ def check_daemon(running: Running) -> Finding:
     if report is None:
         return _no_answer(running)
     said = f"{report.daemon_version}, pid {report.pid}, up for {report.uptime_ms // 1000} s"
-    if report.landing and report.landing.state == "broken":
-        return Finding(name, "missing", f"{said}; landing is broken: nothing comes in from other hosts", RESTART)
+    if report.network and report.network.state == "broken":
+        return Finding(
+            name, "missing", f"{said}; the network transport is broken: nothing comes in from other hosts", RESTART
+        )
     own = metadata.version("kvferry")
     if report.daemon_version != own:
         return Finding(name, "warning", f"{said}; this command is {own}", f"after an upgrade: {RESTART}")
     if report.draining:
-        return Finding(name, "warning", f"{said}; it drains and takes no new hand-offs", "wait for its end")
+        return Finding(name, "warning", f"{said}; it drains and takes no new transfers", "wait for its end")
     return Finding(name, "ok", said)
 
 
@@ -92,11 +94,11 @@ def check_devices(running: Running) -> tuple[Finding, ...]:
         if device.state == "ready":
             said = f"ready, {device.free_bytes >> 20} of {device.total_bytes >> 20} MiB free"
             findings.append(Finding(name, "ok", said))
-        elif device.state.startswith("unavailable"):  # somebody asked for a pool on it; that alone takes no card
+        elif device.state.startswith("unavailable"):  # somebody asked for a pool on it; that alone takes no device
             fix = "kvferry doctor --npu tells what is missing, if this host is to have one"
             findings.append(Finding(name, "warning", device.state, fix))
         else:
-            fix = "look at the card (npu-smi info, nvidia-smi); the daemon ends by itself and is to be started anew"
+            fix = "look at the device (npu-smi info, nvidia-smi); the daemon ends by itself and is to be started anew"
             findings.append(Finding(name, "missing", device.state, fix))
     return tuple(findings)
 

@@ -73,7 +73,7 @@ def check_store_module(host: Host, needs: Needs) -> Finding | None:
         return None
     if needs.store_address is None:
         fix = "set tiers.remote.address: by which address of this host other nodes reach it"
-        return Finding(name, "missing", "neither tiers.remote.address nor landing.address is set", fix)
+        return Finding(name, "missing", "neither tiers.remote.address nor network.address is set", fix)
     done = run_child([*host.python, "-c", "import mooncake.store"], host.environ, _IMPORT_S)
     if done.status == 0:
         return Finding(name, "ok", "mooncake.store can be imported")

@@ -20,13 +20,13 @@ from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.cli.doctor.versions import same_release
 
 TIMEOUT_S: Final = 60.0
-"""A first look at eight cards takes half a minute where the driver has just been loaded."""
+"""A first look at eight devices takes half a minute where the driver has just been loaded."""
 
 PROBE: Final = """
 import json
 from importlib import metadata
 
-def say(**found):
+def print_line(**found):
     print(json.dumps(found), flush=True)
 
 def version(name):
@@ -36,16 +36,16 @@ def version(name):
         return ""
 
 npu = version("torch-npu")
-say(torch=version("torch"), torch_npu=npu, step="importing torch" if npu else "")
+print_line(torch=version("torch"), torch_npu=npu, step="importing torch" if npu else "")
 if npu:
     try:
         import torch
-        say(step="importing torch_npu")
+        print_line(step="importing torch_npu")
         import torch_npu
-        say(step="counting devices")
-        say(devices=torch.accelerator.device_count() if torch.accelerator.is_available() else 0, step="")
+        print_line(step="counting devices")
+        print_line(devices=torch.accelerator.device_count() if torch.accelerator.is_available() else 0, step="")
     except BaseException as error:
-        say(reason=f"{type(error).__name__}: {error}")
+        print_line(reason=f"{type(error).__name__}: {error}")
 """
 
 
@@ -92,9 +92,7 @@ def check_torch_npu(found: TorchFound) -> Finding:
         said = f"{found.torch_npu} is installed, but {found.step} fails: {found.reason}"
         return Finding(name, "missing", said, _fix(found))
     if not found.devices:
-        fix = (
-            "npu-smi info: are there cards? is ASCEND_RT_VISIBLE_DEVICES empty, or a device node not open to this user?"
-        )
+        fix = "npu-smi info: any devices? is ASCEND_RT_VISIBLE_DEVICES empty, or a device node not open to this user?"
         return Finding(name, "missing", f"{found.torch_npu} imports, but torch sees no device", fix)
     return Finding(name, "ok", f"{found.torch_npu} beside torch {found.torch}; torch sees {found.devices} devices")
 
@@ -117,9 +115,7 @@ def _torch(found: TorchFound) -> str:
 
 def _fix(found: TorchFound) -> str:
     if "nothing came back" in found.reason or found.step == "counting devices":
-        return (
-            "the driver does not answer: npu-smi info, then dmesg; when nobody needs the NPUs, reset the card or reboot"
-        )
+        return "the driver does not answer: npu-smi info, then dmesg; when nobody needs the NPUs, reset one or reboot"
     if found.step == "importing torch":
         return f"torch itself is broken: install the same version anew ({found.torch})"
     return loader_fix(found.reason)

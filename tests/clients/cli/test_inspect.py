@@ -74,10 +74,10 @@ def test_status_for_programs(daemon: DaemonProcess, busy: str) -> None:
         assert (pool["pages"], pool["free"], pool["busy"], pool["tenant"]) == (16, 11, 2, os.getuid())
         assert pool["region_bytes"] == 17 * pool["page_bytes"]
         (session,) = [one for one in status["sessions"] if one["name"] == "holder"]
-        assert (session["pages"], session["rooms"], session["pid"]) == (5, 1, os.getpid())
-        (room,) = [one for one in status["rooms"] if one["pool"] == busy]
-        assert (room["request_id"], room["side"], room["state"]) == (request_id, "receive", "open")
-        assert room["waits_for"] == "1 of 1 sources: no SEND yet"
+        assert (session["pages"], session["transfers"], session["pid"]) == (5, 1, os.getpid())
+        (transfer,) = [one for one in status["transfers"] if one["pool"] == busy]
+        assert (transfer["request_id"], transfer["direction"], transfer["state"]) == (request_id, "receive", "open")
+        assert transfer["waits_for"] == "1 of 1 sources: no SEND yet"
         assert status["counters"]["messages.received"] > 0
 
 
@@ -130,7 +130,7 @@ def test_graph_tables_are_shown(daemon: DaemonProcess, busy: str, name: str) -> 
         client.wait(client.update_tables(tables, [4, 4], rows={0: [1], 1: [2]}))
         ring = client.open_events()
         idle = run_kvferry("status", "--runtime-dir", daemon.runtime_dir).stdout
-        point = ring.point()
+        point = ring.event()
         waiting = client.update_tables(tables, [4], after=point)
         client.ping()
         busy_now = run_kvferry("status", "--runtime-dir", daemon.runtime_dir).stdout
@@ -145,7 +145,7 @@ def test_graph_tables_are_shown(daemon: DaemonProcess, busy: str, name: str) -> 
 
 
 REPORT = StatusReport(
-    daemon_version="1.2.3", pid=1, uptime_ms=1, draining=False, pools=(), sessions=(), rooms=(), counters={}
+    daemon_version="1.2.3", pid=1, uptime_ms=1, draining=False, pools=(), sessions=(), transfers=(), counters={}
 )
 POOL = PoolStatus(
     pool="p", tenant=7, layout_digest="0" * 32, region_bytes=1 << 30, page_bytes=1024, pages=9, free=9, busy=0
@@ -162,19 +162,19 @@ def rows_of(report: StatusReport, title: str) -> list[str]:
 
 def test_where_a_pool_is_and_whose_memory_it_is() -> None:
     model = ModelIdentity(name="some/model", revision="1")
-    lent = msgspec.structs.replace(POOL, pool="q", device="npu:1", lent_by=5, model=model)
-    report = msgspec.structs.replace(REPORT, pools=(POOL, lent))
+    registered = msgspec.structs.replace(POOL, pool="q", device="npu:1", registered_by=5, model=model)
+    report = msgspec.structs.replace(REPORT, pools=(POOL, registered))
     assert rows_of(report, "pools") == [
         "p 7 9 9 0 1.0 1.00 00000000 - host",
-        "q 7 9 9 0 1.0 1.00 00000000 some/model@1 npu:1, lent by session 5",
+        "q 7 9 9 0 1.0 1.00 00000000 some/model@1 npu:1, registered by session 5",
     ]
 
 
 def test_devices_are_shown_with_their_memory_and_why_they_fail() -> None:
     ready = DeviceStatus(device="npu:0", state="ready", total_bytes=64 << 30, free_bytes=16 << 30, pool_bytes=32 << 30)
-    failed = DeviceStatus(device="npu:9", state="unavailable: no card", total_bytes=0, free_bytes=0, pool_bytes=0)
+    failed = DeviceStatus(device="npu:9", state="unavailable: no device", total_bytes=0, free_bytes=0, pool_bytes=0)
     report = msgspec.structs.replace(REPORT, devices=(ready, failed))
-    assert rows_of(report, "devices") == ["npu:0 64.0 16.0 32.00 ready", "npu:9 ? ? 0.00 unavailable: no card"]
+    assert rows_of(report, "devices") == ["npu:0 64.0 16.0 32.00 ready", "npu:9 ? ? 0.00 unavailable: no device"]
     assert "devices" not in status_lines(REPORT, "0" * 32)
 
 
@@ -199,7 +199,7 @@ def test_the_environment_says_where_the_daemon_is(
 def test_an_empty_daemon_has_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running_daemon(tmp_path) as own:
         assert main(["status", "--runtime-dir", str(own.runtime_dir)]) == 0
-    assert {"no pools", "no sessions", "no hand-offs"} <= set(capsys.readouterr().out.splitlines())
+    assert {"no pools", "no sessions", "no transfers"} <= set(capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize("arguments", [[], ["pong"], ["probe"], ["ping", "--fast"], ["layout"]])

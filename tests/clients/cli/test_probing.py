@@ -87,7 +87,7 @@ def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProce
     with Client.connect(daemon.runtime_dir) as client:
         client.create_pool(name, spec, model=ModelIdentity(name="some/model"))
     messages: dict[str, object] = {
-        "HELLO": {"protocol_min": 1, "protocol_max": 1},
+        "HELLO": {"protocol_min": 2, "protocol_max": 2},
         "CREATE_POOL": {"pool": name + "-new", "spec": SPEC, "model": {"name": "m", "revision": "1"}},
         "ATTACH_POOL": {"pool": name},
         "DELETE_POOL": {"pool": name + "-new"},
@@ -98,22 +98,25 @@ def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProce
         "CACHE_EVICT": {"hashes": HASH},
         "CACHE_EVENTS": {"cursor": 1 << 40},
     }
-    hand_off = {"request_id": REQUEST_ID, "pool": name}
+    transfer = {"request_id": REQUEST_ID, "pool": name}
     k = {"component": "main", "role": "k"}
     refused: dict[str, tuple[str, dict[str, object]]] = {
-        "LEND_POOL": ("INVALID_FIELD", {"pool": name + "-lent", "spec": SPEC, "device": "npu:0", "arrays": [k]}),
+        "REGISTER_POOL": (
+            "INVALID_FIELD",
+            {"pool": name + "-registered", "spec": SPEC, "device": "npu:0", "arrays": [k]},
+        ),
         "FREE": ("NOT_OWNER", {"pool": name, "pages": [1]}),
         "OFFLOAD": ("NOT_OWNER", {"pool": name, "lists": [{"pages": [1]}]}),
         "RESTORE": ("UNKNOWN_SNAPSHOT", {"pool": name, "snapshot": REQUEST_ID, "lists": [{"pages": [1]}]}),
         "DROP_SNAPSHOT": ("UNKNOWN_SNAPSHOT", {"snapshot": REQUEST_ID}),
-        "CANCEL_WORK": ("UNKNOWN_WORK", {"work": 1}),
+        "CANCEL_OPERATION": ("UNKNOWN_OPERATION", {"operation": 1}),
         "LOAD": ("UNKNOWN_LEASE", {"lease": 1, "pool": name, "pages": [1]}),
         "STORE": ("NOT_OWNER", {"pool": name, "hashes": HASH, "pages": [1]}),
         "UNPIN": ("UNKNOWN_LEASE", {"lease": 1}),
-        "SEND": ("NOT_OWNER", {**hand_off, "lists": [{"pages": [1]}]}),
-        "RECEIVE": ("NOT_OWNER", {**hand_off, "lists": [{"pages": [1]}]}),
-        "CANCEL": ("UNKNOWN_ROOM", {**hand_off, "side": "send"}),
-        "RESULT": ("UNKNOWN_ROOM", {**hand_off, "side": "send"}),
+        "SEND": ("NOT_OWNER", {**transfer, "lists": [{"pages": [1]}]}),
+        "RECEIVE": ("NOT_OWNER", {**transfer, "lists": [{"pages": [1]}]}),
+        "CANCEL": ("UNKNOWN_TRANSFER", {**transfer, "direction": "send"}),
+        "RESULT": ("UNKNOWN_TRANSFER", {**transfer, "direction": "send"}),
         "UPDATE_TABLES": ("UNKNOWN_TABLES", {"tables": "t", "batch": 1, "ids": [5]}),
         "DELETE_TABLES": ("UNKNOWN_TABLES", {"tables": "t"}),
     }
@@ -195,7 +198,7 @@ def test_nothing_is_sent_where_a_later_message_is_wrong(probes: Probes) -> None:
     assert (status, error["message"], error["error"]["field"]) == (2, "2", "count")
 
 
-def test_a_hand_off_is_followed_to_its_end(probes: Probes, name: str) -> None:
+def test_a_transfer_is_followed_to_its_end(probes: Probes, name: str) -> None:
     ids = {"request_id": REQUEST_ID, "pool": name}
     status, said = probes(
         "CREATE_POOL", {"pool": name, "spec": SPEC},
@@ -205,12 +208,14 @@ def test_a_hand_off_is_followed_to_its_end(probes: Probes, name: str) -> None:
         "RECEIVE", {**ids, "pool": f"{name}-to", "lists": [{"pages": "$to.pages"}]},
         "SEND", {"as": "sent", **ids, "lists": [{"pages": "$from.pages"}], "first_token": 7},
         "WAIT",
-        "RESULT", {**ids, "side": "$sent.FINISHED.side"},
+        "RESULT", {**ids, "direction": "$sent.FINISHED.direction"},
     )  # fmt: skip
     assert status == 0
     assert sorted(types(said[6:10])) == ["FINISHED", "FINISHED", "SETTLED", "SETTLED"]
     assert {one["message"] for one in said[6:10]} == {"5", "sent"}
-    assert [one["first_token"] for one in said[6:10] if one["type"] == "FINISHED" and one["side"] == "receive"] == [7]
+    assert [
+        one["first_token"] for one in said[6:10] if one["type"] == "FINISHED" and one["direction"] == "receive"
+    ] == [7]
     assert (said[10]["message"], said[10]["state"]) == ("8", "settled")
 
 
@@ -220,42 +225,42 @@ def test_what_ends_badly_is_a_failure_and_what_was_cancelled_is_none(probes: Pro
     status, said = probes("--timeout", "0.2", *begin)
     assert (status, types(said[2:])) == (1, ["ACCEPTED", "FINISHED", "SETTLED"])
     assert said[3]["error"]["code"] == "DEADLINE"
-    status, said = probes(*begin, "CANCEL", {"request_id": REQUEST_ID, "pool": name, "side": "send"})
+    status, said = probes(*begin, "CANCEL", {"request_id": REQUEST_ID, "pool": name, "direction": "send"})
     assert (status, sorted(types(said[2:]))) == (0, ["ACCEPTED", "CANCELLED", "FINISHED", "SETTLED"])
 
 
 def test_what_stands_behind_a_wait_is_sent_when_all_before_has_settled(probes: Probes, name: str) -> None:
-    hand_off = {"request_id": REQUEST_ID, "pool": name}
+    transfer = {"request_id": REQUEST_ID, "pool": name}
     status, said = probes(
         "--timeout", "0.2", "--keep-going",
         "CREATE_POOL", {"pool": name, "spec": SPEC},
         "ALLOCATE", {"pool": name, "count": 1},
-        "SEND", {**hand_off, "lists": [{"pages": "$2.pages"}]},
+        "SEND", {**transfer, "lists": [{"pages": "$2.pages"}]},
         "WAIT",
-        "RESULT", {**hand_off, "side": "send"},
+        "RESULT", {**transfer, "direction": "send"},
     )  # fmt: skip
-    assert (status, types(said[2:])) == (1, ["ACCEPTED", "FINISHED", "SETTLED", "ROOM_RESULT"])
+    assert (status, types(said[2:])) == (1, ["ACCEPTED", "FINISHED", "SETTLED", "TRANSFER_RESULT"])
     assert said[5]["state"] == "settled"
 
 
-def test_works_of_the_tiers_are_followed_to_their_end(probes: Probes, name: str) -> None:
+def test_operations_of_the_tiers_are_followed_to_their_end(probes: Probes, name: str) -> None:
     status, said = probes(
         "CREATE_POOL", {"pool": name, "spec": SPEC},
         "ALLOCATE", {"as": "mine", "pool": name, "count": 2},
         "OFFLOAD", {"as": "away", "pool": name, "lists": [{"pages": "$mine.pages"}], "release": True},
         "RESTORE", {"as": "back", "pool": name, "snapshot": "$away.TIER_DONE.snapshot", "allocate": True, "drop": True},
         "FREE", {"pool": name, "pages": "$back.TIER_DONE.lists.0.pages"},
-        "CANCEL_WORK", {"work": "$away.work"},
+        "CANCEL_OPERATION", {"operation": "$away.operation"},
     )  # fmt: skip
-    assert types(said[2:7]) == ["OFFLOADING", "TIER_DONE", "WORK_STARTED", "TIER_DONE", "FREED"]
-    assert (status, said[7]) == (0, {"message": "6", "type": "WORK_CANCELLED", "was_done": True})
+    assert types(said[2:7]) == ["OFFLOADING", "TIER_DONE", "OPERATION_STARTED", "TIER_DONE", "FREED"]
+    assert (status, said[7]) == (0, {"message": "6", "type": "OPERATION_CANCELLED", "was_done": True})
 
 
 def test_graph_tables_are_updated_in_their_session(probes: Probes, name: str) -> None:
     status, said = probes(
         "CREATE_POOL", {"pool": name, "spec": SPEC},
         "CREATE_TABLES", {"tables": "t", "pool": name, "max_batch": 2, "max_context_tokens": 8},
-        "UPDATE_TABLES", {"tables": "$2.tables", "batch": 1, "cells": 1, "ids": [4, 0, 0, 1]},
+        "UPDATE_TABLES", {"tables": "$2.tables", "batch": 1, "entries": 1, "ids": [4, 0, 0, 1]},
         "DELETE_TABLES", {"tables": "t"},
     )  # fmt: skip
     assert (status, types(said[1:])) == (0, ["TABLES_CREATED", "TABLES_UPDATED", "TABLES_DELETED"])

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.daemon.dispatch import Call
-from kvferry.daemon.tiers.landings import Landed
+from kvferry.daemon.tiers.host_receives import HostReceive
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.protocol.base import PageList
 from kvferry.protocol.cache_messages import CacheEvict, CacheEvicted, CachePin, CachePinned, Lookup, Unpin
@@ -32,24 +32,29 @@ from kvferry.protocol.errors import DeadlineError, InternalError, KvferryError, 
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.pool_messages import DeletePool
 from kvferry.protocol.requests import ErrorReply
-from kvferry.protocol.room_messages import Receive
-from kvferry.protocol.tier_messages import CancelWork, DropSnapshot, TierDone
-from tests.daemon.tiers.tier_world import POOL, Engine, World, names, new_pool, settle, tiers_config, until
+from kvferry.protocol.tier_messages import CancelOperation, DropSnapshot, TierDone
+from kvferry.protocol.transfer_messages import Receive
+from tests.daemon.tiers.tier_harness import POOL, Engine, Harness, names, new_pool, settle, tiers_config, until
 from tests.devices import DEVICE
 
 ANY = st.randoms(use_true_random=False)
 HASHES = 10
-LANDED = 99
+WRITTEN = 99
 POOL_NAMES = (POOL, "other")
 POOLS = st.sampled_from(POOL_NAMES)
 OFTEN = st.sampled_from([True, True, False])
 T = TypeVar("T")
 
 
-def room_ended(landed: Landed, error: KvferryError | None) -> list[Finished | Settled]:
-    """Return what the book of rooms says of a room's end."""
+def transfer_ended(host_receive: HostReceive, error: KvferryError | None) -> list[Finished | Settled]:
+    """Return what the book of transfers says of a transfer's end."""
     info = error.info() if error is not None else None
-    about: Any = {"request_id": landed.request_id, "pool": landed.pool.name, "side": "receive", "generation": 1}
+    about: Any = {
+        "request_id": host_receive.request_id,
+        "pool": host_receive.pool.name,
+        "direction": "receive",
+        "generation": 1,
+    }
     return [Finished(**about, error=info, pages=0, moved_bytes=0, waited_us=0, moved_us=0), Settled(**about)]
 
 
@@ -64,21 +69,21 @@ class _Machine(RuleBasedStateMachine):
     engines = Bundle("engines")
     snapshots = Bundle("snapshots")
     leases = Bundle("leases")
-    landings = Bundle("landings")
+    host_receives = Bundle("host_receives")
 
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.world: World
+        self.harness: Harness
         self.contents: dict[str, list[int]] = {}
         self.restoring: dict[int, tuple[str, list[int] | None, str]] = {}
         self.loading: dict[int, tuple[list[int], list[int], str]] = {}
         self.lost: set[bytes] = set()
-        self.rooms = 0
-        self.landed: list[Landed] = []
+        self.transfers = 0
+        self.host_receive: list[HostReceive] = []
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(work)
+    def run(self, operation: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(operation)
 
     def guarded(self, engine: Engine, act: Any) -> Any:  # noqa: ANN401
         """Do it; a refusal is fine, a bug is not."""
@@ -92,24 +97,24 @@ class _Machine(RuleBasedStateMachine):
         except KvferryError:
             return None
 
-    @initialize(target=engines, remote=st.booleans(), grains=st.integers(6, 24))
-    def begin(self, *, remote: bool, grains: int) -> Any:  # noqa: ANN401
-        async def make() -> World:
-            config = tiers_config(grains, snapshot_grace_s=0, tenant_bytes=None)
-            made = World(config, remote=remote, hasher=_AtOnce())  # no thread: each run is the same
+    @initialize(target=engines, remote=st.booleans(), units=st.integers(6, 24))
+    def begin(self, *, remote: bool, units: int) -> Any:  # noqa: ANN401
+        async def make() -> Harness:
+            config = tiers_config(units, snapshot_grace_s=0, tenant_bytes=None)
+            made = Harness(config, remote=remote, hasher=_AtOnce())  # no thread: each run is the same
             await made.lower.start()
             for tenant in (1, 2):
                 for pool in POOL_NAMES:
                     await new_pool(made, pool, tenant=tenant)
             return made
 
-        self.world = self.run(make())
-        if self.world.store is not None:
-            self.world.store.holds = True
+        self.harness = self.run(make())
+        if self.harness.store is not None:
+            self.harness.store.holds = True
         return multiple(*(self.connect_as(uid) for uid in (1, 1, 2)))
 
     def connect_as(self, uid: int) -> Engine:
-        return self.run(_now(lambda: self.world.engine(uid)))
+        return self.run(_now(lambda: self.harness.engine(uid)))
 
     # -- engines
 
@@ -121,11 +126,11 @@ class _Machine(RuleBasedStateMachine):
     def die(self, engine: Engine) -> None:
         self.lost.add(engine.identity)
 
-        self.run(_now(lambda: self.world.lose(engine)))
+        self.run(_now(lambda: self.harness.lose(engine)))
 
     def some_pages(self, engine: Engine, count: int, pool: str) -> list[int]:
         """Return pages of the session, new ones if need be; perhaps fewer."""
-        allocator = self.world.pool(pool, engine.session.tenant).allocator
+        allocator = self.harness.pool(pool, engine.session.tenant).allocator
         mine = allocator.pages_of(engine.session.session_id).tolist()
         if len(mine) < count and allocator.free_count >= count - len(mine):
             mine += self.run(_now(lambda: engine.allocate(count - len(mine), pool))).tolist()
@@ -142,11 +147,11 @@ class _Machine(RuleBasedStateMachine):
     @rule(uid=st.sampled_from([1, 2]), pool=POOLS)
     def a_pool_is_made_anew(self, uid: int, pool: str) -> None:
         """Delete a pool where that is allowed, and make one of its name: it has other memory."""
-        engine = self.run(_now(lambda: self.world.engine(uid)))
+        engine = self.run(_now(lambda: self.harness.engine(uid)))
         number = self.run(_now(lambda: engine.send(DeletePool(pool=pool))))
         if not isinstance(engine.replies[number][0], ErrorReply):
-            self.run(new_pool(self.world, pool, tenant=uid))
-        self.run(_now(lambda: self.world.lose(engine)))
+            self.run(new_pool(self.harness, pool, tenant=uid))
+        self.run(_now(lambda: self.harness.lose(engine)))
 
     # -- snapshots
 
@@ -172,46 +177,46 @@ class _Machine(RuleBasedStateMachine):
         if engine.identity in self.lost:
             return
         ids = None if allocate else self.some_pages(engine, len(self.contents[snapshot]), pool)
-        work = self.guarded(engine, lambda: engine.restore(snapshot, ids, pool, drop=drop))
-        if work is not None:
-            self.restoring[work] = (snapshot, ids, pool)
+        operation = self.guarded(engine, lambda: engine.restore(snapshot, ids, pool, drop=drop))
+        if operation is not None:
+            self.restoring[operation] = (snapshot, ids, pool)
             self.copies(done=done)
 
     @rule(engine=engines, snapshot=snapshots)
     def drop(self, engine: Engine, snapshot: str) -> None:
         self.guarded(engine, lambda: engine.send(DropSnapshot(snapshot=snapshot)))
 
-    @rule(target=landings, engine=engines, count=st.integers(1, 6))
-    def land(self, engine: Engine, count: int) -> Any:  # noqa: ANN401
-        """Make a pool for a hand-off that lands in the host tier; perhaps its room is refused."""
-        self.rooms += 1
-        body = Receive(pool=POOL, request_id=f"{self.rooms:032x}", lists=(PageList(pages=count),), land="host")
+    @rule(target=host_receives, engine=engines, count=st.integers(1, 6))
+    def into(self, engine: Engine, count: int) -> Any:  # noqa: ANN401
+        """Make a pool for a transfer that lands in the host tier; perhaps its transfer is refused."""
+        self.transfers += 1
+        body = Receive(pool=POOL, request_id=f"{self.transfers:032x}", lists=(PageList(pages=count),), into="host")
         call = Call(0, engine.session, body, (), 30.0)
         made = self.guarded(
-            engine, lambda: self.world.landings.make(call, body, self.world.pool(POOL, call.session.tenant))
+            engine, lambda: self.harness.host_receives.make(call, body, self.harness.pool(POOL, call.session.tenant))
         )
         if made is None:
             return multiple()
-        self.landed.append(made)
+        self.host_receive.append(made)
         return made
 
-    @rule(target=snapshots, landed=consumes(landings), well=st.booleans(), finished=st.booleans())
-    def it_has_landed(self, landed: Landed, *, well: bool, finished: bool) -> Any:  # noqa: ANN401
-        """Let a room end as the book of rooms does, whether its session lives or not."""
-        self.landed.remove(landed)
+    @rule(target=snapshots, host_receive=consumes(host_receives), well=st.booleans(), finished=st.booleans())
+    def it_has_landed(self, host_receive: HostReceive, *, well: bool, finished: bool) -> Any:  # noqa: ANN401
+        """Let a transfer end as the book of transfers does, whether its session lives or not."""
+        self.host_receive.remove(host_receive)
         if not finished:
-            self.run(_now(lambda: self.world.landings.refused(landed, DeadlineError("refused"))))
+            self.run(_now(lambda: self.harness.host_receives.refused(host_receive, DeadlineError("refused"))))
             return multiple()
-        count = landed.ranges[0].ids.size
-        ended = room_ended(landed, None if well else DeadlineError("late"))
+        count = host_receive.ranges[0].ids.size
+        ended = transfer_ended(host_receive, None if well else DeadlineError("late"))
         if well:
-            for entry in landed.pool.manifest.entries:
-                memory = self.world.host.region.view()
-                memory[entry.base : entry.base + entry.pages * entry.page_bytes] = LANDED
-            self.contents[landed.snapshot.name] = [LANDED] * count
+            for entry in host_receive.pool.manifest.entries:
+                memory = self.harness.host.region.view()
+                memory[entry.base : entry.base + entry.pages * entry.page_bytes] = WRITTEN
+            self.contents[host_receive.snapshot.name] = [WRITTEN] * count
         for event in ended:
-            self.run(_now(lambda: self.world.landings.heard(landed.session.session_id, event)))  # noqa: B023
-        return landed.snapshot.name if well else multiple()
+            self.run(_now(lambda: self.harness.host_receives.on_event(host_receive.session.session_id, event)))  # noqa: B023
+        return host_receive.snapshot.name if well else multiple()
 
     # -- the cache
 
@@ -257,9 +262,9 @@ class _Machine(RuleBasedStateMachine):
             return
         count = max(1, min(count, found.lease_blocks - skip))
         ids = self.some_pages(engine, count, pool)
-        work = self.guarded(engine, lambda: engine.load(found.lease, ids, pool, first_block=skip))
-        if work is not None:
-            self.loading[work] = (ids, numbers[skip : skip + count], pool)
+        operation = self.guarded(engine, lambda: engine.load(found.lease, ids, pool, first_block=skip))
+        if operation is not None:
+            self.loading[operation] = (ids, numbers[skip : skip + count], pool)
             self.copies(done=done)
 
     @rule(lease=leases)
@@ -285,59 +290,59 @@ class _Machine(RuleBasedStateMachine):
     def copies(self, *, done: bool) -> None:
         """Let all jobs be done, if they are to be."""
         if done:
-            self.run(_now(self.world.copier.finish_all))
+            self.run(_now(self.harness.copier.finish_all))
 
-    @precondition(lambda self: bool(self.world.copier.under_way))
+    @precondition(lambda self: bool(self.harness.copier.under_way))
     @rule(random=ANY, well=st.booleans())
     def a_job_ends(self, random: Any, *, well: bool) -> None:  # noqa: ANN401
         """Let a job be done, or one end that was stopped."""
-        copier = self.world.copier
+        copier = self.harness.copier
         jobs = [one for one in copier.under_way if well or one in copier.stopped]
         if jobs:
             self.run(_now(lambda: (copier.finish if well else copier.end)(random.choice(jobs))))
 
-    @precondition(lambda self: any(True for _ in self.world.works))
+    @precondition(lambda self: any(True for _ in self.harness.operations))
     @rule(random=ANY)
-    def a_work_is_late(self, random: Any) -> None:  # noqa: ANN401
-        works = list(self.world.works)
-        if works:
-            self.run(_now(lambda: self.world.works.stop(random.choice(works), DeadlineError("late"))))
+    def a_operation_is_late(self, random: Any) -> None:  # noqa: ANN401
+        operations = list(self.harness.operations)
+        if operations:
+            self.run(_now(lambda: self.harness.operations.stop(random.choice(operations), DeadlineError("late"))))
 
-    @precondition(lambda self: any(True for _ in self.world.works))
+    @precondition(lambda self: any(True for _ in self.harness.operations))
     @rule(engine=engines, random=ANY)
     def cancel(self, engine: Engine, random: Any) -> None:  # noqa: ANN401
-        works = [one.number for one in self.world.works if one.session is engine.session]
-        if works:
-            self.guarded(engine, lambda: engine.send(CancelWork(work=random.choice(works))))
+        operations = [one.number for one in self.harness.operations if one.session is engine.session]
+        if operations:
+            self.guarded(engine, lambda: engine.send(CancelOperation(operation=random.choice(operations))))
 
-    @precondition(lambda self: self.world.store is not None and bool(self.world.store.waiting))
+    @precondition(lambda self: self.harness.store is not None and bool(self.harness.store.waiting))
     @rule(times=st.integers(1, 4))
     def the_store_answers(self, times: int) -> None:
         self.store_answers(times)
 
     def store_answers(self, times: int) -> None:
         for _ in range(times):
-            if self.world.store is not None:
-                self.run(_now(self.world.store.let_go))
+            if self.harness.store is not None:
+                self.run(_now(self.harness.store.let_go))
 
-    @precondition(lambda self: self.world.store is not None)
+    @precondition(lambda self: self.harness.store is not None)
     @rule(available=st.booleans())
     def the_store_goes_or_comes(self, *, available: bool) -> None:
-        if self.world.store is not None:
-            self.world.store.available = available
+        if self.harness.store is not None:
+            self.harness.store.available = available
 
     # -- what has to hold
 
     def busy(self, engine: Engine, ids: list[int], pool: str) -> bool:
         """Return whether somebody reads or writes pages: their engine may not change them."""
-        return self.world.pool(pool, engine.session.tenant).allocator.is_busy(np.asarray(ids))
+        return self.harness.pool(pool, engine.session.tenant).allocator.is_busy(np.asarray(ids))
 
     @invariant()
     def it_adds_up(self) -> None:
-        if not hasattr(self, "world"):
+        if not hasattr(self, "harness"):
             return
-        self.world.check()
-        for engine in self.world.engines.values():
+        self.harness.check()
+        for engine in self.harness.engines.values():
             for body, ids in engine.events:
                 if isinstance(body, TierDone):
                     self.look_at(engine, body, ids)
@@ -346,17 +351,17 @@ class _Machine(RuleBasedStateMachine):
     def look_at(self, engine: Engine, done: TierDone, ids: Any) -> None:  # noqa: ANN401
         """Compare bytes that have just come: nothing has written there since."""
         assert done.error is None or not isinstance(raised(done.error), InternalError), done
-        if done.work in self.restoring and done.error is None:
-            snapshot, into, pool = self.restoring.pop(done.work)
+        if done.operation in self.restoring and done.error is None:
+            snapshot, into, pool = self.restoring.pop(done.operation)
             found = engine.read(ids[0] if into is None else into, pool)
             assert found == [{one} for one in self.contents[snapshot]], found
-        if done.work in self.loading:
-            into, numbers, pool = self.loading.pop(done.work)
+        if done.operation in self.loading:
+            into, numbers, pool = self.loading.pop(done.operation)
             found = engine.read(into[: done.loaded], pool)
             assert found == [{value_of(one)} for one in numbers[: done.loaded]], found
 
     def teardown(self) -> None:
-        if not hasattr(self, "world"):
+        if not hasattr(self, "harness"):
             self.runner.close()
             return
         self.run(self.end())
@@ -364,30 +369,30 @@ class _Machine(RuleBasedStateMachine):
 
     async def end(self) -> None:
         """Let everything end, and look at what is left: nothing."""
-        world = self.world
-        world.copier.finish_all()
+        harness = self.harness
+        harness.copier.finish_all()
         await settle()
-        for landed in self.landed:  # as the rooms of a session do that is lost
-            for event in room_ended(landed, DeadlineError("late")):
-                world.landings.heard(landed.session.session_id, event)
-        for engine in list(world.engines.values()):
-            world.lose(engine)
-        world.copier.finish_all()
-        if world.store is not None:
-            world.store.holds = False
-            while world.store.let_go():
+        for host_receive in self.host_receive:  # as the transfers of a session do that is lost
+            for event in transfer_ended(host_receive, DeadlineError("late")):
+                harness.host_receives.on_event(host_receive.session.session_id, event)
+        for engine in list(harness.engines.values()):
+            harness.lose(engine)
+        harness.copier.finish_all()
+        if harness.store is not None:
+            harness.store.holds = False
+            while harness.store.let_go():
                 pass
 
         def over() -> bool:
-            world.copier.finish_all()
-            demoting = world.remote is not None and world.remote.waiting
-            return not (list(world.works) or world.lower.coming or world.lookups.under_way or demoting)
+            harness.copier.finish_all()
+            demoting = harness.remote is not None and harness.remote.waiting
+            return not (list(harness.operations) or harness.lower.coming or harness.lookups.under_way or demoting)
 
         await until(over)
-        await until(lambda: not any(holder != OPERATOR for holder in world.host.index.pinned_by()))
-        await until(lambda: not len(world.service.snapshots))
+        await until(lambda: not any(holder != OPERATOR for holder in harness.host.index.pinned_by()))
+        await until(lambda: not len(harness.service.snapshots))
         for uid in (1, 2):
-            operator = world.engine(uid)
+            operator = harness.engine(uid)
             named = b"".join(names(*range(HASHES)))
             unpinned = operator.send(CachePin(hashes=named, pinned=False))
             await until(lambda: unpinned in operator.replies)  # noqa: B023
@@ -395,20 +400,20 @@ class _Machine(RuleBasedStateMachine):
             evicted = operator.send(CacheEvict(everything=True))
             await until(lambda: evicted in operator.replies)  # noqa: B023
             assert operator.reply(evicted, CacheEvicted).kept == 0
-            world.lose(operator)
+            harness.lose(operator)
         await settle()
-        world.check_empty()
-        if world.store is not None:
-            await until(lambda: not world.lower.leaving)
-        await world.close()
+        harness.check_empty()
+        if harness.store is not None:
+            await until(lambda: not harness.lower.leaving)
+        await harness.close()
 
 
 class _AtOnce(Executor):
     """Does what it is given before it returns."""
 
-    def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:  # noqa: ANN401
+    def submit(self, operation: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:  # noqa: ANN401
         done: Future[T] = Future()
-        done.set_result(work(*arguments, **named))
+        done.set_result(operation(*arguments, **named))
         return done
 
 

@@ -30,23 +30,23 @@ from kvferry.protocol.errors import (
     PageBusyError,
     UnknownLeaseError,
 )
-from kvferry.protocol.tier_messages import CancelWork
-from tests.daemon.tiers.tier_world import GRAIN, POOL, Engine, World, names, settle, until, world
+from kvferry.protocol.tier_messages import CancelOperation
+from tests.daemon.tiers.tier_harness import POOL, UNIT, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def tiers() -> AsyncIterator[World]:
+async def tiers() -> AsyncIterator[Harness]:
     """Return services over a host tier of 8 blocks, and a pool of 15 pages for each of two users."""
-    async with world(8, tenants=(1, 2)) as one:
+    async with harness(8, tenants=(1, 2)) as one:
         yield one
 
 
 @pytest.fixture
-async def far() -> AsyncIterator[World]:
+async def far() -> AsyncIterator[Harness]:
     """Return the same with a remote tier, whose answers the test lets go."""
-    async with world(8, remote=True) as one:
+    async with harness(8, remote=True) as one:
         assert one.store is not None
         one.store.holds = True
         yield one
@@ -55,19 +55,19 @@ async def far() -> AsyncIterator[World]:
             await settle()
 
 
-async def stored(tiers: World, engine: Engine, *numbers: int) -> None:
+async def stored(tiers: Harness, engine: Engine, *numbers: int) -> None:
     """Store blocks full of their number, from pages that are free again."""
     ids = engine.allocate(len(numbers))
     for one, number in zip(ids, numbers, strict=True):
         engine.write([one], number)
-    work = engine.store(names(*numbers), ids)
+    operation = engine.store(names(*numbers), ids)
     tiers.copier.finish_all()
     await settle()
-    assert engine.error(work) is None
+    assert engine.error(operation) is None
     engine.free(ids)
 
 
-async def put_away(far: World, engine: Engine, *numbers: int) -> None:
+async def put_away(far: Harness, engine: Engine, *numbers: int) -> None:
     """Store blocks and let them go to the remote tier, and out of the host tier."""
     await stored(far, engine, *numbers)
     assert far.store is not None
@@ -89,22 +89,22 @@ def hashes(*numbers: int) -> bytes:
 # -- store
 
 
-async def test_a_block_is_found_once_it_is_there_as_a_whole(tiers: World) -> None:
+async def test_a_block_is_found_once_it_is_there_as_a_whole(tiers: Harness) -> None:
     engine = tiers.engine()
     ids = engine.allocate(2)
-    work = engine.store(names(1, 2), ids)
+    operation = engine.store(names(1, 2), ids)
     assert engine.lookup(names(1)).blocks == 0
     with pytest.raises(PageBusyError):
         engine.load(_lease_of_one(tiers, engine), ids[:1])
     tiers.copier.finish_all()
     await settle()
-    done = engine.done(work)
+    done = engine.done(operation)
     assert done is not None
     assert (done.stored, done.present) == (2, 0)
     assert engine.lookup(names(1, 2, 3), pin=False).blocks == 2
 
 
-def _lease_of_one(tiers: World, engine: Engine) -> int:
+def _lease_of_one(tiers: Harness, engine: Engine) -> int:
     other = engine.store(names(9), engine.allocate(1))
     job = tiers.copier.under_way[-1]
     tiers.copier.finish(job)
@@ -112,30 +112,30 @@ def _lease_of_one(tiers: World, engine: Engine) -> int:
     return engine.lookup(names(9)).lease
 
 
-async def test_a_second_store_waits_for_nothing_and_copies_nothing(tiers: World) -> None:
+async def test_a_second_store_waits_for_nothing_and_copies_nothing(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine()
     engine.store(names(1, 2), engine.allocate(2))
-    work = other.store(names(1, 2), other.allocate(2))
+    operation = other.store(names(1, 2), other.allocate(2))
     await settle()
-    done = other.done(work)
+    done = other.done(operation)
     assert done is not None
     assert (done.stored, done.present) == (0, 2)
     assert len(tiers.copier.under_way) == 1
     tiers.copier.finish_all()
-    assert tiers.host.arena.used_bytes == 2 * GRAIN
+    assert tiers.host.arena.used_bytes == 2 * UNIT
 
 
 @pytest.mark.parametrize("how", ["failed", "cancelled", "lost"])
-async def test_a_store_that_comes_to_nothing_leaves_nothing(tiers: World, how: str) -> None:
+async def test_a_store_that_comes_to_nothing_leaves_nothing(tiers: Harness, how: str) -> None:
     engine = tiers.engine()
-    work = engine.store(names(1, 2), engine.allocate(2))
+    operation = engine.store(names(1, 2), engine.allocate(2))
     if how == "failed":
         tiers.copier.end(tiers.copier.under_way[0], OutOfMemoryError("no staging"))
     elif how == "cancelled":
-        engine.send(CancelWork(work=work))
+        engine.send(CancelOperation(operation=operation))
         tiers.copier.finish_all()
         await settle()
-        assert engine.error(work) is CancelledError
+        assert engine.error(operation) is CancelledError
     else:
         tiers.lose(engine)
         tiers.copier.finish_all()
@@ -146,26 +146,26 @@ async def test_a_store_that_comes_to_nothing_leaves_nothing(tiers: World, how: s
     await stored(tiers, other, 1, 2)
 
 
-async def test_a_store_that_has_no_room_holds_nothing(tiers: World) -> None:
+async def test_a_store_that_has_no_room_holds_nothing(tiers: Harness) -> None:
     engine = tiers.engine()
     ids = engine.allocate(15)
     with pytest.raises(OutOfMemoryError):
         engine.store(names(*range(1, 10)), ids[:9])
     await stored_here(tiers, engine, ids[:6].tolist())
     engine.lookup(names(*range(1, 7)))
-    with pytest.raises(OverloadedError, match=f"{6 * GRAIN} by session {engine.session.session_id}"):
+    with pytest.raises(OverloadedError, match=f"{6 * UNIT} by session {engine.session.session_id}"):
         engine.store(names(7, 8, 9), ids[:3])
     assert tiers.pool().allocator.busy_count == 0
-    assert tiers.host.arena.used_bytes == 6 * GRAIN
+    assert tiers.host.arena.used_bytes == 6 * UNIT
 
 
-async def stored_here(tiers: World, engine: Engine, ids: list[int]) -> None:
+async def stored_here(tiers: Harness, engine: Engine, ids: list[int]) -> None:
     engine.store(names(*range(1, len(ids) + 1)), ids)
     tiers.copier.finish_all()
     await settle()
 
 
-async def test_the_beginning_of_its_own_chain_does_not_go_first(tiers: World) -> None:
+async def test_the_beginning_of_its_own_chain_does_not_go_first(tiers: Harness) -> None:
     engine = tiers.engine()
     await stored(tiers, engine, 1, 2, 3)
     await stored(tiers, engine, 11, 12, 13, 14)
@@ -178,23 +178,23 @@ async def test_the_beginning_of_its_own_chain_does_not_go_first(tiers: World) ->
 # -- lookups and leases
 
 
-async def test_pins_end_with_unpin_and_with_the_session(tiers: World) -> None:
+async def test_pins_end_with_unpin_and_with_the_session(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine()
     await stored(tiers, engine, 1, 2)
     first, second = engine.lookup(names(1, 2)), engine.lookup(names(1))
     other.lookup(names(2))
     assert engine.ask(Unpin(lease=first.lease), Unpinned).blocks == 2
     mine, theirs = engine.session.session_id, other.session.session_id
-    assert tiers.host.index.pinned_by() == {mine: GRAIN, theirs: GRAIN}
+    assert tiers.host.index.pinned_by() == {mine: UNIT, theirs: UNIT}
     with pytest.raises(UnknownLeaseError):
         engine.ask(Unpin(lease=first.lease), Unpinned)
     with pytest.raises(UnknownLeaseError):
         other.ask(Unpin(lease=second.lease), Unpinned)
     tiers.lose(engine)
-    assert tiers.host.index.pinned_by() == {theirs: GRAIN}
+    assert tiers.host.index.pinned_by() == {theirs: UNIT}
 
 
-async def test_a_session_may_have_so_many_pins(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_may_have_so_many_pins(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "MAX_PINS", 3)
     engine = tiers.engine()
     await stored(tiers, engine, 1, 2)
@@ -205,7 +205,7 @@ async def test_a_session_may_have_so_many_pins(tiers: World, monkeypatch: pytest
     assert engine.lookup(names(1)).lease > lease
 
 
-async def test_another_users_blocks_are_not_there(tiers: World) -> None:
+async def test_another_users_blocks_are_not_there(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine(uid=2)
     await stored(tiers, engine, 1)
     assert other.lookup(names(1)).blocks == 0
@@ -219,7 +219,7 @@ async def test_another_users_blocks_are_not_there(tiers: World) -> None:
     assert len(engine.ask(CacheList(), CacheListed).blocks) == 1
 
 
-async def test_a_lease_that_ends_while_the_store_is_asked_pins_nothing(far: World) -> None:
+async def test_a_lease_that_ends_while_the_store_is_asked_pins_nothing(far: Harness) -> None:
     engine = far.engine()
     await stored(far, engine, 1, 2)
     assert far.store is not None
@@ -234,7 +234,7 @@ async def test_a_lease_that_ends_while_the_store_is_asked_pins_nothing(far: Worl
     assert engine.session.session_id not in far.host.index.pinned_by()
 
 
-async def test_a_session_that_dies_while_the_store_is_asked_leaves_no_pin(far: World) -> None:
+async def test_a_session_that_dies_while_the_store_is_asked_leaves_no_pin(far: Harness) -> None:
     engine = far.engine()
     await stored(far, engine, 1, 2)
     engine.send(Lookup(pool=POOL, hashes=hashes(1, 5)))
@@ -245,7 +245,7 @@ async def test_a_session_that_dies_while_the_store_is_asked_leaves_no_pin(far: W
     assert far.host.index.pinned_by() == {}
 
 
-async def test_what_the_store_has_is_found_and_loaded(far: World) -> None:
+async def test_what_the_store_has_is_found_and_loaded(far: Harness) -> None:
     engine = far.engine()
     await put_away(far, engine, 1, 2, 3)
     assert far.store is not None
@@ -254,17 +254,17 @@ async def test_what_the_store_has_is_found_and_loaded(far: World) -> None:
     found = engine.reply(number, Found)
     assert (found.blocks, found.host, found.remote) == (3, 0, 3)
     ids = engine.allocate(3)
-    work = engine.load(found.lease, ids)
+    operation = engine.load(found.lease, ids)
     await until(lambda: far.copier.under_way)
     far.copier.finish_all()
     await settle()
-    done = engine.done(work)
+    done = engine.done(operation)
     assert done is not None
     assert (done.loaded, done.error) == (3, None)
     assert engine.read(ids) == [{1}, {2}, {3}]
 
 
-async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: World) -> None:
+async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: Harness) -> None:
     engine = far.engine()
     await put_away(far, engine, 1)
     for block in far.host.index.page(0, 10).blocks:
@@ -278,17 +278,17 @@ async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: World)
     assert (found.blocks, found.host, found.remote) == (2, 1, 1)
 
 
-async def test_a_work_that_ends_while_blocks_come_up_leaves_them_to_others(far: World) -> None:
+async def test_a_operation_that_ends_while_blocks_come_up_leaves_them_to_others(far: Harness) -> None:
     engine, other = far.engine(), far.engine()
     await put_away(far, engine, 1, 2)
     assert far.store is not None
     lease = other.lookup(names(1, 2)).lease
-    work = engine.load(engine.lookup(names(1, 2)).lease, engine.allocate(2))
+    operation = engine.load(engine.lookup(names(1, 2)).lease, engine.allocate(2))
     theirs = other.allocate(2)
-    their_work = other.load(lease, theirs)
-    engine.send(CancelWork(work=work))
+    their_operation = other.load(lease, theirs)
+    engine.send(CancelOperation(operation=operation))
     await settle()
-    assert engine.error(work) is CancelledError
+    assert engine.error(operation) is CancelledError
     far.lose(engine)
     assert far.pool().allocator.busy_count == 2
     far.store.holds = False
@@ -297,50 +297,50 @@ async def test_a_work_that_ends_while_blocks_come_up_leaves_them_to_others(far: 
     await until(lambda: far.copier.under_way)
     far.copier.finish_all()
     await settle()
-    assert other.error(their_work) is None
+    assert other.error(their_operation) is None
     assert other.read(theirs) == [{1}, {2}]
 
 
 # -- load
 
 
-async def test_a_load_pins_for_itself(tiers: World) -> None:
+async def test_a_load_pins_for_itself(tiers: Harness) -> None:
     engine = tiers.engine()
     await stored(tiers, engine, 1, 2)
     lease = engine.lookup(names(1, 2)).lease
     ids = engine.allocate(2)
-    work = engine.load(lease, ids)
+    operation = engine.load(lease, ids)
     engine.ask(Unpin(lease=lease), Unpinned)
     number = engine.send(CacheEvict(everything=True))
     await until(lambda: number in engine.replies)
     assert engine.reply(number, CacheEvicted).kept == 2
     tiers.copier.finish_all()
     await settle()
-    assert engine.error(work) is None
+    assert engine.error(operation) is None
     assert engine.read(ids) == [{1}, {2}]
     assert tiers.host.index.pinned_by() == {}
 
 
-async def test_a_damaged_block_is_a_miss_and_goes_and_those_beside_it_stay(tiers: World) -> None:
+async def test_a_damaged_block_is_a_miss_and_goes_and_those_beside_it_stay(tiers: Harness) -> None:
     engine = tiers.engine()
     await stored(tiers, engine, 1, 2, 3)
     lease = engine.lookup(names(1, 2, 3)).lease
     ids = engine.allocate(3)
     engine.write(ids, 200)
-    work = engine.load(lease, ids)
+    operation = engine.load(lease, ids)
     memory = tiers.host.region.view()
-    memory[tiers.copier.under_way[0].parts[0].pages.offsets[1]] ^= 1
+    memory[tiers.copier.under_way[0].segments[0].pages.offsets[1]] ^= 1
     tiers.copier.finish_all()
     await settle()
-    assert engine.error(work) is CacheMissError
+    assert engine.error(operation) is CacheMissError
     assert engine.read(ids) == [{200}] * 3
     assert engine.lookup(names(1, 2, 3), pin=False).blocks == 1
-    assert tiers.host.arena.used_bytes == 3 * GRAIN  # the lease still pins the damaged one
+    assert tiers.host.arena.used_bytes == 3 * UNIT  # the lease still pins the damaged one
     engine.ask(Unpin(lease=lease), Unpinned)
-    assert tiers.host.arena.used_bytes == 2 * GRAIN
+    assert tiers.host.arena.used_bytes == 2 * UNIT
 
 
-async def test_a_load_of_what_is_gone_says_how_far_it_came(far: World) -> None:
+async def test_a_load_of_what_is_gone_says_how_far_it_came(far: Harness) -> None:
     engine = far.engine()
     await put_away(far, engine, 1, 2, 3)
     assert far.store is not None
@@ -352,14 +352,14 @@ async def test_a_load_of_what_is_gone_says_how_far_it_came(far: World) -> None:
         await settle()
     ids = engine.allocate(3)
     engine.write(ids, 200)
-    work = engine.load(lease, ids)
+    operation = engine.load(lease, ids)
     await until(lambda: far.copier.under_way)
     far.copier.finish_all()
     await settle()
-    done = engine.done(work)
+    done = engine.done(operation)
     assert done is not None
     assert done.loaded == 1
-    assert engine.error(work) is CacheMissError
+    assert engine.error(operation) is CacheMissError
     assert engine.read(ids) == [{1}, {200}, {200}]
     engine.ask(Unpin(lease=lease), Unpinned)
     before = far.host.arena.used_bytes
@@ -368,7 +368,7 @@ async def test_a_load_of_what_is_gone_says_how_far_it_came(far: World) -> None:
     assert far.host.arena.used_bytes == before
 
 
-async def _load_gone(far: World, engine: Engine) -> int:
+async def _load_gone(far: Harness, engine: Engine) -> int:
     """Load through a lease whose only block has gone; no memory is taken for it."""
     lease = engine.lookup(names(1)).lease
     [block] = far.host.index.longest_prefix(next(iter(far.host.page_bytes)), names(1))
@@ -376,26 +376,26 @@ async def _load_gone(far: World, engine: Engine) -> int:
     far.lookups.lease(Call(1, engine.session, Unpin(lease=lease), (), 1.0), lease).blocks[:] = [block]
     far.host.index.pin([block], engine.session.session_id)
     await stored(far, engine, 1)
-    work = engine.load(lease, engine.allocate(1))
+    operation = engine.load(lease, engine.allocate(1))
     await settle()
-    return work
+    return operation
 
 
-async def test_where_pins_fill_the_host_tier_a_load_comes_as_far_as_it_can(far: World) -> None:
+async def test_where_pins_fill_the_host_tier_a_load_comes_as_far_as_it_can(far: Harness) -> None:
     engine = far.engine()
     await put_away(far, engine, 1, 2, 3)
     assert far.store is not None
-    held = engine.offload(engine.allocate(6))  # two grains are left
+    held = engine.offload(engine.allocate(6))  # two allocation units are left
     far.copier.finish_all()
     far.store.holds = False
     lease = engine.lookup(names(1, 2, 3)).lease
-    work = engine.load(lease, engine.allocate(3))
+    operation = engine.load(lease, engine.allocate(3))
     await until(lambda: far.copier.under_way)
     far.copier.finish_all()
     await settle()
-    done = engine.done(work)
+    done = engine.done(operation)
     assert done is not None
-    assert (done.loaded, engine.error(work)) == (2, CacheMissError)
+    assert (done.loaded, engine.error(operation)) == (2, CacheMissError)
     assert done.error is not None
     assert "no room for it" in done.error.detail
     assert held.snapshot
@@ -404,7 +404,7 @@ async def test_where_pins_fill_the_host_tier_a_load_comes_as_far_as_it_can(far: 
 # -- reports
 
 
-async def test_events_of_other_users_are_passed(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_of_other_users_are_passed(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
     engine, other = tiers.engine(), tiers.engine(uid=2)
     for number in (1, 3, 5, 7, 9):  # each a change of its own
@@ -422,7 +422,7 @@ async def test_events_of_other_users_are_passed(tiers: World, monkeypatch: pytes
     assert [one.hashes for one in engine.reply(late, CacheChanges).changes] == [hashes(2)]
 
 
-async def test_events_that_do_not_come_are_an_answer_at_the_deadline(tiers: World) -> None:
+async def test_events_that_do_not_come_are_an_answer_at_the_deadline(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine(uid=2)
     await stored(tiers, other, 1)
     number = engine.send(CacheEvents(cursor=1), deadline_ms=5)
@@ -430,7 +430,7 @@ async def test_events_that_do_not_come_are_an_answer_at_the_deadline(tiers: Worl
     assert engine.reply(number, CacheChanges) == CacheChanges(changes=(), cursor=2)
 
 
-async def test_who_waits_for_events_and_dies_is_forgotten(tiers: World) -> None:
+async def test_who_waits_for_events_and_dies_is_forgotten(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine()
     engine.send(CacheEvents(cursor=1))
     tiers.lose(engine)
@@ -438,22 +438,22 @@ async def test_who_waits_for_events_and_dies_is_forgotten(tiers: World) -> None:
     assert repr(tiers.reports) == "<CacheReports waiting=0>"
 
 
-async def test_a_list_comes_in_parts_that_are_not_too_long(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_list_comes_in_segments_that_are_not_too_long(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
     engine = tiers.engine()
     await stored(tiers, engine, 1, 2, 3, 4, 5)
     listed, position = [], 0
     while True:
-        part = engine.ask(CacheList(position=position, limit=10_000), CacheListed)
-        assert len(part.blocks) <= 2
-        listed += [one.hash for one in part.blocks]
-        if part.position is None:
+        segment = engine.ask(CacheList(position=position, limit=10_000), CacheListed)
+        assert len(segment.blocks) <= 2
+        listed += [one.hash for one in segment.blocks]
+        if segment.position is None:
             break
-        position = part.position
+        position = segment.position
     assert listed == [one.hex() for one in names(1, 2, 3, 4, 5)]
 
 
-async def test_an_operator_evicts_what_nobody_pins(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_operator_evicts_what_nobody_pins(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
     engine = tiers.engine()
     await stored(tiers, engine, 1, 2, 3, 4, 5)
@@ -463,9 +463,9 @@ async def test_an_operator_evicts_what_nobody_pins(tiers: World, monkeypatch: py
     assert engine.reply(pinned, CachePinned).blocks == 1
     number = engine.send(CacheEvict(everything=True))
     await until(lambda: number in engine.replies)
-    assert engine.reply(number, CacheEvicted) == CacheEvicted(blocks=3, size_bytes=3 * GRAIN, kept=2)
+    assert engine.reply(number, CacheEvicted) == CacheEvicted(blocks=3, size_bytes=3 * UNIT, kept=2)
     unpinned = engine.send(CachePin(hashes=hashes(2), pinned=False))
     await until(lambda: unpinned in engine.replies)
     number = engine.send(CacheEvict(hashes=hashes(1, 2)))
     await until(lambda: number in engine.replies)
-    assert engine.reply(number, CacheEvicted) == CacheEvicted(blocks=1, size_bytes=GRAIN, kept=1)
+    assert engine.reply(number, CacheEvicted) == CacheEvicted(blocks=1, size_bytes=UNIT, kept=1)

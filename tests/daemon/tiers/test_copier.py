@@ -13,9 +13,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.scheduler import WorkClass
+from kvferry.daemon.scheduler import OperationClass
 from kvferry.daemon.tiers import copier as copier_module
-from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockPart
+from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.manifest import spaces_of
@@ -28,10 +28,10 @@ from kvferry.protocol.errors import (
     TransferFailedError,
 )
 from kvferry.protocol.manifests import Manifest
-from tests.daemon.tiers.copier_world import MIB, PAGES, WAIT_S, Gate, ScriptedRegion, Site, site
+from tests.daemon.tiers.copier_harness import MIB, PAGES, WAIT_S, Gate, ScriptedRegion, Site, site
 from tests.devices import new_region
 from tests.pools.layouts.pool_specs import pool_specs
-from tests.pools.tiers.block_world import Bytes, wide_specs
+from tests.pools.tiers.block_harness import Bytes, wide_specs
 from tests.region_bytes import read_region, write_region
 
 Draw = Callable[[Any], Any]
@@ -59,14 +59,14 @@ class Request:
     def offload(self) -> BlockJob:
         """Return a job that fills the blocks."""
         lists = zip(self.layouts, self.ids, self.offsets, strict=True)
-        return BlockJob("offload", [BlockPart(self.region, BlockPages(*one)) for one in lists], self.arena)
+        return BlockJob("offload", [BlockSegment(self.region, BlockPages(*one)) for one in lists], self.arena)
 
     def restore(self, target: Request | None, job: BlockJob) -> BlockJob:
         """Return a job that brings the blocks back to other pages."""
         lists = zip(self.layouts, self.targets, self.offsets, strict=True)
         region = (target or self).region
-        parts = [BlockPart(region, BlockPages(*one)) for one in lists]
-        return BlockJob("restore", parts, self.arena, digests=job.digests)
+        segments = [BlockSegment(region, BlockPages(*one)) for one in lists]
+        return BlockJob("restore", segments, self.arena, digests=job.digests)
 
     def restored(self, before: Bytes) -> Bytes:
         """Return what a region has to hold after a restore."""
@@ -84,8 +84,8 @@ class Request:
         """Return every block: its part, its number, its bytes, writable."""
         view = self.arena.view()
         return [
-            (part, number, view[at : at + layout.block_bytes])
-            for part, (layout, offsets) in enumerate(zip(self.layouts, self.offsets, strict=True))
+            (segment, number, view[at : at + layout.block_bytes])
+            for segment, (layout, offsets) in enumerate(zip(self.layouts, self.offsets, strict=True))
             for number, at in enumerate(offsets.tolist())
         ]
 
@@ -117,8 +117,10 @@ def test_what_was_offloaded_comes_back_to_other_pages(spec: object, step_bytes: 
         offload = request.offload()
         assert await one.run(offload) is None
         assert offload.digests is not None
-        assert [(part, number, int(offload.digests[part][number])) for part, number, _ in request.blocks()] == [
-            (part, number, xxhash.xxh3_64_intdigest(block.tobytes())) for part, number, block in request.blocks()
+        assert [
+            (segment, number, int(offload.digests[segment][number])) for segment, number, _ in request.blocks()
+        ] == [
+            (segment, number, xxhash.xxh3_64_intdigest(block.tobytes())) for segment, number, block in request.blocks()
         ]
         other = Request(request.manifest, data.draw, one.arena)
         assert await one.run(request.restore(other, offload)) is None
@@ -138,13 +140,13 @@ def test_a_flipped_bit_is_named_and_no_page_is_written(spec: object, step_bytes:
         assert await one.run(offload) is None
         if not request.blocks():
             return
-        part, number, block = data.draw(st.sampled_from(request.blocks()))
+        segment, number, block = data.draw(st.sampled_from(request.blocks()))
         block[data.draw(st.integers(0, len(block) - 1))] ^= 1 << data.draw(st.integers(0, 7))
         error = await one.run(request.restore(None, offload))
         assert isinstance(error, SnapshotDamagedError)
-        assert error.field == f"{request.layouts[part].space}[{number}]"
+        assert error.field == f"{request.layouts[segment].space}[{number}]"
         assert (read_region(request.region) == request.content).all()
-        unchecked = BlockJob("restore", request.restore(None, offload).parts, one.arena)
+        unchecked = BlockJob("restore", request.restore(None, offload).segments, one.arena)
         assert await one.run(unchecked) is None, "who has no checksums gets what is there"
 
     run_with(step_bytes, test)
@@ -157,12 +159,12 @@ async def test_several_threads_share_a_large_job() -> None:
     async with site(threads=3) as one:
         region = HostRegion.create("large", PAGES * MIB)
         region.view()[:] = np.random.default_rng(0).integers(0, 256, PAGES * MIB, np.uint8)
-        job = BlockJob("offload", one.job(region).parts, one.arena)
+        job = BlockJob("offload", one.job(region).segments, one.arena)
         assert await one.run(job) is None
         assert (one.arena.view()[: (PAGES - 1) * MIB] == region.view()[MIB:]).all()
         content = region.view().copy()
         region.view()[:] = 0
-        assert await one.run(BlockJob("restore", job.parts, one.arena, digests=job.digests)) is None
+        assert await one.run(BlockJob("restore", job.segments, one.arena, digests=job.digests)) is None
         assert (region.view()[MIB:] == content[MIB:]).all()
         assert not region.view()[:MIB].any()
 
@@ -181,9 +183,9 @@ async def test_lists_that_cannot_be_are_refused() -> None:
     async with site() as one:
         job = one.job(ScriptedRegion(), 2)
         with pytest.raises(InternalError, match="checksums of"):
-            BlockJob("restore", job.parts, one.arena, digests=[np.zeros(1, np.uint64)])
+            BlockJob("restore", job.segments, one.arena, digests=[np.zeros(1, np.uint64)])
         with pytest.raises(InternalError, match="not within the arena"):
-            BlockJob("offload", job.parts, HostRegion.create("small", MIB))
+            BlockJob("offload", job.segments, HostRegion.create("small", MIB))
 
 
 # -- turns
@@ -214,7 +216,7 @@ async def test_the_next_step_begins_before_the_last_one_is_waited_for() -> None:
 async def test_a_step_that_may_not_begin_waits_until_the_last_one_is_over() -> None:
     """Else a thread would wait for bytes in flight that are its own."""
     async with site(threads=1) as one:
-        assert one.scheduler.try_begin(WorkClass.OFFLOAD, 61 * MIB)
+        assert one.scheduler.try_begin(OperationClass.OFFLOAD, 61 * MIB)
         region = ScriptedRegion()
         region.on_wait = lambda _step: None
         assert await one.run(one.job(region, 4)) is None
@@ -230,10 +232,10 @@ async def test_jobs_of_one_class_take_turns_and_a_higher_one_overtakes() -> None
         one.copier.start(one.job(first, 39))
         await gate.entered()
         one.copier.start(one.job(second, 39))
-        one.copier.start(one.job(urgent, 39, work_class=WorkClass.RESTORE))
+        one.copier.start(one.job(urgent, 39, operation_class=OperationClass.RESTORE))
         gate.open()
         reports = await one.reported(3)
-        assert [id(job.parts[0].region) for job, _ in reports] == [id(urgent), id(first), id(second)]
+        assert [id(job.segments[0].region) for job, _ in reports] == [id(urgent), id(first), id(second)]
         names = "".join(step[0] for step in log)
         assert names.startswith("a" + "c" * len(urgent.steps) + "ba"), names
         rest = names.replace("c", "")[1:]
@@ -242,23 +244,23 @@ async def test_jobs_of_one_class_take_turns_and_a_higher_one_overtakes() -> None
 
 async def test_a_restore_is_not_kept_waiting_by_threads_that_wait_for_an_offloads_turn() -> None:
     async with site(threads=1) as one:
-        assert one.scheduler.try_begin(WorkClass.OFFLOAD, 64 * MIB)
+        assert one.scheduler.try_begin(OperationClass.OFFLOAD, 64 * MIB)
         offload, restore = ScriptedRegion(), ScriptedRegion()
         one.copier.start(one.job(offload, 3))
-        assert await one.run(one.job(restore, 3, work_class=WorkClass.RESTORE)) is None
+        assert await one.run(one.job(restore, 3, operation_class=OperationClass.RESTORE)) is None
         assert not offload.log
-        one.scheduler.end(WorkClass.OFFLOAD, 64 * MIB)
+        one.scheduler.end(OperationClass.OFFLOAD, 64 * MIB)
         assert len(await one.reported(2)) == 2
 
 
-async def test_nothing_begins_during_a_hand_off() -> None:
+async def test_nothing_begins_during_a_transfer() -> None:
     async with site() as one:
         region, seen = ScriptedRegion(), list[int]()
-        region.on_begin = lambda _step: seen.append(one.scheduler.hand_offs)
-        one.scheduler.hand_off_began()
+        region.on_begin = lambda _step: seen.append(one.scheduler.transfers)
+        one.scheduler.transfer_began()
         one.copier.start(one.job(region, 39))
         await asyncio.get_running_loop().run_in_executor(None, lambda: None)
-        one.scheduler.hand_off_ended()
+        one.scheduler.transfer_ended()
         assert (await one.reported())[0][1] is None
         assert seen == [0] * len(region.steps)
         assert sum(step.size_bytes for step in region.steps) == 39 * MIB
@@ -309,7 +311,7 @@ async def test_a_job_that_is_stopped_ends_after_the_step_that_has_begun() -> Non
 
 async def test_a_job_that_waits_for_its_turn_can_be_stopped() -> None:
     async with site() as one:
-        one.scheduler.hand_off_began()
+        one.scheduler.transfer_began()
         jobs = [one.job(ScriptedRegion(), 39), one.job(ScriptedRegion(), 39)]
         for job in jobs:
             one.copier.start(job)
@@ -359,7 +361,7 @@ async def test_closing_ends_threads_that_copy_and_threads_that_wait() -> None:
         region.on_begin = gate
         one.copier.start(one.job(region, 39))
         await gate.entered()
-        one.scheduler.hand_off_began()
+        one.scheduler.transfer_began()
         one.copier.start(one.job(ScriptedRegion(), 39))
         closed = threading.Event()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.scheduler import WorkClass
+from kvferry.daemon.scheduler import OperationClass
 from kvferry.daemon.tiers.disk_tier import REST_S
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
@@ -17,7 +17,7 @@ from kvferry.pools.tiers.disk import DiskStore
 from kvferry.pools.tiers.disk_errors import DiskFailedError, DiskFullError
 from kvferry.protocol.cache_messages import CacheEvict, CacheEvicted
 from kvferry.protocol.errors import CacheMissError
-from tests.daemon.tiers.tier_world import GRAIN, Engine, World, names, settle, until, world
+from tests.daemon.tiers.tier_harness import UNIT, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
 FILE_BYTES = 4096
@@ -33,9 +33,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def tiers(folder: Path) -> AsyncIterator[World]:
+async def tiers(folder: Path) -> AsyncIterator[Harness]:
     """Return services over a host tier of 8 blocks and a disk."""
-    async with world(8, disk=folder) as one:
+    async with harness(8, disk=folder) as one:
         yield one
 
 
@@ -43,13 +43,13 @@ def files(folder: Path) -> list[Path]:
     return sorted(one for one in folder.rglob("*") if one.is_file() and len(one.name) >= 32)
 
 
-def blocks_of(tiers: World, *numbers: int) -> list[CachedBlock]:
+def blocks_of(tiers: Harness, *numbers: int) -> list[CachedBlock]:
     namespace = next(iter(tiers.host.page_bytes))
     found = [tiers.host.index.get(namespace, one) for one in names(*numbers)]
     return [one for one in found if one is not None]
 
 
-async def stored(tiers: World, *numbers: int) -> list[CachedBlock]:
+async def stored(tiers: Harness, *numbers: int) -> list[CachedBlock]:
     """Store blocks full of their number; return them."""
     engine = tiers.engine()
     ids = engine.allocate(len(numbers))
@@ -62,63 +62,63 @@ async def stored(tiers: World, *numbers: int) -> list[CachedBlock]:
     return blocks_of(tiers, *numbers)
 
 
-async def written(tiers: World, *numbers: int) -> list[CachedBlock]:
+async def written(tiers: Harness, *numbers: int) -> list[CachedBlock]:
     blocks = await stored(tiers, *numbers)
     await until(lambda: all(one.on_disk for one in blocks))
     return blocks
 
 
-def out_of_memory(tiers: World) -> None:
+def out_of_memory(tiers: Harness) -> None:
     """Let blocks be in lower tiers only."""
     for block in list(tiers.host.index.host_victims()):
         tiers.host.free_all([tiers.host.index.drop_host(block)])
 
 
-async def loaded(tiers: World, engine: Engine, *numbers: int) -> tuple[int, list[set[int]]]:
-    """Load blocks into new pages; return the work and what is in the pages."""
+async def loaded(tiers: Harness, engine: Engine, *numbers: int) -> tuple[int, list[set[int]]]:
+    """Load blocks into new pages; return the operation and what is in the pages."""
     ids = engine.allocate(len(numbers))
     engine.write(ids, 200)
-    work = engine.load(engine.lookup(names(*numbers)).lease, ids)
+    operation = engine.load(engine.lookup(names(*numbers)).lease, ids)
 
     def over() -> Any:  # noqa: ANN401
         tiers.copier.finish_all()
-        return engine.done(work)
+        return engine.done(operation)
 
     await until(over)
-    return work, engine.read(ids)
+    return operation, engine.read(ids)
 
 
-async def test_blocks_are_written_and_come_back(tiers: World, folder: Path) -> None:
+async def test_blocks_are_written_and_come_back(tiers: Harness, folder: Path) -> None:
     await written(tiers, 1, 2)
     assert len(files(folder)) == 2
     out_of_memory(tiers)
     engine = tiers.engine()
     found = engine.lookup(names(1, 2))
     assert (found.host, found.disk) == (0, 2)
-    work, contents = await loaded(tiers, engine, 1, 2)
-    assert engine.error(work) is None
+    operation, contents = await loaded(tiers, engine, 1, 2)
+    assert engine.error(operation) is None
     assert contents == [{1}, {2}]
     [status] = tiers.lower.status()
     assert (status.tier, status.state, status.blocks) == ("disk", "ready", 2)
 
 
 async def test_the_next_daemon_finds_them(folder: Path) -> None:
-    async with world(8, disk=folder) as first:
+    async with harness(8, disk=folder) as first:
         await written(first, 1, 2, 3)
-    async with world(8, disk=folder) as second:
+    async with harness(8, disk=folder) as second:
         await until(lambda: len(second.host.index) == 3)
         engine = second.engine()
-        work, contents = await loaded(second, engine, 1, 2, 3)
-        assert engine.error(work) is None
+        operation, contents = await loaded(second, engine, 1, 2, 3)
+        assert engine.error(operation) is None
         assert contents == [{1}, {2}, {3}]
 
 
 async def test_the_oldest_go_for_new_ones(folder: Path) -> None:
-    async with world(8, disk=folder) as first:
+    async with harness(8, disk=folder) as first:
         [one] = await written(first, 1)
         size = first.lower.status()[0].used_bytes
         assert one.on_disk
-    async with world(8, disk=folder, disk_bytes=2 * size) as tiers:
+    async with harness(8, disk=folder, disk_bytes=2 * size) as tiers:
         await until(lambda: len(tiers.host.index) == 1)
         await written(tiers, 2)
         await written(tiers, 3)
@@ -129,10 +129,10 @@ async def test_the_oldest_go_for_new_ones(folder: Path) -> None:
 
 
 async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:
-    async with world(8, disk=folder) as first:
+    async with harness(8, disk=folder) as first:
         await written(first, 1)
         size = first.lower.status()[0].used_bytes
-    async with world(8, disk=folder, disk_bytes=size) as tiers:
+    async with harness(8, disk=folder, disk_bytes=size) as tiers:
         await until(lambda: len(tiers.host.index) == 1)
         [block] = blocks_of_any(tiers)
         tiers.host.index.pin([block], 77)
@@ -142,12 +142,12 @@ async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:
         tiers.host.index.unpin_holder(77)
 
 
-def blocks_of_any(tiers: World) -> list[CachedBlock]:
+def blocks_of_any(tiers: Harness) -> list[CachedBlock]:
     return tiers.host.index.page(0, 10).blocks
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "gone"])
-async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(tiers: World, folder: Path, how: str) -> None:
+async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(tiers: Harness, folder: Path, how: str) -> None:
     await written(tiers, 1, 2)
     out_of_memory(tiers)
     [second] = [one for one in files(folder) if names(2)[0].hex() in one.name]
@@ -160,8 +160,8 @@ async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(tiers: W
     else:
         second.unlink()
     engine = tiers.engine()
-    work, contents = await loaded(tiers, engine, 1, 2)
-    assert engine.error(work) is CacheMissError
+    operation, contents = await loaded(tiers, engine, 1, 2)
+    assert engine.error(operation) is CacheMissError
     assert contents == [{1}, {200}]
     counted = tiers.counters.snapshot()
     assert counted.get("tiers.disk.missing_blocks" if how == "gone" else "tiers.disk.damaged_blocks") == 1
@@ -177,7 +177,7 @@ async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(tiers: W
     ],
 )
 async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
-    tiers: World, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Exception], state: str
+    tiers: Harness, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Exception], state: str
 ) -> None:
     real = DiskStore.begin_write
 
@@ -197,7 +197,7 @@ async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
     assert tiers.lower.status()[0].state == "ready"
 
 
-async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     real = DiskStore.begin_write
 
     def fails(*_: object) -> Any:  # noqa: ANN401
@@ -212,13 +212,13 @@ async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(tiers: World, mon
     assert not blocks_of(tiers, 1)[0].pins
 
 
-async def test_a_block_that_goes_while_it_is_written_leaves_no_file(tiers: World, folder: Path) -> None:
-    tiers.scheduler.hand_off_began()  # nothing is written meanwhile
+async def test_a_block_that_goes_while_it_is_written_leaves_no_file(tiers: Harness, folder: Path) -> None:
+    tiers.scheduler.transfer_began()  # nothing is written meanwhile
     [block] = await stored(tiers, 1)
     await until(lambda: block.pins == {DEMOTION: 1})
     assert tiers.host.index.remove(block) == []
     tiers.lower.remove([block])
-    tiers.scheduler.hand_off_ended()
+    tiers.scheduler.transfer_ended()
     await until(lambda: block.state is BlockState.GONE)
     await settle()
     await written(tiers, 2)  # after it, by the same thread
@@ -229,7 +229,7 @@ async def test_a_block_that_goes_while_it_is_written_leaves_no_file(tiers: World
     assert tiers.scheduler.bytes_in_flight == 0
 
 
-async def test_a_block_that_is_stored_again_keeps_its_file(tiers: World, folder: Path) -> None:
+async def test_a_block_that_is_stored_again_keeps_its_file(tiers: Harness, folder: Path) -> None:
     engine = tiers.engine()
     for _ in range(3):
         blocks = await written(tiers, 1, 2)
@@ -242,37 +242,37 @@ async def test_a_block_that_is_stored_again_keeps_its_file(tiers: World, folder:
     assert len(files(folder)) == 2
 
 
-async def test_a_block_may_go_while_it_is_read(tiers: World) -> None:
+async def test_a_block_may_go_while_it_is_read(tiers: Harness) -> None:
     [block] = await written(tiers, 1)
     out_of_memory(tiers)
-    tiers.scheduler.hand_off_began()
-    coming = tiers.lower.bring_up(block)
+    tiers.scheduler.transfer_began()
+    coming = tiers.lower.promote(block)
     assert coming is not None
     await settle()
-    assert tiers.host.arena.used_bytes == GRAIN
+    assert tiers.host.arena.used_bytes == UNIT
     tiers.host.free_all(tiers.host.index.remove(block))
     tiers.lower.remove([block])
-    tiers.scheduler.hand_off_ended()
+    tiers.scheduler.transfer_ended()
     assert not await coming
     assert tiers.host.arena.used_bytes == 0
 
 
 async def test_a_daemon_that_ends_does_not_wait_for_its_turn(folder: Path) -> None:
-    async with world(8, disk=folder) as tiers:
-        tiers.scheduler.hand_off_began()
+    async with harness(8, disk=folder) as tiers:
+        tiers.scheduler.transfer_began()
         [block] = await stored(tiers, 1)
         await until(lambda: block.pins == {DEMOTION: 1})
-        assert tiers.scheduler.counts[WorkClass.DEMOTION].started == 0
+        assert tiers.scheduler.counts[OperationClass.DEMOTION].started == 0
     assert not files(folder)
 
 
-async def test_the_same_blocks_are_not_queued_twice(tiers: World) -> None:
-    tiers.scheduler.hand_off_began()
+async def test_the_same_blocks_are_not_queued_twice(tiers: Harness) -> None:
+    tiers.scheduler.transfer_began()
     blocks = await stored(tiers, 1, 2)
     await until(lambda: bool(blocks[0].pins))
     tiers.lower.stored(blocks)
     tiers.lower.stored(blocks)
     assert "waiting=2" in repr(tiers.disk) or "waiting=1" in repr(tiers.disk)
-    tiers.scheduler.hand_off_ended()
+    tiers.scheduler.transfer_ended()
     await until(lambda: all(one.on_disk for one in blocks))
     assert tiers.counters.snapshot()["tiers.disk.written_blocks"] == 2

@@ -9,13 +9,13 @@ import pytest
 
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.tiers.config import TiersConfig
-from kvferry.daemon.tiers.host_tier import DEMOTION, LOOKUPS, WORKS, HostTier, holder_name
+from kvferry.daemon.tiers.host_tier import DEMOTION, LOOKUPS, OPERATIONS, HostTier, holder_name
 from kvferry.pools.tiers.cached_block import CachedBlock
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.pools.tiers.journal import Tier
 from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
-from tests.daemon.tiers.tier_world import GRAIN, names, tiers_config
+from tests.daemon.tiers.tier_harness import UNIT, names, tiers_config
 
 MINE, THEIRS = 1, 2
 
@@ -32,8 +32,8 @@ def counters() -> Counters:
 
 @pytest.fixture
 def host(counters: Counters) -> Iterator[HostTier]:
-    """Return a tier of eight grains; a tenant may have six of them."""
-    one = HostTier(tiers_config(8, tenant_bytes=6 * GRAIN), counters)
+    """Return a tier of eight allocation units; a tenant may have six of them."""
+    one = HostTier(tiers_config(8, tenant_bytes=6 * UNIT), counters)
     yield one
     one.arena.check_integrity()
     one.index.check_integrity()
@@ -41,10 +41,10 @@ def host(counters: Counters) -> Iterator[HostTier]:
 
 
 def cache(host: HostTier, *numbers: int, tenant: int = MINE, block_pages: int = 1) -> list[CachedBlock]:
-    """Put blocks of so many grains into the tier."""
-    begun = host.index.begin(namespace(tenant, block_pages), names(*numbers), None, block_pages * GRAIN)
+    """Put blocks of so many allocation units into the tier."""
+    begun = host.index.begin(namespace(tenant, block_pages), names(*numbers), None, block_pages * UNIT)
     blocks = [one.block for one in begun]
-    offsets = host.reserve(tenant, len(blocks) * block_pages, GRAIN, counted=True)
+    offsets = host.reserve(tenant, len(blocks) * block_pages, UNIT, counted=True)
     host.index.commit(blocks, offsets.reshape(len(blocks), block_pages))
     return blocks
 
@@ -53,10 +53,10 @@ def cached(host: HostTier, tenant: int = MINE) -> list[int]:
     return [n for n in range(1, 20) if host.index.get(namespace(tenant), names(n)[0])]
 
 
-def test_memory_is_taken_in_grains_and_given_back(host: HostTier) -> None:
+def test_memory_is_taken_in_units_and_given_back(host: HostTier) -> None:
     offsets = host.reserve(MINE, 3, 100)
     assert len(offsets) == 3
-    assert host.arena.used_bytes == 3 * GRAIN
+    assert host.arena.used_bytes == 3 * UNIT
     host.free(offsets, 100)
     assert host.arena.used_bytes == 0
     assert len(host.reserve(MINE, 0, 100)) == 0
@@ -64,7 +64,7 @@ def test_memory_is_taken_in_grains_and_given_back(host: HostTier) -> None:
 
 def test_what_can_never_fit_is_no_matter_of_waiting(host: HostTier) -> None:
     with pytest.raises(OutOfMemoryError, match=r"28672 bytes are needed .* quota of 24576"):
-        host.reserve(MINE, 7, GRAIN)
+        host.reserve(MINE, 7, UNIT)
     assert host.arena.used_bytes == 0
 
 
@@ -72,7 +72,7 @@ def test_a_tenants_own_blocks_go_for_its_quota_and_no_more_than_needed(host: Hos
     cache(host, 1, 2, 3, 4)
     cache(host, 5, tenant=THEIRS)
     host.index.touch([host.index.longest_prefix(namespace(), names(4))[0]])
-    host.reserve(MINE, 4, GRAIN)
+    host.reserve(MINE, 4, UNIT)
     assert cached(host) == [1, 4]  # the last ones of a chain go first, but one was used
     assert cached(host, THEIRS) == [5]
 
@@ -80,22 +80,22 @@ def test_a_tenants_own_blocks_go_for_its_quota_and_no_more_than_needed(host: Hos
 def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most_of_its_quota(host: HostTier) -> None:
     cache(host, 1, 2, 3, 4, 5)
     cache(host, 6, 7, tenant=THEIRS)
-    host.reserve(THEIRS, 3, GRAIN)
+    host.reserve(THEIRS, 3, UNIT)
     assert cached(host) == [1, 2, 3]
     assert cached(host, THEIRS) == [6, 7]
 
 
 def test_nobody_goes_where_that_could_not_help(host: HostTier) -> None:
-    held = host.reserve(THEIRS, 5, GRAIN)
-    host.index.accounts.charge(THEIRS, 5 * GRAIN)
+    held = host.reserve(THEIRS, 5, UNIT)
+    host.index.accounts.charge(THEIRS, 5 * UNIT)
     cache(host, 1, 2)
     with pytest.raises(
         OverloadedError, match=rf"16384 bytes are needed, 4096 of 32768 .* have: 20480 of user {THEIRS};"
     ):
-        host.reserve(MINE, 4, GRAIN)
+        host.reserve(MINE, 4, UNIT)
     assert cached(host) == [1, 2]
-    host.free(held, GRAIN)
-    host.index.accounts.discharge(THEIRS, 5 * GRAIN)
+    host.free(held, UNIT)
+    host.index.accounts.discharge(THEIRS, 5 * UNIT)
 
 
 def test_who_pins_what_is_said(host: HostTier) -> None:
@@ -103,15 +103,15 @@ def test_who_pins_what_is_said(host: HostTier) -> None:
     host.index.pin(blocks[:3], 7)
     host.index.pin(blocks[3:], OPERATOR)
     with pytest.raises(OverloadedError) as error:
-        host.reserve(MINE, 2, GRAIN)
+        host.reserve(MINE, 2, UNIT)
     assert "user 1 has 20480 of its 24576 bytes in use" in error.value.detail
     assert error.value.detail.endswith("12288 by session 7, 8192 by an operator (kvferry cache)")
     assert cached(host) == [1, 2, 3, 4, 5]
-    assert host.status(0).pinned_bytes == 5 * GRAIN
+    assert host.status(0).pinned_bytes == 5 * UNIT
 
 
 def test_holders_have_names() -> None:
-    assert [holder_name(one) for one in (3, DEMOTION, LOOKUPS, WORKS - 12)] == [
+    assert [holder_name(one) for one in (3, DEMOTION, LOOKUPS, OPERATIONS - 12)] == [
         "session 3",
         "the way to a lower tier",
         "lookups",
@@ -121,17 +121,17 @@ def test_holders_have_names() -> None:
 
 def test_a_block_of_many_pages_goes_as_a_whole(host: HostTier) -> None:
     cache(host, 1, 2, block_pages=3)
-    host.reserve(MINE, 4, GRAIN)
+    host.reserve(MINE, 4, UNIT)
     assert len(host.index) == 0
-    assert host.arena.used_bytes == 4 * GRAIN
+    assert host.arena.used_bytes == 4 * UNIT
 
 
 def test_small_blocks_go_until_a_large_one_has_a_hole(host: HostTier) -> None:
     cache(host, *range(1, 7))
     kept = cache(host, 7, tenant=THEIRS)
     host.index.pin(kept, 9)
-    [at] = host.reserve(THEIRS, 1, 4 * GRAIN).tolist()
-    assert at % GRAIN == 0
+    [at] = host.reserve(THEIRS, 1, 4 * UNIT).tolist()
+    assert at % UNIT == 0
     assert cached(host, THEIRS) == [7]
     assert 1 <= len(cached(host)) <= 3
 
@@ -149,13 +149,13 @@ def test_what_the_index_gives_back_is_freed_at_once_whatever_its_size(host: Host
 def test_a_block_that_is_on_disk_is_evicted_but_not_lost(host: HostTier, counters: Counters) -> None:
     first, second = cache(host, 1, 2)
     host.index.set_on_disk(first, present=True)
-    host.reserve(MINE, 6, GRAIN)
+    host.reserve(MINE, 6, UNIT)
     assert counters.snapshot()["tiers.host.evicted_blocks"] == 2
     assert counters.snapshot()["tiers.host.lost_blocks"] == 1
     assert not second.in_host
     assert not first.in_host
     assert [host.index.get(namespace(), one) for one in names(1, 2)] == [first, None]
-    assert host.index.adopt(namespace(), names(1)[0], None, GRAIN, tier=Tier.DISK) is first
+    assert host.index.adopt(namespace(), names(1)[0], None, UNIT, tier=Tier.DISK) is first
 
 
 def test_a_daemon_without_a_host_tier_says_so() -> None:
@@ -168,5 +168,5 @@ def test_a_daemon_without_a_host_tier_says_so() -> None:
 
 
 def test_offsets_of_several_blocks_do_not_overlap(host: HostTier) -> None:
-    offsets = np.sort(np.concatenate([host.reserve(MINE, 2, GRAIN + 1), host.reserve(THEIRS, 1, 3 * GRAIN)]))
-    assert (np.diff(offsets) >= 2 * GRAIN).all()
+    offsets = np.sort(np.concatenate([host.reserve(MINE, 2, UNIT + 1), host.reserve(THEIRS, 1, 3 * UNIT)]))
+    assert (np.diff(offsets) >= 2 * UNIT).all()

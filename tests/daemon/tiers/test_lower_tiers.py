@@ -18,13 +18,13 @@ from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.cache_messages import Found, Lookup
 from kvferry.protocol.errors import DeadlineError
-from tests.daemon.tiers.tier_world import GRAIN, Engine, World, names, settle, until, world
+from tests.daemon.tiers.tier_harness import UNIT, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio
 
 
-class Far(World):
-    """A world with a store."""
+class Far(Harness):
+    """A harness with a store."""
 
     store: ScriptedStore
     remote: RemoteTier
@@ -33,7 +33,7 @@ class Far(World):
 @pytest.fixture
 async def far() -> AsyncIterator[Far]:
     """Return services over a host tier of 8 blocks, a pool of 15 pages, and a store that answers at once."""
-    async with world(8, remote=True) as one:
+    async with harness(8, remote=True) as one:
         found = cast("Far", one)
         yield found
         found.store.holds = False
@@ -54,11 +54,11 @@ async def stored(far: Far, *numbers: int) -> list[CachedBlock]:
     return blocks_of(far, *numbers)
 
 
-def namespace_of(far: World) -> Namespace:
+def namespace_of(far: Harness) -> Namespace:
     return next(iter(far.host.page_bytes))
 
 
-def blocks_of(far: World, *numbers: int) -> list[CachedBlock]:
+def blocks_of(far: Harness, *numbers: int) -> list[CachedBlock]:
     found = [far.host.index.get(namespace_of(far), one) for one in names(*numbers)]
     return [one for one in found if one is not None]
 
@@ -73,7 +73,7 @@ async def away(far: Far, *numbers: int) -> list[CachedBlock]:
     return blocks
 
 
-def charged(far: World) -> int:
+def charged(far: Harness) -> int:
     return sum(one.charged_bytes for one in far.host.index.accounts.tenants().values())
 
 
@@ -95,7 +95,7 @@ async def test_new_blocks_go_down_pinned_meanwhile(far: Far) -> None:
 @pytest.mark.parametrize("checksums", [True, False])
 async def test_what_goes_to_the_store_has_digests_also_where_host_memory_has_none(*, checksums: bool) -> None:
     """Whoever fetches it, another node perhaps, compares them."""
-    async with world(8, remote=True, checksums=checksums) as one:
+    async with harness(8, remote=True, checksums=checksums) as one:
         far = cast("Far", one)
         [block] = await stored(far, 1)
         assert bool(block.digests) is checksums
@@ -107,17 +107,17 @@ async def test_what_goes_to_the_store_has_digests_also_where_host_memory_has_non
 async def test_a_block_comes_up_once_however_many_ask(far: Far) -> None:
     [block] = await away(far, 1)
     far.store.holds = True
-    first, second = far.lower.bring_up(block), far.lower.bring_up(block)
+    first, second = far.lower.promote(block), far.lower.promote(block)
     assert first is not None
     assert first is second
     await settle()
-    assert charged(far) == GRAIN
+    assert charged(far) == UNIT
     assert len(far.store.waiting) == 1
     far.store.let_go()
     assert await first
     assert charged(far) == 0
-    assert far.lower.bring_up(block) is None
-    assert far.host.arena.used_bytes == GRAIN
+    assert far.lower.promote(block) is None
+    assert far.host.arena.used_bytes == UNIT
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged", "removed", "raises"])
@@ -125,7 +125,7 @@ async def test_a_block_that_cannot_come_up_leaves_no_byte(far: Far, how: str, mo
     [block] = await away(far, 1)
     far.store.holds = True
     [name] = far.store.values
-    coming = far.lower.bring_up(block)
+    coming = far.lower.promote(block)
     assert coming is not None
     await settle()
     if how == "gone":
@@ -156,7 +156,7 @@ async def test_a_block_that_cannot_come_up_leaves_no_byte(far: Far, how: str, mo
 async def test_what_is_gone_asks_for_no_memory(far: Far) -> None:
     [block] = await away(far, 1)
     far.host.index.remove(block)
-    assert far.lower.bring_up(block) is None
+    assert far.lower.promote(block) is None
     assert far.store.waiting == []
 
 
@@ -165,22 +165,22 @@ async def test_so_many_have_memory_at_a_time(far: Far, monkeypatch: pytest.Monke
     monkeypatch.setattr(lower_tiers, "COMING_AT_ONCE", 2)
     far.store.holds = True
     lower = LowerTiers(far.host, None, far.remote, far.counters)
-    coming = [lower.bring_up(one) for one in blocks]
+    coming = [lower.promote(one) for one in blocks]
     await settle()
-    assert far.host.arena.used_bytes == 2 * GRAIN
+    assert far.host.arena.used_bytes == 2 * UNIT
     far.host.index.remove(blocks[2])  # it waits for its turn
     far.store.holds = False
     while far.store.let_go():
         await settle()
     assert [await one for one in coming if one is not None] == [True, True, False, True]
-    assert far.host.arena.used_bytes == 3 * GRAIN
+    assert far.host.arena.used_bytes == 3 * UNIT
 
 
 async def test_a_full_host_tier_lets_nothing_come_up(far: Far) -> None:
     [block] = await away(far, 1)
     engine = far.engine()
     engine.offload(engine.allocate(8))
-    coming = far.lower.bring_up(block)
+    coming = far.lower.promote(block)
     assert coming is not None
     assert not await coming
     assert far.counters.snapshot()["tiers.host.promotions_refused"] == 1

@@ -1,18 +1,18 @@
-"""Pages that a work reads or writes: all or none of them, and no longer than it says."""
+"""Pages that an operation reads or writes: all or none of them, and no longer than it says."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvferry.daemon.rooms.page_ranges import page_ranges
 from kvferry.daemon.tiers.page_holds import PageHold, hold_pages
+from kvferry.daemon.transfer.page_ranges import page_ranges
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import NotOwnerError, PageBusyError
-from tests.daemon.tiers.tier_world import SPEC
+from tests.daemon.tiers.tier_harness import SPEC
 
 OWNER = 5
 

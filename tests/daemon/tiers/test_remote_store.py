@@ -12,7 +12,7 @@ from kvferry.daemon.tiers.remote_config import RemoteTierConfig
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_value import StoredHeader
 from kvferry.protocol.errors import ConfigError
-from tests.daemon.tiers.store_world import (
+from tests.daemon.tiers.store_harness import (
     AT,
     NEEDED,
     PAGE_BYTES,

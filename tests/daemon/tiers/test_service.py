@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.daemon.dispatch import Call
 from kvferry.daemon.tiers import snapshots
-from kvferry.daemon.tiers.landings import Landed
+from kvferry.daemon.tiers.host_receives import HostReceive
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.pairing import pair_entries
 from kvferry.protocol.base import PageList
@@ -33,29 +33,29 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, PoolSpec
 from kvferry.protocol.pool_messages import Allocate, Allocated, CreatePool, DeletePool, PoolDeleted
-from kvferry.protocol.room_messages import Receive
 from kvferry.protocol.tier_messages import DropSnapshot, Offload, Offloading, SnapshotDropped, SnapshotReport, Snapshots
-from tests.daemon.tiers.tier_world import GRAIN, POOL, SPEC, Engine, World, new_pool, settle, until, world
+from kvferry.protocol.transfer_messages import Receive
+from tests.daemon.tiers.tier_harness import POOL, SPEC, UNIT, Engine, Harness, harness, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 GRACE_S = 0.01
 
 
 @pytest.fixture
-async def tiers() -> AsyncIterator[World]:
+async def tiers() -> AsyncIterator[Harness]:
     """Return services over a host tier of 32 blocks, and a pool of 15 pages for each of two users."""
-    async with world(snapshot_grace_s=GRACE_S, tenants=(1, 2)) as one:
+    async with harness(snapshot_grace_s=GRACE_S, tenants=(1, 2)) as one:
         yield one
 
 
-async def offloaded(tiers: World, engine: Engine, count: int, value: int = 7, **options: Any) -> str:  # noqa: ANN401
+async def offloaded(tiers: Harness, engine: Engine, count: int, value: int = 7, **options: Any) -> str:  # noqa: ANN401
     """Return a snapshot of new pages full of a value."""
     ids = engine.allocate(count)
     engine.write(ids, value)
     made = engine.offload(ids, **options)
     tiers.copier.finish_all()
     await settle()
-    assert engine.error(made.work) is None
+    assert engine.error(made.operation) is None
     return made.snapshot
 
 
@@ -67,7 +67,7 @@ def snapshots_of(engine: Engine) -> dict[str, str]:
 # -- offload
 
 
-async def test_pages_are_read_until_the_end_and_free_then_if_they_are_released(tiers: World) -> None:
+async def test_pages_are_read_until_the_end_and_free_then_if_they_are_released(tiers: Harness) -> None:
     engine = tiers.engine()
     ids = engine.allocate(4)
     made = engine.offload(ids, release=True)
@@ -80,19 +80,19 @@ async def test_pages_are_read_until_the_end_and_free_then_if_they_are_released(t
     assert snapshots_of(engine) == {made.snapshot: "ready"}
 
 
-async def test_pages_of_an_offload_that_fails_stay_the_sessions(tiers: World) -> None:
+async def test_pages_of_an_offload_that_fails_stay_the_sessions(tiers: Harness) -> None:
     engine = tiers.engine()
     ids = engine.allocate(4)
-    work = engine.offload(ids, release=True).work
+    operation = engine.offload(ids, release=True).operation
     tiers.copier.end(tiers.copier.under_way[0], OutOfMemoryError("no staging"))
     await settle()
-    assert engine.error(work) is OutOfMemoryError
+    assert engine.error(operation) is OutOfMemoryError
     assert tiers.pool().allocator.pages_by_owner() == {engine.session.session_id: 4}
     assert snapshots_of(engine) == {}
     assert tiers.host.arena.used_bytes == 0
 
 
-async def test_released_pages_that_two_lists_share_in_part_are_free_once(tiers: World) -> None:
+async def test_released_pages_that_two_lists_share_in_segment_are_free_once(tiers: Harness) -> None:
     spec = msgspec.structs.replace(SPEC, draft=DraftSpec(layers=1), optional_components=("draft",))
     await new_pool(tiers, "draft", spec)
     engine = tiers.engine()
@@ -103,7 +103,7 @@ async def test_released_pages_that_two_lists_share_in_part_are_free_once(tiers: 
     assert tiers.pool("draft").allocator.idle
 
 
-async def test_tokens_are_counted_where_only_the_draft_lies_on_the_pages(tiers: World) -> None:
+async def test_tokens_are_counted_where_only_the_draft_lies_on_the_pages(tiers: Harness) -> None:
     spec = HybridSwaSpec(
         window_layers=(0,),
         tokens=60,
@@ -129,20 +129,20 @@ async def test_tokens_are_counted_where_only_the_draft_lies_on_the_pages(tiers: 
     tiers.copier.finish_all()
 
 
-async def test_an_offload_that_has_no_room_holds_nothing(tiers: World) -> None:
+async def test_an_offload_that_has_no_room_holds_nothing(tiers: Harness) -> None:
     await new_pool(tiers, "large", msgspec.structs.replace(SPEC, tokens=400))
     engine = tiers.engine()
     with pytest.raises(OutOfMemoryError):
         engine.offload(engine.allocate(33, "large"), "large")
     engine.offload(engine.allocate(15))
-    with pytest.raises(OverloadedError, match=r"snapshots and works under way have: 61440 of user"):
+    with pytest.raises(OverloadedError, match=r"snapshots and operations under way have: 61440 of user"):
         engine.offload(engine.allocate(20, "large"), "large")
     assert tiers.pool("large").allocator.busy_count == 0
-    assert tiers.host.arena.used_bytes == 15 * GRAIN
+    assert tiers.host.arena.used_bytes == 15 * UNIT
     tiers.copier.finish_all()
 
 
-async def test_a_user_may_have_so_many_snapshots(tiers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_user_may_have_so_many_snapshots(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "MAX_SNAPSHOTS", 2)
     engine = tiers.engine()
     ids = engine.allocate(3)
@@ -161,7 +161,7 @@ async def test_a_user_may_have_so_many_snapshots(tiers: World, monkeypatch: pyte
 # -- who may have it
 
 
-async def test_another_users_snapshots_do_not_exist(tiers: World) -> None:
+async def test_another_users_snapshots_do_not_exist(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine(uid=2)
     snapshot = await offloaded(tiers, engine, 2)
     assert snapshots_of(other) == {}
@@ -172,21 +172,21 @@ async def test_another_users_snapshots_do_not_exist(tiers: World) -> None:
     assert snapshots_of(tiers.engine()) == {snapshot: "ready"}
 
 
-async def test_what_a_session_leaves_is_kept_for_a_while(tiers: World) -> None:
+async def test_what_a_session_leaves_is_kept_for_a_while(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine()
     snapshot = await offloaded(tiers, engine, 2)
     tiers.lose(engine)
-    work = other.restore(snapshot)
+    operation = other.restore(snapshot)
     await until(lambda: not snapshots_of(other))  # but for whoever reads it
-    assert tiers.host.arena.used_bytes == 2 * GRAIN
+    assert tiers.host.arena.used_bytes == 2 * UNIT
     tiers.copier.finish_all()
     await settle()
-    assert other.error(work) is None
+    assert other.error(operation) is None
     assert other.read(other.events[-1][1][0]) == [{7}, {7}]
     assert tiers.host.arena.used_bytes == 0
 
 
-async def test_a_session_that_dies_while_it_offloads_leaves_nothing(tiers: World) -> None:
+async def test_a_session_that_dies_while_it_offloads_leaves_nothing(tiers: Harness) -> None:
     engine = tiers.engine()
     engine.offload(engine.allocate(5))
     tiers.lose(engine)
@@ -200,49 +200,49 @@ async def test_a_session_that_dies_while_it_offloads_leaves_nothing(tiers: World
 # -- restore
 
 
-async def test_target_pages_are_written_by_nobody_else(tiers: World) -> None:
+async def test_target_pages_are_written_by_nobody_else(tiers: Harness) -> None:
     engine = tiers.engine()
     snapshot = await offloaded(tiers, engine, 2)
     ids = engine.allocate(2)
-    work = engine.restore(snapshot, ids)
+    operation = engine.restore(snapshot, ids)
     with pytest.raises(PageBusyError):
         engine.offload(ids)
     engine.free(ids)  # deferred
     assert tiers.pool().allocator.busy_count == 2
     tiers.copier.finish_all()
     await settle()
-    assert engine.error(work) is None
+    assert engine.error(operation) is None
     assert tiers.pool().allocator.pages_by_owner() == {engine.session.session_id: 2}
 
 
-async def test_a_restore_that_fails_gives_its_pages_back_and_keeps_the_snapshot(tiers: World) -> None:
+async def test_a_restore_that_fails_gives_its_pages_back_and_keeps_the_snapshot(tiers: Harness) -> None:
     engine = tiers.engine()
     snapshot = await offloaded(tiers, engine, 3, release=True)
-    work = engine.restore(snapshot, drop=True)
+    operation = engine.restore(snapshot, drop=True)
     memory = tiers.host.region.view()
-    memory[tiers.copier.under_way[0].parts[0].pages.offsets[1]] ^= 1
+    memory[tiers.copier.under_way[0].segments[0].pages.offsets[1]] ^= 1
     tiers.copier.finish_all()
     await settle()
-    assert engine.error(work) is SnapshotDamagedError
+    assert engine.error(operation) is SnapshotDamagedError
     assert tiers.pool().idle
     assert snapshots_of(engine) == {snapshot: "ready"}
 
 
-async def test_the_last_of_two_restores_that_drop_frees_it(tiers: World) -> None:
+async def test_the_last_of_two_restores_that_drop_frees_it(tiers: Harness) -> None:
     engine = tiers.engine()
     snapshot = await offloaded(tiers, engine, 3, release=True)
     engine.restore(snapshot, drop=True)
     engine.restore(snapshot, drop=True)
     first, second = tiers.copier.under_way
     tiers.copier.finish(second)
-    assert tiers.host.arena.used_bytes == 3 * GRAIN
+    assert tiers.host.arena.used_bytes == 3 * UNIT
     with pytest.raises(UnknownSnapshotError):
         engine.restore(snapshot)
     tiers.copier.finish(first)
     assert tiers.host.arena.used_bytes == 0
 
 
-async def test_a_snapshot_can_be_dropped_while_it_is_written(tiers: World) -> None:
+async def test_a_snapshot_can_be_dropped_while_it_is_written(tiers: Harness) -> None:
     engine = tiers.engine()
     ids = engine.allocate(3)
     made = engine.offload(ids)
@@ -250,7 +250,7 @@ async def test_a_snapshot_can_be_dropped_while_it_is_written(tiers: World) -> No
     assert engine.ask(DropSnapshot(snapshot=made.snapshot), SnapshotDropped).deferred
     tiers.copier.finish(tiers.copier.under_way[0])
     await settle()
-    done = engine.done(made.work)
+    done = engine.done(made.operation)
     assert done is not None
     assert (done.copied_pages, done.error) == (3, None)
     tiers.copier.finish_all()
@@ -259,20 +259,20 @@ async def test_a_snapshot_can_be_dropped_while_it_is_written(tiers: World) -> No
     assert tiers.host.arena.used_bytes == 0
 
 
-async def test_a_restore_ends_with_the_offload_that_it_waits_for(tiers: World) -> None:
+async def test_a_restore_ends_with_the_offload_that_it_waits_for(tiers: Harness) -> None:
     engine = tiers.engine()
     ids = engine.allocate(3)
     made = engine.offload(ids)
     into = engine.allocate(3)
-    works = [engine.restore(made.snapshot, into), engine.restore(made.snapshot)]
+    operations = [engine.restore(made.snapshot, into), engine.restore(made.snapshot)]
     tiers.copier.end(tiers.copier.under_way[0], DeadlineError("late"))
     await settle()
-    assert [engine.error(one) for one in works] == [DeadlineError] * 2
+    assert [engine.error(one) for one in operations] == [DeadlineError] * 2
     assert tiers.pool().allocator.busy_count == 0
     assert tiers.host.arena.used_bytes == 0
 
 
-async def test_restores_get_pages_in_their_order(tiers: World) -> None:
+async def test_restores_get_pages_in_their_order(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine()
     snapshot = await offloaded(tiers, engine, 6, release=True)
     small = await offloaded(tiers, engine, 2, release=True)
@@ -292,7 +292,7 @@ async def test_restores_get_pages_in_their_order(tiers: World) -> None:
     assert engine.error(second) is None
 
 
-async def test_one_that_waits_no_more_is_passed(tiers: World) -> None:
+async def test_one_that_waits_no_more_is_passed(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine()
     snapshot = await offloaded(tiers, engine, 6, release=True)
     small = await offloaded(tiers, engine, 2, release=True)
@@ -300,13 +300,13 @@ async def test_one_that_waits_no_more_is_passed(tiers: World) -> None:
     engine.restore(snapshot)
     tiers.lose(engine)
     third = tiers.engine()
-    work = third.restore(small)
+    operation = third.restore(small)
     tiers.copier.finish_all()
     await settle()
-    assert third.error(work) is None
+    assert third.error(operation) is None
 
 
-async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: World) -> None:
+async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: Harness) -> None:
     spec = msgspec.structs.replace(SPEC, draft=DraftSpec(layers=1), optional_components=("draft",))
     await new_pool(tiers, "draft", spec)
     await new_pool(tiers, "smaller", msgspec.structs.replace(spec, tokens=20))
@@ -321,7 +321,7 @@ async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: World) -
         engine.restore((await offloaded(tiers, engine, 1)), [15])
 
 
-async def test_a_pool_may_go_while_restores_wait_for_its_pages_or_for_the_snapshot(tiers: World) -> None:
+async def test_a_pool_may_go_while_restores_wait_for_its_pages_or_for_the_snapshot(tiers: Harness) -> None:
     engine = tiers.engine()
     await new_pool(tiers, "other")
     ids = engine.allocate(3)
@@ -336,13 +336,13 @@ async def test_a_pool_may_go_while_restores_wait_for_its_pages_or_for_the_snapsh
     assert [one.state for one in tiers.service.snapshots] == ["ready"]
 
 
-async def test_the_event_of_an_offload_whose_snapshot_was_dropped_says_what_was_copied(tiers: World) -> None:
+async def test_the_event_of_an_offload_whose_snapshot_was_dropped_says_what_was_copied(tiers: Harness) -> None:
     engine = tiers.engine()
     made = engine.offload(engine.allocate(3))
     assert engine.ask(DropSnapshot(snapshot=made.snapshot), SnapshotDropped).deferred
     tiers.copier.finish_all()
     await settle()
-    done = engine.done(made.work)
+    done = engine.done(made.operation)
     assert done is not None
     assert (done.copied_pages, done.moved_bytes) == (3, 3 * 192)
     assert tiers.host.arena.used_bytes == 0
@@ -352,59 +352,59 @@ async def test_the_event_of_an_offload_whose_snapshot_was_dropped_says_what_was_
 
 
 def receive(count: int, request_id: str = "0" * 32) -> Receive:
-    return Receive(pool=POOL, request_id=request_id, lists=(PageList(pages=count),), land="host")
+    return Receive(pool=POOL, request_id=request_id, lists=(PageList(pages=count),), into="host")
 
 
-def land(tiers: World, engine: Engine, count: int = 4, **options: Any) -> Landed:  # noqa: ANN401
+def into(tiers: Harness, engine: Engine, count: int = 4, **options: Any) -> HostReceive:  # noqa: ANN401
     body = receive(count, **options)
-    return tiers.landings.make(Call(0, engine.session, body, (), 30.0), body, tiers.pool())
+    return tiers.host_receives.make(Call(0, engine.session, body, (), 30.0), body, tiers.pool())
 
 
-def ends(tiers: World, landed: Landed, error: KvferryError | None = None) -> None:
-    """Let a landing's room end as the book of rooms does."""
-    about: Any = {"request_id": landed.request_id, "pool": POOL, "side": "receive", "generation": 1}
-    session_id = landed.session.session_id
-    tiers.landings.heard(session_id, Finished(**about, error=error.info() if error else None))
-    tiers.landings.heard(session_id, Settled(**about))
+def ends(tiers: Harness, host_receive: HostReceive, error: KvferryError | None = None) -> None:
+    """Let a landing's transfer end as the book of transfers does."""
+    about: Any = {"request_id": host_receive.request_id, "pool": POOL, "direction": "receive", "generation": 1}
+    session_id = host_receive.session.session_id
+    tiers.host_receives.on_event(session_id, Finished(**about, error=error.info() if error else None))
+    tiers.host_receives.on_event(session_id, Settled(**about))
 
 
-def fill(tiers: World, landed: Landed, value: int) -> None:
+def fill(tiers: Harness, host_receive: HostReceive, value: int) -> None:
     memory = tiers.host.region.view()
-    for entry in landed.pool.manifest.entries:
+    for entry in host_receive.pool.manifest.entries:
         memory[entry.base : entry.base + entry.pages * entry.page_bytes] = value
 
 
-async def test_what_has_landed_is_a_snapshot(tiers: World) -> None:
+async def test_what_has_landed_is_a_snapshot(tiers: Harness) -> None:
     engine = tiers.engine()
-    landed = land(tiers, engine)
-    assert landed.pool.lands_as == landed.snapshot.name
-    assert snapshots_of(engine) == {landed.snapshot.name: "landing"}
-    back = engine.restore(landed.snapshot.name)
-    fill(tiers, landed, 9)
-    ends(tiers, landed)
-    assert snapshots_of(engine) == {landed.snapshot.name: "writing"}
+    host_receive = into(tiers, engine)
+    assert host_receive.pool.lands_as == host_receive.snapshot.name
+    assert snapshots_of(engine) == {host_receive.snapshot.name: "network"}
+    back = engine.restore(host_receive.snapshot.name)
+    fill(tiers, host_receive, 9)
+    ends(tiers, host_receive)
+    assert snapshots_of(engine) == {host_receive.snapshot.name: "writing"}
     tiers.copier.finish_all()
     await settle()
     assert engine.error(back) is None
     assert engine.read(engine.events[-1][1][0]) == [{9}] * 4
-    assert tiers.host.arena.used_bytes == 4 * GRAIN
+    assert tiers.host.arena.used_bytes == 4 * UNIT
     assert [kind for _, kind in tiers.said if kind == "TierDone"] == ["TierDone"]  # the restore's
 
 
 @pytest.mark.parametrize(("conv", "fits"), [((4, 8), True), ((8, 4), False)], ids=["as the pool", "another shape"])
-async def test_what_lands_must_be_of_the_pools_shape(tiers: World, conv: tuple[int, int], *, fits: bool) -> None:
+async def test_what_lands_must_be_of_the_pools_shape(tiers: Harness, conv: tuple[int, int], *, fits: bool) -> None:
     spec = MambaSpec(state_layers=(0,), slots=3, conv_window=4, conv_channels=8, dtype="float32")
     theirs = manifest_of(msgspec.structs.replace(spec, conv_window=conv[0], conv_channels=conv[1]))
     await new_pool(tiers, "states", spec)
     engine, pool = tiers.engine(), tiers.pool("states")
     component = pool.manifest.components[0].name
     body = Receive(
-        pool="states", request_id="0" * 32, lists=(PageList(component=component, pages=1, first_page=0),), land="host"
+        pool="states", request_id="0" * 32, lists=(PageList(component=component, pages=1, first_page=0),), into="host"
     )
-    landed = tiers.landings.make(Call(0, engine.session, body, (), 30.0), body, pool)
+    host_receive = tiers.host_receives.make(Call(0, engine.session, body, (), 30.0), body, pool)
     with contextlib.nullcontext() if fits else pytest.raises(GeometryMismatchError, match="shape"):
-        pair_entries(theirs.entries, landed.pool.manifest.entries)
-    tiers.landings.refused(landed, CancelledError("the test is over"))
+        pair_entries(theirs.entries, host_receive.pool.manifest.entries)
+    tiers.host_receives.refused(host_receive, CancelledError("the test is over"))
 
 
 @pytest.mark.parametrize(
@@ -422,80 +422,80 @@ async def test_what_lands_must_be_of_the_pools_shape(tiers: World, conv: tuple[i
     ids=["a draft", "a list that may be cut"],
 )
 async def test_what_no_source_has_to_fill_is_nobodys_old_bytes(
-    tiers: World, spec: PoolSpec, lists: tuple[PageList, ...]
+    tiers: Harness, spec: PoolSpec, lists: tuple[PageList, ...]
 ) -> None:
     await new_pool(tiers, "another", spec)
     engine, pool, memory = tiers.engine(), tiers.pool("another"), tiers.host.region.view()
     memory[:] = 0x55  # what another user's blocks were
-    body = Receive(pool="another", request_id="0" * 32, lists=lists, land="host")
-    landed = tiers.landings.make(Call(0, engine.session, body, (), 30.0), body, pool)
-    may_lack = [one for one in landed.pool.manifest.entries if one.component != "main"]
+    body = Receive(pool="another", request_id="0" * 32, lists=lists, into="host")
+    host_receive = tiers.host_receives.make(Call(0, engine.session, body, (), 30.0), body, pool)
+    may_lack = [one for one in host_receive.pool.manifest.entries if one.component != "main"]
     assert may_lack
     for entry in may_lack:
         assert not memory[entry.base : entry.base + entry.pages * entry.page_bytes].any(), entry.name
-    tiers.landings.refused(landed, CancelledError("the test is over"))
+    tiers.host_receives.refused(host_receive, CancelledError("the test is over"))
 
 
 @pytest.mark.parametrize("how", ["refused", "failed", "dropped", "lost"])
-async def test_a_landing_that_comes_to_nothing_leaves_nothing(tiers: World, how: str) -> None:
+async def test_a_network_that_comes_to_nothing_leaves_nothing(tiers: Harness, how: str) -> None:
     engine = tiers.engine()
-    landed = land(tiers, engine)
-    back = engine.restore(landed.snapshot.name)
+    host_receive = into(tiers, engine)
+    back = engine.restore(host_receive.snapshot.name)
     if how == "refused":
-        tiers.landings.refused(landed, DeadlineError("refused"))
+        tiers.host_receives.refused(host_receive, DeadlineError("refused"))
     elif how == "dropped":
-        assert engine.ask(DropSnapshot(snapshot=landed.snapshot.name), SnapshotDropped).deferred
-        ends(tiers, landed, CancelledError("cancelled"))
+        assert engine.ask(DropSnapshot(snapshot=host_receive.snapshot.name), SnapshotDropped).deferred
+        ends(tiers, host_receive, CancelledError("cancelled"))
     elif how == "lost":
-        ends(tiers, landed, DeadlineError("its session ended"))
+        ends(tiers, host_receive, DeadlineError("its session ended"))
         tiers.lose(engine)
     else:
-        ends(tiers, landed, DeadlineError("late"))
+        ends(tiers, host_receive, DeadlineError("late"))
     await settle()
     if how != "lost":
         assert engine.error(back) in {DeadlineError, CancelledError}
     tiers.check_empty()
 
 
-async def test_a_second_one_of_the_same_name_that_is_refused_leaves_the_first(tiers: World) -> None:
+async def test_a_second_one_of_the_same_name_that_is_refused_leaves_the_first(tiers: Harness) -> None:
     engine = tiers.engine()
-    first = land(tiers, engine)
-    second = land(tiers, engine)
-    tiers.landings.refused(second, DeadlineError("ROOM_EXISTS"))
+    first = into(tiers, engine)
+    second = into(tiers, engine)
+    tiers.host_receives.refused(second, DeadlineError("TRANSFER_EXISTS"))
     ends(tiers, first)
     tiers.copier.finish_all()
     assert snapshots_of(engine) == {first.snapshot.name: "ready"}
 
 
-async def test_a_session_may_die_while_what_landed_is_copied(tiers: World) -> None:
+async def test_a_session_may_die_while_what_landed_is_copied(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine()
-    landed = land(tiers, engine)
-    fill(tiers, landed, 3)
-    ends(tiers, landed)
+    host_receive = into(tiers, engine)
+    fill(tiers, host_receive, 3)
+    ends(tiers, host_receive)
     tiers.lose(engine)
     tiers.copier.finish_all()
-    work = other.restore(landed.snapshot.name, drop=True)
+    operation = other.restore(host_receive.snapshot.name, drop=True)
     tiers.copier.finish_all()
     await settle()
-    assert other.error(work) is None
+    assert other.error(operation) is None
     assert tiers.host.arena.used_bytes == 0
 
 
-async def test_a_landing_of_more_than_there_is_is_refused_before_anything_is_made(tiers: World) -> None:
+async def test_a_network_of_more_than_there_is_is_refused_before_anything_is_made(tiers: Harness) -> None:
     engine = tiers.engine()
     with pytest.raises(OutOfMemoryError, match="2147483647 pages are"):
-        land(tiers, engine, (1 << 31) - 1)
+        into(tiers, engine, (1 << 31) - 1)
     with pytest.raises((OverloadedError, OutOfMemoryError)):
-        land(tiers, engine, 32)
+        into(tiers, engine, 32)
     tiers.check_empty()
 
 
-async def test_a_lent_pools_pages_are_not_the_daemons_to_take(tiers: World) -> None:
+async def test_a_registered_pools_pages_are_not_the_daemons_to_take(tiers: Harness) -> None:
     engine = tiers.engine()
     snapshot = await offloaded(tiers, engine, 2)
-    tiers.pool().lent_by = engine.session.session_id
-    with pytest.raises(InvalidFieldError, match="is lent"):
+    tiers.pool().registered_by = engine.session.session_id
+    with pytest.raises(InvalidFieldError, match="is registered"):
         engine.restore(snapshot)
-    with pytest.raises(InvalidFieldError, match="is lent"):
+    with pytest.raises(InvalidFieldError, match="is registered"):
         engine.offload([1], release=True)
-    tiers.pool().lent_by = None
+    tiers.pool().registered_by = None

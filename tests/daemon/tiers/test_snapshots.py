@@ -8,15 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.daemon.rooms.page_ranges import lists_with_pages, page_ranges
 from kvferry.daemon.tiers import snapshots
 from kvferry.daemon.tiers.snapshots import (
     Snapshot,
-    SnapshotBook,
+    SnapshotRegistry,
     check_layout,
     ids_for,
-    new_parts,
+    new_segments,
 )
+from kvferry.daemon.transfer.page_ranges import lists_with_pages, page_ranges
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.pool import Pool
@@ -31,7 +31,7 @@ from kvferry.protocol.errors import (
     UnknownSnapshotError,
 )
 from kvferry.protocol.manifests import HybridSwaSpec, PoolSpec
-from tests.daemon.tiers.tier_world import SPEC
+from tests.daemon.tiers.tier_harness import SPEC
 
 HYBRID = HybridSwaSpec(
     full_layers=(0,),
@@ -59,16 +59,16 @@ def lists_of(pool: Pool, **pages: int) -> list[Any]:
 
 
 def snapshot_of(pool: Pool, tenant: int = 1, **pages: int) -> Snapshot:
-    made = Snapshot(pool, 5, new_parts(pool, lists_of(pool, **pages)))
+    made = Snapshot(pool, 5, new_segments(pool, lists_of(pool, **pages)))
     made.tenant = tenant
     return made
 
 
-def test_a_snapshot_has_a_part_for_each_list() -> None:
+def test_a_snapshot_has_a_segment_for_each_list() -> None:
     pool = pool_of(HYBRID)
     made = snapshot_of(pool, main=3, swa=2)
-    assert [(part.component, part.count) for part in made.parts] == [("main", 3), ("swa", 2)]
-    assert made.parts[0].layout is pool.block_layout("main")  # made once, whoever offloads
+    assert [(segment.component, segment.count) for segment in made.segments] == [("main", 3), ("swa", 2)]
+    assert made.segments[0].layout is pool.block_layout("main")  # made once, whoever offloads
     assert made.pages == 5
     found = ids_for(made, lists_of(pool, swa=2, main=3))
     assert [one.tolist() for one in found] == [[1, 2, 3], [1, 2]]
@@ -87,12 +87,12 @@ def test_other_lists_do_not_fit(pages: dict[str, int], error: type[KvferryError]
         ids_for(snapshot_of(pool, main=3, swa=2), lists_of(pool, **pages))
 
 
-def test_each_part_needs_its_list_and_each_list_its_part() -> None:
+def test_each_segment_needs_its_list_and_each_list_its_segment() -> None:
     pool = pool_of(HYBRID)
     made, [main, swa] = snapshot_of(pool, main=3, swa=2), lists_of(pool, main=3, swa=2)
     with pytest.raises(UnknownComponentError, match="the snapshot has pages of 'swa'"):
         ids_for(made, [main])
-    made.parts.pop()
+    made.segments.pop()
     with pytest.raises(UnknownComponentError, match="the snapshot has no pages of 'swa'"):
         ids_for(made, [main, swa])
 
@@ -119,8 +119,8 @@ def test_its_checksum_is_of_all_its_blocks() -> None:
     texts = set()
     for last in (4, 5):
         made = snapshot_of(pool, main=3, swa=2)
-        made.parts[0].digests = np.array([1, 2, 3], np.uint64)
-        made.parts[1].digests = np.array([4, last], np.uint64)
+        made.segments[0].digests = np.array([1, 2, 3], np.uint64)
+        made.segments[1].digests = np.array([4, last], np.uint64)
         assert made.status().checksum == ""  # while it is written
         made.settle(None)
         texts.add(made.status().checksum)
@@ -142,7 +142,7 @@ def test_who_waits_is_told_once(error: KvferryError | None) -> None:
 
 def test_the_book_knows_each_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "MAX_SNAPSHOTS", 1)
-    book, pool = SnapshotBook(), pool_of(SPEC)
+    book, pool = SnapshotRegistry(), pool_of(SPEC)
     mine, theirs = snapshot_of(pool, main=1), snapshot_of(pool, tenant=2, main=1)
     book.check(1)
     for one in (mine, theirs):

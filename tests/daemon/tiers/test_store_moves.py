@@ -63,7 +63,7 @@ class ScriptedLink:
         return request
 
 
-class World:
+class Harness:
     """What moves, over one slot."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
@@ -98,62 +98,62 @@ def get(name: str, header_bytes: int = 6) -> GetBlock:
 
 
 async def test_what_waits_goes_together_and_gets_first() -> None:
-    world = World()
-    tasks = await world.begin(put("first"), put("a"), put("b"), get("c"), get("d"))
+    harness = Harness()
+    tasks = await harness.begin(put("first"), put("a"), put("b"), get("c"), get("d"))
     called: list[list[str]] = []
-    while world.there.calls:
-        called.append([block.name for block in world.there.answer().blocks])
+    while harness.there.calls:
+        called.append([block.name for block in harness.there.answer().blocks])
         await settle()
     assert called == [["first"], ["c", "d"], ["a", "b"]]
     assert await asyncio.gather(*tasks) == [Moved(0, b"header")] * 5
 
 
 async def test_a_call_is_bounded() -> None:
-    world = World()
+    harness = Harness()
     sizes = [1, *[MAX_CALL_BYTES // 2] * 3, MAX_CALL_BYTES + 1]
     for size_bytes in sizes:
-        await world.begin(get("a"), size_bytes=size_bytes)
+        await harness.begin(get("a"), size_bytes=size_bytes)
     counts = []
-    while world.there.calls:
-        counts.append(len(world.there.answer().blocks))
+    while harness.there.calls:
+        counts.append(len(harness.there.answer().blocks))
         await settle()
     assert counts == [1, 2, 1, 1]
-    await world.begin(*[get("a")] * (MAX_CALL_BLOCKS + 2))
-    await world.begin(*[get("a", MAX_HEADER_BYTES)] * 2)
+    await harness.begin(*[get("a")] * (MAX_CALL_BLOCKS + 2))
+    await harness.begin(*[get("a", MAX_HEADER_BYTES)] * 2)
     counts = []
-    while world.there.calls:
-        counts.append(len(world.there.answer().blocks))
+    while harness.there.calls:
+        counts.append(len(harness.there.answer().blocks))
         await settle()
     assert counts == [1, MAX_CALL_BLOCKS, 1, 1, 1]
 
 
 async def test_each_block_has_its_own_end() -> None:
-    world = World()
-    (first,) = await world.begin(put("first"))
-    tasks = await world.begin(get("a"), get("b"), get("c"))
-    world.there.answer(RPC_FAIL)
+    harness = Harness()
+    (first,) = await harness.begin(put("first"))
+    tasks = await harness.begin(get("a"), get("b"), get("c"))
+    harness.there.answer(RPC_FAIL)
     await settle()
-    request, answer = world.there.calls.popleft()
+    request, answer = harness.there.calls.popleft()
     answer.set_result(Answer(request.number, statuses=[0, OBJECT_NOT_FOUND], headers=[b"x", b""]))
     assert await first == Moved(RPC_FAIL, b"header")
     assert await asyncio.gather(*tasks) == [Moved(0, b"x"), Moved(OBJECT_NOT_FOUND), Moved(-600)]
 
 
 async def test_a_call_that_takes_too_long_ends_the_process() -> None:
-    world = World(timeout_s=0.25)
-    (task,) = await world.begin(get("a"))
+    harness = Harness(timeout_s=0.25)
+    (task,) = await harness.begin(get("a"))
     assert await task is None
-    assert len(world.there.killed) == 1
-    (task,) = await world.begin(get("b"))
-    world.there.answer()
+    assert len(harness.there.killed) == 1
+    (task,) = await harness.begin(get("b"))
+    harness.there.answer()
     assert await task == Moved(0, b"header")
 
 
 async def test_what_waits_too_long_is_given_up() -> None:
-    world = World(timeout_s=0.25)
-    link = world.there
+    harness = Harness(timeout_s=0.25)
+    link = harness.there
     link.dies_at_once = False
-    under_way, waits = await world.begin(get("a"), get("b"))
+    under_way, waits = await harness.begin(get("a"), get("b"))
     assert await waits is None
     await link.told_to_die.wait()
     assert not under_way.done()
@@ -163,19 +163,19 @@ async def test_what_waits_too_long_is_given_up() -> None:
 
 
 async def test_a_caller_that_is_cancelled_returns_when_it_is_settled() -> None:
-    world = World()
-    (task,) = await world.begin(get("a"))
+    harness = Harness()
+    (task,) = await harness.begin(get("a"))
     for _ in range(2):
         task.cancel()
         await settle()
         assert not task.done()
-    world.there.answer()
+    harness.there.answer()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
 async def test_without_a_store_nothing_waits() -> None:
-    world = World()
-    world.link = None
-    tasks = await world.begin(put("a"), get("b"))
+    harness = Harness()
+    harness.link = None
+    tasks = await harness.begin(put("a"), get("b"))
     assert await asyncio.gather(*tasks) == [None, None]

@@ -22,8 +22,8 @@ from kvferry.protocol.cache_messages import (
 from kvferry.protocol.errors import LayoutMismatchError, ModelMismatchError, NoModelError, PoolExistsError
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import CreatePool, PoolCreated
-from kvferry.protocol.tier_messages import Restore, WorkStarted
-from tests.daemon.tiers.tier_world import MODEL, POOL, SPEC, Engine, World, names, new_pool, settle, until, world
+from kvferry.protocol.tier_messages import OperationStarted, Restore
+from tests.daemon.tiers.tier_harness import MODEL, POOL, SPEC, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-async def with_others(tiers: World, difference: str) -> Engine:
+async def with_others(tiers: Harness, difference: str) -> Engine:
     """Make a pool that differs from the first in this, and one that differs in nothing; return a session."""
     of_model, of_spec = OTHERS[difference]
     model, spec = msgspec.structs.replace(MODEL, **of_model), msgspec.structs.replace(SPEC, **of_spec)
@@ -60,19 +60,19 @@ async def with_others(tiers: World, difference: str) -> Engine:
     return tiers.engine()
 
 
-async def stored(tiers: World, engine: Engine, *numbers: int) -> None:
+async def stored(tiers: Harness, engine: Engine, *numbers: int) -> None:
     """Store blocks full of their number."""
     ids = engine.allocate(len(numbers))
     for one, number in zip(ids, numbers, strict=True):
         engine.write([one], number)
-    work = engine.store(names(*numbers), ids)
+    operation = engine.store(names(*numbers), ids)
     tiers.copier.finish_all()
     await settle()
-    assert engine.error(work) is None
+    assert engine.error(operation) is None
     engine.free(ids)
 
 
-def written(tiers: World) -> int:
+def written(tiers: Harness) -> int:
     """Return how many blocks are on disk."""
     return sum(block.on_disk for block in tiers.host.index.page(0, 100).blocks)
 
@@ -86,27 +86,27 @@ async def found(engine: Engine, pool: str, *numbers: int) -> int:
 
 @DIFFERENCE
 async def test_in_memory(difference: str) -> None:
-    async with world(8) as tiers:
+    async with harness(8) as tiers:
         engine = await with_others(tiers, difference)
         await stored(tiers, engine, 1, 2)
         assert await found(engine, OTHER, 1, 2) == 0
         assert await found(engine, SAME, 1, 2) == 2
         theirs = engine.allocate(2, OTHER)
-        work = engine.store(names(1, 2), theirs, OTHER)
+        operation = engine.store(names(1, 2), theirs, OTHER)
         tiers.copier.finish_all()
         await settle()
-        done = engine.done(work)
+        done = engine.done(operation)
         assert done is not None
         assert (done.stored, done.present) == (2, 0), "they are blocks of their own"
 
 
 @DIFFERENCE
 async def test_on_disk_across_a_restart(difference: str, folder: Path) -> None:
-    async with world(8, disk=folder) as first:
+    async with harness(8, disk=folder) as first:
         engine = first.engine()
         await stored(first, engine, 1, 2)
         await until(lambda: written(first) == 2)
-    async with world(8, disk=folder) as second:
+    async with harness(8, disk=folder) as second:
         await until(lambda: len(second.host.index) == 2)
         engine = await with_others(second, difference)
         assert await found(engine, OTHER, 1, 2) == 0
@@ -115,7 +115,7 @@ async def test_on_disk_across_a_restart(difference: str, folder: Path) -> None:
 
 @DIFFERENCE
 async def test_in_the_store(difference: str) -> None:
-    async with world(8, remote=True) as tiers:
+    async with harness(8, remote=True) as tiers:
         assert tiers.store is not None
         values = tiers.store.values
         engine = await with_others(tiers, difference)
@@ -150,7 +150,7 @@ def still_there(path: Path) -> bool:
 
 
 async def test_a_file_in_the_folder_of_another_model_is_not_served(folder: Path) -> None:
-    async with world(8, disk=folder) as first:
+    async with harness(8, disk=folder) as first:
         await new_pool(first, OTHER, model=ModelIdentity(name="another/model"))
         engine = first.engine()
         await stored(first, engine, 1)
@@ -159,7 +159,7 @@ async def test_a_file_in_the_folder_of_another_model_is_not_served(folder: Path)
         first.copier.finish_all()
         await until(lambda: written(first) == 2)
     put_with(folder, *names(1, 2))
-    async with world(8, disk=folder) as second:
+    async with harness(8, disk=folder) as second:
         await new_pool(second, OTHER, model=ModelIdentity(name="another/model"))
         await until(lambda: len(second.host.index) == 2)
         engine = second.engine()
@@ -171,7 +171,7 @@ async def test_a_file_in_the_folder_of_another_model_is_not_served(folder: Path)
 async def test_files_that_say_of_no_model_are_left_alone_and_named(folder: Path) -> None:
     old = put_outdated(folder)
     with capture_logs() as logs:
-        async with world(8, disk=folder) as tiers:
+        async with harness(8, disk=folder) as tiers:
             await until(lambda: any(one["event"] == "disk tier ready" for one in logs))
             assert not len(tiers.host.index)
     (said,) = [one for one in logs if one["log_level"] == "warning"]
@@ -181,7 +181,7 @@ async def test_files_that_say_of_no_model_are_left_alone_and_named(folder: Path)
 
 @pytest.mark.parametrize("what", ["store", "lookup", "load"])
 async def test_a_pool_without_a_model_has_no_cache(what: str) -> None:
-    async with world(8) as tiers:
+    async with harness(8) as tiers:
         await new_pool(tiers, OTHER, model=None)
         engine = tiers.engine()
         await stored(tiers, engine, 1)
@@ -199,12 +199,12 @@ async def test_a_pool_without_a_model_has_no_cache(what: str) -> None:
         snapshot = engine.offload(ids, OTHER)
         tiers.copier.finish_all()
         await settle()
-        assert engine.error(snapshot.work) is None, "its pages may go and come all the same"
+        assert engine.error(snapshot.operation) is None, "its pages may go and come all the same"
 
 
 @DIFFERENCE
 async def test_a_lease_is_no_way_into_another_models_pool(difference: str) -> None:
-    async with world(8) as tiers:
+    async with harness(8) as tiers:
         engine = await with_others(tiers, difference)
         await stored(tiers, engine, 1)
         lease = engine.lookup(names(1)).lease
@@ -217,7 +217,7 @@ async def test_a_lease_is_no_way_into_another_models_pool(difference: str) -> No
 
 async def test_other_scales_are_other_blocks() -> None:
     spec = msgspec.structs.replace(SPEC, dtype="int8", head_dim=16, v_head_dim=8, k_scale=1.0, v_scale="page_head")
-    async with world(8) as tiers:
+    async with harness(8) as tiers:
         for name, scale in (("one", 1.0), (SAME, 1.0), (OTHER, 2.0)):
             await new_pool(tiers, name, msgspec.structs.replace(spec, k_scale=scale))
         engine = tiers.engine()
@@ -247,7 +247,7 @@ async def test_other_scales_are_other_blocks() -> None:
     ],
 )
 async def test_a_pool_is_found_again_by_its_own_model_only(wanted: dict[str, str] | None, field: str) -> None:
-    async with world(8) as tiers:
+    async with harness(8) as tiers:
         engine = tiers.engine()
         again = engine.ask(CreatePool(pool=POOL, spec=SPEC, model=MODEL), PoolCreated)
         assert not again.created
@@ -260,7 +260,7 @@ async def test_a_pool_is_found_again_by_its_own_model_only(wanted: dict[str, str
 
 
 async def test_a_pool_being_made_is_found_by_its_own_model_only() -> None:
-    async with world(8) as tiers:
+    async with harness(8) as tiers:
         engine = tiers.engine()
         first = engine.send(CreatePool(pool=OTHER, spec=SPEC, model=MODEL))
         second = engine.send(CreatePool(pool=OTHER, spec=SPEC))
@@ -271,7 +271,7 @@ async def test_a_pool_being_made_is_found_by_its_own_model_only() -> None:
 
 
 async def test_status_shows_the_model_and_no_salt() -> None:
-    async with world(8) as tiers:
+    async with harness(8) as tiers:
         await new_pool(tiers, OTHER, model=msgspec.structs.replace(MODEL, salt="pepper"))
         await new_pool(tiers, SAME, model=None)
         assert [one.model for one in tiers.pools.status()] == [MODEL, MODEL, None]
@@ -281,12 +281,12 @@ async def test_status_shows_the_model_and_no_salt() -> None:
 
 
 def restore(engine: Engine, snapshot: str, **options: Any) -> int:  # noqa: ANN401  RESTORE's fields
-    return engine.ask(Restore(snapshot=snapshot, pool=OTHER, allocate=True, **options), WorkStarted).work
+    return engine.ask(Restore(snapshot=snapshot, pool=OTHER, allocate=True, **options), OperationStarted).operation
 
 
 @pytest.mark.parametrize("difference", ["model", "revision"])
 async def test_a_snapshot_does_not_go_into_another_models_pool_unless_told(difference: str) -> None:
-    async with world(8) as tiers:
+    async with harness(8) as tiers:
         engine = await with_others(tiers, difference)
         ids = engine.allocate(1)
         engine.write(ids, 7)
@@ -297,14 +297,14 @@ async def test_a_snapshot_does_not_go_into_another_models_pool_unless_told(diffe
         assert status.model == "some/model@1"
         with pytest.raises(ModelMismatchError, match=r"some/model@1.*(another/model@1|some/model@2)"):
             restore(engine, snapshot)
-        work = restore(engine, snapshot, any_model=True)
+        operation = restore(engine, snapshot, any_model=True)
         tiers.copier.finish_all()
         await settle()
-        assert engine.error(work) is None
+        assert engine.error(operation) is None
 
 
 async def test_a_snapshot_goes_where_nobody_says_another_model() -> None:
-    async with world(8) as tiers:
+    async with harness(8) as tiers:
         await new_pool(tiers, OTHER, model=msgspec.structs.replace(MODEL, revision="", salt="pepper"))
         engine = tiers.engine()
         snapshot = engine.offload(engine.allocate(1)).snapshot
@@ -320,7 +320,7 @@ async def test_a_snapshot_goes_where_nobody_says_another_model() -> None:
 
 async def test_blocks_are_listed_with_their_model_also_after_a_restart(folder: Path) -> None:
     salted = msgspec.structs.replace(MODEL, salt="pepper")
-    async with world(8, disk=folder) as first:
+    async with harness(8, disk=folder) as first:
         await new_pool(first, OTHER, model=salted)
         engine = first.engine()
         await stored(first, engine, 1)
@@ -332,7 +332,7 @@ async def test_blocks_are_listed_with_their_model_also_after_a_restart(folder: P
     assert [one.model for one in before] == ["some/model@1"] * 2
     assert len({one.identity for one in before}) == 2
     assert {one.identity for one in changes} == {one.identity for one in before}
-    async with world(8, disk=folder) as second:
+    async with harness(8, disk=folder) as second:
         await until(lambda: len(second.host.index) == 2)
         after = listed(second.engine())
     assert {(one.model, one.identity) for one in after} == {(one.model, one.identity) for one in before}

@@ -20,18 +20,18 @@ from kvferry.protocol.errors import KvferryError
 WRITE_TIMEOUT_S = 60.0
 
 
-def say(**what: object) -> None:
+def send(**what: object) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
 
 def say_done(error: KvferryError | None) -> None:
-    say(done=None if error is None else str(error), may_still_land=getattr(error, "may_still_land", None))
+    send(done=None if error is None else str(error), may_still_land=getattr(error, "may_still_land", None))
 
 
 async def obey(engine: MooncakeEngine, address: int, order: dict[str, Any]) -> None:
     if "rebuild" in order:
-        say(session_name=await engine.rebuild())
+        send(session_name=await engine.rebuild())
     if "write" in order:
         session_name, remote_address, size_bytes = order["write"]
         engine.write(session_name, address, remote_address, size_bytes, say_done, timeout_s=WRITE_TIMEOUT_S)
@@ -42,7 +42,7 @@ async def main(fd: int, size_bytes: int, progress_timeout_s: int) -> None:
     with HostRegion(fd, size_bytes) as region:
         async with MooncakeEngine(settings) as engine:
             await engine.register(region.address, size_bytes)
-            say(session_name=engine.session_name, address=region.address)
+            send(session_name=engine.session_name, address=region.address)
             while line := await asyncio.to_thread(sys.stdin.readline):
                 await obey(engine, region.address, json.loads(line))
 

@@ -44,7 +44,7 @@ class ScriptedRegistrar:
         self.calls.append((call, address))
 
 
-class World:
+class Harness:
     """A pool, and who is told of changes."""
 
     def __init__(self) -> None:
@@ -64,53 +64,53 @@ class World:
 
 
 async def test_a_pool_is_registered_once_when_it_is_first_wanted() -> None:
-    world = World()
-    assert [world.pages.state(world.pool) for _ in range(3)] == ["pending"] * 3
-    await world.until_changed()
-    assert world.pages.state(world.pool) == "ready"
-    assert world.registrar.calls == [("register", world.address)]
+    harness = Harness()
+    assert [harness.pages.state(harness.pool) for _ in range(3)] == ["pending"] * 3
+    await harness.until_changed()
+    assert harness.pages.state(harness.pool) == "ready"
+    assert harness.registrar.calls == [("register", harness.address)]
 
 
 async def test_a_pool_that_cannot_be_registered_is_refused_and_not_asked_for_again() -> None:
-    world = World()
-    world.registrar.error = TransferFailedError("it overlaps")
-    world.pages.state(world.pool)
-    await world.until_changed()
-    assert [world.pages.state(world.pool) for _ in range(2)] == ["refused", "refused"]
-    world.pages.drop(world.pool)
-    await world.pages.close()
-    assert world.registrar.calls == []
+    harness = Harness()
+    harness.registrar.error = TransferFailedError("it overlaps")
+    harness.pages.state(harness.pool)
+    await harness.until_changed()
+    assert [harness.pages.state(harness.pool) for _ in range(2)] == ["refused", "refused"]
+    harness.pages.drop(harness.pool)
+    await harness.pages.close()
+    assert harness.registrar.calls == []
 
 
 async def test_memory_stays_mapped_until_the_engine_has_forgotten_it() -> None:
-    world = World()
-    world.pages.state(world.pool)
-    await world.until_changed()
-    mapping = world.mapping
-    world.registrar.may_answer.clear()
-    world.pages.drop(world.pool)
-    world.pool.close()
-    del world.pool
+    harness = Harness()
+    harness.pages.state(harness.pool)
+    await harness.until_changed()
+    mapping = harness.mapping
+    harness.registrar.may_answer.clear()
+    harness.pages.drop(harness.pool)
+    harness.pool.close()
+    del harness.pool
     await asyncio.sleep(0)
     assert mapping() is not None
-    world.registrar.may_answer.set()
-    await asyncio.wait_for(world.registrar.forgotten.wait(), 10)
-    assert world.registrar.calls[1] == ("unregister", world.address)
-    await world.pages.close()
+    harness.registrar.may_answer.set()
+    await asyncio.wait_for(harness.registrar.forgotten.wait(), 10)
+    assert harness.registrar.calls[1] == ("unregister", harness.address)
+    await harness.pages.close()
     assert mapping() is None
 
 
 async def test_a_pool_deleted_while_it_is_being_registered_is_forgotten_afterwards() -> None:
-    world = World()
-    world.pages.state(world.pool)
-    world.pages.drop(world.pool)
-    world.registrar.may_answer.set()
-    await asyncio.wait_for(world.registrar.forgotten.wait(), 10)
-    assert [call for call, _ in world.registrar.calls] == ["register", "unregister"]
+    harness = Harness()
+    harness.pages.state(harness.pool)
+    harness.pages.drop(harness.pool)
+    harness.registrar.may_answer.set()
+    await asyncio.wait_for(harness.registrar.forgotten.wait(), 10)
+    assert [call for call, _ in harness.registrar.calls] == ["register", "unregister"]
 
 
 async def test_an_unknown_pool_may_be_dropped() -> None:
-    world = World()
-    world.pages.drop(world.pool)
-    await world.pages.close()
-    assert world.registrar.calls == []
+    harness = Harness()
+    harness.pages.drop(harness.pool)
+    await harness.pages.close()
+    assert harness.registrar.calls == []

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.landing import FenceBounds, LandingSlots
+from kvferry.daemon.bounce_buffers import BounceBuffers, FenceBounds
 from kvferry.daemon.metrics import Counters
 from kvferry.daemon.transports import fence_watch
 from kvferry.daemon.transports.fence_watch import FenceWatch
@@ -20,13 +20,13 @@ AT_ONCE = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=1e
 IMPATIENT = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=0.0)
 
 
-class World:
+class Harness:
     """A watch, and all that it deals with: it is the engine and the grants."""
 
     def __init__(self, bounds: FenceBounds) -> None:
-        self.slots = LandingSlots(4096, 4096, 4, bounds)
+        self.bounce_buffers = BounceBuffers(4096, 4096, 4, bounds)
         self.counters = Counters()
-        self.watch = FenceWatch(self, self.slots, self, self.counters)
+        self.watch = FenceWatch(self, self.bounce_buffers, self, self.counters)
         self.session_name = "session"
         self.writing = False
         self.held = False
@@ -47,7 +47,7 @@ class World:
             raise self.error
         return self.session_name
 
-    def rest_unanswered(self, now_s: float) -> None:
+    def quarantine_unanswered(self, now_s: float) -> None:
         """See ``Grants``."""
         if self.unanswered:
             self.unanswered = False
@@ -65,10 +65,10 @@ class World:
         """See ``Grants``."""
 
     def rest(self, now_s: float = 0.0) -> None:
-        """Let a slot rest."""
-        slot = self.slots.take(PEER, 1)
-        assert slot is not None
-        self.slots.quarantine(slot.number, PEER, 1, now_s)
+        """Let a bounce buffer rest."""
+        bounce_buffer = self.bounce_buffers.take(PEER, 1)
+        assert bounce_buffer is not None
+        self.bounce_buffers.quarantine(bounce_buffer.number, PEER, 1, now_s)
 
     async def turns(self) -> None:
         """Let the watch look some times."""
@@ -82,81 +82,81 @@ def _looks_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_nothing_is_watched_where_nothing_rests() -> None:
-    world = World(AT_ONCE)
-    world.watch.look()
-    await world.turns()
-    assert (world.said, world.watch.state) == ([], "ready")
+    harness = Harness(AT_ONCE)
+    harness.watch.look()
+    await harness.turns()
+    assert (harness.said, harness.watch.state) == ([], "ready")
 
 
 async def test_what_rests_is_free_after_a_fence() -> None:
-    world = World(AT_ONCE)
-    world.rest()
+    harness = Harness(AT_ONCE)
+    harness.rest()
     with capture_logs() as logs:
-        world.watch.look()
-        await world.turns()
-    assert world.said == ["cut off [] TRANSFER_FAILED", "rebuild, held True", "nothing lands"]
-    assert (world.slots.free, world.held, world.watch.state) == (4, False, "ready")
-    assert world.counters.snapshot() == {"landing.fences": 1}
-    assert [(one["event"], one["freed"]) for one in logs] == [("landing slots fenced", 1)]
+        harness.watch.look()
+        await harness.turns()
+    assert harness.said == ["cut off [] TRANSFER_FAILED", "rebuild, held True", "nothing lands"]
+    assert (harness.bounce_buffers.free, harness.held, harness.watch.state) == (4, False, "ready")
+    assert harness.counters.snapshot() == {"network.fences": 1}
+    assert [(one["event"], one["freed"]) for one in logs] == [("bounce buffers fenced", 1)]
 
 
 @pytest.mark.parametrize("of_peers", [True, False])
 async def test_a_fence_waits_for_grants_and_for_own_writes(*, of_peers: bool) -> None:
-    world = World(AT_ONCE)
-    world.rest()
-    live = world.slots.take(PEER, 2) if of_peers else None
-    world.writing = not of_peers
-    world.watch.look()
-    await world.turns()
-    assert (world.said, world.held, world.watch.state) == ([], True, "draining")
+    harness = Harness(AT_ONCE)
+    harness.rest()
+    live = harness.bounce_buffers.take(PEER, 2) if of_peers else None
+    harness.writing = not of_peers
+    harness.watch.look()
+    await harness.turns()
+    assert (harness.said, harness.held, harness.watch.state) == ([], True, "draining")
     if live is not None:
-        world.slots.give_back(live.number, PEER, 2)
-    world.writing = False
+        harness.bounce_buffers.give_back(live.number, PEER, 2)
+    harness.writing = False
     with capture_logs():
-        await world.turns()
-    assert (world.slots.free, world.held, world.watch.state) == (4, False, "ready")
+        await harness.turns()
+    assert (harness.bounce_buffers.free, harness.held, harness.watch.state) == (4, False, "ready")
 
 
 async def test_a_fence_does_not_wait_for_ever() -> None:
-    world = World(IMPATIENT)
-    world.rest()
-    world.slots.take(PEER, 2)
-    world.writing = True
+    harness = Harness(IMPATIENT)
+    harness.rest()
+    harness.bounce_buffers.take(PEER, 2)
+    harness.writing = True
     with capture_logs():
-        world.watch.look()
-        await world.turns()
-    assert world.said[0] == "cut off [1] TRANSFER_FAILED"
-    assert world.slots.free == 4
+        harness.watch.look()
+        await harness.turns()
+    assert harness.said[0] == "cut off [1] TRANSFER_FAILED"
+    assert harness.bounce_buffers.free == 4
 
 
 async def test_grants_that_nobody_answers_are_watched_too() -> None:
-    world = World(AT_ONCE)
-    world.unanswered = True
+    harness = Harness(AT_ONCE)
+    harness.unanswered = True
     with capture_logs():
-        world.watch.look()
-        await world.turns()
-    assert world.counters.snapshot() == {"landing.fences": 1}
+        harness.watch.look()
+        await harness.turns()
+    assert harness.counters.snapshot() == {"network.fences": 1}
 
 
 async def test_after_a_fence_that_failed_nothing_is_granted_and_nothing_tried_again() -> None:
-    world = World(AT_ONCE)
-    world.rest()
-    world.error = TransferFailedError("no engine")
+    harness = Harness(AT_ONCE)
+    harness.rest()
+    harness.error = TransferFailedError("no engine")
     with capture_logs() as logs:
-        world.watch.look()
-        await world.turns()
-        world.watch.look()
-        await world.turns()
-    assert world.said == ["cut off [] TRANSFER_FAILED", "rebuild, held True"]
+        harness.watch.look()
+        await harness.turns()
+        harness.watch.look()
+        await harness.turns()
+    assert harness.said == ["cut off [] TRANSFER_FAILED", "rebuild, held True"]
     assert [one["log_level"] for one in logs] == ["error"]
-    assert world.watch.state == "broken"
-    assert world.slots.take(PEER, 9) is None
+    assert harness.watch.state == "broken"
+    assert harness.bounce_buffers.take(PEER, 9) is None
 
 
 async def test_nothing_is_watched_after_the_end() -> None:
-    world = World(AT_ONCE)
-    world.rest()
-    world.watch.close()
-    world.watch.look()
-    await world.turns()
-    assert world.said == []
+    harness = Harness(AT_ONCE)
+    harness.rest()
+    harness.watch.close()
+    harness.watch.look()
+    await harness.turns()
+    assert harness.said == []

@@ -1,4 +1,4 @@
-"""The local transport with real threads: every piece is reported exactly once, and no byte moves after that."""
+"""The local transport with real threads: every transfer op is reported exactly once, and no byte moves after that."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.rooms.effects import StartPiece
-from kvferry.daemon.rooms.remote import Incarnation, RemotePool
+from kvferry.daemon.transfer.effects import StartOp
+from kvferry.daemon.transfer.remote import Incarnation, RemotePool
 from kvferry.daemon.transports import local
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.pools.copies import CopyBlocks, copy_one_by_one
@@ -22,7 +22,7 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.manifests import Entry
 from tests.region_bytes import fill_region, read_region, write_region
-from tests.rooms.room_world import PAGE_BYTES, RoomWorld
+from tests.transfer.transfer_harness import PAGE_BYTES, TransferHarness
 
 WAIT_S = 30.0
 ONE_CHUNK = 1 << 20
@@ -55,8 +55,11 @@ class Site:
     """Two pools, a transport between them, and what it reports."""
 
     def __init__(self, copy: CopyBlocks, *, threads: int = 2, chunk_bytes: int = ONE_BLOCK) -> None:
-        self.world = RoomWorld()
-        self.source, self.destination = self.world.pool("source", pages=65), self.world.pool("destination", pages=65)
+        self.harness = TransferHarness()
+        self.source, self.destination = (
+            self.harness.pool("source", pages=65),
+            self.harness.pool("destination", pages=65),
+        )
         self.reports: list[tuple[int, KvferryError | None]] = []
         self.threads: set[int] = set()
         self._news = asyncio.Event()
@@ -64,15 +67,15 @@ class Site:
             asyncio.get_running_loop(), self._done, threads=threads, chunk_bytes=chunk_bytes, copy=copy
         )
 
-    def piece(self, number: int, first: int, count: int) -> StartPiece:
-        """Return a piece of scattered pages, filled at the source."""
+    def op(self, number: int, first: int, count: int) -> StartOp:
+        """Return a transfer op of scattered pages, filled at the source."""
         ids = np.arange(first, first + count)
-        self.world.fill(self.source, ids)
+        self.harness.fill(self.source, ids)
         plan = make_plan(pair_entries(self.source.manifest.entries, self.destination.manifest.entries), ids, ids[::-1])
-        return StartPiece(number, self.source, self.destination, (plan,))
+        return StartOp(number, self.source, self.destination, (plan,))
 
     def arrived(self, first: int, count: int) -> bool:
-        """Return whether a piece's pages are at the destination."""
+        """Return whether a transfer op's pages are at the destination."""
         ids = np.arange(first, first + count)
         return content(self, self.source, ids) == content(self, self.destination, ids[::-1])
 
@@ -84,14 +87,14 @@ class Site:
                 await self._news.wait()
         return self.reports
 
-    def _done(self, piece_id: int, error: KvferryError | None) -> None:
+    def _done(self, op_id: int, error: KvferryError | None) -> None:
         self.threads.add(threading.get_ident())
-        self.reports.append((piece_id, error))
+        self.reports.append((op_id, error))
         self._news.set()
 
 
 def content(site: Site, pool: Pool, ids: np.typing.NDArray[np.int64]) -> list[dict[str, bytes]]:
-    return site.world.content(pool, ids)
+    return site.harness.content(pool, ids)
 
 
 async def let_scheduled_callbacks_run() -> None:
@@ -116,16 +119,16 @@ pytestmark = pytest.mark.anyio
 @pytest.mark.any_device
 @pytest.mark.parametrize("chunk_bytes", [1, ONE_BLOCK, 5 * PAGE_BYTES, ONE_CHUNK])
 @pytest.mark.parametrize("threads", [1, 2, 4])
-async def test_all_pieces_arrive_and_are_reported_once(chunk_bytes: int, threads: int) -> None:
+async def test_all_ops_arrive_and_are_reported_once(chunk_bytes: int, threads: int) -> None:
     async with closing(Site(best_copy(), threads=threads, chunk_bytes=chunk_bytes)) as site:
         for number in range(16):
-            site.transport.start(site.piece(number, 1 + 4 * number, 4))
+            site.transport.start(site.op(number, 1 + 4 * number, 4))
         reports = await site.reported(16)
         await let_scheduled_callbacks_run()
         assert sorted(reports) == [(number, None) for number in range(16)]
         assert all(site.arrived(1 + 4 * number, 4) for number in range(16))
         assert site.threads == {threading.get_ident()}, "reports come on the loop"
-        assert "pieces=0" in repr(site.transport)
+        assert "ops=0" in repr(site.transport)
 
 
 async def test_large_blocks_are_copied_in_parts() -> None:
@@ -139,7 +142,7 @@ async def test_large_blocks_are_copied_in_parts() -> None:
         pages, size = np.arange(1, 2), 3 * local.MAX_BLOCK_BYTES + 7
         big = [type(entry)(component="main", role="k", layer=0, base=0, pages=2, page_bytes=size)]
         site.transport.start(
-            StartPiece(1, site.source, site.destination, (make_plan(pair_entries(big, big), pages, pages),))
+            StartOp(1, site.source, site.destination, (make_plan(pair_entries(big, big), pages, pages),))
         )
         await site.reported(1)
     assert sorted(seen) == [7, *[local.MAX_BLOCK_BYTES] * 3]
@@ -179,13 +182,13 @@ def by_head(pool: Pool, role: str, ids: np.typing.NDArray[np.int64]) -> np.typin
 @pytest.mark.parametrize("chunk_bytes", [1, 500, ONE_CHUNK])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("ours", "theirs"), [((0, 8), (2, 2)), ((4, 2), (4, 4)), ((2, 4), (0, 4)), ((6, 2), (0, 8))])
-async def test_slices_and_whole_pages_of_one_piece_arrive(
+async def test_slices_and_whole_pages_of_one_op_arrive(
     chunk_bytes: int, threads: int, ours: tuple[int, int], theirs: tuple[int, int]
 ) -> None:
     async with closing(Site(best_copy(), threads=threads, chunk_bytes=chunk_bytes)) as site:
         rng = np.random.default_rng(chunk_bytes)
-        source = site.world.pool("sliced source", heads_of(*ours), pages=33)
-        destination = site.world.pool("sliced destination", heads_of(*theirs), pages=33)
+        source = site.harness.pool("sliced source", heads_of(*ours), pages=33)
+        destination = site.harness.pool("sliced destination", heads_of(*theirs), pages=33)
         for pool in (source, destination):
             write_region(pool.region, rng.integers(0, 256, pool.manifest.region_bytes, np.uint8))
         expected = {role: by_head(destination, role, np.arange(33)) for role in ("k", "v", "index_k")}
@@ -197,7 +200,7 @@ async def test_slices_and_whole_pages_of_one_piece_arrive(
                 content[received, :, head - first] = by_head(source, role, sent)[:, :, head - own_first]
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), sent, received)
         assert plan.sliced.sum() == 2
-        site.transport.start(StartPiece(1, source, destination, (plan,)))
+        site.transport.start(StartOp(1, source, destination, (plan,)))
         assert await site.reported(1) == [(1, None)]
         for role, content in expected.items():
             assert (by_head(destination, role, np.arange(33)) == content).all()
@@ -211,11 +214,11 @@ async def test_whole_pages_do_not_go_through_staging() -> None:
         copy_one_by_one(blocks)
 
     async with closing(Site(counting, threads=1, chunk_bytes=ONE_CHUNK)) as site:
-        source = site.world.pool("sliced source", heads_of(0, 8), pages=3)
-        destination = site.world.pool("sliced destination", heads_of(7, 1), pages=3)
+        source = site.harness.pool("sliced source", heads_of(0, 8), pages=3)
+        destination = site.harness.pool("sliced destination", heads_of(7, 1), pages=3)
         ids = np.arange(1, 3)
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
-        site.transport.start(StartPiece(1, source, destination, (plan,)))
+        site.transport.start(StartOp(1, source, destination, (plan,)))
         await site.reported(1)
     assert sum(sizes) == plan.total_bytes, "index_k at once, k and v from staging; numpy brought them there"
 
@@ -224,12 +227,12 @@ async def test_whole_pages_do_not_go_through_staging() -> None:
 async def test_a_page_larger_than_the_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "STAGING_BYTES", 8)
     async with closing(Site(best_copy(), threads=1, chunk_bytes=1)) as site:
-        source = site.world.pool("sliced source", heads_of(0, 8), pages=3)
-        destination = site.world.pool("sliced destination", heads_of(7, 1), pages=3)
+        source = site.harness.pool("sliced source", heads_of(0, 8), pages=3)
+        destination = site.harness.pool("sliced destination", heads_of(7, 1), pages=3)
         fill_region(source.region, 7)
         ids = np.arange(1, 3)
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
-        site.transport.start(StartPiece(1, source, destination, (plan,)))
+        site.transport.start(StartOp(1, source, destination, (plan,)))
         assert await site.reported(1) == [(1, None)]
         assert all((by_head(destination, role, ids) == 7).all() for role in ("k", "v", "index_k"))
 
@@ -237,18 +240,18 @@ async def test_a_page_larger_than_the_staging_buffer(monkeypatch: pytest.MonkeyP
 @pytest.mark.any_device
 async def test_a_pool_that_is_not_mapped_here_is_an_error() -> None:
     async with closing(Site(best_copy())) as site:
-        piece = site.piece(1, 1, 2)
+        op = site.op(1, 1, 2)
         far = RemotePool(7, "far", site.source.manifest, Incarnation("tcp://10.0.0.1:1", "0" * 32), 1)
-        site.transport.start(piece._replace(source=far))
+        site.transport.start(op._replace(source=far))
         ((_, error),) = await site.reported(1)
         assert error is not None
         assert (error.code, "'far' is not mapped here" in str(error)) == ("INTERNAL", True)
 
 
-async def test_a_stopped_piece_ends_early_and_is_reported_once() -> None:
+async def test_a_stopped_op_ends_early_and_is_reported_once() -> None:
     copy = GatedCopy()
     async with closing(Site(copy, threads=2), copy) as site:
-        site.transport.start(site.piece(1, 1, 60))
+        site.transport.start(site.op(1, 1, 60))
         await copy.entered.wait()
         site.transport.stop(1)
         site.transport.stop(1)
@@ -258,17 +261,17 @@ async def test_a_stopped_piece_ends_early_and_is_reported_once() -> None:
         assert error is not None
         assert error.code == "CANCELLED"
         site.transport.stop(1)
-        site.transport.start(site.piece(2, 1, 1))
+        site.transport.start(site.op(2, 1, 1))
         assert (await site.reported(2))[1] == (2, None)
-        assert copy.calls <= 2 + 4, "two chunks under way, and the four of the second piece"
+        assert copy.calls <= 2 + 4, "two chunks under way, and the four of the second transfer op"
 
 
-async def test_a_piece_stopped_before_it_began_copies_nothing() -> None:
+async def test_a_op_stopped_before_it_began_copies_nothing() -> None:
     copy = GatedCopy()
     async with closing(Site(copy, threads=1), copy) as site:
-        site.transport.start(site.piece(1, 1, 1))
+        site.transport.start(site.op(1, 1, 1))
         await copy.entered.wait()
-        site.transport.start(site.piece(2, 10, 3))
+        site.transport.start(site.op(2, 10, 3))
         site.transport.stop(2)
         copy.gate.set()
         reports = dict(await site.reported(2))
@@ -282,7 +285,7 @@ async def test_a_piece_stopped_before_it_began_copies_nothing() -> None:
 async def test_stopping_what_is_not_under_way_does_nothing() -> None:
     async with closing(Site(best_copy())) as site:
         site.transport.stop(7)
-        site.transport.start(site.piece(7, 1, 3))
+        site.transport.start(site.op(7, 1, 3))
         assert await site.reported(1) == [(7, None)]
         site.transport.stop(7)
         await let_scheduled_callbacks_run()
@@ -296,12 +299,12 @@ async def test_a_copy_that_fails_is_reported_once(threads: int, cause: Exception
     copy.error = cause
     with capture_logs() as logs:
         async with closing(Site(copy, threads=threads), copy) as site:
-            site.transport.start(site.piece(1, 1, 20))
+            site.transport.start(site.op(1, 1, 20))
             await copy.entered.wait()
             copy.gate.set()
             ((_, error),) = await site.reported(1)
             copy.error = None
-            site.transport.start(site.piece(2, 30, 20))
+            site.transport.start(site.op(2, 30, 20))
             assert (await site.reported(2))[1] == (2, None)
             await let_scheduled_callbacks_run()
     assert len(site.reports) == 2
@@ -310,12 +313,12 @@ async def test_a_copy_that_fails_is_reported_once(threads: int, cause: Exception
     assert bool(logs) == (not isinstance(cause, KvferryError)), "a bug is logged"
 
 
-async def test_a_small_piece_does_not_wait_for_a_large_one() -> None:
+async def test_a_small_op_does_not_wait_for_a_large_one() -> None:
     copy = GatedCopy()
     async with closing(Site(copy, threads=1), copy) as site:
-        site.transport.start(site.piece(1, 1, 60))
+        site.transport.start(site.op(1, 1, 60))
         await copy.entered.wait()
-        site.transport.start(site.piece(2, 61, 1))
+        site.transport.start(site.op(2, 61, 1))
         copy.gate.set()
         assert [number for number, _ in await site.reported(2)] == [2, 1]
 
@@ -324,7 +327,7 @@ async def test_close_waits_until_no_byte_moves_and_then_nothing_is_reported() ->
     copy = GatedCopy()
     site = Site(copy, threads=2, chunk_bytes=ONE_CHUNK)
     for number in range(4):
-        site.transport.start(site.piece(number, 1 + number, 1))
+        site.transport.start(site.op(number, 1 + number, 1))
     await copy.entered.wait()
     closed = asyncio.get_running_loop().run_in_executor(None, site.transport.close)
     done, _ = await asyncio.wait({closed}, timeout=0.05)

@@ -20,7 +20,7 @@ from kvferry.daemon.transports.mooncake_native import MooncakeSettings
 from kvferry.daemon.transports.mooncake_writes import WriteFailedError
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError, TransferFailedError
-from tests.daemon.transports.mooncake_world import (
+from tests.daemon.transports.mooncake_harness import (
     PROGRESS_TIMEOUT_S,
     WAIT_S,
     Ends,
@@ -370,8 +370,8 @@ async def test_many_concurrent_writes_land_where_they_should() -> None:
                 await ends.wait(len(ends.errors) + 1)
             assert ends.errors == [None] * count
             assert 0 < most <= SETTINGS.max_bytes_in_flight_per_peer
-            landed = peer.region.view().reshape(count, size_bytes)
-            assert np.array_equal(landed[order], source.view().reshape(count, size_bytes))
+            written = peer.region.view().reshape(count, size_bytes)
+            assert np.array_equal(written[order], source.view().reshape(count, size_bytes))
 
 
 @needs_mooncake
@@ -430,14 +430,14 @@ async def test_a_peer_that_hangs_fails_a_window_of_writes_within_the_progress_ti
             assert asyncio.get_running_loop().time() - started_s < 2 * PROGRESS_TIMEOUT_S
 
 
-async def stop_within_a_write(writer: Peer, session_name: str, landing: HostRegion) -> None:
+async def stop_within_a_write(writer: Peer, session_name: str, network: HostRegion) -> None:
     """Let the writer fill the region and stop it before it has; try again where it was faster."""
     for _ in range(20):
-        landing.view()[:] = 0
-        writer.tell(write=[session_name, landing.address, landing.size_bytes])
-        await eventually(lambda: landing.view()[MIB])
+        network.view()[:] = 0
+        writer.notify(write=[session_name, network.address, network.size_bytes])
+        await eventually(lambda: network.view()[MIB])
         writer.signal(signal.SIGSTOP)
-        if not landing.view()[-1]:
+        if not network.view()[-1]:
             return
         writer.signal(signal.SIGCONT)
         await asyncio.to_thread(writer.hear)
@@ -449,26 +449,26 @@ async def stop_within_a_write(writer: Peer, session_name: str, landing: HostRegi
 async def test_after_a_rebuild_nothing_of_a_peers_write_lands(*, rebuilds: bool) -> None:
     """Without the rebuild it does land: that is what the fence is for."""
     size_bytes = 256 * MIB
-    with HostRegion.create("landing", size_bytes) as landing, running_peer(size_bytes) as writer:
+    with HostRegion.create("network", size_bytes) as network, running_peer(size_bytes) as writer:
         writer.region.view()[:] = 7
         async with MooncakeEngine(SETTINGS) as engine:
-            await engine.register(landing.address, size_bytes)
-            await stop_within_a_write(writer, engine.session_name, landing)
+            await engine.register(network.address, size_bytes)
+            await stop_within_a_write(writer, engine.session_name, network)
             before = engine.session_name
             if rebuilds:
                 assert await engine.rebuild() != before
-                landing.view()[:] = 0
+                network.view()[:] = 0
             writer.signal(signal.SIGCONT)
             heard = await asyncio.to_thread(writer.hear)
             if rebuilds:
                 assert heard["may_still_land"]
-                assert not landing.view().any()
-                writer.tell(write=[engine.session_name, landing.address, MIB])
+                assert not network.view().any()
+                writer.notify(write=[engine.session_name, network.address, MIB])
                 assert await asyncio.to_thread(writer.hear) == {"done": None, "may_still_land": None}
-                assert (landing.view()[:MIB] == 7).all()
+                assert (network.view()[:MIB] == 7).all()
             else:
                 assert heard == {"done": None, "may_still_land": None}
-                assert (landing.view() == 7).all()
+                assert (network.view() == 7).all()
 
 
 @needs_mooncake

@@ -1,4 +1,4 @@
-"""Pieces read from another daemon's memory: mapped once, copied, confirmed; mapped for as long as anything is read."""
+"""Transfer ops read from another daemon's memory: mapped once, copied, confirmed; mapped while anything is read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.daemon.rooms.remote import RemotePool
-from kvferry.daemon.rooms.sides import Piece
 from kvferry.daemon.testing.scripted_transport import ScriptedTransport
+from kvferry.daemon.transfer.endpoints import TransferOp
+from kvferry.daemon.transfer.remote import RemotePool
 from kvferry.daemon.transports import pull
 from kvferry.daemon.transports.pull import FETCH_TIMEOUT_S, PullTransport, fetch_region
 from kvferry.pools.devices.host import HostRegion
@@ -29,12 +29,12 @@ from kvferry.protocol.errors import (
     KvferryError,
     PeerLostError,
     UnknownPoolError,
-    UnknownRoomError,
+    UnknownTransferError,
 )
 from kvferry.protocol.peer_messages import Confirm, Confirmed
 from kvferry.protocol.session_messages import RegionFollows, RegionRequest, SessionRefused
 from kvferry.protocol.session_stream import pack
-from tests.daemon.transports.landing_world import LandingWorld, ManualExecutor, Said, turns
+from tests.daemon.transports.network_harness import ManualExecutor, NetworkHarness, Said, turns
 
 pytestmark = pytest.mark.anyio
 SOMEBODY = 65534
@@ -44,42 +44,42 @@ class Home:
     """A pulling transport, a copier that does what the test says, and memory to map."""
 
     def __init__(self) -> None:
-        self.world = LandingWorld(way="ipc")
+        self.harness = NetworkHarness(way="ipc")
         self.said, self.executor = Said(), ManualExecutor()
         self.copier = ScriptedTransport(self._copied)
         self.fetched: list[tuple[str, RegionRequest, int]] = []
         self.refusal: Exception | None = None
         self.mapped: list[HostRegion] = []
-        self.pull = PullTransport(self.said, self.copier, self.executor, self.world.report, self._fetch)
+        self.pull = PullTransport(self.said, self.copier, self.executor, self.harness.report, self._fetch)
 
-    def start(self) -> Piece:
-        """Start a piece."""
-        piece = self.world.piece()
-        self.pull.start(piece)
-        return piece
+    def start(self) -> TransferOp:
+        """Start a transfer op."""
+        op = self.harness.op()
+        self.pull.start(op)
+        return op
 
-    def pool(self, piece: Piece) -> RemotePool:
+    def pool(self, op: TransferOp) -> RemotePool:
         """Return the source's pool as the home knows it."""
-        assert isinstance(piece.offer.pool, RemotePool)
-        return piece.offer.pool
+        assert isinstance(op.send_request.pool, RemotePool)
+        return op.send_request.pool
 
-    def confirm(self, piece: Piece, error: KvferryError | None = None) -> None:
+    def confirm(self, op: TransferOp, error: KvferryError | None = None) -> None:
         """Let the source answer."""
-        answer = Confirmed(piece=piece.piece_id, error=error.info() if error else None)
-        self.pull.confirmed(self.world.to_source, answer)
+        answer = Confirmed(op=op.op_id, error=error.info() if error else None)
+        self.pull.confirmed(self.harness.to_source, answer)
 
     def _fetch(self, address: str, asked: RegionRequest, size_bytes: int) -> HostRegion:
         self.fetched.append((address, asked, size_bytes))
         if self.refusal is not None:
             raise self.refusal
-        held = self.world.source_pool.region
+        held = self.harness.source_pool.region
         assert isinstance(held, HostRegion)
         fd = os.dup(held.fd)
         self.mapped.append(HostRegion(fd, size_bytes, writable=False))
         return self.mapped[-1]
 
-    def _copied(self, piece_id: int, error: KvferryError | None) -> None:
-        assert self.pull.copied(piece_id, error)
+    def _copied(self, op_id: int, error: KvferryError | None) -> None:
+        assert self.pull.copied(op_id, error)
 
 
 @pytest.fixture
@@ -88,75 +88,75 @@ async def home(anyio_backend: object) -> Home:  # noqa: ARG001  this fixture run
     return Home()
 
 
-async def test_a_piece_is_mapped_copied_and_confirmed(home: Home) -> None:
-    piece = home.start()
+async def test_a_op_is_mapped_copied_and_confirmed(home: Home) -> None:
+    op = home.start()
     assert list(home.copier.under_way) == [], "not mapped yet"
     await home.executor.run()
-    pool = home.pool(piece)
-    asked = RegionRequest(tenant=pool.tenant, pool="prefill", region=home.world.source_pool.region.identity)
-    assert home.fetched == [(home.world.source.ipc, asked, pool.manifest.region_bytes)]
-    home.copier.finish(piece.piece_id)
+    pool = home.pool(op)
+    asked = RegionRequest(tenant=pool.tenant, pool="prefill", region=home.harness.source_pool.region.identity)
+    assert home.fetched == [(home.harness.source.ipc, asked, pool.manifest.region_bytes)]
+    home.copier.finish(op.op_id)
     await turns()
     (confirm,) = home.said.of(Confirm)
-    assert confirm.piece == piece.piece_id
-    assert home.world.reports == [], "the pages may have been used anew"
-    home.confirm(piece)
+    assert confirm.op == op.op_id
+    assert home.harness.reports == [], "the pages may have been used anew"
+    home.confirm(op)
     await turns()
-    assert home.world.outcomes == [(piece.piece_id, "OK")]
-    assert home.world.arrived(piece)
+    assert home.harness.outcomes == [(op.op_id, "OK")]
+    assert home.harness.arrived(op)
 
 
 async def test_a_pool_is_mapped_once(home: Home) -> None:
-    pieces = [home.start(), home.start()]
+    ops = [home.start(), home.start()]
     assert len(home.executor.waiting) == 1
     await home.executor.run()
-    pieces.append(home.start())
-    assert list(home.copier.under_way) == [one.piece_id for one in pieces]
+    ops.append(home.start())
+    assert list(home.copier.under_way) == [one.op_id for one in ops]
     assert len(home.fetched) == 1
 
 
 async def test_what_the_source_does_not_confirm_has_failed(home: Home) -> None:
-    piece = home.start()
+    op = home.start()
     await home.executor.run()
-    home.copier.finish(piece.piece_id)
-    home.confirm(piece, UnknownRoomError("the offer is over", field="offer"))
+    home.copier.finish(op.op_id)
+    home.confirm(op, UnknownTransferError("the send request is over", field="send_request"))
     await turns()
-    assert home.world.outcomes == [(piece.piece_id, "UNKNOWN_ROOM")]
+    assert home.harness.outcomes == [(op.op_id, "UNKNOWN_TRANSFER")]
 
 
 async def test_only_the_source_may_confirm_and_only_what_was_copied(home: Home) -> None:
-    piece = home.start()
+    op = home.start()
     await home.executor.run()
-    home.confirm(piece)  # nobody has asked
-    home.copier.finish(piece.piece_id)
-    home.pull.confirmed(home.world.to_source._replace(boot_id="f" * 32), Confirmed(piece=piece.piece_id))
-    home.pull.confirmed(home.world.to_source, Confirmed(piece=99))
+    home.confirm(op)  # nobody has asked
+    home.copier.finish(op.op_id)
+    home.pull.confirmed(home.harness.to_source._replace(boot_id="f" * 32), Confirmed(op=op.op_id))
+    home.pull.confirmed(home.harness.to_source, Confirmed(op=99))
     await turns()
-    assert home.world.reports == []
-    home.confirm(piece)
-    home.confirm(piece)
+    assert home.harness.reports == []
+    home.confirm(op)
+    home.confirm(op)
     await turns()
-    assert home.world.outcomes == [(piece.piece_id, "OK")]
+    assert home.harness.outcomes == [(op.op_id, "OK")]
 
 
 async def test_a_confirmation_before_the_pool_is_mapped_is_void(home: Home) -> None:
-    piece = home.start()
-    home.confirm(piece)
+    op = home.start()
+    home.confirm(op)
     await turns()
-    assert home.world.reports == [], "not a byte has been read"
+    assert home.harness.reports == [], "not a byte has been read"
     await home.executor.run()
-    home.copier.finish(piece.piece_id)
-    home.confirm(piece)
+    home.copier.finish(op.op_id)
+    home.confirm(op)
     await turns()
-    assert home.world.outcomes == [(piece.piece_id, "OK")]
+    assert home.harness.outcomes == [(op.op_id, "OK")]
 
 
 async def test_a_copy_that_fails_is_not_confirmed(home: Home) -> None:
-    piece = home.start()
+    op = home.start()
     await home.executor.run()
-    home.copier.end(piece.piece_id, AccessDeniedError("scripted"))
+    home.copier.end(op.op_id, AccessDeniedError("scripted"))
     await turns()
-    assert home.world.outcomes == [(piece.piece_id, "ACCESS_DENIED")]
+    assert home.harness.outcomes == [(op.op_id, "ACCESS_DENIED")]
     assert home.said.of(Confirm) == []
 
 
@@ -166,103 +166,103 @@ async def test_a_copy_that_fails_is_not_confirmed(home: Home) -> None:
 )
 async def test_a_pool_that_cannot_be_mapped_fails_all_that_wait(home: Home, refusal: Exception, code: str) -> None:
     home.refusal = refusal
-    pieces = [home.start(), home.start()]
+    ops = [home.start(), home.start()]
     await home.executor.run()
-    assert home.world.outcomes == [(one.piece_id, code) for one in pieces]
+    assert home.harness.outcomes == [(one.op_id, code) for one in ops]
     home.refusal = None
     again = home.start()
     await home.executor.run()
-    assert list(home.copier.under_way) == [again.piece_id], "the next one asks again"
+    assert list(home.copier.under_way) == [again.op_id], "the next one asks again"
 
 
 # -- stopped, and lost
 
 
-async def test_a_piece_that_is_stopped_before_it_is_copied_is_over_at_once(home: Home) -> None:
-    piece = home.start()
-    home.pull.stop(piece.piece_id)
+async def test_a_op_that_is_stopped_before_it_is_copied_is_over_at_once(home: Home) -> None:
+    op = home.start()
+    home.pull.stop(op.op_id)
     await turns()
-    assert home.world.outcomes == [(piece.piece_id, "CANCELLED")]
+    assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
     await home.executor.run()
-    assert home.pool(piece).mapping is None
+    assert home.pool(op).mapping is None
     assert is_closed(home.mapped[0]), "nobody wants it"
-    assert len(home.world.reports) == 1
+    assert len(home.harness.reports) == 1
 
 
-async def test_a_piece_that_is_stopped_while_it_is_copied_is_over_afterwards(home: Home) -> None:
-    piece = home.start()
+async def test_a_op_that_is_stopped_while_it_is_copied_is_over_afterwards(home: Home) -> None:
+    op = home.start()
     await home.executor.run()
-    home.pull.stop(piece.piece_id)
+    home.pull.stop(op.op_id)
     await turns()
-    assert home.world.reports == []
-    assert home.copier.stopped == {piece.piece_id}
-    home.copier.finish(piece.piece_id)
+    assert home.harness.reports == []
+    assert home.copier.stopped == {op.op_id}
+    home.copier.finish(op.op_id)
     await turns()
-    assert home.world.outcomes == [(piece.piece_id, "CANCELLED")]
+    assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
     assert home.said.of(Confirm) == []
 
 
 async def test_a_peer_that_is_lost_while_it_is_asked_to_confirm(home: Home) -> None:
-    piece = home.start()
+    op = home.start()
     await home.executor.run()
-    home.copier.finish(piece.piece_id)
-    home.pull.peer_lost(home.world.to_source, "its connection closed")
+    home.copier.finish(op.op_id)
+    home.pull.peer_lost(home.harness.to_source, "its connection closed")
     await turns()
-    assert home.world.outcomes == [(piece.piece_id, "PEER_LOST")]
+    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
 
 
 async def test_a_peer_that_cannot_be_asked_to_confirm_is_lost(home: Home) -> None:
-    piece = home.start()
+    op = home.start()
     await home.executor.run()
-    home.said.gone.add(home.world.to_source)
-    home.copier.finish(piece.piece_id)
+    home.said.gone.add(home.harness.to_source)
+    home.copier.finish(op.op_id)
     await turns()
-    assert home.world.outcomes == [(piece.piece_id, "PEER_LOST")]
+    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
 
 
 async def test_memory_of_a_lost_peer_stays_mapped_until_the_copy_has_ended(home: Home) -> None:
-    piece = home.start()
+    op = home.start()
     await home.executor.run()
     mapping = weakref.ref(home.mapped[0].buffer)
-    home.pull.peer_lost(home.world.to_source, "its connection closed")
-    home.mapped.pop().close()  # as the rooms do, which do not know of copies
-    home.pool(piece).mapping = None
+    home.pull.peer_lost(home.harness.to_source, "its connection closed")
+    home.mapped.pop().close()  # as the receive requests do, which do not know of copies
+    home.pool(op).mapping = None
     await turns()
-    assert home.world.reports == []
+    assert home.harness.reports == []
     assert mapping() is not None, "it is being read"
-    home.copier.end(piece.piece_id)
+    home.copier.end(op.op_id)
     await turns()
-    assert home.world.outcomes == [(piece.piece_id, "PEER_LOST")]
+    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
     assert mapping() is None
 
 
-async def test_another_peers_pieces_go_on(home: Home) -> None:
-    piece = home.start()
-    home.pull.peer_lost(home.world.to_source._replace(boot_id="f" * 32), "another one")
+async def test_another_peers_ops_go_on(home: Home) -> None:
+    op = home.start()
+    home.pull.peer_lost(home.harness.to_source._replace(boot_id="f" * 32), "another one")
     await home.executor.run()
-    assert list(home.copier.under_way) == [piece.piece_id]
+    assert list(home.copier.under_way) == [op.op_id]
 
 
 async def test_others_copies_are_not_ours(home: Home) -> None:
     assert not home.pull.copied(99, None)
     home.pull.stop(99)
-    assert home.world.reports == []
+    assert home.harness.reports == []
 
 
 async def test_nothing_is_reported_after_the_end(home: Home) -> None:
     home.start()
     home.pull.close()
     await home.executor.run()
-    assert home.world.reports == []
+    assert home.harness.reports == []
 
 
 async def test_what_is_copied_at_the_end_does_not_count(home: Home) -> None:
-    piece = home.start()
+    op = home.start()
     await home.executor.run()
     home.pull.close()
-    assert home.pull.copied(piece.piece_id, None), "it would count as another transport's, and as done"
+    assert home.pull.copied(op.op_id, None), "it would count as another transport's, and as done"
     await turns()
-    assert home.world.reports == []
+    assert home.harness.reports == []
     assert not home.said.of(Confirm)
 
 

@@ -1,6 +1,6 @@
 """Regions of any device against plain memory: every byte of a page moves, no other changes, whatever the staging.
 
-On the host they are host regions; with ``--device`` they are on a card, whose work the simulator keeps in order.
+On the host they are host regions; with ``--device`` they are on a device, whose work the simulator keeps in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.gather import gather, scatter, total_segments
 from kvferry.pools.plan import PlanSide
 from tests.devices import DEVICE, new_region
-from tests.pools.sides import ENTRY_BYTES, bytes_of, side_of, sides, stretches
+from tests.pools.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides
 from tests.region_bytes import fill_region, read_region, write_region
 
 pytestmark = pytest.mark.any_device
@@ -34,7 +34,7 @@ def noise(size_bytes: int, seed: int = 0) -> Bytes:
 @example(side_of([(2, 3, 4)], 20, cut=True), None)
 @example(side_of([(2, 3, 4), (3, 4, 9), (1, 1, 1)], 20, cut=False), None)
 def test_gather_takes_what_the_host_takes(side: PlanSide, data: st.DataObject | None) -> None:
-    first, stop = data.draw(stretches(side)) if data else (0, total_segments(side))
+    first, stop = data.draw(extents(side)) if data else (0, total_segments(side))
     memory = noise(ENTRY_BYTES * len(side.base))
     expected, got = (np.zeros(bytes_of(side, first, stop), np.uint8) for _ in range(2))
     gather(side, memory.ctypes.data, first, stop, expected.ctypes.data)
@@ -49,7 +49,7 @@ def test_gather_takes_what_the_host_takes(side: PlanSide, data: st.DataObject | 
 @example(side_of([(2, 3, 4)], 20, cut=True), None)
 @example(side_of([(2, 3, 4), (3, 4, 9), (1, 1, 1)], 20, cut=False), None)
 def test_scatter_writes_where_the_host_writes_and_nowhere_else(side: PlanSide, data: st.DataObject | None) -> None:
-    first, stop = data.draw(stretches(side)) if data else (0, total_segments(side))
+    first, stop = data.draw(extents(side)) if data else (0, total_segments(side))
     sent = noise(bytes_of(side, first, stop))
     expected = np.full(ENTRY_BYTES * len(side.base), UNTOUCHED, np.uint8)
     scatter(side, expected.ctypes.data, first, stop, sent.ctypes.data)

@@ -1,6 +1,6 @@
 """Regions of any device against plain slices: steps between pages and blocks, several under way at a time.
 
-On the host they are host regions; with ``--device`` they are on a card, whose work the simulator keeps in order.
+On the host they are host regions; with ``--device`` they are on a device, whose work the simulator keeps in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, BlockSteps
 from kvferry.protocol.ids import HOST
 from tests.devices import DEVICE, new_region
-from tests.pools.tiers.block_world import UNTOUCHED, BlockWorld, worlds
+from tests.pools.tiers.block_harness import UNTOUCHED, BlockHarness, harnesses
 from tests.region_bytes import read_region, write_region
 
 pytestmark = pytest.mark.any_device
@@ -27,7 +27,7 @@ MAX_UNDER_WAY = 3
 
 @pytest.fixture(params=[False, True], ids=["plain", "registered"], scope="module")
 def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
-    """Return memory for blocks, registered with the card or not; on the host that is all the same."""
+    """Return memory for blocks, registered with the device or not; on the host that is all the same."""
     with HostRegion.create("arena", 4 << 20) as region:
         registered = request.param and DEVICE.name != HOST
         if registered:
@@ -44,57 +44,57 @@ def steps_of(pages: BlockPages, step_bytes: int) -> Iterator[BlockStep]:
         yield step
 
 
-@given(worlds(), STEP_BYTES)
+@given(harnesses(), STEP_BYTES)
 def test_an_offload_puts_each_byte_into_its_block_and_nowhere_else(
-    arena: Arena, world: BlockWorld, step_bytes: int
+    arena: Arena, harness: BlockHarness, step_bytes: int
 ) -> None:
-    memory, region = world.memory(), new_region(world.manifest.region_bytes)
+    memory, region = harness.memory(), new_region(harness.manifest.region_bytes)
     write_region(region, memory)
     arena[:] = UNTOUCHED
     under_way: list[Pending] = []
-    for step in steps_of(world.pages, step_bytes):
-        under_way.append(region.begin_offload(world.pages, step, arena))
+    for step in steps_of(harness.pages, step_bytes):
+        under_way.append(region.begin_offload(harness.pages, step, arena))
         if len(under_way) == MAX_UNDER_WAY:
             under_way.pop(0).wait()
     for pending in under_way:
         pending.wait()
-    assert (arena[: world.arena_bytes] == world.offloaded(memory)).all()
-    assert (arena[world.arena_bytes :] == UNTOUCHED).all()
+    assert (arena[: harness.arena_bytes] == harness.offloaded(memory)).all()
+    assert (arena[harness.arena_bytes :] == UNTOUCHED).all()
     assert (read_region(region) == memory).all()
 
 
-@given(worlds(), STEP_BYTES)
+@given(harnesses(), STEP_BYTES)
 def test_a_restore_puts_each_byte_into_its_page_and_nowhere_else(
-    arena: Arena, world: BlockWorld, step_bytes: int
+    arena: Arena, harness: BlockHarness, step_bytes: int
 ) -> None:
-    memory, region = world.memory(), new_region(world.manifest.region_bytes)
+    memory, region = harness.memory(), new_region(harness.manifest.region_bytes)
     write_region(region, memory)
     arena[:] = np.random.default_rng(1).integers(0, 256, len(arena), np.uint8)
     before = arena.copy()
     under_way: list[Pending] = []
-    for step in steps_of(world.pages, step_bytes):
-        under_way.append(region.begin_restore(world.pages, step, arena))
+    for step in steps_of(harness.pages, step_bytes):
+        under_way.append(region.begin_restore(harness.pages, step, arena))
         if len(under_way) == MAX_UNDER_WAY:
             under_way.pop(0).wait()
     for pending in under_way:
         pending.wait()
-    assert (read_region(region) == world.restored(memory, arena)).all()
+    assert (read_region(region) == harness.restored(memory, arena)).all()
     assert (arena == before).all()
 
 
-@given(worlds(), STEP_BYTES, st.data())
+@given(harnesses(), STEP_BYTES, st.data())
 def test_offloads_and_restores_that_interleave_do_not_meet(
-    arena: Arena, world: BlockWorld, step_bytes: int, data: st.DataObject
+    arena: Arena, harness: BlockHarness, step_bytes: int, data: st.DataObject
 ) -> None:
     """Half of the pages go out while the others come in, begun and waited for in any order."""
-    half = len(world.pages.ids) // 2
-    layout = world.pages.layout
-    leaving, coming = (BlockPages(layout, *(one[cut] for one in world.pages[1:])) for cut in _halves(half))
-    memory, region = world.memory(), new_region(world.manifest.region_bytes)
+    half = len(harness.pages.ids) // 2
+    layout = harness.pages.layout
+    leaving, coming = (BlockPages(layout, *(one[cut] for one in harness.pages[1:])) for cut in _halves(half))
+    memory, region = harness.memory(), new_region(harness.manifest.region_bytes)
     write_region(region, memory)
     content = np.random.default_rng(1).integers(0, 256, len(arena), np.uint8)
     arena[:] = content
-    expected = world._replace(pages=coming).restored(memory, content)
+    expected = harness._replace(pages=coming).restored(memory, content)
     waiting = [(region.begin_offload, leaving, step) for step in steps_of(leaving, step_bytes)]
     waiting += [(region.begin_restore, coming, step) for step in steps_of(coming, step_bytes)]
     random = data.draw(st.randoms(use_true_random=False))
@@ -107,7 +107,7 @@ def test_offloads_and_restores_that_interleave_do_not_meet(
         else:
             under_way.pop(random.randrange(len(under_way))).wait()
     assert (read_region(region) == expected).all()
-    blocks = world._replace(pages=leaving).offloaded(memory)
+    blocks = harness._replace(pages=leaving).offloaded(memory)
     for at in leaving.offsets.tolist():
         assert (arena[at : at + layout.block_bytes] == blocks[at : at + layout.block_bytes]).all()
         content[at : at + layout.block_bytes] = arena[at : at + layout.block_bytes]

@@ -23,7 +23,7 @@ MIB = 1 << 20
 SIZE = 4 * MIB
 WAIT_S = 240.0
 
-pytestmark = pytest.mark.card_only  # it starts processes of its own on the simulator
+pytestmark = pytest.mark.device_only  # it starts processes of its own on the simulator
 
 PREPARED = """
 from kvferry.pools.devices.npu import NpuVendor
@@ -44,7 +44,7 @@ def simulator(require: Callable[[object, str], None], tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="module")
 def allocating(simulator: Simulator) -> Iterator[Child]:
-    """Return a process on a card."""
+    """Return a process on a device."""
     with Child(simulator) as one:
         one.do(PREPARED)
         yield one
@@ -141,10 +141,10 @@ def test_a_killed_process_keeps_nothing(owner: Child, simulator: Simulator) -> N
     assert owner.do("result = filled(7)")
 
 
-def test_a_lent_tensor_is_the_engines_own_memory(owner: Child, other: Child) -> None:
+def test_a_registered_tensor_is_the_engines_own_memory(owner: Child, other: Child) -> None:
     fields = owner.do(
         "mine = torch.zeros(1000, dtype=torch.int32, device='npu'); mine[3:5] = 0x01010101; torch.npu.synchronize()\n"
-        "result = msgspec.json.encode(vendor.lend(mine[3:5])).decode()"
+        "result = msgspec.json.encode(vendor.export(mine[3:5])).decode()"
     )
     other.do(f"share = msgspec.json.decode({fields!r}, type=TorchShare); mapped = vendor.map(share, 0, 8)")
     assert other.do("result = filled(1)")
@@ -158,13 +158,13 @@ def test_a_lent_tensor_is_the_engines_own_memory(owner: Child, other: Child) -> 
         ("torch.zeros(4, 4, device='npu').t()[1:]", "contiguous"),
     ],
 )
-def test_what_cannot_be_lent(owner: Child, tensor: str, why: str) -> None:
+def test_what_cannot_be_registered(owner: Child, tensor: str, why: str) -> None:
     with pytest.raises(ChildError, match=why) as refused:
-        owner.do(f"vendor.lend({tensor})")
+        owner.do(f"vendor.export({tensor})")
     assert refused.value.kind == "InvalidFieldError"
 
 
-def test_too_large_a_pool_is_out_of_memory_and_the_card_goes_on(owner: Child, simulator: Simulator) -> None:
+def test_too_large_a_pool_is_out_of_memory_and_the_device_goes_on(owner: Child, simulator: Simulator) -> None:
     before = simulator.memory_used(0)
     with pytest.raises(ChildError, match="has not enough free memory") as refused:
         owner.do(f"vendor.allocate(0, {512 * MIB})")
@@ -173,18 +173,18 @@ def test_too_large_a_pool_is_out_of_memory_and_the_card_goes_on(owner: Child, si
     assert owner.do("result = filled(7)")
 
 
-# -- shares that cannot be right: no card is asked
+# -- shares that cannot be right: no device is asked
 
 
 def test_a_share_of_less_than_is_needed() -> None:
     with pytest.raises(InvalidFieldError, match="1 bytes are shared, 2 are needed"):
         NpuVendor().map(VmmShare(handle=1, size_bytes=1), 0, 2)
-    lent = TorchShare(
+    registered = TorchShare(
         handle=b"", storage_bytes=8, storage_offset_bytes=0, ref_counter=b"", ref_counter_offset=0, event=b"",
         event_sync=False, offset_bytes=4,
     )  # fmt: skip
     with pytest.raises(InvalidFieldError, match="5 bytes from byte 4 of a storage of 8"):
-        NpuVendor().map(lent, 0, 5)
+        NpuVendor().map(registered, 0, 5)
 
 
 # -- where something is missing

@@ -1,4 +1,4 @@
-"""The arena against a map of its grains, one number each."""
+"""The arena against a map of its allocation units, one number each."""
 
 from __future__ import annotations
 
@@ -7,53 +7,55 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.pools.tiers.arena import GRAIN_BYTES, Arena, Freed, NotEnoughError, whole_grains
+from kvferry.pools.tiers.arena import ALLOCATION_UNIT_BYTES, Arena, Freed, NotEnoughError, whole_units
 from tests.devices import DEVICE
 
-GRAINS = 40
-SIZES = st.sampled_from([1, GRAIN_BYTES, GRAIN_BYTES + 64, 3 * GRAIN_BYTES, 7 * GRAIN_BYTES - 1])
+UNITS = 40
+SIZES = st.sampled_from(
+    [1, ALLOCATION_UNIT_BYTES, ALLOCATION_UNIT_BYTES + 64, 3 * ALLOCATION_UNIT_BYTES, 7 * ALLOCATION_UNIT_BYTES - 1]
+)
 
 
 class ArenaAgainstMap(RuleBasedStateMachine):
-    """Does the same to an arena and to a list that says of each grain which block has it, 0 for none."""
+    """Does the same to an arena and to a list that says of each allocation unit which block has it, 0 for none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(GRAINS * GRAIN_BYTES + 100)
-        self.owners = [0] * GRAINS
+        self.arena = Arena(UNITS * ALLOCATION_UNIT_BYTES + 100)
+        self.owners = [0] * UNITS
         self.blocks: dict[int, tuple[int, int]] = {}  # number: offset, size
         self.last_block = 0
 
     def holes(self) -> list[int]:
-        """Return the grains of each hole of the map."""
+        """Return the allocation units of each hole of the map."""
         text = "".join("x" if owner else "." for owner in self.owners)
         return [len(hole) for hole in text.split("x") if hole]
 
     @rule(count=st.integers(0, 9), size=SIZES)
     def allocate(self, count: int, size: int) -> None:
         """Take blocks, or none."""
-        grains = -(-size // GRAIN_BYTES)
-        room = sum(hole // grains for hole in self.holes())
-        assert self.arena.fitting(size) == room
-        if room < count:
-            with pytest.raises(NotEnoughError, match=f"{count * grains * GRAIN_BYTES} bytes asked for"):
+        units = -(-size // ALLOCATION_UNIT_BYTES)
+        transfer = sum(hole // units for hole in self.holes())
+        assert self.arena.fitting(size) == transfer
+        if transfer < count:
+            with pytest.raises(NotEnoughError, match=f"{count * units * ALLOCATION_UNIT_BYTES} bytes asked for"):
                 self.arena.allocate(count, size)
             return
-        in_one_piece = any(hole // grains >= count for hole in self.holes())
+        in_one_piece = any(hole // units >= count for hole in self.holes())
         offsets = self.arena.allocate(count, size)
         assert offsets.dtype == np.int64
         assert offsets.tolist() == sorted(offsets.tolist())
         assert len(offsets) == count
         if in_one_piece:
-            assert set(np.diff(offsets).tolist()) <= {grains * GRAIN_BYTES}
+            assert set(np.diff(offsets).tolist()) <= {units * ALLOCATION_UNIT_BYTES}
         for offset in offsets.tolist():
             self.take(offset, size)
 
     @rule(size=SIZES)
     def allocate_run(self, size: int) -> None:
         """Take one piece, from the smallest hole that has it."""
-        grains = -(-size // GRAIN_BYTES)
-        fitting = [hole for hole in self.holes() if hole >= grains]
+        units = -(-size // ALLOCATION_UNIT_BYTES)
+        fitting = [hole for hole in self.holes() if hole >= units]
         if not fitting:
             with pytest.raises(NotEnoughError):
                 self.arena.allocate_run(size)
@@ -61,15 +63,15 @@ class ArenaAgainstMap(RuleBasedStateMachine):
         before = sorted(self.holes())
         self.take(self.arena.allocate_run(size), size)
         before.remove(min(fitting))
-        assert sorted(self.holes()) == sorted([*before, *([min(fitting) - grains] if min(fitting) > grains else [])])
+        assert sorted(self.holes()) == sorted([*before, *([min(fitting) - units] if min(fitting) > units else [])])
 
     def take(self, offset: int, size: int) -> None:
-        """Note a block in the map: its grains must be free."""
-        first, grains = divmod(offset, GRAIN_BYTES)[0], -(-size // GRAIN_BYTES)
-        assert offset % GRAIN_BYTES == 0
-        assert self.owners[first : first + grains] == [0] * grains
+        """Note a block in the map: its allocation units must be free."""
+        first, units = divmod(offset, ALLOCATION_UNIT_BYTES)[0], -(-size // ALLOCATION_UNIT_BYTES)
+        assert offset % ALLOCATION_UNIT_BYTES == 0
+        assert self.owners[first : first + units] == [0] * units
         self.last_block += 1
-        self.owners[first : first + grains] = [self.last_block] * grains
+        self.owners[first : first + units] = [self.last_block] * units
         self.blocks[self.last_block] = (offset, size)
 
     @precondition(lambda self: self.blocks)
@@ -88,18 +90,18 @@ class ArenaAgainstMap(RuleBasedStateMachine):
     @rule(data=st.data())
     def free_what_is_free(self, data: st.DataObject) -> None:
         """Be refused, and change nothing."""
-        grain = data.draw(st.sampled_from([at for at, owner in enumerate(self.owners) if not owner]))
+        unit = data.draw(st.sampled_from([at for at, owner in enumerate(self.owners) if not owner]))
         with pytest.raises(AssertionError):
-            self.arena.free(np.array([grain * GRAIN_BYTES], np.int64), 1)
+            self.arena.free(np.array([unit * ALLOCATION_UNIT_BYTES], np.int64), 1)
 
     @invariant()
     def agrees_with_the_map(self) -> None:
         """Check every count, and the arena's own integrity."""
         self.arena.check_integrity()
         free = self.owners.count(0)
-        assert self.arena.free_bytes == free * GRAIN_BYTES
-        assert self.arena.used_bytes == (GRAINS - free) * GRAIN_BYTES
-        assert self.arena.largest_hole == max(self.holes(), default=0) * GRAIN_BYTES
+        assert self.arena.free_bytes == free * ALLOCATION_UNIT_BYTES
+        assert self.arena.used_bytes == (UNITS - free) * ALLOCATION_UNIT_BYTES
+        assert self.arena.largest_hole == max(self.holes(), default=0) * ALLOCATION_UNIT_BYTES
         assert self.arena.hole_count == len(self.holes())
 
 
@@ -108,38 +110,41 @@ TestArena.settings = DEVICE.examples(80, stateful_step_count=40)
 
 
 def test_what_does_not_fit_one_hole_takes_the_largest_and_then_the_one_that_fits_best() -> None:
-    arena = Arena(40 * GRAIN_BYTES)
+    arena = Arena(40 * ALLOCATION_UNIT_BYTES)
     arena.allocate(40, 1)
-    for start, grains in ((1, 3), (8, 10), (20, 4), (30, 6)):
-        arena.free(np.arange(start, start + grains) * GRAIN_BYTES, 1)
-    assert (arena.allocate(13, 1) // GRAIN_BYTES).tolist() == [1, 2, 3, *range(8, 18)]
+    for start, units in ((1, 3), (8, 10), (20, 4), (30, 6)):
+        arena.free(np.arange(start, start + units) * ALLOCATION_UNIT_BYTES, 1)
+    assert (arena.allocate(13, 1) // ALLOCATION_UNIT_BYTES).tolist() == [1, 2, 3, *range(8, 18)]
     assert arena.hole_count == 2
 
 
 def test_blocks_are_spread_over_holes_that_each_hold_one() -> None:
-    arena = Arena(2000 * GRAIN_BYTES)
+    arena = Arena(2000 * ALLOCATION_UNIT_BYTES)
     arena.allocate(2000, 1)
-    arena.free(np.arange(0, 2000, 2) * GRAIN_BYTES, 1)
-    assert (arena.allocate(700, 1) // GRAIN_BYTES).tolist() == list(range(0, 1400, 2))
+    arena.free(np.arange(0, 2000, 2) * ALLOCATION_UNIT_BYTES, 1)
+    assert (arena.allocate(700, 1) // ALLOCATION_UNIT_BYTES).tolist() == list(range(0, 1400, 2))
     with pytest.raises(NotEnoughError) as caught:
-        arena.allocate(1, GRAIN_BYTES + 1)
-    assert (caught.value.wanted_bytes, caught.value.free_bytes) == (2 * GRAIN_BYTES, 300 * GRAIN_BYTES)
-    assert caught.value.largest_hole_bytes == GRAIN_BYTES
+        arena.allocate(1, ALLOCATION_UNIT_BYTES + 1)
+    assert (caught.value.wanted_bytes, caught.value.free_bytes) == (
+        2 * ALLOCATION_UNIT_BYTES,
+        300 * ALLOCATION_UNIT_BYTES,
+    )
+    assert caught.value.largest_hole_bytes == ALLOCATION_UNIT_BYTES
 
 
-@pytest.mark.parametrize("grains", [[1, 1], [9, 10], [-1], [3]], ids=["twice", "past-the-end", "before", "not-taken"])
-def test_a_wrong_free_is_refused_and_changes_nothing(grains: list[int]) -> None:
-    arena = Arena(10 * GRAIN_BYTES)
+@pytest.mark.parametrize("units", [[1, 1], [9, 10], [-1], [3]], ids=["twice", "past-the-end", "before", "not-taken"])
+def test_a_wrong_free_is_refused_and_changes_nothing(units: list[int]) -> None:
+    arena = Arena(10 * ALLOCATION_UNIT_BYTES)
     arena.allocate(10, 1)
-    arena.free(np.array([3]) * GRAIN_BYTES, 1)
+    arena.free(np.array([3]) * ALLOCATION_UNIT_BYTES, 1)
     with pytest.raises(AssertionError, match="a block"):
-        arena.free(np.array(grains) * GRAIN_BYTES, 1)
-    assert arena.free_bytes == GRAIN_BYTES
+        arena.free(np.array(units) * ALLOCATION_UNIT_BYTES, 1)
+    assert arena.free_bytes == ALLOCATION_UNIT_BYTES
     arena.check_integrity()
 
 
-def test_an_arena_without_a_whole_grain_has_nothing() -> None:
-    arena = Arena(GRAIN_BYTES - 1)
+def test_an_arena_without_a_whole_unit_has_nothing() -> None:
+    arena = Arena(ALLOCATION_UNIT_BYTES - 1)
     assert (arena.size_bytes, arena.largest_hole, arena.fitting(1)) == (0, 0, 0)
     assert arena.allocate(0, 1).tolist() == []
     with pytest.raises(NotEnoughError):
@@ -148,8 +153,8 @@ def test_an_arena_without_a_whole_grain_has_nothing() -> None:
 
 
 def test_freed_blocks_say_how_they_are_given_back() -> None:
-    arena = Arena(10 * GRAIN_BYTES)
+    arena = Arena(10 * ALLOCATION_UNIT_BYTES)
     freed = Freed(arena.allocate(3, 5000), 5000)
-    assert whole_grains(5000) == 2 * GRAIN_BYTES
+    assert whole_units(5000) == 2 * ALLOCATION_UNIT_BYTES
     arena.free(*freed)
     assert arena.used_bytes == 0

@@ -24,7 +24,7 @@ from kvferry.pools.tiers.blocks import (
 from kvferry.pools.tiers.host_copies import offload_step, restore_step
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
-from tests.pools.tiers.block_world import BlockWorld, Bytes, worlds
+from tests.pools.tiers.block_harness import BlockHarness, Bytes, harnesses
 
 STEP_BYTES = st.integers(1, 300) | st.integers(300, 40_000)
 
@@ -47,13 +47,13 @@ def steps_of(pages: BlockPages, step_bytes: int) -> list[BlockStep]:
     return found
 
 
-def uneven_world() -> BlockWorld:
+def uneven_harness() -> BlockHarness:
     """Return three large entries at uneven distances, of which steps take a middle."""
     packed = manifest_of_sizes(9000, 9000, 9000)
     entries = [msgspec.structs.replace(one, base=one.base + 77 * one.layer**2) for one in packed.entries]
     manifest = msgspec.structs.replace(packed, entries=tuple(entries), region_bytes=packed.region_bytes + 4 * 77)
     layout = BlockLayout(manifest, "main")
-    return BlockWorld(manifest, BlockPages(layout, np.array([3, 1]), np.array([64, 30_000])), 60_000)
+    return BlockHarness(manifest, BlockPages(layout, np.array([3, 1]), np.array([64, 30_000])), 60_000)
 
 
 def test_a_block_is_the_same_in_whatever_order_a_manifest_lists_its_entries() -> None:
@@ -67,39 +67,39 @@ def test_a_block_is_the_same_in_whatever_order_a_manifest_lists_its_entries() ->
 # -- every byte
 
 
-@given(worlds(), STEP_BYTES)
-@example(uneven_world(), 4500)
-@example(uneven_world(), 1 << 20)
-def test_an_offload_puts_each_byte_into_its_block_and_nowhere_else(world: BlockWorld, step_bytes: int) -> None:
-    memory, arena = world.memory(), world.arena()
-    expected, before = world.offloaded(memory), memory.copy()
-    for step in steps_of(world.pages, step_bytes):
-        offload_step(memory, world.pages, step, arena)
-        zero_padding(world.pages, step, arena)
+@given(harnesses(), STEP_BYTES)
+@example(uneven_harness(), 4500)
+@example(uneven_harness(), 1 << 20)
+def test_an_offload_puts_each_byte_into_its_block_and_nowhere_else(harness: BlockHarness, step_bytes: int) -> None:
+    memory, arena = harness.memory(), harness.arena()
+    expected, before = harness.offloaded(memory), memory.copy()
+    for step in steps_of(harness.pages, step_bytes):
+        offload_step(memory, harness.pages, step, arena)
+        zero_padding(harness.pages, step, arena)
     assert (arena == expected).all()
     assert (memory == before).all()
 
 
-@given(worlds(), STEP_BYTES)
-def test_a_restore_puts_each_byte_into_its_page_and_nowhere_else(world: BlockWorld, step_bytes: int) -> None:
-    memory = world.memory()
-    arena = np.random.default_rng(1).integers(0, 256, world.arena_bytes, np.uint8)
-    expected, before = world.restored(memory, arena), arena.copy()
-    for step in reversed(steps_of(world.pages, step_bytes)):
-        restore_step(memory, world.pages, step, arena)
+@given(harnesses(), STEP_BYTES)
+def test_a_restore_puts_each_byte_into_its_page_and_nowhere_else(harness: BlockHarness, step_bytes: int) -> None:
+    memory = harness.memory()
+    arena = np.random.default_rng(1).integers(0, 256, harness.arena_bytes, np.uint8)
+    expected, before = harness.restored(memory, arena), arena.copy()
+    for step in reversed(steps_of(harness.pages, step_bytes)):
+        restore_step(memory, harness.pages, step, arena)
     assert (memory == expected).all()
     assert (arena == before).all()
 
 
-@given(worlds())
-def test_plain_copies_say_the_same(world: BlockWorld) -> None:
-    memory, arena = world.memory(), world.arena()
-    copies = world.pages.copies()
+@given(harnesses())
+def test_plain_copies_say_the_same(harness: BlockHarness) -> None:
+    memory, arena = harness.memory(), harness.arena()
+    copies = harness.pages.copies()
     for source, at, size in copies.tolist():
         arena[at : at + size] = memory[source : source + size]
-    for step in steps_of(world.pages, 1 << 30):
-        zero_padding(world.pages, step, arena)
-    assert (arena == world.offloaded(memory)).all()
+    for step in steps_of(harness.pages, 1 << 30):
+        zero_padding(harness.pages, step, arena)
+    assert (arena == harness.offloaded(memory)).all()
     ends = copies[:-1, :2] + copies[:-1, 2:]
     assert not (ends == copies[1:, :2]).all(axis=1).any(), "copies that go on in one another are one"
 
@@ -107,17 +107,17 @@ def test_plain_copies_say_the_same(world: BlockWorld) -> None:
 # -- steps
 
 
-@given(worlds(), STEP_BYTES)
-def test_steps_are_in_order_without_gaps_and_of_about_the_size(world: BlockWorld, step_bytes: int) -> None:
-    content = world.pages.layout.content_bytes
+@given(harnesses(), STEP_BYTES)
+def test_steps_are_in_order_without_gaps_and_of_about_the_size(harness: BlockHarness, step_bytes: int) -> None:
+    content = harness.pages.layout.content_bytes
     at = 0
-    for step in steps_of(world.pages, step_bytes):
+    for step in steps_of(harness.pages, step_bytes):
         assert step.first * content + step.first_byte == at, step
         at += step.size_bytes
         assert 0 < step.size_bytes <= max(step_bytes, CUT_BYTES)
         if step.stop - step.first > 1:
             assert (step.first_byte, step.stop_byte) == (0, content)
-    assert at == len(world.pages.ids) * content
+    assert at == len(harness.pages.ids) * content
 
 
 def test_small_blocks_go_together_and_large_ones_are_cut_between_entries() -> None:
@@ -144,11 +144,11 @@ def test_the_size_may_change_from_step_to_step() -> None:
     assert steps.take(1000) is None
 
 
-@given(worlds(), STEP_BYTES)
-def test_runs_are_a_steps_bytes_in_the_arena_as_few_as_can_be(world: BlockWorld, step_bytes: int) -> None:
-    layout, seen = world.pages.layout, np.zeros(world.arena_bytes, int)
-    for step in steps_of(world.pages, step_bytes):
-        runs, at = list(step_runs(world.pages, step)), 0
+@given(harnesses(), STEP_BYTES)
+def test_runs_are_a_steps_bytes_in_the_arena_as_few_as_can_be(harness: BlockHarness, step_bytes: int) -> None:
+    layout, seen = harness.pages.layout, np.zeros(harness.arena_bytes, int)
+    for step in steps_of(harness.pages, step_bytes):
+        runs, at = list(step_runs(harness.pages, step)), 0
         for run, after in zip(runs, [*runs[1:], None], strict=True):
             assert run.at == at
             at += run.size_bytes
@@ -156,7 +156,7 @@ def test_runs_are_a_steps_bytes_in_the_arena_as_few_as_can_be(world: BlockWorld,
             assert after is None or after.offset != run.offset + run.size_bytes
         assert at == step.staged_bytes(layout)
     assert seen.max() == 1
-    assert seen.sum() == world.pages.total_bytes
+    assert seen.sum() == harness.pages.total_bytes
 
 
 # -- layouts
@@ -198,14 +198,14 @@ def test_lists_that_cannot_be_are_refused(ids: list[int], offsets: list[int], pr
     BlockPages(layout, np.array([], np.int64), np.array([], np.int64)).check(127)
 
 
-# -- cells, for cards
+# -- cells, for devices
 
 
-def gathered_by_cells(world: BlockWorld, cells: BlockCells, step: BlockStep, memory: Bytes) -> Bytes:
+def gathered_by_cells(harness: BlockHarness, cells: BlockCells, step: BlockStep, memory: Bytes) -> Bytes:
     """Return a step's bytes in a row, taken by number; what no cell brings is zero, as padding is."""
-    flat = np.zeros(step.staged_bytes(world.pages.layout), np.uint8)
+    flat = np.zeros(step.staged_bytes(harness.pages.layout), np.uint8)
     written = np.zeros(len(flat), int)
-    for one in cells.of(step, world.pages.ids[step.first : step.stop]):
+    for one in cells.of(step, harness.pages.ids[step.first : step.stop]):
         rows = int(one.numbers.max()) + 1
         end = one.offset_bytes + rows * one.cell_bytes
         assert end <= len(memory), "no byte beyond the last cell is named"
@@ -217,18 +217,20 @@ def gathered_by_cells(world: BlockWorld, cells: BlockCells, step: BlockStep, mem
     return flat
 
 
-@given(worlds(), STEP_BYTES, st.data())
-@example(uneven_world(), 4500, None)
-def test_cells_by_number_are_the_blocks_bytes(world: BlockWorld, step_bytes: int, data: st.DataObject | None) -> None:
-    layout, memory, arena = world.pages.layout, world.memory(), world.arena()
+@given(harnesses(), STEP_BYTES, st.data())
+@example(uneven_harness(), 4500, None)
+def test_cells_by_number_are_the_blocks_bytes(
+    harness: BlockHarness, step_bytes: int, data: st.DataObject | None
+) -> None:
+    layout, memory, arena = harness.pages.layout, harness.memory(), harness.arena()
     bases = st.sets(st.sampled_from([one.base for one in layout.entries]))
     starts = sorted({0} | (data.draw(bases) if data else set()))
     cells = BlockCells(layout, starts)
-    for step in steps_of(world.pages, step_bytes):
-        flat = gathered_by_cells(world, cells, step, memory)
-        for run in step_runs(world.pages, step):
+    for step in steps_of(harness.pages, step_bytes):
+        flat = gathered_by_cells(harness, cells, step, memory)
+        for run in step_runs(harness.pages, step):
             arena[run.offset : run.offset + run.size_bytes] = flat[run.at : run.at + run.size_bytes]
-    assert (arena == world.offloaded(memory)).all()
+    assert (arena == harness.offloaded(memory)).all()
 
 
 def test_wide_entries_of_one_part_are_one_list_of_cells_for_all_pages() -> None:

@@ -187,12 +187,12 @@ def test_every_key_is_a_victim_once_a_call_and_skipped_ones_stay(
         if key < count:
             policy.hit(key)
     kept = data.draw(st.frozensets(KEYS))
-    offered = []
+    chunk_announced = []
     for key in policy.victims():
-        offered.append(key)
+        chunk_announced.append(key)
         if key not in kept:
             policy.remove(key)
-    assert sorted(offered) == list(range(count))
+    assert sorted(chunk_announced) == list(range(count))
     assert sorted(policy.victims()) == sorted(kept & set(range(count)))
     assert len(policy) == len(kept & set(range(count)))
 
@@ -205,12 +205,12 @@ def test_whatever_happens_meanwhile_no_key_comes_twice_and_the_end_comes(
 ) -> None:
     policy: EvictionPolicy[int] = make_policy(name)
     there: set[int] = set()
-    victims, offered = policy.victims(), set[int]()
+    victims, chunk_announced = policy.victims(), set[int]()
     for step, key in steps:
         if step == "add" and key not in there:
             policy.add(key)
             there.add(key)
-            offered.discard(key)  # another one of that name
+            chunk_announced.discard(key)  # another one of that name
         elif step == "hit" and key in there:
             policy.hit(key)
         elif step == "remove" and key in there:
@@ -219,11 +219,11 @@ def test_whatever_happens_meanwhile_no_key_comes_twice_and_the_end_comes(
         elif step == "next":
             victim = next(victims, None)
             if victim is None:
-                victims, offered = policy.victims(), set()
+                victims, chunk_announced = policy.victims(), set()
                 continue
             assert victim in there
-            assert victim not in offered
-            offered.add(victim)
+            assert victim not in chunk_announced
+            chunk_announced.add(victim)
     assert len(list(victims)) <= len(there)
     assert sorted(policy.victims()) == sorted(there)
 

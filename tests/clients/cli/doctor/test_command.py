@@ -80,7 +80,7 @@ def test_an_npu_that_is_asked_for_is_missing(tmp_path: Path) -> None:
 
 def test_the_configuration_asks_for_an_npu(tmp_path: Path) -> None:
     host = plain_host(tmp_path)
-    (tmp_path / "a.toml").write_text('[landing]\ntransport = "mooncake"\nprotocol = "ascend"\n')
+    (tmp_path / "a.toml").write_text('[network]\ntransport = "mooncake"\nprotocol = "ascend"\n')
     found = by_name(host, "--config", "/a.toml")
     assert {"driver", "device nodes", "mooncake"} <= {name for name, one in found.items() if one.state == "missing"}
 

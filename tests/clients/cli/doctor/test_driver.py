@@ -1,4 +1,4 @@
-"""The driver's version and the cards' health."""
+"""The driver's version and the devices' health."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_no_driver(tmp_path: Path) -> None:
     assert finding.fix
 
 
-def test_cards_without_a_driver(tmp_path: Path) -> None:
+def test_devices_without_a_driver(tmp_path: Path) -> None:
     files = {name: text for name, text in npu_files(2).items() if name.startswith("/sys")}
     finding = check_driver(make_host(tmp_path, files), None)
     assert finding.state == "missing"
@@ -75,7 +75,7 @@ def test_healthy() -> None:
     assert (finding.state, finding.found) == ("ok", "2 x 910B3")
 
 
-def test_a_card_is_ill() -> None:
+def test_a_device_is_ill() -> None:
     finding = check_health(Outcome(0, SMI.format(health="Alarm"), ""))
     assert (finding.state, finding.found) == ("warning", "NPU 1: Alarm")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients.cli.doctor.mooncake import CUDA_WHEEL, NPU_WHEEL, PLAIN_WHEEL, check_verbs, check_wheel
-from kvferry.clients.cli.doctor.needs import Landing, Needs, RemoteTier, Tiers
+from kvferry.clients.cli.doctor.needs import Needs, Network, RemoteTier, Tiers
 from tests.clients.cli.doctor.fake_host import make_host, script
 
-TCP = Needs(landing=Landing("mooncake"))
-ASCEND = Needs(landing=Landing("mooncake", "ascend"))
+TCP = Needs(network=Network("mooncake"))
+ASCEND = Needs(network=Network("mooncake", "ascend"))
 STORE = Needs(tiers=Tiers(remote=RemoteTier("mooncake_store")))
 ASCEND_STORE = Needs(tiers=Tiers(remote=RemoteTier("mooncake_store", "ascend")))
 
@@ -75,4 +75,4 @@ def test_verbs(tmp_path: Path) -> None:
 
 def test_the_real_interpreter_is_asked(tmp_path: Path) -> None:
     finding = check_wheel(make_host(tmp_path, environ={"PATH": os.environ["PATH"]}), Needs())
-    assert finding.found.endswith('not needed, landing.transport is "none"')
+    assert finding.found.endswith('not needed, network.transport is "none"')

@@ -20,7 +20,7 @@ runtime_dir = "/run/other"
 max_bytes = "1.5GiB"
 [peers]
 listen = "tcp://127.0.0.1:7801"
-[landing]
+[network]
 transport = "mooncake"
 protocol = "ascend"
 [tiers]
@@ -68,7 +68,7 @@ def test_a_file_that_the_daemon_accepts(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("[pools]\nmax_byte = 1\n", "max_byte"),
-        ("[landing]\ndirect = true\n", "landing.direct"),
+        ("[network]\ndirect = true\n", "network.direct"),
         ("[limits]\nmax_sessions = -1\n", "limits.max_sessions = -1: must be a whole number from 1 to 65536"),
         ("[tiers]\npolicy = 'fifo'\n", 'tiers.policy = "fifo": must be "lru" or "sieve"'),
         ("[pools]\nmax_bytes = 'x'\n", "max_bytes"),

@@ -23,7 +23,7 @@ def test_each_sign_counts(tmp_path: Path, file: str) -> None:
     assert npus.has_npu_sign(make_host(tmp_path, {file: ""}))
 
 
-def test_a_card_without_a_driver_is_a_sign(tmp_path: Path) -> None:
+def test_a_device_without_a_driver_is_a_sign(tmp_path: Path) -> None:
     device = "/sys/bus/pci/devices/0000:c1:00.0"
     host = make_host(tmp_path, {f"{device}/vendor": "0x19e5\n", f"{device}/class": "0x120000\n"})
     assert npus.pci_npus(host) == [npus.PciNpu("0000:c1:00.0", None, -1)]
@@ -31,7 +31,7 @@ def test_a_card_without_a_driver_is_a_sign(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("vendor", "kind"), [("0x19e5", "0x020000"), ("0x10de", "0x120000")])
-def test_other_cards_are_none(tmp_path: Path, vendor: str, kind: str) -> None:
+def test_other_devices_are_none(tmp_path: Path, vendor: str, kind: str) -> None:
     device = "/sys/bus/pci/devices/0000:c1:00.0"
     host = make_host(tmp_path, {f"{device}/vendor": vendor, f"{device}/class": kind, "/dev/davinci_x": ""})
     assert not npus.has_npu_sign(host)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvferry.clients.cli.doctor.needs import Landing, Needs, Peers
+from kvferry.clients.cli.doctor.needs import Needs, Network, Peers
 from kvferry.clients.cli.doctor.ports import check_listen, check_mooncake
 from kvferry.clients.cli.doctor.sockets import Listener
 
-NEEDS = Needs(peers=Peers("tcp://127.0.0.1:7801"), landing=Landing("mooncake"))
+NEEDS = Needs(peers=Peers("tcp://127.0.0.1:7801"), network=Network("mooncake"))
 OTHERS = Listener("127.0.0.1", 7801, 9, "nginx")
 OWN = Listener("127.0.0.1", 7801, 4711, "kvferry")
 

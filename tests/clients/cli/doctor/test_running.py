@@ -21,7 +21,7 @@ from kvferry.clients.cli.doctor.running import (
     used_bytes,
 )
 from kvferry.protocol.errors import AccessDeniedError
-from kvferry.protocol.session_messages import DeviceStatus, LandingStatus, TierStatus
+from kvferry.protocol.session_messages import DeviceStatus, NetworkStatus, TierStatus
 from tests.clients.cli.doctor.fake_host import make_host
 from tests.daemons import DaemonProcess, running_daemon
 
@@ -87,12 +87,18 @@ def test_one_that_may_not_be_asked(tmp_path: Path) -> None:
         ({"draining": True}, "warning", "drains"),
         (
             {
-                "landing": LandingStatus(
-                    session="s", slot_bytes=1, slots=1, free=0, granted=0, quarantined=1, state="broken"
+                "network": NetworkStatus(
+                    session="s",
+                    bounce_buffer_bytes=1,
+                    bounce_buffers=1,
+                    free=0,
+                    granted=0,
+                    quarantined=1,
+                    state="broken",
                 )
             },
             "missing",
-            "landing is broken",
+            "network transport is broken",
         ),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.clients.cli.doctor.host import Host, User
 from kvferry.clients.cli.doctor.limits import GIB
-from kvferry.clients.cli.doctor.needs import DiskTier, Landing, Needs, Pools, RemoteTier, Tiers
+from kvferry.clients.cli.doctor.needs import DiskTier, Needs, Network, Pools, RemoteTier, Tiers
 from kvferry.clients.cli.doctor.tiers import check_disk_tier, check_host_tier, check_master, check_store_module
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, ROOT, WORKER, make_host, script
 
@@ -153,8 +153,8 @@ def test_the_store_needs_an_address(tmp_path: Path) -> None:
     finding = check_store_module(host, Needs(tiers=Tiers(remote=nowhere)))
     assert finding is not None
     assert (finding.state, "tiers.remote.address" in finding.fix) == ("missing", True)
-    landing = Landing("mooncake", address="10.0.0.3")
-    found = check_store_module(host, Needs(landing=landing, tiers=Tiers(remote=nowhere)))
+    network = Network("mooncake", address="10.0.0.3")
+    found = check_store_module(host, Needs(network=network, tiers=Tiers(remote=nowhere)))
     assert found is not None
     assert found.state == "ok"
 

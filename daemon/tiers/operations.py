@@ -1,0 +1,288 @@
+"""Works: what OFFLOAD, RESTORE, STORE and LOAD have under way, from their acceptance to the one event of their end.
+
+An operation may wait (for pages, for lower tiers), then runs one job of the copier, then is over; it can be stopped at
+any time, by its session, its deadline or the session's end. Whoever begins one says by ``finish`` what to give back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.sessions import Session, SessionRegistry
+from kvferry.daemon.tiers.copier import BlockJob
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import (
+    CancelledError,
+    DeadlineError,
+    InternalError,
+    KvferryError,
+    OverloadedError,
+    ShuttingDownError,
+    UnknownOperationError,
+)
+from kvferry.protocol.session_messages import OperationStatus
+from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled, OperationKind, TierDone
+
+MAX_OPERATIONS = 1024
+"""Of one session, live or over and not acknowledged."""
+
+log = structlog.get_logger(__name__)
+
+
+class Copier(Protocol):
+    """Runs jobs, and reports each end to ``Operations.job_done``, never from within a call; see ``TierCopier``."""
+
+    def start(self, job: BlockJob) -> None:
+        """Run a job."""
+
+    def stop(self, job: BlockJob) -> None:
+        """End a job soon, with an error unless it is done before."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """What an operation's event says beside its kind and its times."""
+
+    done: TierDone
+    ids: tuple[PageIds, ...] = ()
+
+
+class Operation:
+    """One operation.
+
+    Attributes:
+        waits_for: what it waits for before its job begins, in words; empty while it copies.
+        pages: how many it is about.
+        stopped: why it is to end, where it was stopped.
+        quiet: nobody asked for it: its end is no event, and the session's end not its own.
+    """
+
+    def __init__(
+        self, number: int, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish
+    ) -> None:
+        self.number = number
+        self.session = session
+        self.kind = kind
+        self.pool = pool
+        self.pages = pages
+        self.finish = finish
+        self.created_at = time.monotonic()
+        self.first_copy_at: float | None = None
+        self.waits_for = ""
+        self.stopped: KvferryError | None = None
+        self.job: BlockJob | None = None
+        self.cancels: list[Call] = []
+        self.timer: asyncio.TimerHandle | None = None
+        self.quiet = False
+
+    def __repr__(self) -> str:
+        """Show what it is and does."""
+        return f"<Work {self.number} {self.kind} {self.pool} pages={self.pages} {self.waits_for or 'copying'}>"
+
+
+Finish = Callable[[Operation, KvferryError | None], Ending]
+"""Releases what an operation held, and returns its event's fields; called once, when no byte of it can move."""
+
+
+class Operations:
+    """All live operations. For the control loop only."""
+
+    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry, counters: Counters, copier: Copier) -> None:
+        self._dispatcher = dispatcher
+        self._sessions = sessions
+        self._counters = counters
+        self._copier = copier
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._live: dict[int, Operation] = {}
+        self._of_job: dict[BlockJob, Operation] = {}
+        self._unacknowledged: Counter[int] = Counter()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        dispatcher.handle("CANCEL_OPERATION", self._cancel)
+        dispatcher.on_operation_acknowledged = self._acknowledged
+
+    def __iter__(self) -> Iterator[Operation]:
+        """Yield the live operations, oldest first."""
+        return iter(self._live.values())
+
+    def __repr__(self) -> str:
+        """Show how many are live."""
+        return f"<Works {len(self._live)}>"
+
+    def check(self, session: Session) -> None:
+        """Check that a session may begin another operation.
+
+        Raises:
+            ShuttingDownError: the daemon ends.
+            OverloadedError: as many are live, or ended and not acknowledged, as a session may have.
+        """
+        if self._draining:
+            raise ShuttingDownError("the daemon ends and takes no new work")
+        known = self._unacknowledged[session.session_id]
+        if known >= MAX_OPERATIONS:
+            raise OverloadedError(f"{known} operations of the session are live or unacknowledged")
+
+    def begin(self, call: Call, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
+        """Note a new work; its deadline is the request's. Raises what ``check`` does."""
+        self.check(call.session)
+        operation = self._enter(call.session, kind, pool, pages, finish)
+        self._unacknowledged[call.session.session_id] += 1
+        late = DeadlineError(f"the {kind} was not done within {call.deadline_s:g} s")
+        operation.timer = self._loop.call_later(call.deadline_s, self.stop, operation, late)
+        return operation
+
+    def begin_quietly(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
+        """Note an operation that goes on from something of a session, which nobody waits for."""
+        operation = self._enter(session, kind, pool, pages, finish)
+        operation.quiet = True
+        return operation
+
+    def _enter(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
+        operation = Operation(next(self._numbers), session, kind, pool, pages, finish)
+        self._live[operation.number] = operation
+        self._idle.clear()
+        return operation
+
+    def run(self, operation: Operation, job: BlockJob) -> None:
+        """Let the copier do an operation's job; it ends the operation. One that was stopped meanwhile ends at once."""
+        if operation.stopped is not None:
+            self.end(operation, operation.stopped)
+            return
+        operation.waits_for = ""
+        operation.job = job
+        operation.first_copy_at = time.monotonic()
+        self._of_job[job] = operation
+        self._copier.start(job)
+
+    def job_done(self, job: BlockJob, error: KvferryError | None) -> None:
+        """Take the end of a job from the copier."""
+        operation = self._of_job.pop(job)
+        operation.job = None
+        self.end(operation, error if error is None else operation.stopped or error)
+
+    def end(self, operation: Operation, error: KvferryError | None) -> None:
+        """End an operation that has no job under way: give back what it held, and tell its session."""
+        if self._live.pop(operation.number, None) is None:
+            return
+        if operation.timer is not None:
+            operation.timer.cancel()
+        ending = self._finish(operation, error)
+        done = self._timed(operation, ending.done, error)
+        self._record(operation, done)
+        session = self._sessions.get(operation.session.session_id)
+        if session is not None and not operation.quiet:
+            session.add_event(done, ending.ids)
+            for call in operation.cancels:
+                self._dispatcher.answer(session, call.message_id, Answer(OperationCancelled(was_done=False)))
+            # After the reply that this call may still give: events never overtake their request's reply.
+            self._loop.call_soon(self._dispatcher.push_events, session)
+        if not self._live:
+            self._idle.set()
+
+    def stop(self, operation: Operation, why: KvferryError) -> None:
+        """End an operation soon, with this error; at once where it copies nothing."""
+        if operation.number not in self._live or operation.stopped is not None:
+            return
+        operation.stopped = why
+        if operation.job is not None:
+            self._copier.stop(operation.job)
+        else:
+            self.end(operation, why)
+
+    def session_lost(self, session_id: int) -> None:
+        """Stop what died with a session."""
+        for operation in [one for one in self if one.session.session_id == session_id and not one.quiet]:
+            operation.cancels.clear()
+            self.stop(operation, CancelledError("the session ended"))
+        self._unacknowledged.pop(session_id, None)
+
+    def drain(self) -> None:
+        """Take no new work, and end what only waits."""
+        self._draining = True
+        for operation in [one for one in self if one.job is None]:
+            self.stop(operation, ShuttingDownError("the daemon ends"))
+
+    async def drained(self) -> None:
+        """Return once no operation is live."""
+        await self._idle.wait()
+
+    def live(self, session_id: int) -> int:
+        """Return how many operations of a session are live, or over and not acknowledged."""
+        return self._unacknowledged[session_id]
+
+    def status(self) -> Iterator[OperationStatus]:
+        """Yield the live operations as STATUS shows them."""
+        now = time.monotonic()
+        for operation in self:
+            yield OperationStatus(
+                session=operation.session.session_id,
+                operation=operation.number,
+                kind=operation.kind,
+                pool=operation.pool,
+                pages=operation.pages,
+                age_ms=round((now - operation.created_at) * 1000),
+                waits_for=operation.waits_for,
+            )
+
+    def _finish(self, operation: Operation, error: KvferryError | None) -> Ending:
+        try:
+            return operation.finish(operation, error)
+        except Exception as cause:  # a bug in one operation must leave neither its session nor the daemon's end waiting
+            log.exception("an operation did not end well", operation=operation.number, kind=operation.kind)
+            bug = InternalError(f"the end of the {operation.kind} failed: {type(cause).__name__}")
+            return Ending(TierDone(operation=operation.number, kind=operation.kind, error=bug.info()))
+
+    def _timed(self, operation: Operation, done: TierDone, error: KvferryError | None) -> TierDone:
+        now = time.monotonic()
+        began = now if operation.first_copy_at is None else operation.first_copy_at
+        return msgspec.structs.replace(
+            done,
+            error=done.error or (error.info() if error else None),
+            waited_us=round((began - operation.created_at) * 1e6),
+            moved_us=round((now - began) * 1e6),
+        )
+
+    def _record(self, operation: Operation, done: TierDone) -> None:
+        failed = done.error
+        outcome = failed.code if failed else "OK"
+        self._counters.add(f"operations.{operation.kind}.{outcome.lower()}")
+        if failed is None:
+            self._counters.add(f"works.{operation.kind}.moved_bytes", done.moved_bytes)
+        log.info(
+            "work done",
+            operation=operation.number,
+            kind=operation.kind,
+            pool=operation.pool,
+            session=operation.session.session_id,
+            outcome=outcome,
+            detail=failed.detail if failed else "",
+            pages=operation.pages,
+            moved_bytes=done.moved_bytes,
+        )
+
+    def _cancel(self, call: Call) -> Answer | None:
+        number = expect(call, CancelOperation).operation
+        operation = self._live.get(number)
+        if operation is not None and operation.session is call.session and not operation.quiet:
+            operation.cancels.append(call)
+            self.stop(operation, CancelledError("cancelled by its own session"))
+            return None
+        ended = (event.body for event in call.session.unacknowledged)
+        if any(isinstance(body, TierDone) and body.operation == number for body in ended):
+            return Answer(OperationCancelled(was_done=True))
+        raise UnknownOperationError(f"no operation {number} of this session, live or unacknowledged", field="operation")
+
+    def _acknowledged(self, session: Session, event: TierDone) -> None:
+        del event
+        self._unacknowledged[session.session_id] -= 1

@@ -1,0 +1,130 @@
+"""Admission of a SEND or RECEIVE: what it must satisfy, and the pages it holds. A refusal leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvferry.daemon.transfer.endpoints import Excused, ReceiveRequest, SendChunk, SendRequest
+from kvferry.daemon.transfer.matching import DRAFT, Match
+from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages
+from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, KvferryError, PageGapError
+from kvferry.protocol.manifests import Manifest
+
+
+def check_continues(send_request: SendRequest, chunk: SendChunk) -> None:
+    """Check that a chunk goes on where the send request's last one ended, and that only one carries the first token.
+
+    Raises:
+        FirstTokenTwiceError, PageGapError: what is wrong.
+    """
+    if send_request.carries_token and chunk.carries_token:
+        raise FirstTokenTwiceError("a SEND before carried the first token or payload", field="first_token")
+    for one in chunk.ranges:
+        before = send_request.last_range(one.component)
+        if before is None:
+            continue
+        if one.first_page is None or before.first_page is None:
+            raise PageGapError(f"{one.component}: one chunk carries a list without first_page", field=one.field)
+        if one.kind == "paged" and one.first_page != before.end_page:
+            raise PageGapError(
+                f"{one.component}: the chunk starts at page {one.first_page}, the one before ended at "
+                f"{before.end_page}",
+                field=f"{one.field}.first_page",
+            )
+
+
+def check_steps(chunk: SendChunk, manifest: Manifest) -> None:
+    """Check that each layer of the chunk's components is in exactly one step; steps may name others as well.
+
+    A layer in no step, or in two, could go before its bytes are there. Draft's layers have numbers of their own, and go
+    with the last step.
+
+    Raises:
+        InvalidFieldError: names the layer.
+    """
+    if not chunk.steps:
+        return
+    listed = {one.component for one in chunk.ranges} - {DRAFT}
+    layers = np.array(sorted({entry.layer for entry in manifest.entries if entry.component in listed}), np.int64)
+    first, counts = np.array([(step.first_layer, step.layers) for step in chunk.steps]).T
+    named = (first <= layers[:, None]) & (layers[:, None] < first + counts)
+    times = named.sum(axis=1)
+    for wrong, what in ((times == 0, "in no step"), (times > 1, "in more than one step")):
+        if wrong.any():
+            raise InvalidFieldError(
+                f"layer {layers[wrong.argmax()]} is {what} ({np.count_nonzero(wrong)} layers)", field="steps"
+            )
+
+
+def check_together(
+    receive_request: ReceiveRequest, send_requests: Sequence[SendRequest], excused: Sequence[Excused]
+) -> None:
+    """Check what only all send requests of a new receive request together can violate; each of them fits by itself.
+
+    Raises:
+        FirstTokenTwiceError, UncoveredEntryError, IncompleteError: what is wrong.
+    """
+    if sum(send_request.carries_token for send_request in send_requests) > 1:
+        raise FirstTokenTwiceError("two SENDs of this request carry a first token or payload", field="request_id")
+    if len(send_requests) == receive_request.sources and all(send_request.complete for send_request in send_requests):
+        receive_request.check_planned(excused)
+
+
+def would_complete(receive_request: ReceiveRequest, send_request: SendRequest, chunks: Sequence[SendChunk]) -> bool:
+    """Return whether with these chunks of the send request every source has sent its last SEND."""
+    others = [one for one in receive_request.send_requests if one is not send_request]
+    return (
+        bool(chunks)
+        and chunks[-1].last
+        and len(others) + 1 == receive_request.sources
+        and all(one.complete for one in others)
+    )
+
+
+def withdraw(fits: Iterable[tuple[ReceiveRequest, list[Match]]]) -> None:
+    """Take back the planned copies of chunks that were refused after all."""
+    for receive_request, matches in fits:
+        for found in matches:
+            for planned_copy in found.planned_copies:
+                receive_request.coverage[planned_copy.component].withdraw(planned_copy.cells)
+
+
+def hold_for_writing(receive_request: ReceiveRequest) -> None:
+    """Make the room the one writer of its pages.
+
+    Raises:
+        KvferryError: a page is not the session's, is named twice, or is busy; none is held then.
+    """
+    held: list[PageRange] = []
+    try:
+        for one in lists_with_pages(receive_request.ranges.values()):
+            receive_request.pool.allocator_of(one.component).begin_write(
+                receive_request.session_id, one.ids, f"{one.field}.pages"
+            )
+            held.append(one)
+    except KvferryError:
+        for one in held:
+            receive_request.pool.allocator_of(one.component).end_write(one.ids)
+        raise
+
+
+def hold_for_reading(send_request: SendRequest, chunk: SendChunk) -> None:
+    """Make the send request a reader of the chunk's pages.
+
+    Raises:
+        KvferryError: a page is not the session's, or is being written; none is held then.
+    """
+    pool = send_request.holder
+    if pool is None:
+        return
+    held: list[PageRange] = []
+    try:
+        for one in lists_with_pages(chunk.ranges):
+            pool.allocator_of(one.component).begin_read(send_request.session_id, one.ids, f"{one.field}.pages")
+            held.append(one)
+    except KvferryError:
+        for one in held:
+            pool.allocator_of(one.component).end_read(one.ids)
+        raise

@@ -1,0 +1,378 @@
+"""The endpoints of transfers: send requests (accepted SENDs) and receive requests (accepted RECEIVEs).
+
+Both go through the same states, and only forwards: OPEN until the outcome is known, FINISHED until no byte can move
+any more, SETTLED. A FINISHED side still holds its pages. A send request may come from another daemon (``origin``); what
+such a send request is there is a local send request with a ``RemoteEndpoint`` (``remote.py``) in place of the receive
+request.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
+from kvferry.pools.coverage import Cells, Coverage
+from kvferry.pools.devices.base import Region
+from kvferry.pools.pairing import Pair
+from kvferry.pools.plan import Plan
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.events import Finished
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.transfer_messages import LayerStep
+
+if TYPE_CHECKING:
+    from kvferry.daemon.transfer.remote import Origin, RemoteEndpoint
+
+
+class State(enum.Enum):
+    """How far a side is."""
+
+    OPEN = "open"
+    FINISHED = "finished"
+    SETTLED = "settled"
+
+
+class EndpointKey(NamedTuple):
+    """What names a side of a transfer."""
+
+    tenant: int
+    request_id: str
+    pool: str
+    direction: Literal["send", "receive"]
+
+
+class Clocked(NamedTuple):
+    """When a side came and when it must be done, in seconds of one monotonic clock."""
+
+    created_at: float
+    deadline_at: float
+
+
+class SourcePool(Protocol):
+    """The pool that a send request's pages are of: this daemon's own, or another's."""
+
+    tenant: int
+    name: str
+    manifest: Manifest
+    model: ModelIdentity | None
+
+    @property
+    def region(self) -> Region:
+        """Return its memory, mapped at least for reading."""
+
+
+class SendChunk(NamedTuple):
+    """One accepted SEND. Its layers are ready step by step; all of them at once without steps."""
+
+    ranges: tuple[PageRange, ...]
+    last: bool
+    first_token: int | None
+    payload: bytes
+    steps: tuple[LayerStep, ...] = ()
+
+    @property
+    def carries_token(self) -> bool:
+        """Return whether it has what only one SEND of a request may have."""
+        return self.first_token is not None or bool(self.payload)
+
+
+class PlannedCopy(NamedTuple):
+    """Cells of one component that a step of a chunk fills, and the plan that fills them.
+
+    ``pairs`` are the plan's entries; ``source_start`` says where in the chunk's list its pages begin.
+    """
+
+    component: str
+    cells: Cells
+    plan: Plan
+    pairs: tuple[Pair, ...]
+    source_start: int
+    step: int = 0
+
+
+class Excused(NamedTuple):
+    """Cells of one component that need not come, because the lists were cut to the shorter length."""
+
+    component: str
+    cells: Cells
+
+
+class TransferOp(NamedTuple):
+    """What one step of a chunk brings into one receive request. It waits until the step is ready."""
+
+    op_id: int
+    send_request: SendRequest
+    receive_request: ReceiveRequest
+    planned_copies: tuple[PlannedCopy, ...]
+    chunk: int
+    step: int
+
+    @property
+    def ready(self) -> bool:
+        """Return whether its source's bytes are there."""
+        return self.step < self.send_request.ready[self.chunk]
+
+
+class Endpoint:
+    """What send requests and receive requests have in common."""
+
+    direction: ClassVar[Literal["send", "receive"]]
+
+    def __init__(self, request_id: str, session_id: int, times: Clocked) -> None:
+        self.request_id = request_id
+        self.session_id = session_id
+        self.created_at = times.created_at
+        self.deadline_at = times.deadline_at
+        self.state = State.OPEN
+        self.generation = 0
+        self.first_copy_at: float | None = None
+        self.moved_bytes = 0
+        self.skipped_source_entries = 0
+        self.skipped_source_pages = 0
+        self.covered_source_entries = 0
+        self.trimmed_pages = 0
+
+    @property
+    def source_or_destination(self) -> SourcePool:
+        """Return the pool of this side's pages."""
+        raise NotImplementedError
+
+    @property
+    def key(self) -> EndpointKey:
+        """Return what names this side."""
+        pool = self.source_or_destination
+        return EndpointKey(pool.tenant, self.request_id, pool.name, self.direction)
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages this side has named."""
+        raise NotImplementedError
+
+    def waits_for(self) -> str:
+        """Say what is missing, for STATUS and for a DEADLINE error."""
+        raise NotImplementedError
+
+    def finished_event(self, error: KvferryError | None, now: float) -> Finished:
+        """Return the FINISHED event of this side."""
+        started = now if self.first_copy_at is None else self.first_copy_at
+        return Finished(
+            request_id=self.request_id,
+            pool=self.source_or_destination.name,
+            direction=self.direction,
+            generation=self.generation,
+            error=msgspec.structs.replace(error.info(), request_id=self.request_id) if error else None,
+            pages=self.pages,
+            moved_bytes=self.moved_bytes,
+            skipped_source_entries=self.skipped_source_entries,
+            skipped_source_pages=self.skipped_source_pages,
+            waited_us=round((started - self.created_at) * 1e6),
+            moved_us=round((now - started) * 1e6),
+            trimmed_pages=self.trimmed_pages,
+        )
+
+
+class SendRequest(Endpoint):
+    """The SENDs of one request from one pool. Its pages are held for reading until every receive request has settled.
+
+    A send request with an ``origin`` is another daemon's: here it has one receive request and holds nothing.
+    """
+
+    direction = "send"
+
+    def __init__(
+        self,
+        pool: SourcePool,
+        request_id: str,
+        session_id: int,
+        times: Clocked,
+        destinations: int,
+        origin: Origin | None = None,
+    ) -> None:
+        super().__init__(request_id, session_id, times)
+        self.pool = pool
+        self.destinations = destinations
+        self.origin = origin
+        self.chunks: list[SendChunk] = []
+        self.ready: list[int] = []
+        self.receive_requests: list[ReceiveRequest | RemoteEndpoint] = []
+        self.outcomes: list[KvferryError | None] = []
+
+    @property
+    def source_or_destination(self) -> SourcePool:
+        """Return the pool that it sends from."""
+        return self.pool
+
+    @property
+    def holder(self) -> Pool | None:
+        """Return the pool whose pages it holds: its own, unless that is another daemon's."""
+        return self.pool if isinstance(self.pool, Pool) else None
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the last SEND is accepted."""
+        return bool(self.chunks) and self.chunks[-1].last
+
+    @property
+    def outlives_its_sender(self) -> bool:
+        """Return whether the last SEND is accepted and all its bytes are there: from then on the sender may die."""
+        registered = (
+            self.holder is not None and self.holder.registered_by is not None
+        )  # its memory goes with its engine
+        return self.complete and not registered and not any(self.waiting_steps)
+
+    @property
+    def waiting_steps(self) -> list[Sequence[LayerStep]]:
+        """Return the steps of each chunk that are not ready."""
+        return [chunk.steps[ready:] for chunk, ready in zip(self.chunks, self.ready, strict=True)]
+
+    @property
+    def fully_matched(self) -> bool:
+        """Return whether no SEND and no RECEIVE is missing any more."""
+        return self.complete and len(self.receive_requests) == self.destinations
+
+    @property
+    def carries_token(self) -> bool:
+        """Return whether a SEND with a first token or payload was accepted."""
+        return any(chunk.carries_token for chunk in self.chunks)
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages all SENDs named."""
+        return sum(len(one.ids) for chunk in self.chunks for one in chunk.ranges)
+
+    def add(self, chunk: SendChunk) -> None:
+        """Take one more chunk; without steps it is ready."""
+        self.chunks.append(chunk)
+        self.ready.append(0 if chunk.steps else 1)
+
+    def waits_for(self) -> str:
+        """Say what is missing, for STATUS and for a DEADLINE error."""
+        if len(self.receive_requests) < self.destinations:
+            missing = self.destinations - len(self.receive_requests)
+            return f"{missing} of {self.destinations} destinations: no RECEIVE yet"
+        if not self.complete:
+            return "its own last SEND"
+        steps = sum(map(len, self.waiting_steps))
+        return f"the events of {steps} layer steps" if steps else "copies"
+
+    def last_range(self, component: str) -> PageRange | None:
+        """Return the component's list in the latest chunk that has one."""
+        return next((r for chunk in reversed(self.chunks) for r in chunk.ranges if r.component == component), None)
+
+
+class ReceiveRequest(Endpoint):
+    """A RECEIVE: pages to fill, and what has come. Its pages are held for writing until it has settled."""
+
+    direction = "receive"
+
+    def __init__(
+        self,
+        pool: Pool,
+        request_id: str,
+        session_id: int,
+        times: Clocked,
+        ranges: tuple[PageRange, ...],
+        sources: int,
+        source_daemons: tuple[str, ...] = (),
+        *,
+        any_model: bool = False,
+    ) -> None:
+        super().__init__(request_id, session_id, times)
+        self.pool = pool
+        self.sources = sources
+        self.source_daemons = source_daemons
+        self.any_model = any_model
+        self.ranges = {one.component: one for one in ranges}
+        self.coverage = {
+            one.component: Coverage(
+                entries_of(pool.manifest, one.component), len(one.ids), pool.manifest.optional_components
+            )
+            for one in ranges
+        }
+        self.epoch = 0  # set by the state machine: unlike the generation, no other of this daemon's life has it
+        self.send_requests: list[SendRequest] = []
+        self.ops: dict[int, TransferOp] = {}
+        self.waiting: list[TransferOp] = []
+        self.last_refusal: KvferryError | None = None
+        self.unreachable: set[str] = set()  # those of ``source_daemons`` to which there is no connection
+        self.given_up: set[str] = set()  # those of ``source_daemons`` that said that their SENDs had ended
+        self.ended_itself = False  # and not because of a source
+
+    @property
+    def source_or_destination(self) -> SourcePool:
+        """Return the pool that it fills."""
+        return self.pool
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages the RECEIVE named."""
+        return sum(len(one.ids) for one in self.ranges.values())
+
+    @property
+    def arrived_pages(self) -> int:
+        """Return how many of its pages are there in every required entry."""
+        return sum(one.arrived_pages for one in self.coverage.values())
+
+    @property
+    def unmet_sources(self) -> int:
+        """Return how many sources have not come."""
+        return max(0, self.sources - len(self.send_requests))
+
+    @property
+    def all_planned(self) -> bool:
+        """Return whether every source has sent its last SEND."""
+        return len(self.send_requests) == self.sources and all(
+            send_request.complete for send_request in self.send_requests
+        )
+
+    @property
+    def token_chunk(self) -> SendChunk | None:
+        """Return the chunk with the first token and payload, if it came."""
+        return next((c for send_request in self.send_requests for c in send_request.chunks if c.carries_token), None)
+
+    def check_planned(self, excused: Sequence[Excused] = ()) -> None:
+        """Check that nothing required is without a sender but for ``excused``; see ``Coverage.check_planned``."""
+        for component, coverage in self.coverage.items():
+            coverage.check_planned([one.cells for one in excused if one.component == component])
+
+    def waits_for(self) -> str:
+        """Say what is missing, for STATUS and for a DEADLINE error."""
+        if len(self.send_requests) < self.sources:
+            missing = f"{self.sources - len(self.send_requests)} of {self.sources} sources: no SEND yet"
+            if self.unreachable:
+                missing += f"; no connection to {', '.join(sorted(self.unreachable))}"
+            return f"{missing}; refused: {self.last_refusal}" if self.last_refusal else missing
+        if not self.all_planned:
+            return "a source's last SEND"
+        copies = f"copies: {self.arrived_pages} of {self.pages} pages there"
+        return f"{copies}; the events of {len(self.waiting)} layer steps" if self.waiting else copies
+
+    def finished_event(self, error: KvferryError | None, now: float) -> Finished:
+        """Return the FINISHED event, with first token and payload where it succeeded."""
+        event = super().finished_event(error, now)
+        if error is None and self.pool.lands_as:
+            event = msgspec.structs.replace(event, snapshot=self.pool.lands_as)
+        chunk = self.token_chunk
+        if error or chunk is None:
+            return event
+        return msgspec.structs.replace(event, first_token=chunk.first_token, payload=chunk.payload)
+
+
+def rows_by_step(layers: Sequence[int | None], steps: Sequence[LayerStep]) -> np.typing.NDArray[np.intp]:
+    """Return which step each row belongs to: the first that names its layer; the last where none does.
+
+    Args:
+        layers: the model's layer of each row; None where the row's layers are not the model's (draft).
+        steps: at least one.
+    """
+    first, counts = np.array([(step.first_layer, step.layers) for step in steps]).T
+    rows = np.array([-1 if layer is None else layer for layer in layers])[:, None]
+    named = (first <= rows) & (rows < first + counts)
+    return np.where(named.any(axis=1), named.argmax(axis=1), len(steps) - 1)

@@ -1,0 +1,215 @@
+"""Whether a chunk fits a receive request, and what it fills there. Pure: the caller plans what is returned."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvferry.attention.state_windows import StateList, match_state
+from kvferry.daemon.transfer.endpoints import Excused, PlannedCopy, ReceiveRequest, SendChunk, SourcePool, rows_by_step
+from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
+from kvferry.pools.coverage import Extent, Rows, cells_of
+from kvferry.pools.model_checks import check_models
+from kvferry.pools.pairing import Pairing, check_covered, pair_entries
+from kvferry.pools.plan import make_plan
+from kvferry.protocol.errors import FirstTokenTwiceError, LengthMismatchError
+
+DRAFT = "draft"
+"""The component whose layers are not numbered as the model's are."""
+
+_Pairings: TypeAlias = "weakref.WeakKeyDictionary[SourcePool, dict[str, Pairing]]"
+_pairings: weakref.WeakKeyDictionary[SourcePool, _Pairings] = weakref.WeakKeyDictionary()
+
+
+class Trim(NamedTuple):
+    """Lists of one component that were cut to the shorter length, by their lengths before."""
+
+    component: str
+    source_length: int
+    destination_length: int
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages were left out."""
+        return abs(self.source_length - self.destination_length)
+
+
+class Match(msgspec.Struct, frozen=True):
+    """What a chunk fills in a receive request; surplus that the receive request does not want is counted.
+
+    ``excused`` are cells that nothing fills because lists were trimmed, ``trims`` what was left out of which lists.
+    """
+
+    planned_copies: tuple[PlannedCopy, ...]
+    skipped_source_entries: int = 0
+    skipped_source_pages: int = 0
+    covered_source_entries: int = 0
+    excused: tuple[Excused, ...] = ()
+    trims: tuple[Trim, ...] = ()
+
+    @property
+    def trimmed_pages(self) -> int:
+        """Return how many pages of either side were trimmed."""
+        return sum(one.pages for one in self.trims)
+
+
+class _Span(NamedTuple):
+    """Which part of a source's list goes into which part of a receive request's."""
+
+    source_start: int
+    destination_start: int
+    pages: int
+    skipped_source_pages: int
+    trimmed: bool = False
+
+
+def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest, whole_below_bytes: int = 0) -> Match:
+    """Return what the chunk fills in the receive request.
+
+    Source pages before the receive request's first page are dropped: decode has that prefix already. Source pages past
+    its end are an error where the component is paged: the sides disagree about the length. A chunk with steps that
+    moves less than ``whole_below_bytes`` goes with its last step.
+
+    Raises:
+        LengthMismatchError: the chunk goes past the receive request's end, or the last tokens differ.
+        WindowMismatchError, EmptyStateError: a window or state does not fit, see ``attention.state_windows``.
+        PageOverlapError: a cell has a sender already.
+        FirstTokenTwiceError: the receive request has a first token or payload already.
+        ModelMismatchError: the pools are of two models, and the receive request does not take any.
+        UncoveredEntryError, GeometryMismatchError, DuplicateEntryError: the pools do not fit.
+    """
+    if not receive_request.any_model:
+        check_models(
+            source.model, receive_request.pool.model, f"pool {source.name!r}", f"pool {receive_request.pool.name!r}"
+        )
+    if chunk.carries_token and receive_request.token_chunk is not None:
+        raise FirstTokenTwiceError(
+            "another SEND of the receive request carries the first token or payload", field="first_token"
+        )
+    parts = [_match_component(one, chunk, source, receive_request) for one in chunk.ranges]
+    planned_copies = [planned_copy for part in parts for planned_copy in part.planned_copies]
+    if chunk.steps:
+        total_bytes = sum(planned_copy.plan.total_bytes for planned_copy in planned_copies)
+        planned_copies = _by_steps(planned_copies, chunk, whole=total_bytes < whole_below_bytes)
+    return Match(
+        tuple(planned_copies),
+        sum(part.skipped_source_entries for part in parts),
+        sum(part.skipped_source_pages for part in parts),
+        sum(part.covered_source_entries for part in parts),
+        tuple(excused for part in parts for excused in part.excused),
+        tuple(trim for part in parts for trim in part.trims),
+    )
+
+
+def _match_component(one: PageRange, chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest) -> Match:
+    destination = receive_request.ranges.get(one.component)
+    if destination is None or destination.none:
+        return Match(
+            (),
+            skipped_source_entries=len(entries_of(source.manifest, one.component)),
+            skipped_source_pages=len(one.ids) if destination else 0,
+        )
+    span = (
+        _paged_span(one, destination, last=chunk.last)
+        if destination.kind == "paged"
+        else _state_span(one, destination, receive_request)
+    )
+    pairing = _pairing(source, receive_request.pool, one.component)
+    if receive_request.sources == 1:
+        check_covered(pairing, receive_request.pool.manifest.optional_components)
+    excused = []
+    if span.trimmed and span.pages < len(destination.ids):
+        excused.append(Excused(one.component, cells_of(pairing.pairs, span.pages, len(destination.ids))))
+    planned_copies: tuple[PlannedCopy, ...] = ()
+    covered = 0
+    if span.pages and pairing.pairs:
+        planned_copies, covered = _planned_copies(one, destination, pairing, span, receive_request)
+    return Match(
+        planned_copies,
+        pairing.skipped_source_entries,
+        span.skipped_source_pages,
+        covered,
+        tuple(excused),
+        (Trim(one.component, len(one.ids), len(destination.ids)),) if span.trimmed and pairing.pairs else (),
+    )
+
+
+def _pairing(source: SourcePool, destination: SourcePool, component: str) -> Pairing:
+    """Return the pairing, which the destination's pool remembers for as long as both live."""
+    known = _pairings.setdefault(destination, weakref.WeakKeyDictionary()).setdefault(source, {})
+    if component not in known:
+        entries = entries_of(source.manifest, component)
+        known[component] = pair_entries(entries, entries_of(destination.manifest, component))
+    return known[component]
+
+
+def _paged_span(one: PageRange, destination: PageRange, *, last: bool) -> _Span:
+    if one.end_page > destination.end_page:
+        raise LengthMismatchError(
+            f"{one.component}: source pages {one.start_page}..{one.end_page - 1} go past the receive request's "
+            f"{destination.start_page}..{destination.end_page - 1}",
+            field=one.field,
+        )
+    ends_known = one.end_token is not None and destination.end_token is not None
+    if last and ends_known and one.end_token != destination.end_token:
+        raise LengthMismatchError(
+            f"{one.component}: the source ends after token {one.end_token}, the destination after "
+            f"{destination.end_token}",
+            field=f"{one.field}.tokens",
+        )
+    surplus = min(max(destination.start_page - one.start_page, 0), len(one.ids))
+    start = max(one.start_page - destination.start_page, 0)
+    return _Span(surplus, start, len(one.ids) - surplus, surplus)
+
+
+def _state_span(one: PageRange, destination: PageRange, receive_request: ReceiveRequest) -> _Span:
+    found = match_state(
+        StateList(one.first_page, one.ids, one.none),
+        StateList(destination.first_page, destination.ids, destination.none),
+        one.component,
+        receive_request.request_id,
+    )
+    skipped = 0 if found.trimmed else found.dropped_source
+    return _Span(found.source_start, found.destination_start, found.count, skipped, found.trimmed)
+
+
+def _planned_copies(
+    one: PageRange, destination: PageRange, pairing: Pairing, span: _Span, receive_request: ReceiveRequest
+) -> tuple[tuple[PlannedCopy, ...], int]:
+    """Return what of it is still wanted, and how many entries were wholly covered by a replica."""
+    cells = cells_of(pairing.pairs, span.destination_start, span.destination_start + span.pages)
+    replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], np.bool_)
+    free = receive_request.coverage[one.component].free_extents(cells, replicated)
+    covered = len(pairing.pairs) - sum(int(np.count_nonzero(extent.rows)) for extent in free)
+    return tuple(_planned_copy(one, destination, pairing, span, extent) for extent in free), covered
+
+
+def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span: _Span, extent: Extent) -> PlannedCopy:
+    """Return what an extent of a span is."""
+    source_start = span.source_start + extent.start - span.destination_start
+    source_ids = one.ids[source_start : source_start + extent.stop - extent.start]
+    plan = make_plan(pairing, source_ids, destination.ids[extent.start : extent.stop])
+    cells = cells_of(pairing.pairs, extent.start, extent.stop)
+    whole = PlannedCopy(one.component, cells, plan, pairing.pairs, source_start)
+    return whole if extent.rows.all() else _of(whole, extent.rows)
+
+
+def _of(planned_copy: PlannedCopy, rows: Rows) -> PlannedCopy:
+    """Return what some rows of a planned copy are."""
+    pairs = tuple(pair for pair, kept in zip(planned_copy.pairs, rows.tolist(), strict=True) if kept)
+    return planned_copy._replace(cells=planned_copy.cells.of(rows), plan=planned_copy.plan.of(rows), pairs=pairs)
+
+
+def _by_steps(planned_copies: list[PlannedCopy], chunk: SendChunk, *, whole: bool) -> list[PlannedCopy]:
+    """Cut the planned copies into the chunk's steps; all of them are the last one's where they go as a whole."""
+    if whole:
+        return [one._replace(step=len(chunk.steps) - 1) for one in planned_copies]
+    cut = []
+    for one in planned_copies:
+        layers = [None if one.component == DRAFT else pair.destination.layer for pair in one.pairs]
+        steps = rows_by_step(layers, chunk.steps)
+        cut += [_of(one, steps == step)._replace(step=step) for step in np.unique(steps).tolist()]
+    return cut

@@ -1,0 +1,89 @@
+"""Chunks as they travel between daemons, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.daemon.transfer.completion import name_of
+from kvferry.daemon.transfer.endpoints import PlannedCopy, SendChunk, TransferOp
+from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges, page_tokens_of
+from kvferry.daemon.transfer.remote import RemoteEndpoint, RemotePool
+from kvferry.pools.runs import PageIds
+from kvferry.protocol.base import PageList
+from kvferry.protocol.manifests import Entry, Manifest
+from kvferry.protocol.peer_messages import OpRequest, PeerSend, Segment
+from kvferry.protocol.transfer_messages import LayerStep
+
+ANY_EVENT, ANY_VALUE = 0, 1
+"""A step's event is the source's affair: the home is told how many steps are ready."""
+
+
+def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> tuple[PeerSend, list[PageIds]]:
+    """Return a chunk of a local send request as it is said to a receive request's home, and its page lists."""
+    send_request = remote_endpoint.send_request
+    chunk, pool = send_request.chunks[number], send_request.holder
+    assert pool is not None, remote_endpoint
+    body = PeerSend(
+        receive_request=remote_endpoint.announcement.receive_request,
+        send_request=remote_endpoint.number,
+        chunk=number,
+        pool=pool.name,
+        manifest=pool.manifest if number == 0 else None,
+        region=pool.region.identity,
+        lists=tuple(_list_of(one, pool.manifest) for one in chunk.ranges),
+        last=chunk.last,
+        first_token=chunk.first_token,
+        payload=chunk.payload,
+        steps=tuple((step.first_layer, step.layers) for step in chunk.steps),
+        ready=send_request.ready[number],
+        model=pool.model.public if pool.model and number == 0 else None,
+    )
+    return body, [one.ids for one in chunk.ranges]
+
+
+def chunk_of(message: PeerSend, ids: Sequence[PageIds], manifest: Manifest) -> SendChunk:
+    """Return the chunk that another daemon send requests, checked against its pool's manifest.
+
+    Raises:
+        KvferryError: a list at fault, see ``page_ranges``.
+    """
+    steps = tuple(
+        LayerStep(first_layer=first, layers=layers, event=ANY_EVENT, value=ANY_VALUE) for first, layers in message.steps
+    )
+    ranges = page_ranges(message.lists, ids, manifest, may_end_inside=message.last, may_lack=True)
+    return SendChunk(ranges, message.last, message.first_token, message.payload, steps)
+
+
+def _list_of(one: PageRange, manifest: Manifest) -> PageList:
+    tokens = None
+    if one.end_token is not None:
+        tokens = one.end_token - one.start_page * (page_tokens_of(manifest, one.component) or 0)
+    return PageList(
+        component=one.component, first_page=one.first_page, pages=len(one.ids), tokens=tokens, none=one.none
+    )
+
+
+def op_of(op: TransferOp) -> OpRequest:
+    """Return a transfer op of another daemon's send request as its source is told of it."""
+    assert op.send_request.origin is not None, op
+    assert isinstance(op.send_request.pool, RemotePool), op
+    places = {id(entry): number for number, entry in enumerate(op.send_request.pool.manifest.entries)}
+    return OpRequest(
+        receive_request=name_of(op.receive_request),
+        send_request=op.send_request.origin.send_request,
+        op=op.op_id,
+        chunk=op.chunk,
+        segments=tuple(_segment_of(planned_copy, places) for planned_copy in op.planned_copies),
+    )
+
+
+def _segment_of(planned_copy: PlannedCopy, places: dict[int, int]) -> Segment:
+    entries: list[Entry] = [pair.source for pair in planned_copy.pairs]
+    heads = tuple((pair.heads.source, pair.heads.count) if pair.heads else (0, 0) for pair in planned_copy.pairs)
+    return Segment(
+        component=planned_copy.component,
+        start=planned_copy.source_start,
+        pages=len(planned_copy.plan.source.ids),
+        entries=tuple(places[id(entry)] for entry in entries),
+        heads=heads,
+    )

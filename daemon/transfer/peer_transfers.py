@@ -1,0 +1,370 @@
+"""Transfers between daemons, sans I/O: send requests there for receive requests here, and the other way round.
+
+====================================  ===========================================================================
+event                                 result
+====================================  ===========================================================================
+a peer's first chunk does not fit     the peer's send request fails with the reason; the receive request goes on waiting
+a peer's later chunk does not fit     both fail with the reason
+a peer withdraws its send request            the receive request fails as the send request did
+a source daemon dies or restarts      receive requests that its send requests joined: PEER_LOST; others go on waiting
+a home dies or restarts               send requests that it matched: PEER_LOST, once what is under way has ended
+a RECEIVE comes after its send ended  the source says so; it fails as the send request did, unless others may fill it
+ended by itself
+a SEND comes after a peer's receive request      it fails as the receive request did; see ``tombstones``
+was ended by its receiver
+====================================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from kvferry.daemon.transfer.completion import Completion, listener_of
+from kvferry.daemon.transfer.effects import NotifyChunk, NotifyEnded, RefuseSend
+from kvferry.daemon.transfer.endpoints import (
+    Clocked,
+    EndpointKey,
+    ReceiveRequest,
+    SendChunk,
+    SendRequest,
+    SourcePool,
+    State,
+)
+from kvferry.daemon.transfer.registry import Endpoints
+from kvferry.daemon.transfer.remote import Announcement, Incarnation, Origin, RemoteEndpoint
+from kvferry.daemon.transfer.scheduling import CopyScheduler
+from kvferry.daemon.transfer.tombstones import Half
+from kvferry.protocol.errors import (
+    DeadlineError,
+    KvferryError,
+    OverloadedError,
+    PageGapError,
+    PeerLostError,
+    TransferExistsError,
+    UnexpectedSourceError,
+    UnknownTransferError,
+)
+from kvferry.protocol.peer_messages import ReceiveName
+
+MAX_ANNOUNCEMENTS = 65_536
+NO_SEND = 0
+"""What a refusal names where not a send request was refused but the announcement of the receive request itself."""
+
+NO_SESSION = 0
+"""The session number of send requests from other daemons: nobody here is told of them."""
+
+
+class PeerTransfers:
+    """Takes what other daemons say. Part of the transfer state machine, which executes its effects.
+
+    Attributes:
+        on_sending: called whenever the writing of a transfer op to another daemon begins (True) or is over (False).
+    """
+
+    def __init__(self, endpoints: Endpoints, completion: Completion, scheduling: CopyScheduler) -> None:
+        self._endpoints = endpoints
+        self._completion = completion
+        self._copy_scheduler = scheduling
+        self._remote_numbers = itertools.count(1)
+        self.on_sending: Callable[[bool], None] = _nobody
+
+    # -- at the home: send requests of other daemons for receive requests here
+
+    def receive_request(self, name: ReceiveName) -> ReceiveRequest:
+        """Return the open receive request that another daemon means.
+
+        Raises:
+            UnknownTransferError: it is over, or was armed again since.
+        """
+        receive_request = self._endpoints.receive_requests.get(
+            EndpointKey(name.tenant, name.request_id, name.pool, "receive")
+        )
+        if receive_request is None or receive_request.state is not State.OPEN or receive_request.epoch != name.epoch:
+            raise UnknownTransferError("the receive request is over", field="request_id")
+        return receive_request
+
+    def receive_for(self, origin: Origin) -> ReceiveRequest:
+        """Return the open receive request that another daemon send requests to.
+
+        Raises:
+            UnknownTransferError: it is over, or was armed again since.
+            UnexpectedSourceError: it does not expect send requests of that daemon.
+        """
+        receive_request = self.receive_request(origin.receive_request)
+        if origin.peer.address not in receive_request.source_daemons:
+            raise UnexpectedSourceError("the RECEIVE does not name this daemon as a source", field="source_daemons")
+        return receive_request
+
+    def receives_expecting(self, address: str) -> list[ReceiveRequest]:
+        """Return the open receive requests that were announced to a daemon."""
+        return [
+            r
+            for r in self._endpoints.receive_requests.values()
+            if r.state is State.OPEN and address in r.source_daemons
+        ]
+
+    def chunk_announced(
+        self, origin: Origin, number: int, pool: SourcePool, chunk: SendChunk, ready: int, now: float
+    ) -> None:
+        """Take a chunk of another daemon's send request; refuse it by an effect where it does not fit.
+
+        Args:
+            origin: which send request.
+            number: of the chunk, from 0.
+            pool: what the send request's pages are of.
+            chunk: with its page lists.
+            ready: how many of its steps are ready.
+            now: the time.
+        """
+        send_request = self._endpoints.remote_sends.get(origin)
+        try:
+            receive_request = self.receive_for(origin)
+            if send_request is None:
+                send_request = self._new_send(origin, number, pool, receive_request, now)
+            elif number < len(send_request.chunks):
+                return  # said again after a reconnection
+            elif number > len(send_request.chunks):
+                raise PageGapError(f"chunk {number} came after {len(send_request.chunks)} chunks", field="chunk")
+            fits = self._copy_scheduler.fit(receive_request, send_request, number, [chunk])
+        except KvferryError as error:
+            self.refuse(origin, error, now)
+            return
+        self._endpoints.remote_sends[origin] = send_request
+        send_request.add(chunk)
+        send_request.ready[number] = ready
+        for fit in fits:
+            self._copy_scheduler.start(receive_request, send_request, fit, now)
+        self._completion.check_done(receive_request, now)
+
+    def step_ready(self, origin: Origin, number: int, ready: int, now: float) -> None:
+        """Take the news that steps of another daemon's chunk are ready."""
+        send_request = self._endpoints.remote_sends.get(origin)
+        if send_request is None or number >= len(send_request.ready):
+            return
+        send_request.ready[number] = max(send_request.ready[number], ready)
+        for receive_request in list(send_request.receive_requests):
+            if isinstance(receive_request, ReceiveRequest) and receive_request.state is State.OPEN:
+                self._copy_scheduler.start_ready(receive_request, now)
+
+    def withdrawn(self, origin: Origin, error: KvferryError, now: float) -> None:
+        """Take the end of another daemon's send request."""
+        send_request = self._endpoints.remote_sends.get(origin)
+        if send_request is not None and send_request.state is State.OPEN:
+            self._completion.fail(send_request, error, error, now)
+
+    def sources_ended(self, peer: Incarnation, name: ReceiveName, error: KvferryError, now: float) -> None:
+        """Take another daemon's word that SENDs for a receive request here had ended before it was announced there.
+
+        The receive request fails, unless others may still fill it: where it names more daemons than it has sources, it
+        goes on until all of them have said so.
+
+        Raises:
+            UnknownTransferError: the receive request is over.
+            UnexpectedSourceError: it does not expect send requests of that daemon.
+        """
+        receive_request = self.receive_for(Origin(peer, name, NO_SEND))
+        receive_request.given_up.add(peer.address)
+        if not receive_request.unmet_sources:
+            return
+        if len(receive_request.source_daemons) <= receive_request.sources or receive_request.given_up.issuperset(
+            receive_request.source_daemons
+        ):
+            self._completion.fail_receive(receive_request, error, error, now)
+
+    def waiting_homes(self) -> list[Incarnation]:
+        """Return the home of each receive request of another daemon that waits for or takes sends from here."""
+        return [one.home for one in self._endpoints.announcements.values()]
+
+    # -- at the source: receive requests of other daemons for send requests here
+
+    def announced(self, home: Incarnation, name: ReceiveName, deadline_at: float, now: float) -> None:
+        """Take another daemon's receive request, and send request it what is here. Once is enough."""
+        known = self._endpoints.announcements.get((home, name))
+        if known is not None:  # said again after a reconnection: what we said may be lost as well
+            for remote_endpoint in known.remote_endpoints:
+                chunks = range(len(remote_endpoint.send_request.chunks))
+                self._endpoints.effects.extend(NotifyChunk(remote_endpoint, number) for number in chunks)
+            self._notify_of_ends(known, now)
+            return
+        for older in list(self._endpoints.announced(name.request_id)):
+            same_receive = _whatever_epoch(older.receive_request) == _whatever_epoch(name)
+            if older.home.address == home.address and same_receive:  # its end was lost, or is on its way
+                self._close(older, PeerLostError("the receiver has begun anew"), now)
+        announcement = Announcement(home, name, deadline_at)
+        endpoints = self._endpoints.of_request(name.request_id)
+        if any(one.source_or_destination.tenant != name.tenant for one in endpoints):
+            taken = TransferExistsError("the request id is another tenant's", field="request_id")
+            self._endpoints.effects.append(RefuseSend(home, name, NO_SEND, taken))
+            return
+        if len(self._endpoints.announcements) >= MAX_ANNOUNCEMENTS:
+            full = OverloadedError(f"{MAX_ANNOUNCEMENTS} receive requests of other daemons wait here")
+            self._endpoints.effects.append(RefuseSend(home, name, NO_SEND, full))
+            return
+        self._endpoints.announce(announcement)
+        self._endpoints.tombstones.renewed(Half(name.tenant, name.request_id, "receive"))
+        for endpoint in list(endpoints):
+            if isinstance(endpoint, SendRequest) and endpoint.state is State.OPEN:
+                self.join(announcement, endpoint)
+        self._notify_of_ends(announcement, now)
+
+    def join(self, announcement: Announcement, send_request: SendRequest) -> None:
+        """Send all chunks of a local send request to another daemon's receive request, if a destination is left."""
+        if len(send_request.receive_requests) >= send_request.destinations:
+            return
+        remote_endpoint = RemoteEndpoint(announcement, send_request, next(self._remote_numbers), State.OPEN)
+        self._endpoints.remote_endpoints[remote_endpoint.number] = remote_endpoint
+        announcement.remote_endpoints.append(remote_endpoint)
+        send_request.receive_requests.append(remote_endpoint)
+        self._endpoints.effects.extend(
+            NotifyChunk(remote_endpoint, number) for number in range(len(send_request.chunks))
+        )
+
+    def closed(
+        self,
+        home: Incarnation,
+        name: ReceiveName,
+        error: KvferryError | None,
+        moved: Iterable[tuple[int, int, int]],
+        now: float,
+        unmet: int = 0,
+    ) -> None:
+        """Take the outcome of another daemon's receive request; of its sources ``unmet`` had not come."""
+        announcement = self._endpoints.announcements.get((home, name))
+        if announcement is None:
+            return
+        if error is not None and unmet:
+            self._bury(announcement, error, now)
+        found = {send_request: (moved_bytes, trimmed_pages) for send_request, moved_bytes, trimmed_pages in moved}
+        for remote_endpoint in announcement.remote_endpoints:
+            moved_bytes, trimmed_pages = found.get(remote_endpoint.number, (0, 0))
+            remote_endpoint.send_request.moved_bytes += moved_bytes
+            remote_endpoint.send_request.trimmed_pages += trimmed_pages
+        self._close(announcement, error, now)
+
+    def refused(self, home: Incarnation, number: int, error: KvferryError, now: float) -> None:
+        """Take another daemon's word that a send request does not fit its receive request."""
+        remote_endpoint = self._endpoints.remote_endpoints.get(number)
+        if remote_endpoint is not None and remote_endpoint.announcement.home == home:
+            self._completion.close_remote(remote_endpoint, error, now)
+
+    def announcement_refused(self, name: ReceiveName, error: KvferryError) -> None:
+        """Take another daemon's word that it has no sends for a receive request here, which goes on waiting.
+
+        Raises:
+            UnknownTransferError: the receive request is over.
+        """
+        self.receive_request(name).last_refusal = error
+
+    def open_remote(self, home: Incarnation, number: int, name: ReceiveName) -> RemoteEndpoint:
+        """Return what a send request sends to, while it may.
+
+        Raises:
+            UnknownTransferError: the receive request or the send request is over, or it is another one's.
+        """
+        remote_endpoint = self._endpoints.remote_endpoints.get(number)
+        if (
+            remote_endpoint is None
+            or remote_endpoint.state is not State.OPEN
+            or remote_endpoint.announcement.home != home
+        ):
+            raise UnknownTransferError("the send request is over", field="send_request")
+        if remote_endpoint.announcement.receive_request != name:
+            raise UnknownTransferError("the send request is for another receive request", field="receive_request")
+        return remote_endpoint
+
+    def begin_sending(self, remote_endpoint: RemoteEndpoint, op: int, now: float) -> None:
+        """Note that a transfer op of the remote endpoint's send request is being written to its home."""
+        if op not in remote_endpoint.sending:
+            self.on_sending(True)  # noqa: FBT003
+        remote_endpoint.sending.add(op)
+        if remote_endpoint.send_request.first_copy_at is None:
+            remote_endpoint.send_request.first_copy_at = now
+
+    def sending_done(self, remote_endpoint: RemoteEndpoint, op: int) -> None:
+        """Note that no byte of a transfer op can move any more."""
+        if op in remote_endpoint.sending:
+            self.on_sending(False)  # noqa: FBT003
+        remote_endpoint.sending.discard(op)
+        self._completion.settle_remote(remote_endpoint)
+
+    # -- both
+
+    def peer_lost(self, peer: Incarnation, why: str, now: float) -> None:
+        """Fail what depends on an incarnation that is gone."""
+        lost = PeerLostError(f"the daemon at {peer.address} is gone: {why}")
+        for send_request in [
+            one for one in self._endpoints.remote_sends.values() if one.origin and one.origin.peer == peer
+        ]:
+            if send_request.state is State.OPEN:
+                self._completion.fail(send_request, lost, lost, now)
+        for announcement in [one for one in self._endpoints.announcements.values() if one.home == peer]:
+            self._close(announcement, lost, now)
+
+    def expired(self, announcement: Announcement, now: float) -> None:
+        """Drop another daemon's receive request at its deadline: its end was lost on the way."""
+        if self._endpoints.announcements.get((announcement.home, announcement.receive_request)) is announcement:
+            late = DeadlineError(
+                f"the receive request at {announcement.home.address} is over, and its end was not heard of"
+            )
+            if not announcement.remote_endpoints:
+                self._bury(announcement, late, now)
+            self._close(announcement, late, now)
+
+    def _new_send(
+        self, origin: Origin, number: int, pool: SourcePool, receive_request: ReceiveRequest, now: float
+    ) -> SendRequest:
+        if number:
+            raise PageGapError(f"chunk {number} came first", field="chunk")
+        if len(receive_request.send_requests) >= receive_request.sources:
+            raise UnexpectedSourceError(
+                f"the receive request has its {receive_request.sources} sources", field="request_id"
+            )
+        times = Clocked(now, receive_request.deadline_at)
+        return SendRequest(pool, receive_request.request_id, NO_SESSION, times, 1, origin)
+
+    def refuse(self, origin: Origin, error: KvferryError, now: float) -> None:
+        """Refuse a chunk of another daemon's send request; chunks before it fail too, else the receiver waits on."""
+        send_request = self._endpoints.remote_sends.get(origin)
+        self._endpoints.effects.append(RefuseSend(origin.peer, origin.receive_request, origin.send_request, error))
+        if send_request is not None and send_request.chunks and send_request.state is State.OPEN:
+            self._completion.fail(send_request, error, error, now)
+            return
+        receive_request = self._endpoints.receive_requests.get(
+            EndpointKey(
+                origin.receive_request.tenant, origin.receive_request.request_id, origin.receive_request.pool, "receive"
+            )
+        )
+        if receive_request is not None and not isinstance(error, UnknownTransferError):
+            receive_request.last_refusal = error
+
+    def _bury(self, announcement: Announcement, error: KvferryError, now: float) -> None:
+        """Remember that another daemon's receive request has ended, for those who come too late."""
+        name, met = (
+            announcement.receive_request,
+            [remote_endpoint.send_request.pool.name for remote_endpoint in announcement.remote_endpoints],
+        )
+        half = Half(name.tenant, name.request_id, "receive")
+        self._endpoints.tombstones.bury(half, listener_of(announcement), error, now, met)
+
+    def _notify_of_ends(self, announcement: Announcement, now: float) -> None:
+        """Send another daemon's receive request the SENDs that ended here before it was announced."""
+        home, name = announcement.home, announcement.receive_request
+        half = Half(name.tenant, name.request_id, "send")
+        ended = self._endpoints.tombstones.notices_for(half, listener_of(announcement), now, (home.boot_id, name.epoch))
+        if ended:
+            self._endpoints.effects.append(NotifyEnded(home, name, ended[0]))
+
+    def _close(self, announcement: Announcement, error: KvferryError | None, now: float) -> None:
+        self._endpoints.withdraw(announcement)
+        for remote_endpoint in list(announcement.remote_endpoints):
+            self._completion.close_remote(remote_endpoint, error, now)
+
+
+def _nobody(began: bool) -> None:  # noqa: FBT001  a callback's only argument
+    """Tell nobody: no scheduler is connected."""
+
+
+def _whatever_epoch(name: ReceiveName) -> tuple[str, str, int]:
+    """Return what names a receive request whatever its epoch."""
+    return (name.request_id, name.pool, name.tenant)

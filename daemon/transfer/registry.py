@@ -1,0 +1,96 @@
+"""Every live side of a transfer by what names it, the deadlines, and the effects gathered so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry.daemon.transfer.deadlines import Deadlines
+from kvferry.daemon.transfer.effects import Effect
+from kvferry.daemon.transfer.endpoints import EndpointKey, ReceiveRequest, SendRequest, TransferOp
+from kvferry.daemon.transfer.remote import Announcement, Incarnation, Origin, RemoteEndpoint
+from kvferry.daemon.transfer.tombstones import Tombstones
+from kvferry.protocol.peer_messages import ReceiveName
+
+
+class Endpoints:
+    """What the parts of the transfer state machine share.
+
+    Attributes:
+        send requests: the send requests of this daemon's sessions.
+        receive requests: the receive requests of this daemon's sessions.
+        remote_sends: other daemons' send requests that joined receive requests here.
+        announcements: other daemons' receive requests that wait for send requests from here.
+        remote endpoints: what send requests here are for other daemons' receive requests, by number, until they have
+        settled. transfer ops: what is on its way into receive requests here.
+        effects: what the shell has to do.
+        deadlines: of the open sides and of the announcements.
+        tombstones: of sides that ended before the other side came.
+    """
+
+    def __init__(self, tombstones: Tombstones) -> None:
+        self.tombstones = tombstones
+        self.send_requests: dict[EndpointKey, SendRequest] = {}
+        self.receive_requests: dict[EndpointKey, ReceiveRequest] = {}
+        self.remote_sends: dict[Origin, SendRequest] = {}
+        self.announcements: dict[tuple[Incarnation, ReceiveName], Announcement] = {}
+        self.remote_endpoints: dict[int, RemoteEndpoint] = {}
+        self.ops: dict[int, TransferOp] = {}
+        self.effects: list[Effect] = []
+        self._by_request: dict[str, list[SendRequest | ReceiveRequest]] = {}
+        self._announced: dict[str, list[Announcement]] = {}
+        self.deadlines: Deadlines[SendRequest | ReceiveRequest | Announcement] = Deadlines()
+
+    def __iter__(self) -> Iterator[SendRequest | ReceiveRequest]:
+        """Yield every side that belongs to a session here."""
+        yield from self.send_requests.values()
+        yield from self.receive_requests.values()
+
+    def of_request(self, request_id: str) -> list[SendRequest | ReceiveRequest]:
+        """Return this daemon's sides of a request."""
+        return self._by_request.get(request_id, [])
+
+    def announced(self, request_id: str) -> list[Announcement]:
+        """Return the receive requests of other daemons for a request, oldest first."""
+        return self._announced.get(request_id, [])
+
+    def announce(self, announcement: Announcement) -> None:
+        """Add another daemon's receive request."""
+        self.announcements[announcement.home, announcement.receive_request] = announcement
+        self._announced.setdefault(announcement.receive_request.request_id, []).append(announcement)
+        self.deadlines.set(announcement, announcement.deadline_at)
+
+    def withdraw(self, announcement: Announcement) -> None:
+        """Remove another daemon's receive request, if it is there."""
+        if self.announcements.pop((announcement.home, announcement.receive_request), None) is None:
+            return
+        self.deadlines.drop(announcement)
+        others = self._announced[announcement.receive_request.request_id]
+        others.remove(announcement)
+        if not others:
+            del self._announced[announcement.receive_request.request_id]
+
+    def enter(self, endpoint: SendRequest | ReceiveRequest) -> None:
+        """Add a side that belongs to a session here."""
+        if isinstance(endpoint, ReceiveRequest):
+            self.receive_requests[endpoint.key] = endpoint
+        else:
+            self.send_requests[endpoint.key] = endpoint
+        self._by_request.setdefault(endpoint.request_id, []).append(endpoint)
+        self.deadlines.set(endpoint, endpoint.deadline_at)
+
+    def leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
+        """Remove a side that has settled."""
+        if isinstance(endpoint, SendRequest) and endpoint.origin is not None:
+            del self.remote_sends[endpoint.origin]
+            return
+        del (self.receive_requests if isinstance(endpoint, ReceiveRequest) else self.send_requests)[endpoint.key]
+        others = self._by_request[endpoint.request_id]
+        others.remove(endpoint)
+        if not others:
+            del self._by_request[endpoint.request_id]
+
+    def postpone(self, endpoint: SendRequest | ReceiveRequest, deadline_at: float) -> None:
+        """Let a side be due at this time, unless it is due later."""
+        if deadline_at > endpoint.deadline_at:
+            endpoint.deadline_at = deadline_at
+            self.deadlines.set(endpoint, deadline_at)

@@ -1,0 +1,420 @@
+"""The transfer state machine: every live transfer of the daemon, as a state machine without I/O.
+
+Methods take what happened and the time; they return what to do (``effects``), or raise, and then nothing has changed.
+One rule decides who is refused where two messages do not fit: the one that came later. What was accepted stays.
+
+What happens to an OPEN side:
+
+====================================  ==========================================  ================================
+event                                 send request (SEND side)                           receive request (RECEIVE side)
+====================================  ==========================================  ================================
+its own CANCEL                        CANCELLED                                   CANCELLED
+the other side's CANCEL               PEER_CANCELLED                              PEER_CANCELLED
+its own deadline                      DEADLINE                                    DEADLINE
+its session dies before its last SEND forgotten; pages go back                    PEER_LOST
+its session dies after its last SEND  lives on without a listener                 completes
+the receiving session dies            PEER_LOST                                   forgotten; pages go back
+a copy fails                          TRANSFER_FAILED                             TRANSFER_FAILED
+all cells there, all sources done     success                                     success
+====================================  ==========================================  ================================
+
+A side that comes after the other one has ended by itself, so that nobody was there to be told, ends as soon as it is
+accepted, with the other's code; see ``tombstones``. A side that it has joined already is told so too.
+
+A receive request is SETTLED once no transfer op of it is under way; a send request once all its receive requests are.
+What other daemons say is in ``peer_transfers``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from kvferry.daemon.transfer.admission import (
+    check_continues,
+    check_steps,
+    check_together,
+    hold_for_reading,
+    hold_for_writing,
+)
+from kvferry.daemon.transfer.completion import Completion
+from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyChunk, NotifyReady
+from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest, State
+from kvferry.daemon.transfer.page_ranges import PageRange
+from kvferry.daemon.transfer.peer_transfers import PeerTransfers
+from kvferry.daemon.transfer.registry import Endpoints
+from kvferry.daemon.transfer.remote import Announcement
+from kvferry.daemon.transfer.results import Generations, Results
+from kvferry.daemon.transfer.scheduling import CopyScheduler, Fit
+from kvferry.daemon.transfer.tombstones import Half, Tombstones
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import (
+    CancelledError,
+    DeadlineError,
+    KvferryError,
+    PeerCancelledError,
+    PeerLostError,
+    ShuttingDownError,
+    TransferExistsError,
+    UnexpectedSourceError,
+    UnknownTransferError,
+)
+from kvferry.protocol.transfer_messages import Accepted, LayerStep, TransferResult
+
+
+class Sender(NamedTuple):
+    """Who sends a message about a transfer, and until when it may take."""
+
+    session_id: int
+    pool: Pool
+    request_id: str
+    times: Clocked
+
+
+class TransferStateMachine:
+    """All live transfers. Single-threaded; ``effects`` must be drained after each call.
+
+    Attributes:
+        results: what sessions were told.
+        sides: the live sides.
+        peers: takes what other daemons say.
+    """
+
+    def __init__(self, whole_below_bytes: int = 0, tombstones: Tombstones | None = None) -> None:
+        self.results = Results()
+        self.endpoints = Endpoints(Tombstones() if tombstones is None else tombstones)
+        self._generations = Generations()
+        self._epoches = itertools.count(1)
+        self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
+        self._completion = Completion(self.endpoints, self.results)
+        self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes)
+        self.peers = PeerTransfers(self.endpoints, self._completion, self._copy_scheduler)
+
+    def __repr__(self) -> str:
+        """Show the live counts."""
+        endpoints = self.endpoints
+        sends, receives = len(endpoints.send_requests), len(endpoints.receive_requests)
+        return f"<TransferStateMachine sends={sends} receives={receives} ops={len(endpoints.ops)}>"
+
+    def effects(self) -> list[Effect]:
+        """Return what to do because of the last calls, and forget it."""
+        effects, self.endpoints.effects = self.endpoints.effects, []
+        return effects
+
+    def endpoint(self, session_id: int, key: EndpointKey) -> SendRequest | ReceiveRequest | None:
+        """Return the session's own live side of that name, or None."""
+        endpoint = (
+            self.endpoints.send_requests.get(key)
+            if key.direction == "send"
+            else self.endpoints.receive_requests.get(key)
+        )
+        return endpoint if endpoint is not None and endpoint.session_id == session_id else None
+
+    def receive(
+        self,
+        sender: Sender,
+        ranges: tuple[PageRange, ...],
+        sources: int,
+        source_daemons: tuple[str, ...] = (),
+        *,
+        any_model: bool = False,
+    ) -> Accepted:
+        """Make a receive request, start what send requests hold for it already, and announce it to other daemons.
+
+        Args:
+            sender: whose receive request it is.
+            ranges: its pages.
+            sources: how many send requests fill it, over all daemons.
+            source_daemons: the other daemons that may have send requests.
+            any_model: whether it takes another model's KV too.
+
+        Raises:
+            TransferExistsError: the request id is in use.
+            UnexpectedSourceError: more send requests wait than ``sources``.
+            KvferryError: the pages cannot be written, or a waiting SEND does not fit: see ``match``.
+        """
+        self._check_tenant(sender)
+        now = sender.times.created_at
+        receive_request = ReceiveRequest(
+            sender.pool,
+            sender.request_id,
+            sender.session_id,
+            sender.times,
+            ranges,
+            sources,
+            source_daemons,
+            any_model=any_model,
+        )
+        if receive_request.key in self.endpoints.receive_requests:
+            raise TransferExistsError("a RECEIVE of this request into this pool is live", field="request_id")
+        send_requests = [one for one in self._open_sends(sender) if len(one.receive_requests) < one.destinations]
+        if len(send_requests) > sources:
+            raise UnexpectedSourceError(f"{len(send_requests)} pools send, sources={sources}", field="sources")
+        fits = [
+            (send_request, fit)
+            for send_request in send_requests
+            for fit in self._copy_scheduler.fit(receive_request, send_request, 0, send_request.chunks)
+        ]
+        check_together(receive_request, send_requests, [one for _, fit in fits for one in fit.match.excused])
+        hold_for_writing(receive_request)
+        receive_request.generation = self._generations.next(receive_request.session_id, receive_request.key)
+        receive_request.epoch = next(self._epoches)
+        self._enter(receive_request)
+        ended = self._ended_sources(receive_request, send_requests, now)
+        for send_request, fit in fits:
+            if ended is None:
+                self._copy_scheduler.start(receive_request, send_request, fit, now)
+            elif send_request not in receive_request.send_requests:
+                self._copy_scheduler.join(receive_request, send_request)
+        self.endpoints.effects.extend(AnnounceReceive(address, receive_request) for address in source_daemons)
+        if ended is not None:
+            self._completion.fail_receive(receive_request, ended, ended, now)
+        self._completion.check_done(receive_request, now)
+        return _accepted(receive_request)
+
+    def send(self, sender: Sender, chunk: SendChunk, destinations: int) -> Accepted:
+        """Accept a SEND and start it into the receive requests that wait for it.
+
+        Raises:
+            TransferExistsError: the request id is in use, or its last SEND from this pool was accepted.
+            PageGapError: the chunk does not continue the one before.
+            InvalidFieldError: the steps do not name each layer once.
+            KvferryError: the pages cannot be read, or a receive request does not take them: see ``match``.
+        """
+        self._check_tenant(sender)
+        now = sender.times.created_at
+        send_request = self._send_for(sender, destinations)
+        number = len(send_request.chunks)
+        check_continues(send_request, chunk)
+        check_steps(chunk, sender.pool.manifest)
+        receive_requests = [
+            one for one in send_request.receive_requests if isinstance(one, ReceiveRequest) and one.state is State.OPEN
+        ]
+        if number == 0:
+            receive_requests = self._receives_for(send_request, sender)
+        fits: list[tuple[ReceiveRequest, list[Fit]]] = []
+        try:
+            for receive_request in receive_requests:
+                fits.append((receive_request, self._copy_scheduler.fit(receive_request, send_request, number, [chunk])))  # noqa: PERF401  a refusal keeps what fitted
+            hold_for_reading(send_request, chunk)
+        except KvferryError:
+            for receive_request, its_fits in fits:
+                self._copy_scheduler.withdraw(receive_request, its_fits)
+            raise
+        send_request.add(chunk)
+        stepping = self._stepping.setdefault(send_request.session_id, []) if chunk.steps else []
+        if send_request not in stepping:
+            stepping.append(send_request)
+        if number == 0:
+            self._enter(send_request)
+        else:
+            self.endpoints.postpone(send_request, sender.times.deadline_at)
+        for receive_request, its_fits in fits:
+            for fit in its_fits:
+                self._copy_scheduler.start(receive_request, send_request, fit, now)
+        self._send_to_peers(send_request, number)
+        for receive_request in receive_requests:
+            self._completion.check_done(receive_request, now)
+        self._check_receivers_live(send_request, number, now)
+        return _accepted(send_request)
+
+    def events_reached(self, session_id: int, reached: list[int], now: float) -> None:
+        """Take the values of a session's events, by their slot in its ring, and start what waited for them."""
+        for send_request in self._stepping.pop(session_id, ()):
+            if send_request.state is not State.OPEN:
+                continue
+            for number, chunk in enumerate(send_request.chunks):
+                ready = _ready_steps(chunk.steps, reached)
+                if ready > send_request.ready[number]:
+                    send_request.ready[number] = ready
+                    self._step_ready(send_request, number, now)
+            if any(send_request.waiting_steps):
+                self._stepping.setdefault(session_id, []).append(send_request)
+
+    def waits_for_events(self, session_id: int) -> bool:
+        """Return whether a step of the session's send requests is not ready."""
+        return session_id in self._stepping
+
+    def op_done(self, op_id: int, error: KvferryError | None, now: float) -> None:
+        """Take a copy's end, in whatever state its receive request is."""
+        op = self.endpoints.ops.pop(op_id)
+        receive_request = op.receive_request
+        del receive_request.ops[op_id]
+        if receive_request.state is State.OPEN:
+            if error is not None:
+                self._completion.fail_receive(receive_request, error, error, now)
+            else:
+                for planned_copy in op.planned_copies:
+                    receive_request.coverage[planned_copy.component].arrive(planned_copy.cells)
+                    receive_request.moved_bytes += planned_copy.plan.total_bytes
+                    op.send_request.moved_bytes += planned_copy.plan.total_bytes
+                self._completion.check_done(receive_request, now)
+        self._completion.settle_receive(receive_request)
+
+    def cancel(self, session_id: int, key: EndpointKey, now: float) -> None:
+        """Fail the session's side if it is open still.
+
+        Raises:
+            UnknownTransferError: the session has no such side.
+        """
+        endpoint = self.endpoint(session_id, key)
+        if endpoint is None:
+            raise UnknownTransferError(
+                f"no live {key.direction} of this request in pool {key.pool!r}", field="request_id"
+            )
+        if endpoint.state is State.OPEN:
+            own, peers = CancelledError("cancelled by its own side"), PeerCancelledError("the peer cancelled")
+            self._completion.end(endpoint, own, peers, now)
+
+    def session_lost(self, session_id: int, now: float) -> None:
+        """Fail what died with a session; send requests that are complete and ready live on."""
+        for endpoint in [one for one in self.endpoints if one.session_id == session_id]:
+            if endpoint.state is State.OPEN and not (
+                isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
+            ):
+                lost = PeerLostError(f"the engine on the {endpoint.direction} side died")
+                self._completion.end(endpoint, lost, lost, now)
+        self._stepping.pop(session_id, None)
+        self.results.forget_session(session_id)
+        self._generations.forget_session(session_id)
+
+    def expire(self, now: float) -> None:
+        """Fail the open sides whose deadline has come."""
+        for endpoint in self.endpoints.deadlines.due(now):
+            if isinstance(endpoint, Announcement):
+                self.peers.expired(endpoint, now)
+            elif endpoint.state is State.OPEN:
+                late = DeadlineError(
+                    f"the {endpoint.direction} side's deadline passed; missing: {endpoint.waits_for()}"
+                )
+                self._completion.end(endpoint, late, late, now)
+
+    def drain(self, now: float) -> None:
+        """Fail the open sides that wait for a message which will not be taken any more."""
+        ending = ShuttingDownError("the daemon ends")
+        for endpoint in list(self.endpoints):
+            complete = endpoint.all_planned if isinstance(endpoint, ReceiveRequest) else endpoint.fully_matched
+            if endpoint.state is State.OPEN and not complete:
+                self._completion.fail(endpoint, ending, ending, now)
+
+    def next_deadline(self) -> float | None:
+        """Return when to call ``expire`` next, or None."""
+        return self.endpoints.deadlines.next()
+
+    def result(self, session_id: int, key: EndpointKey) -> TransferResult:
+        """Return the state of the session's side.
+
+        Raises:
+            UnknownTransferError: neither live nor unacknowledged.
+        """
+        known = self.results.get(session_id, key)
+        if known is None:
+            raise UnknownTransferError(
+                f"no {key.direction} of this request in pool {key.pool!r}, live or unacknowledged", field="request_id"
+            )
+        return known
+
+    def _check_tenant(self, sender: Sender) -> None:
+        tenants = [one.source_or_destination.tenant for one in self.endpoints.of_request(sender.request_id)]
+        tenants += [one.receive_request.tenant for one in self.endpoints.announced(sender.request_id)]
+        if any(tenant != sender.pool.tenant for tenant in tenants):
+            raise TransferExistsError("the request id is another tenant's", field="request_id")
+
+    def _open_sends(self, sender: Sender) -> list[SendRequest]:
+        endpoints = self.endpoints.of_request(sender.request_id)
+        return [one for one in endpoints if isinstance(one, SendRequest) and one.state is State.OPEN]
+
+    def _send_for(self, sender: Sender, destinations: int) -> SendRequest:
+        send_request = SendRequest(sender.pool, sender.request_id, sender.session_id, sender.times, destinations)
+        live = self.endpoints.send_requests.get(send_request.key)
+        if live is None:
+            self.results.check_not_failed(sender.session_id, send_request.key)
+            return send_request
+        if live.session_id != sender.session_id:
+            raise TransferExistsError("another session sends this request from this pool", field="request_id")
+        if live.state is not State.OPEN:
+            self.results.check_not_failed(sender.session_id, send_request.key)
+            raise TransferExistsError("the transfer has finished but not settled", field="request_id")
+        if live.complete:
+            raise TransferExistsError("the last SEND of this request from this pool was accepted", field="last")
+        return live
+
+    def _receives_for(self, send_request: SendRequest, sender: Sender) -> list[ReceiveRequest]:
+        """Return the open receive requests that a new send request joins."""
+        endpoints = self.endpoints.of_request(sender.request_id)
+        receive_requests = [one for one in endpoints if isinstance(one, ReceiveRequest) and one.state is State.OPEN]
+        waiting = [
+            receive_request
+            for receive_request in receive_requests
+            if len(receive_request.send_requests) < receive_request.sources
+        ]
+        if receive_requests and not waiting and not self.endpoints.announced(sender.request_id):
+            raise UnexpectedSourceError("every receive request of this request has all its sources", field="request_id")
+        return waiting[: send_request.destinations]
+
+    def _enter(self, endpoint: SendRequest | ReceiveRequest) -> None:
+        """Let a side be known, in place of what was known of those before it."""
+        self.results.begin(endpoint.session_id, endpoint.key)
+        self.endpoints.enter(endpoint)
+        self.endpoints.tombstones.renewed(_half(endpoint))
+
+    def _ended_sources(
+        self, receive_request: ReceiveRequest, send_requests: list[SendRequest], now: float
+    ) -> KvferryError | None:
+        """Return how a source ended for which a new receive request would wait; None where none did.
+
+        A receive request with sources at other daemons is another matter: it may be armed again on those, after one
+        here ended.
+        """
+        if receive_request.source_daemons or len(send_requests) >= receive_request.sources:
+            return None
+        half = Half(receive_request.pool.tenant, receive_request.request_id, "send")
+        return next(iter(self.endpoints.tombstones.notices_for(half, receive_request.pool.name, now)), None)
+
+    def _check_receivers_live(self, send_request: SendRequest, number: int, now: float) -> None:
+        """End a new send request that no room takes, if as many receivers as it is for have ended."""
+        if number or send_request.receive_requests:
+            return
+        half = Half(send_request.pool.tenant, send_request.request_id, "receive")
+        ended = self.endpoints.tombstones.notices_for(half, send_request.pool.name, now)
+        if ended and len(ended) >= send_request.destinations:
+            self._completion.fail(send_request, ended[0], ended[0], now)
+
+    def _send_to_peers(self, send_request: SendRequest, number: int) -> None:
+        """Send a chunk to other daemons' receive requests; all chunks so far to those that have just been found."""
+        known = [
+            one
+            for one in send_request.receive_requests
+            if not isinstance(one, ReceiveRequest) and one.state is State.OPEN
+        ]
+        self.endpoints.effects.extend(NotifyChunk(remote_endpoint, number) for remote_endpoint in known)
+        if number == 0:
+            for announcement in list(self.endpoints.announced(send_request.request_id)):
+                self.peers.join(announcement, send_request)
+
+    def _step_ready(self, send_request: SendRequest, number: int, now: float) -> None:
+        for receive_request in list(send_request.receive_requests):
+            if receive_request.state is not State.OPEN:
+                continue
+            if isinstance(receive_request, ReceiveRequest):
+                self._copy_scheduler.start_ready(receive_request, now)
+            else:
+                self.endpoints.effects.append(NotifyReady(receive_request, number, send_request.ready[number]))
+
+
+def _half(endpoint: SendRequest | ReceiveRequest) -> Half:
+    return Half(endpoint.source_or_destination.tenant, endpoint.request_id, endpoint.direction)
+
+
+def _accepted(endpoint: SendRequest | ReceiveRequest) -> Accepted:
+    return Accepted(
+        generation=endpoint.generation,
+        skipped_source_entries=endpoint.skipped_source_entries,
+        skipped_source_pages=endpoint.skipped_source_pages,
+        covered_source_entries=endpoint.covered_source_entries,
+    )
+
+
+def _ready_steps(steps: tuple[LayerStep, ...], reached: list[int]) -> int:
+    """Return how many of the steps are ready: those before the first whose event has not come."""
+    return next((n for n, step in enumerate(steps) if reached[step.event] < step.value), len(steps))

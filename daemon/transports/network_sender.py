@@ -1,0 +1,338 @@
+"""The sending half of a transfer between hosts: what is granted is gathered and written to the bounce buffer.
+
+A grant ends with LANDED, whatever became of it. The pages of a transfer op stay held until none of its grants is under
+way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import NamedTuple, Protocol
+
+import structlog
+import xxhash
+
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.request_ids import about
+from kvferry.daemon.transfer.peer_transfers import PeerTransfers
+from kvferry.daemon.transfer.remote import Incarnation, RemoteEndpoint
+from kvferry.daemon.transports.mooncake_writes import OnWriteDone, OnWriteLate, WriteFailedError
+from kvferry.daemon.transports.network_receiver import SendToPeer
+from kvferry.pools.copies import copy_by_size
+from kvferry.pools.devices.base import Region
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.gather import total_segments
+from kvferry.pools.heads import Heads
+from kvferry.pools.plan import PlanSide, make_side
+from kvferry.protocol.errors import (
+    CancelledError,
+    InternalError,
+    InvalidFieldError,
+    KvferryError,
+    OverloadedError,
+    UnknownTransferError,
+)
+from kvferry.protocol.peer_messages import Grant, OpRequest, Segment, Written
+
+MAX_OPS = 65_536
+MAX_GRANTS_PER_OP = 1024
+MAX_REFUSED = 1024
+log = structlog.get_logger(__name__)
+
+
+class Writer(Protocol):
+    """What writes to peers' memory; see ``MooncakeEngine.write``."""
+
+    def write(
+        self,
+        session_name: str,
+        local_address: int,
+        remote_address: int,
+        size_bytes: int,
+        on_done: OnWriteDone,
+        *,
+        timeout_s: float,
+        on_late: OnWriteLate | None = None,
+    ) -> int:
+        """Begin a write; ``on_done`` follows exactly once."""
+
+
+class _Key(NamedTuple):
+    peer: Incarnation
+    op: int
+
+
+class _Sending:
+    """A transfer op that a home has asked for: where its bytes lie, and how many grants of it are under way."""
+
+    def __init__(self, remote_endpoint: RemoteEndpoint, sides: list[PlanSide], memory: Region) -> None:
+        self.remote_endpoint = remote_endpoint
+        self.sides = sides
+        self.memory = memory
+        self.waiting: deque[Grant] = deque()
+        self.under_way = 0
+        self.over = False
+
+
+class _Writing:
+    """The writes of one grant: one into a bounce buffer, several into pages."""
+
+    def __init__(self, key: _Key, grant: Grant, buffer: int, checksum: int) -> None:
+        self.key = key
+        self.grant = grant
+        self.buffer = buffer
+        self.checksum = checksum
+        self.under_way = 0
+        self.error: KvferryError | None = None
+
+    def failed(self, error: KvferryError) -> None:
+        """Remember why: above all, that something may still land."""
+        if self.error is None or _may_still_land(error):
+            self.error = error
+
+
+class NetworkSender:
+    """Serves the grants of all homes, in their order, through a few staging buffers. All methods belong on the loop."""
+
+    def __init__(
+        self,
+        send: SendToPeer,
+        writer: Writer,
+        staging: HostRegion,
+        staging_bytes: int,
+        executor: Executor,
+        state_machine: PeerTransfers,
+        on_settled: Callable[[], None],
+        counters: Counters,
+        timeout_s: float,
+    ) -> None:
+        """Cut ``staging`` into buffers of ``staging_bytes``; gather on ``executor``.
+
+        ``on_settled`` is called after the state machine has been told that a transfer op is over.
+        """
+        self._send = send
+        self._writer = writer
+        self._staging_bytes = staging_bytes
+        self._free = [staging.address + at for at in range(0, staging.size_bytes, staging_bytes)]
+        self._executor = executor
+        self._state_machine = state_machine
+        self._on_settled = on_settled
+        self._counters = counters
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._sendings: dict[_Key, _Sending] = {}
+        self._turns: deque[_Key] = deque()  # one for each grant that waits, and for some that do no more
+        self._refused: dict[_Key, KvferryError] = {}  # transfer ops that homes may go on granting for, and why not
+
+    def __repr__(self) -> str:
+        """Show what is under way."""
+        waiting = sum(len(one.waiting) for one in self._sendings.values())
+        return f"<NetworkSender transfer ops={len(self._sendings)} waiting={waiting} free={len(self._free)}>"
+
+    def op(self, peer: Incarnation, message: OpRequest) -> None:
+        """Take a home's description of what its next grants are for; where it is wrong, they are answered with why.
+
+        Raises:
+            UnknownTransferError: the send request is over.
+            InvalidFieldError: it names what the send request does not have.
+            OverloadedError: too many transfer ops are being sent.
+        """
+        key = _Key(peer, message.op)
+        if key in self._sendings:
+            raise InvalidFieldError(f"transfer op {message.op} is known already", field="op")
+        try:
+            self._begin(key, message)
+        except KvferryError as error:
+            if len(self._refused) >= MAX_REFUSED:
+                self._refused.pop(next(iter(self._refused)))
+            self._refused[key] = error
+            raise
+        self._refused.pop(key, None)
+
+    def _begin(self, key: _Key, message: OpRequest) -> None:
+        if len(self._sendings) >= MAX_OPS:
+            raise OverloadedError(f"{MAX_OPS} transfer ops are being sent from here")
+        remote_endpoint = self._state_machine.open_remote(key.peer, message.send_request, message.receive_request)
+        pool = remote_endpoint.send_request.holder
+        assert pool is not None, remote_endpoint
+        sides = [_side_of(segment, remote_endpoint, message.chunk) for segment in message.segments]
+        self._sendings[key] = _Sending(remote_endpoint, sides, pool.region)
+        self._state_machine.begin_sending(remote_endpoint, message.op, time.monotonic())
+
+    def grant(self, peer: Incarnation, message: Grant) -> None:
+        """Write what is granted, when its turn comes."""
+        key = _Key(peer, message.op)
+        sending = self._sendings.get(key)
+        error = self._refused.get(key) or _wrong_with(sending, message, self._staging_bytes)
+        if sending is not None and sending.under_way >= MAX_GRANTS_PER_OP:
+            error = OverloadedError(f"{MAX_GRANTS_PER_OP} grants of the transfer op are under way")
+        if sending is None or error is not None:
+            self._answer(peer, message, error)
+            return
+        sending.under_way += 1
+        sending.waiting.append(message)
+        self._turns.append(key)
+        self._pump()
+
+    def op_over(self, peer: Incarnation, number: int) -> None:
+        """Take a home's word that no grant of a transfer op follows."""
+        key = _Key(peer, number)
+        self._refused.pop(key, None)
+        sending = self._sendings.get(key)
+        if sending is not None:
+            self._end(key, sending)
+
+    def stop(self, remote_endpoint: RemoteEndpoint) -> None:
+        """Write nothing more for a remote endpoint; what is under way goes on to its end."""
+        for key, sending in [item for item in self._sendings.items() if item[1].remote_endpoint is remote_endpoint]:
+            self._end(key, sending)
+
+    def peer_lost(self, peer: Incarnation) -> None:
+        """Write nothing more for a home that is gone."""
+        for key, sending in [item for item in self._sendings.items() if item[0].peer == peer]:
+            self._end(key, sending)
+
+    def _end(self, key: _Key, sending: _Sending) -> None:
+        sending.over = True
+        for grant in sending.waiting:
+            sending.under_way -= 1
+            self._answer(key.peer, grant, CancelledError("the transfer is over"))
+        sending.waiting.clear()
+        self._check_settled(key, sending)
+
+    def _check_settled(self, key: _Key, sending: _Sending) -> None:
+        if sending.over and not sending.under_way and self._sendings.pop(key, None) is not None:
+            self._state_machine.sending_done(sending.remote_endpoint, key.op)
+            self._on_settled()
+
+    def _pump(self) -> None:
+        while self._turns and self._free:
+            key = self._turns.popleft()
+            sending = self._sendings.get(key)
+            if sending is None or not sending.waiting:
+                continue
+            grant, buffer = sending.waiting.popleft(), self._free.pop()
+            work = self._loop.run_in_executor(self._executor, _gather, sending, grant, buffer)
+            work.add_done_callback(functools.partial(self._gathered, key, grant, buffer))
+
+    def _gathered(self, key: _Key, grant: Grant, buffer: int, done: asyncio.Future[int]) -> None:
+        failed = done.exception()
+        try:
+            if failed is not None:
+                raise failed if isinstance(failed, KvferryError) else InternalError(f"gathering failed: {failed}")
+            self._write(_Writing(key, grant, buffer, done.result()))
+        except KvferryError as error:
+            self._granted_is_over(key, grant, buffer, 0, error)
+
+    def _write(self, writing: _Writing) -> None:
+        grant, address = writing.grant, writing.buffer
+        writing.under_way = 1  # until all have begun
+        for remote_address, size_bytes in grant.runs or ((grant.address, grant.size_bytes),):
+            try:
+                self._writer.write(
+                    grant.session,
+                    address,
+                    remote_address,
+                    size_bytes,
+                    functools.partial(self._written, writing),
+                    timeout_s=self._timeout_s,
+                    on_late=lambda _write: self._counters.add("network.late_writes"),
+                )
+            except KvferryError as error:
+                writing.failed(error)
+                break
+            writing.under_way += 1
+            address += size_bytes
+        self._written(writing, None)
+
+    def _written(self, writing: _Writing, error: KvferryError | None) -> None:
+        if error is not None:
+            writing.failed(error)
+        writing.under_way -= 1
+        if not writing.under_way:
+            self._granted_is_over(writing.key, writing.grant, writing.buffer, writing.checksum, writing.error)
+
+    def _granted_is_over(self, key: _Key, grant: Grant, buffer: int, checksum: int, error: KvferryError | None) -> None:
+        self._free.append(buffer)
+        if error is None:
+            self._counters.add("network.sent_bytes", grant.size_bytes)
+        else:
+            named = about(self._sendings[key].remote_endpoint)
+            log.warning("a grant was not written", home=key.peer.address, cause=str(error), **named)
+        self._answer(key.peer, grant, error, checksum)
+        sending = self._sendings[key]
+        sending.under_way -= 1
+        self._check_settled(key, sending)
+        self._pump()
+
+    def _answer(self, peer: Incarnation, grant: Grant, error: KvferryError | None, checksum: int = 0) -> None:
+        info = error.info() if error else None
+        written = Written(grant=grant.grant, checksum=checksum, error=info, may_still_land=_may_still_land(error))
+        self._send(peer, written)
+
+
+def _may_still_land(error: KvferryError | None) -> bool:
+    return isinstance(error, WriteFailedError) and error.may_still_land
+
+
+def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
+    """On a thread: collect the granted segments; return their checksum."""
+    sending.memory.gather(sending.sides[grant.segment], grant.first, grant.stop, buffer, copy_by_size)
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * grant.size_bytes).from_address(buffer))
+
+
+def _wrong_with(sending: _Sending | None, grant: Grant, staging_bytes: int) -> KvferryError | None:
+    """Return why a grant cannot be used, or None."""
+    if sending is None or sending.over:
+        return UnknownTransferError("the transfer op is over", field="op")
+    if grant.segment >= len(sending.sides):
+        return InvalidFieldError(f"segment {grant.segment} of {len(sending.sides)}", field="segment")
+    side = sending.sides[grant.segment]
+    if not grant.first < grant.stop <= total_segments(side):
+        return InvalidFieldError(f"segments {grant.first}..{grant.stop} of {total_segments(side)}", field="stop")
+    size_bytes = _bytes_of(side, grant.first, grant.stop)
+    if size_bytes != grant.size_bytes or size_bytes > staging_bytes:
+        return InvalidFieldError(
+            f"{size_bytes} bytes are granted {grant.size_bytes}, staging has {staging_bytes}: give all daemons "
+            "the same network.bounce_buffer_bytes",
+            field="size_bytes",
+        )
+    runs_bytes = sum(size for _, size in grant.runs)
+    if grant.runs and runs_bytes != size_bytes:
+        return InvalidFieldError(f"the runs have {runs_bytes} bytes, the segments {size_bytes}", field="runs")
+    return None
+
+
+def _bytes_of(side: PlanSide, first: int, stop: int) -> int:
+    """Return the bytes of the segments ``[first, stop)``."""
+    sizes, pages = side.segment_bytes.tolist(), len(side.ids)
+
+    def before(segment: int) -> int:
+        entry, page = divmod(segment, pages)
+        return int(sum(sizes[:entry])) * pages + (page * int(sizes[entry]) if page else 0)
+
+    return before(stop) - before(first)
+
+
+def _side_of(segment: Segment, remote_endpoint: RemoteEndpoint, chunk: int) -> PlanSide:
+    """Return where the bytes of a segment lie in the send request's pool."""
+    pool = remote_endpoint.send_request.holder
+    assert pool is not None, remote_endpoint
+    if chunk >= len(remote_endpoint.send_request.chunks):
+        raise InvalidFieldError(f"chunk {chunk} of {len(remote_endpoint.send_request.chunks)}", field="chunk")
+    entries = pool.manifest.entries
+    ranges = {one.component: one for one in remote_endpoint.send_request.chunks[chunk].ranges}
+    if segment.component not in ranges or len(segment.heads) != len(segment.entries):
+        raise InvalidFieldError(f"a segment of component {segment.component!r}", field="segments")
+    ids = ranges[segment.component].ids[segment.start : segment.start + segment.pages]
+    wrong = [n for n in segment.entries if n >= len(entries) or entries[n].component != segment.component]
+    if wrong or len(ids) != segment.pages or not segment.pages:
+        raise InvalidFieldError(f"entry {wrong[:1]} or pages {segment.start}+{segment.pages}", field="segments")
+    heads = [Heads(start, count) if count else None for start, count in segment.heads]
+    return make_side([entries[n] for n in segment.entries], heads, ids)

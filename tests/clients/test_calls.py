@@ -1,0 +1,17 @@
+"""Requests as values: what is read from a reply, without a daemon."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.clients import calls
+from kvferry.protocol.client_core import ReplyArrived
+from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.pool_messages import PoolDeleted
+
+
+def test_a_reply_of_another_kind_is_not_taken_for_it() -> None:
+    reply = ReplyArrived(1, PoolDeleted(pool="decode"), (), None)
+    with pytest.raises(MalformedError, match="answered with PoolDeleted, not Pong"):
+        calls.ping().read(reply)
+    assert calls.delete_pool("decode").read(reply) == PoolDeleted(pool="decode")

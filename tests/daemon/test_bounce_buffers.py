@@ -1,0 +1,311 @@
+"""Bounce buffers: no bounce buffer is granted while a write may still land in it, and none is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from kvferry.daemon.bounce_buffers import BounceBuffer, BounceBuffers, FenceBounds
+from kvferry.protocol.ids import BootId
+
+BASE, BOUNCE_BUFFER_BYTES, COUNT = 1 << 20, 4096, 5
+A, B = BootId("a" * 32), BootId("b" * 32)
+PAGES_BYTES = 3000
+BOUNDS = FenceBounds(quarantined_bytes=2 * BOUNCE_BUFFER_BYTES, quarantined_s=10.0, drain_timeout_s=3.0)
+
+
+def bounce_buffers(count: int = COUNT) -> BounceBuffers:
+    return BounceBuffers(BASE, BOUNCE_BUFFER_BYTES, count, BOUNDS)
+
+
+def taken(network: BounceBuffers, peer: BootId, grant_id: int) -> BounceBuffer:
+    bounce_buffer = network.take(peer, grant_id)
+    assert bounce_buffer is not None
+    return bounce_buffer
+
+
+def quarantined(count: int, at_s: float) -> BounceBuffers:
+    """Return bounce buffers of which so many rest since ``at_s``."""
+    network = bounce_buffers()
+    for grant_id in range(count):
+        assert network.quarantine(taken(network, A, grant_id).number, A, grant_id, at_s)
+    return network
+
+
+def test_bounce_buffers_tile_the_region() -> None:
+    network = bounce_buffers()
+    granted = [taken(network, A, grant_id) for grant_id in range(COUNT)]
+    assert [bounce_buffer.number for bounce_buffer in granted] == list(range(COUNT))
+    assert [bounce_buffer.address for bounce_buffer in granted] == [
+        BASE + number * BOUNCE_BUFFER_BYTES for number in range(COUNT)
+    ]
+    assert {bounce_buffer.size_bytes for bounce_buffer in granted} == {BOUNCE_BUFFER_BYTES}
+    assert network.take(A, COUNT) is None
+
+
+def test_a_bounce_buffer_in_quarantine_is_not_granted_until_the_writes_are_reported_terminal() -> None:
+    network = bounce_buffers(count=1)
+    bounce_buffer = taken(network, A, 1)
+    assert network.quarantine(bounce_buffer.number, A, 1, 5.0)
+    assert network.take(B, 2) is None
+    assert (network.quarantined_bytes, network.oldest_quarantine_s(7.5)) == (BOUNCE_BUFFER_BYTES, 2.5)
+    assert network.give_back(bounce_buffer.number, A, 1)
+    assert (network.quarantined_bytes, network.oldest_quarantine_s(7.5)) == (0, 0.0)
+    assert taken(network, B, 2) == bounce_buffer
+
+
+@pytest.mark.parametrize(("peer", "grant_id"), [(A, 2), (B, 1)])
+def test_a_report_of_another_grant_changes_nothing(peer: BootId, grant_id: int) -> None:
+    network = bounce_buffers()
+    bounce_buffer = taken(network, A, 1)
+    assert not network.give_back(bounce_buffer.number, peer, grant_id)
+    assert not network.quarantine(bounce_buffer.number, peer, grant_id, 0.0)
+    assert network.granted == 1
+    network.quarantine(bounce_buffer.number, A, 1, 0.0)
+    assert not network.give_back(bounce_buffer.number, peer, grant_id)
+    assert network.quarantined_bytes == BOUNCE_BUFFER_BYTES
+
+
+def test_a_lost_peer_leaves_its_bounce_buffers_in_quarantine_and_no_others() -> None:
+    network = bounce_buffers()
+    mine = [taken(network, A, grant_id) for grant_id in range(2)]
+    taken(network, B, 0)
+    assert network.quarantine_peer(A, 1.0) == [bounce_buffer.number for bounce_buffer in mine]
+    assert (network.granted, network.quarantined_bytes) == (1, 2 * BOUNCE_BUFFER_BYTES)
+    assert network.quarantine_peer(A, 2.0) == []
+
+
+def test_no_fence_within_the_bounds() -> None:
+    assert not quarantined(2, at_s=0.0).fence_due(10.0)
+    assert not bounce_buffers().fence_due(1e9)
+
+
+@pytest.mark.parametrize(("count", "now_s"), [(3, 0.0), (1, 10.1)])
+def test_too_many_bytes_or_too_great_an_age_ask_for_a_fence(count: int, now_s: float) -> None:
+    assert quarantined(count, at_s=0.0).fence_due(now_s)
+
+
+def test_a_fence_waits_for_live_grants_and_grants_no_more_meanwhile() -> None:
+    network = bounce_buffers()
+    live = taken(network, B, 9)
+    for grant_id in range(3):
+        network.quarantine(taken(network, A, grant_id).number, A, grant_id, 0.0)
+    assert not network.fence_due(1.0)
+    assert network.draining
+    assert network.take(B, 10) is None
+    assert not network.fence_due(3.9)
+    assert network.give_back(live.number, B, 9)
+    assert network.fence_due(3.9)
+
+
+def test_after_the_drain_timeout_a_fence_waits_no_longer() -> None:
+    network = bounce_buffers()
+    live = taken(network, B, 9)
+    for grant_id in range(3):
+        network.quarantine(taken(network, A, grant_id).number, A, grant_id, 0.0)
+    assert not network.fence_due(1.0)
+    assert network.fence_due(4.0)
+    assert network.fence_begins(4.0) == [live.number]
+    assert not network.give_back(live.number, B, 10)
+    assert network.fenced() == 4
+    assert (network.free, network.granted, network.draining) == (COUNT, 0, False)
+
+
+def test_draining_ends_when_quarantine_falls_below_its_bounds() -> None:
+    network = bounce_buffers()
+    taken(network, B, 9)
+    numbers = []
+    for grant_id in range(3):
+        numbers.append(taken(network, A, grant_id).number)
+        network.quarantine(numbers[-1], A, grant_id, 0.0)
+    assert not network.fence_due(1.0)
+    assert network.give_back(numbers[1], A, 1)
+    assert not network.fence_due(2.0)
+    assert network.take(B, 10) is not None
+
+
+def test_a_report_from_before_a_fence_does_not_end_a_grant_from_after_it() -> None:
+    network = bounce_buffers(count=1)
+    bounce_buffer = taken(network, A, 1)
+    network.fence_begins(0.0)
+    network.fenced()
+    assert taken(network, A, 2) == bounce_buffer
+    assert not network.give_back(bounce_buffer.number, A, 1)
+    assert network.granted == 1
+
+
+def test_a_fence_that_did_not_begin_frees_nothing() -> None:
+    with pytest.raises(AssertionError, match="did not begin"):
+        quarantined(3, at_s=0.0).fenced()
+
+
+def test_during_a_fence_no_other_is_due_and_nothing_is_granted() -> None:
+    network = quarantined(3, at_s=0.0)
+    network.fence_begins(1.0)
+    assert not network.fence_due(100.0)
+    assert network.draining
+    assert network.take(B, 9) is None
+
+
+def test_it_shows_its_state() -> None:
+    network = quarantined(3, at_s=0.0)
+    taken(network, B, 9)
+    network.fence_due(0.0)
+    assert repr(network) == "<BounceBuffers free=1 granted=1 quarantined=3 bounce_buffer_bytes=4096 draining>"
+
+
+def test_the_integrity_check_finds_a_lost_bounce_buffer() -> None:
+    network = bounce_buffers()
+    network.check()
+    network.count += 1  # type: ignore[misc]  # the fault: a slot that is in no state
+    with pytest.raises(AssertionError, match="lost or in two states"):
+        network.check()
+
+
+class NetworkMachine(RuleBasedStateMachine):
+    """Against a plain list of what each bounce buffer holds; writes land only where the model says they may."""
+
+    grants: Bundle[tuple[int, BootId, int]] = Bundle("grants")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = bounce_buffers()
+        self.now_s = 0.0
+        self.states: dict[int, tuple[str, BootId, int, float]] = {}
+        self.asked_s: float | None = None
+        self.fencing = False
+        self.next_grant = 0
+
+    def held(self, state: str) -> list[int]:
+        """Return the numbers of the bounce buffers in a state."""
+        return [number for number, held in self.states.items() if held[0] == state]
+
+    @property
+    def may_grant(self) -> bool:
+        """Return whether no fence waits or is under way."""
+        return self.asked_s is None and not self.fencing
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 4.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        """Move the clock."""
+        self.now_s += seconds
+
+    @rule(target=grants, peer=st.sampled_from([A, B]))
+    def take(self, peer: BootId) -> MultipleResults[tuple[int, BootId, int]] | tuple[int, BootId, int]:
+        """Take a bounce buffer where the model says that one may be taken."""
+        self.next_grant += 1
+        bounce_buffer = self.network.take(peer, self.next_grant)
+        bounce_buffers_held = sum(number < COUNT for number in self.states)
+        assert (bounce_buffer is not None) == (bounce_buffers_held < COUNT and self.may_grant)
+        if bounce_buffer is None:
+            return multiple()
+        assert bounce_buffer.number not in self.states, "a bounce buffer was granted in which a write may land"
+        assert bounce_buffer.address == BASE + bounce_buffer.number * BOUNCE_BUFFER_BYTES
+        self.states[bounce_buffer.number] = ("granted", peer, self.next_grant, 0.0)
+        return (bounce_buffer.number, peer, self.next_grant)
+
+    @rule(target=grants, peer=st.sampled_from([A, B]))
+    def take_pages(self, peer: BootId) -> MultipleResults[tuple[int, BootId, int]] | tuple[int, BootId, int]:
+        """Take pages, of which there are always some."""
+        self.next_grant += 1
+        number = self.network.take_pages(peer, self.next_grant, PAGES_BYTES)
+        assert (number is not None) == self.may_grant
+        if number is None:
+            return multiple()
+        assert number >= COUNT
+        assert number not in self.states
+        self.states[number] = ("granted", peer, self.next_grant, 0.0)
+        return (number, peer, self.next_grant)
+
+    @rule(grant=grants)
+    def give_back(self, grant: tuple[int, BootId, int]) -> None:
+        """Report terminal writes, perhaps late."""
+        held = self.states.get(grant[0])
+        its = held is not None and held[1:3] == grant[1:]
+        assert self.network.give_back(*grant) == its
+        if its:
+            del self.states[grant[0]]
+
+    @rule(grant=consumes(grants), again=st.booleans())
+    def quarantine(self, grant: tuple[int, BootId, int], *, again: bool) -> None:
+        """End a grant without knowing how its writes ended."""
+        held = self.states.get(grant[0])
+        its = held is not None and held[:3] == ("granted", *grant[1:])
+        assert self.network.quarantine(*grant, self.now_s) == its
+        if its:
+            self.states[grant[0]] = ("quarantined", grant[1], grant[2], self.now_s)
+        assert not (again and self.network.quarantine(*grant, self.now_s))
+
+    @rule(peer=st.sampled_from([A, B]))
+    def lose_a_peer(self, peer: BootId) -> None:
+        """End all grants of a peer."""
+        assert set(self.network.quarantine_peer(peer, self.now_s)) == self.rest(peer)
+
+    def rest(self, *peers: BootId) -> set[int]:
+        """Let what these peers have been granted rest; return the bounce buffers."""
+        ended = set()
+        for number, held in self.states.items():
+            if held[0] == "granted" and held[1] in peers:
+                self.states[number] = ("quarantined", held[1], held[2], self.now_s)
+                ended.add(number)
+        return ended
+
+    @rule()
+    def ask_for_a_fence(self) -> None:
+        """Ask as the daemon does now and then, also during a fence."""
+        if self.fencing:
+            assert not self.network.fence_due(self.now_s)
+            return
+        since = [held[3] for held in self.states.values() if held[0] == "quarantined"]
+        too_much = self.resting_bytes() > 2 * BOUNCE_BUFFER_BYTES or any(self.now_s - one > 10.0 for one in since)
+        if not too_much:
+            self.asked_s = None
+        elif self.asked_s is None:
+            self.asked_s = self.now_s
+        due = self.asked_s is not None and (not self.held("granted") or self.now_s - self.asked_s >= 3.0)
+        assert self.network.fence_due(self.now_s) == due
+
+    def resting_bytes(self) -> int:
+        """Return how much rests."""
+        return sum(BOUNCE_BUFFER_BYTES if number < COUNT else PAGES_BYTES for number in self.held("quarantined"))
+
+    @precondition(lambda self: not self.fencing)
+    @rule()
+    def begin_a_fence(self) -> None:
+        """End what is granted."""
+        assert set(self.network.fence_begins(self.now_s)) == self.rest(A, B)
+        self.fencing = True
+
+    @precondition(lambda self: self.fencing)
+    @rule()
+    def end_a_fence(self) -> None:
+        """Free what rests."""
+        freed = self.held("quarantined")
+        assert self.network.fenced() == len(freed)
+        for number in freed:
+            del self.states[number]
+        self.fencing, self.asked_s = False, None
+
+    @invariant()
+    def same_as_the_model(self) -> None:
+        """Compare all that can be seen."""
+        self.network.check()
+        assert self.network.free == COUNT - sum(number < COUNT for number in self.states)
+        assert self.network.granted == len(self.held("granted"))
+        since = [held[3] for held in self.states.values() if held[0] == "quarantined"]
+        assert self.network.quarantined_bytes == self.resting_bytes()
+        assert self.network.quarantined == sum(number < COUNT for number in self.held("quarantined"))
+        assert self.network.oldest_quarantine_s(self.now_s) == (self.now_s - min(since) if since else 0.0)
+
+
+TestNetworkMachine = NetworkMachine.TestCase

@@ -1,0 +1,403 @@
+"""Engines that die, daemons that end, pools that are full: everybody concerned hears of it, and pages come back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from kvferry.clients import Client, KvferryError, new_request_id, pages
+from kvferry.daemon.access import RuntimeDirectory
+from kvferry.pools.tiers.disk import DiskStore
+from kvferry.protocol.errors import (
+    ConfigError,
+    DaemonLostError,
+    PeerLostError,
+    PoolFullError,
+    ShuttingDownError,
+    UnknownPoolError,
+)
+from kvferry.protocol.ids import HOST
+from tests.daemon.victims import PAGES, SENT, SPEC, VALUE
+from tests.daemons import DaemonProcess, running_daemon, start_and_wait_until_ready
+from tests.devices import DEVICE
+from tests.region_bytes import read_region
+from tests.started import Started, started
+
+pytestmark = pytest.mark.any_device
+
+SOON_S = 20.0
+ALL = SPEC.tokens // SPEC.page_size
+VICTIMS = Path(__file__).with_name("victims.py")
+KVFERRY = (sys.executable, "-P", "-m", "kvferry.clients.cli.main")
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Run a daemon for all tests that leave it alive."""
+    with running_daemon(tmp_path_factory.mktemp("daemon")) as one:
+        yield one
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return the client that survives."""
+    with surviving(daemon) as one:
+        yield one
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """Run a daemon for one test, which ends it."""
+    with running_daemon(tmp_path) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def surviving(daemon: DaemonProcess) -> Iterator[Client]:
+    """Connect a client, once all pages that tests before have left are free again."""
+    with Client.connect(daemon.runtime_dir, name="survivor") as one:
+        for name in ("send", "receive"):
+            one.create_pool(name, SPEC, device=DEVICE.name)
+        wait_until_gone(one, 1)
+        assert all(has_free(one, name, ALL) for name in ("send", "receive"))
+        yield one
+
+
+@contextlib.contextmanager
+def victim(daemon: DaemonProcess, side: str, request_id: str, *flags: str) -> Iterator[Started]:
+    """Run an engine up to where it waits to be killed; its children go too."""
+    program = [str(VICTIMS), DEVICE.name, side, str(daemon.runtime_dir), request_id, *flags]
+    with started(program, new_session=True) as process:
+        assert process.stdout is not None
+        assert any(line.strip() == str(process.pid) for line in process.stdout), "torch_npu may say more"
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_pages(client: Client, pool: str) -> int:
+    """Return the free pages of a pool."""
+    return next(one.free for one in client.status().pools if one.pool == pool)
+
+
+def has_free(client: Client, pool: str, count: int) -> bool:
+    """Return whether a pool has so many free pages: at once on the host, on a device once it works for nobody dead."""
+    ends_at = time.monotonic() + (0 if DEVICE.name == HOST else SOON_S)
+    while (found := free_pages(client, pool)) != count and time.monotonic() < ends_at:
+        pass  # each look is a round trip
+    return found == count
+
+
+def wait_until_gone(client: Client, sessions: int) -> None:
+    """Return once the daemon has at most so many sessions: it has noticed the death. Each look is a round trip."""
+    while len(client.status().sessions) > sessions:
+        pass
+
+
+@pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
+def test_prefill_dies_before_its_last_send(daemon: DaemonProcess, client: Client, flags: tuple[str, ...]) -> None:
+    request_id = new_request_id()
+    transfer = client.receive("receive", request_id, [pages(client.allocate("receive", SENT))])
+    with victim(daemon, "send", request_id, *flags) as engine:
+        assert has_free(client, "send", ALL - PAGES)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(PeerLostError):
+            client.wait_finished(transfer, timeout_s=SOON_S)
+        client.wait_settled(transfer)
+        assert has_free(client, "send", ALL)
+
+
+@pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
+def test_prefill_dies_after_its_last_send(daemon: DaemonProcess, client: Client, flags: tuple[str, ...]) -> None:
+    request_id = new_request_id()
+    with victim(daemon, "send", request_id, "last", *flags) as engine:
+        os.kill(engine.pid, signal.SIGKILL)
+        wait_until_gone(client, 1)
+        assert has_free(client, "send", ALL - SENT), "idle pages are back at once, the offered ones are held"
+        ids = client.allocate("receive", SENT)
+        pool = client.attach_pool("receive")
+        transfer = client.receive("receive", request_id, [pages(ids)])
+        assert client.wait_finished(transfer).pages == SENT
+        client.wait_settled(transfer)
+        assert (pool.tensor("main", "k")[:, torch.from_numpy(ids)] == VALUE).all()
+        assert has_free(client, "send", ALL)
+
+
+@pytest.mark.parametrize("flags", [(), ("fork",)], ids=["alone", "with a child"])
+def test_decode_dies(daemon: DaemonProcess, client: Client, flags: tuple[str, ...]) -> None:
+    request_id = new_request_id()
+    with victim(daemon, "receive", request_id, *flags) as engine:
+        ids = client.allocate("send", SENT)
+        sent = client.send("send", request_id, [pages(ids[:1])], last=False)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(PeerLostError):
+            client.wait_finished(sent, timeout_s=SOON_S)
+        client.wait_settled(sent)
+        assert client.free("send", ids).deferred == 0
+        wait_until_gone(client, 1)
+        assert has_free(client, "receive", ALL)
+
+
+def test_receive_again_after_peer_lost(daemon: DaemonProcess, client: Client) -> None:
+    request_id = new_request_id()
+    ids = client.allocate("receive", SENT)
+    transfer = client.receive("receive", request_id, [pages(ids)])
+    with victim(daemon, "send", request_id) as engine:
+        os.kill(engine.pid, signal.SIGKILL)
+        client.wait_settled(transfer)
+    again = client.receive("receive", request_id, [pages(ids)])
+    sent = client.send("send", request_id, [pages(client.allocate("send", SENT))])
+    assert client.wait_finished(again).generation == 2
+    client.wait_settled(sent)
+
+
+@pytest.mark.host_only
+def test_a_full_pool_says_how_much_is_free(client: Client) -> None:
+    client.allocate("send", ALL - 5)
+    with pytest.raises(PoolFullError, match=rf"6 pages asked for, 5 of {ALL} free") as refused:
+        client.allocate("send", 6)
+    assert refused.value.retryable
+
+
+@pytest.mark.host_only
+def test_sigterm_fails_what_waits_and_ends_with_0(mortal: DaemonProcess) -> None:
+    with surviving(mortal) as client:
+        transfer = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
+        while transfer.accepted is None:
+            client.poll(1.0)
+        mortal.process.terminate()
+        with pytest.raises(ShuttingDownError):
+            client.wait_finished(transfer)
+        assert mortal.process.wait(30) == 0
+        with pytest.raises(DaemonLostError):
+            client.ping()
+
+
+def test_kill_9_of_the_daemon_ends_every_wait(mortal: DaemonProcess) -> None:
+    with surviving(mortal) as client:
+        transfer = client.receive("receive", new_request_id(), [pages(client.allocate("receive", 1))])
+        killer = threading.Timer(0.0, mortal.kill)
+        killer.start()
+        with pytest.raises(DaemonLostError):
+            client.wait_finished(transfer)
+        killer.join()
+
+
+@pytest.mark.host_only
+def test_sockets_left_behind_do_not_matter(tmp_path: Path, mortal: DaemonProcess) -> None:
+    mortal.kill()
+    assert (mortal.runtime_dir / "control.sock").exists()
+    with pytest.raises(DaemonLostError):
+        Client.connect(mortal.runtime_dir)
+    command = ["-m", "kvferry.clients.cli.main", "daemon", "--runtime-dir", str(mortal.runtime_dir)]
+    process = start_and_wait_until_ready(command, mortal.runtime_dir.parent / "notify", tmp_path / "second.log", {})
+    with Client.connect(mortal.runtime_dir) as client:
+        client.ping()
+    process.terminate()
+    assert process.wait(30) == 0
+
+
+@pytest.mark.host_only
+def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
+    second = kvferry("daemon", "--runtime-dir", str(daemon.runtime_dir))
+    assert second.returncode == 1
+    assert f"pid {daemon.process.pid}" in second.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("[pools]\nmax_byte = 1\n", "pools.max_byte"),
+        ("[pools]\nmax_bytes = 'much'\n", "pools.max_bytes"),
+        ("[transfers]\nthreads = 0\n", "transfers.threads"),
+        ("[limits]\nmax_sessions = -1\n", "limits.max_sessions"),
+        ("[tiers.disk]\nmax_bytes = 0\n", "tiers.disk.max_bytes"),
+        ("[network]\ndirect = true\n", "network.transport"),
+        ("colour = 'red'\n", "colour"),
+        ("[pools\n", "broken.toml"),
+        ("[peers]\nlisten = 'tcp://999.1.1.1:80'\n", "peers.listen"),
+        ("[tiers]\nhost_bytes = '1023TiB'\n", "tiers.host_bytes"),
+        ("[tiers.disk]\npath = '/dev/null'\n", "[tiers.disk.path]"),
+        ("[tiers.disk]\npath = '/tmp'\n", "name a folder that is the daemon's own"),
+        (None, "No such file"),
+    ],
+)
+@pytest.mark.host_only
+def test_a_wrong_configuration_is_one_line(tmp_path: Path, config: str | None, named: str) -> None:
+    file = tmp_path / "broken.toml"
+    if config is not None:
+        file.write_text(config)
+    done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "run"))
+    assert done.returncode == 2, "no restart mends it: RestartPreventExitStatus"
+    *logged, line = done.stderr.splitlines()
+    assert all(one.startswith("{") for one in logged)
+    assert named in line
+
+
+@pytest.mark.host_only
+def test_a_disk_that_is_not_mounted_yet_is_tried_again(tmp_path: Path) -> None:
+    file = tmp_path / "daemon.toml"
+    file.write_text(f"[tiers]\nhost_bytes = 4096\n[tiers.disk]\npath = '{tmp_path / 'later'}'\n")
+    done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "run"))
+    assert done.returncode == 1, "the unit restarts what ends with 1"
+    assert "[tiers.disk.path]" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.host_only
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    done = kvferry("daemon", "--runtime-dir", str(tmp_path / ("x" * 120)))
+    assert done.returncode == 2, "no restart mends it: RestartPreventExitStatus"
+    assert "runtime_dir" in done.stderr
+
+
+@pytest.mark.parametrize(("mode", "holds"), [(0o755, "precious"), (0o1777, "precious"), (0o1777, "daemon.lock")])
+@pytest.mark.host_only
+def test_a_shared_directory_is_left_alone(tmp_path: Path, mode: int, holds: str) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    (shared / holds).touch()
+    done = kvferry("daemon", "--runtime-dir", str(shared))
+    assert done.returncode == 2
+    assert "CONFIG [runtime_dir]" in done.stderr
+    assert "a directory of its own" in done.stderr
+    assert "0750" not in done.stderr
+    assert stat.S_IMODE(shared.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize(
+    ("mode", "then", "holds"),
+    [(0o700, 0o700, "precious"), (0o750, 0o750, "precious"), (0o700, 0o700, "daemon.lock"), (0o757, 0o750, "")],
+)
+def test_a_directory_that_is_there_is_never_opened(tmp_path: Path, mode: int, then: int, holds: str) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(mode)
+    if holds:
+        (there / holds).touch()
+    with RuntimeDirectory(there):
+        assert stat.S_IMODE(there.stat().st_mode) == then
+
+
+def test_who_is_in_the_way_now_may_be_gone_later(tmp_path: Path) -> None:
+    """So the daemon ends with 1 then, and its service manager tries again."""
+    with RuntimeDirectory(tmp_path / "run"), pytest.raises(ConfigError, match="another daemon") as refused:
+        RuntimeDirectory(tmp_path / "run").__enter__()
+    assert refused.value.retryable
+    with DiskStore(tmp_path), pytest.raises(ConfigError, match="another daemon") as refused:
+        DiskStore(tmp_path)
+    assert refused.value.retryable
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        file = tmp_path / "taken.toml"
+        file.write_text(f"[peers]\nlisten = 'tcp://127.0.0.1:{server.getsockname()[1]}'\n")
+        done = kvferry("daemon", "--config", str(file), "--runtime-dir", str(tmp_path / "other"))
+    assert done.returncode == 1
+    assert "CONFIG [peers.listen]" in done.stderr
+
+
+@pytest.mark.host_only
+def test_modes_of_directory_and_sockets(daemon: DaemonProcess) -> None:
+    assert daemon.runtime_dir.stat().st_mode & 0o777 == 0o750
+    for name in ("control.sock", "session.sock"):
+        assert (daemon.runtime_dir / name).stat().st_mode & 0o777 == 0o660
+    assert (daemon.runtime_dir / "peer.sock").stat().st_mode & 0o777 == 0o600, "an engine is no daemon"
+
+
+@pytest.mark.host_only
+def test_page_ids_of_another_session(daemon: DaemonProcess, client: Client) -> None:
+    with Client.connect(daemon.runtime_dir, name="other") as other:
+        theirs = other.allocate("send", 2)
+        for attempt in (
+            lambda: client.free("send", theirs),
+            lambda: client.wait_finished(client.send("send", new_request_id(), [pages(theirs)])),
+            lambda: client.wait_finished(client.receive("send", new_request_id(), [pages(theirs)])),
+        ):
+            with pytest.raises(KvferryError, match="NOT_OWNER"):
+                attempt()
+
+
+@pytest.mark.parametrize(
+    ("ids", "code"),
+    [
+        ([0], "PAGE_OUT_OF_RANGE"),
+        ([-1], "PAGE_OUT_OF_RANGE"),
+        ([ALL + 1], "PAGE_OUT_OF_RANGE"),
+        ([], "EMPTY_PAGES"),
+        ([1, 1], "DUPLICATE_PAGE"),
+    ],
+)
+@pytest.mark.host_only
+def test_page_lists_that_make_no_sense(client: Client, ids: list[int], code: str) -> None:
+    client.allocate("receive", ALL)
+    transfer = client.receive("receive", new_request_id(), [pages(np.array(ids, np.int64))])
+    with pytest.raises(KvferryError, match=code) as refused:
+        client.wait_finished(transfer)
+    assert refused.value.field.startswith("lists[0]")
+
+
+def test_sides_that_do_not_fit_copy_nothing(client: Client) -> None:
+    pool = client.attach_pool("receive")
+    other = client.create_pool("other", msgspec.structs.replace(SPEC, head_dim=16))
+    before = read_region(pool.region)
+    for name, count, code in (("send", 4, "LENGTH_MISMATCH"), ("send", 2, "INCOMPLETE"), ("other", 3, "GEOMETRY")):
+        request_id = new_request_id()
+        ids = client.allocate("receive", 3)
+        transfer = client.receive("receive", request_id, [pages(ids)])
+        sent = client.send(name, request_id, [pages(client.allocate(name, count))])
+        with pytest.raises(KvferryError, match=code):
+            client.wait_finished(sent)
+        assert not transfer.is_finished, "what was accepted stays"
+        client.cancel(transfer)
+    assert other.manifest.layout_digest != pool.manifest.layout_digest
+    assert np.array_equal(read_region(pool.region), before)
+
+
+@pytest.mark.host_only
+def test_another_user_has_pools_of_its_own(
+    daemon: DaemonProcess, client: Client, require: Callable[[object, str], None]
+) -> None:
+    require(os.geteuid() == 0, "root, to be another user")
+    assert client.status().pools
+    code = (
+        "import os, sys; from kvferry.clients import Client\n"
+        "os.setuid(12345)\n"  # the group stays, and with it the way to the sockets
+        "with Client.connect(sys.argv[1]) as c:\n"
+        "    try: c.attach_pool('send')\n"
+        "    except Exception as e: print(type(e).__name__)\n"
+    )
+    daemon.runtime_dir.parent.chmod(0o755)
+    command = [sys.executable, "-c", code, str(daemon.runtime_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == UnknownPoolError.__name__, done.stderr
+
+
+@pytest.mark.host_only
+def test_memory_of_pools_is_left_out_of_core_files(daemon: DaemonProcess, client: Client) -> None:
+    assert client.status().pools
+    smaps = Path(f"/proc/{psutil.Process(daemon.process.pid).pid}/smaps").read_text().split("memfd:kvferry")
+    assert len(smaps) > 1
+    for region in smaps[1:]:
+        flags = next(line for line in region.splitlines() if line.startswith("VmFlags"))
+        assert " dd" in flags
+
+
+def kvferry(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
+    return subprocess.run([*KVFERRY, *arguments], capture_output=True, text=True, check=False, timeout=30)

@@ -1,0 +1,204 @@
+"""The scheduler hears of each transfer op of a transfer, from before its first byte may move until none can."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+
+from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
+from kvferry.daemon.access import RuntimeDirectory
+from kvferry.daemon.config import Config, LoggingConfig, TransfersConfig
+from kvferry.daemon.logs import configure_logs
+from kvferry.daemon.loop import Daemon, daemon_version
+from kvferry.daemon.scheduler import Scheduler
+from kvferry.daemon.testing.recording_service_manager import RecordingServiceManager
+from kvferry.daemon.transfer.effects import StartOp
+from kvferry.daemon.transfer.peer_transfers import PeerTransfers
+from kvferry.daemon.transports.local import LocalTransport
+from kvferry.protocol.errors import InternalError
+from tests.transfer.test_peer_outcomes import Transfer
+
+pytestmark = pytest.mark.anyio
+SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
+CONFIG: Final = Config(transfers=TransfersConfig(threads=1), logging=LoggingConfig(level="error", format="json"))
+PATIENCE_S: Final = 20.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _started() -> None:
+    """Do what blocks and comes before the loop: see ``kvferry.daemon.command``."""
+    configure_logs(CONFIG.logging)
+    daemon_version()
+
+
+@pytest.fixture(autouse=True)
+def _no_blocking_calls() -> None:
+    """Let the daemon block where it ends: it waits for its own threads."""
+
+
+class Made(NamedTuple):
+    """What daemons of this process have made."""
+
+    schedulers: list[Scheduler]
+    state_machines: list[PeerTransfers]
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Return the schedulers and the state machines of other daemons that the test's daemons make."""
+    found = Made([], [])
+    scheduler, state_machine = Scheduler.__init__, PeerTransfers.__init__
+
+    def note_scheduler(self: Scheduler, *arguments: Any, **named: Any) -> None:  # noqa: ANN401
+        scheduler(self, *arguments, **named)
+        found.schedulers.append(self)
+
+    def note_peer_transfers(self: PeerTransfers, *arguments: Any, **named: Any) -> None:  # noqa: ANN401
+        state_machine(self, *arguments, **named)
+        found.state_machines.append(self)
+
+    monkeypatch.setattr(Scheduler, "__init__", note_scheduler)
+    monkeypatch.setattr(PeerTransfers, "__init__", note_peer_transfers)
+    return found
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what schedulers are told of transfers, and which transfer ops the local transport is given, in order."""
+    said: list[str] = []
+    began, ended, start = Scheduler.transfer_began, Scheduler.transfer_ended, LocalTransport.start
+
+    def note_began(self: Scheduler) -> None:
+        said.append("began")
+        began(self)
+
+    def note_ended(self: Scheduler) -> None:
+        said.append("ended")
+        ended(self)
+
+    def note_start(self: LocalTransport, op: StartOp) -> None:
+        said.append("copy")
+        start(self, op)
+
+    monkeypatch.setattr(Scheduler, "transfer_began", note_began)
+    monkeypatch.setattr(Scheduler, "transfer_ended", note_ended)
+    monkeypatch.setattr(LocalTransport, "start", note_start)
+    return said
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[tuple[AsyncClient, Path]]:
+    """Run a daemon on the test's loop, with a client that has a pool."""
+    stopping, manager = asyncio.Event(), RecordingServiceManager()
+    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder, RuntimeDirectory(Path(folder) / "run") as at:
+        daemon = Daemon(CONFIG, at, stopping)
+        ends = asyncio.ensure_future(daemon.serve(manager))
+        await manager.is_ready.wait()
+        async with asyncio.timeout(PATIENCE_S), await AsyncClient.connect(at.path) as one:
+            await one.create_pool("pool", SPEC)
+            yield one, at.path
+        stopping.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await ends
+
+
+def under_way(made: Made) -> int:
+    """Return how many transfer ops the daemon's background work gives way to."""
+    [scheduler] = made.schedulers
+    return scheduler.transfers
+
+
+async def test_the_scheduler_knows_a_op_from_before_its_copy_until_after_it(heard: list[str], made: Made) -> None:
+    async with serving() as (client, _):
+        for _ in range(2):
+            request_id = new_request_id()
+            receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
+            await client.ping()
+            assert under_way(made) == 0, "a receive request that waits for its source holds nothing up"
+            sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
+            for one in (receiving, sending):
+                await client.wait_settled(one)
+            assert heard == ["began", "copy", "ended"]
+            assert under_way(made) == 0
+            heard.clear()
+
+
+async def test_each_of_several_ops_counts(heard: list[str], made: Made) -> None:
+    async with serving() as (client, _):
+        request_id = new_request_id()
+        for name in ("one", "other"):
+            await client.create_pool(name, SPEC)
+        receive_requests = [
+            client.receive(name, request_id, [pages(await client.allocate(name, 2))]) for name in ("one", "other")
+        ]
+        await client.ping()
+        sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))], destinations=2)
+        for one in (*receive_requests, sending):
+            await client.wait_settled(one)
+        assert (heard.count("began"), heard.count("copy"), heard.count("ended")) == (2, 2, 2)
+        assert under_way(made) == 0
+
+
+@pytest.mark.parametrize("begins", [False, True])
+async def test_a_op_whose_transport_raises_does_not_count_for_ever(
+    heard: list[str], made: Made, monkeypatch: pytest.MonkeyPatch, *, begins: bool
+) -> None:
+    start = LocalTransport.start
+
+    def fails(self: LocalTransport, op: StartOp) -> None:
+        if begins:
+            start(self, op)  # its end is reported later: it counts as one end all the same
+        raise RuntimeError("a bug of the transport")
+
+    monkeypatch.setattr(LocalTransport, "start", fails)
+    async with serving() as (client, _):
+        request_id = new_request_id()
+        receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
+        sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
+        with pytest.raises(InternalError, match="a bug of the transport"):
+            await client.wait_finished(receiving)
+        for one in (receiving, sending):
+            await client.wait_settled(one)
+        while begins and "transfers.ops_over" not in (await client.status()).counters:
+            await client.ping()
+        assert [one for one in heard if one != "copy"] == ["began", "ended"]
+        assert under_way(made) == 0
+
+
+async def test_the_book_of_other_daemons_tells_the_same_scheduler(heard: list[str], made: Made) -> None:
+    async with serving():
+        [state_machine] = made.state_machines  # only a real fabric writes to another daemon
+        state_machine.on_sending(True)  # noqa: FBT003  as PeerBook calls it
+        assert (heard, under_way(made)) == (["began"], 1)
+        state_machine.on_sending(False)  # noqa: FBT003
+        assert (heard, under_way(made)) == (["began", "ended"], 0)
+
+
+@pytest.mark.parametrize("way", ["ipc", "tcp"])
+async def test_a_source_says_when_it_writes_to_another_daemon(way: str) -> None:
+    both = Transfer("tcp" if way == "tcp" else "ipc")
+    said: list[bool] = []
+    both.source.state_machine.peers.on_sending = said.append
+    both.meet()
+    wrote = way == "tcp"  # a home of the same host reads by itself, and its own service counts the transfer op
+    assert said == [True] * wrote
+    both.harness.run()
+    assert both.told() == (["OK", "settled"], ["OK", "settled"])
+    assert said == [True, False] * wrote
+
+
+async def test_a_writing_that_is_cut_off_is_over_once() -> None:
+    both = Transfer("tcp")
+    said: list[bool] = []
+    both.source.state_machine.peers.on_sending = said.append
+    both.meet()
+    both.harness.pass_time(31)
+    both.harness.run()
+    assert said == [True, False]
+    assert both.held() == (0, 0)

@@ -1,0 +1,399 @@
+"""The tiers' services on their own: real messages in and out, no socket, and a copier whose jobs the test ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.daemon.control_socket import ReceivedMessage
+from kvferry.daemon.devices import Devices
+from kvferry.daemon.dispatch import Dispatcher
+from kvferry.daemon.lost_pools import LostPools
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.pool_service import PoolService
+from kvferry.daemon.scheduler import OperationClass, Scheduler
+from kvferry.daemon.session_socket import SessionSocket
+from kvferry.daemon.sessions import Peer, SessionRegistry
+from kvferry.daemon.testing.scripted_copier import ScriptedCopier
+from kvferry.daemon.testing.scripted_store import ScriptedStore
+from kvferry.daemon.tiers.cache_reports import CacheReports
+from kvferry.daemon.tiers.cache_service import CacheService
+from kvferry.daemon.tiers.config import DiskTierConfig, TiersConfig
+from kvferry.daemon.tiers.copier import BlockJob
+from kvferry.daemon.tiers.disk_tier import DiskTier
+from kvferry.daemon.tiers.host_receives import HostReceives
+from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.jobs import JobStarter
+from kvferry.daemon.tiers.lookups import Lookups
+from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.daemon.tiers.operations import Operations
+from kvferry.daemon.tiers.remote_store import RemoteStore
+from kvferry.daemon.tiers.remote_tier import RemoteTier
+from kvferry.daemon.tiers.service import TierService
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.pool import Pool
+from kvferry.protocol.base import PageList
+from kvferry.protocol.cache_messages import Found, Load, Lookup, Store
+from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode
+from kvferry.protocol.envelope import Reply, Request
+from kvferry.protocol.errors import KvferryError, OverloadedError, raised
+from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.manifests import MhaSpec, PoolSpec
+from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.pool_messages import Allocate, CreatePool, Free
+from kvferry.protocol.requests import Busy, ErrorReply, EventBody, RequestBody
+from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Restore, TierDone
+
+UNIT: Final = 4096
+SPEC: Final = MhaSpec(
+    layers=2, tokens=60, page_size=4, kv_heads=1, head_dim=4, v_head_dim=2, dtype="float32", optional_components=()
+)
+"""15 pages of 192 bytes: each takes an allocation unit of the arena."""
+
+POOL: Final = "pool"
+MODEL: Final = ModelIdentity(name="some/model", revision="1")
+LIMITS: Final = Limits()
+WAIT_S: Final = 2.0
+ReplyT = TypeVar("ReplyT")
+
+
+class Harness:
+    """All services over one host tier; whatever else runs, runs when the test says so.
+
+    Attributes:
+        said: what was sent to whom, in order: the session's number, and ``reply`` or the event's kind.
+        now_s: what the disk tier's clock shows.
+    """
+
+    def __init__(self, config: TiersConfig, *, remote: bool = False, hasher: Executor | None = None) -> None:
+        """Put it together, on the running loop."""
+        self.now_s = 0.0
+        self.counters = Counters()
+        self.sessions = SessionRegistry(LIMITS)
+        self.boot = new_boot_id()
+        self.dispatcher = Dispatcher(self.boot, LIMITS, self.sessions, self.counters)
+        self.dispatcher.connect(self._send)
+        self.pools = PoolService(
+            self.dispatcher,
+            cast("SessionSocket", None),
+            cast("Devices", _NoDevices()),
+            LostPools(None),
+            max_bytes=1 << 30,
+            populate=False,
+        )
+        self.scheduler = Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
+        self.host = HostTier(config, self.counters)
+        self.copier = ScriptedCopier(self._job_done)
+        self.operations = Operations(self.dispatcher, self.sessions, self.counters, self.copier)
+        self.executor = ThreadPoolExecutor(1)
+        jobs = JobStarter(self.operations, self.host, self.executor, checksums=config.checksums)
+        self.service = TierService(
+            self.dispatcher, self.pools, self.host, self.operations, jobs, grace_s=config.snapshot_grace_s
+        )
+        self.host_receives = HostReceives(self.host, self.service, self.operations)
+        self.store = ScriptedStore(self.host.region) if remote else None
+        self.disk = self._disk(config)
+        store = cast("RemoteStore", self.store)
+        self.remote = (
+            RemoteTier(store, self.host, self.scheduler, self.counters, shared=False, hasher=hasher) if remote else None
+        )
+        self.lower = LowerTiers(self.host, self.disk, self.remote, self.counters)
+        self.lookups = Lookups(self.dispatcher, self.pools, self.sessions, self.host, self.lower, self.counters)
+        self.cache = CacheService(
+            self.dispatcher, self.pools, self.host, self.operations, jobs, self.lower, self.lookups, self.counters
+        )
+        self.reports = CacheReports(self.dispatcher, self.host, self.lower)
+        self.engines: dict[bytes, Engine] = {}
+        self.said: list[tuple[int, str]] = []
+
+    def engine(self, uid: int = 1) -> Engine:
+        """Return a new session of a user."""
+        one = Engine(self, uid)
+        self.engines[one.identity] = one
+        return one
+
+    def pool(self, name: str = POOL, tenant: int = 1) -> Pool:
+        """Return a tenant's pool."""
+        return self.pools.get(tenant, name)
+
+    def lose(self, engine: Engine) -> None:
+        """Let a session end as the daemon's loop does."""
+        session_id = engine.session.session_id
+        self.sessions.close(engine.session)
+        self.dispatcher.forget_session(engine.session)
+        self.operations.session_lost(session_id)
+        self.lookups.session_lost(session_id)
+        self.service.session_lost(session_id)
+        self.reports.session_lost(session_id)
+        self.pools.session_lost(session_id)
+        del self.engines[engine.identity]
+
+    async def close(self) -> None:
+        """End the tiers, in the daemon's order."""
+        self.scheduler.close()
+        await self.lookups.close()
+        await self.cache.close()
+        await self.lower.close()
+        await asyncio.to_thread(self.executor.shutdown)
+        await asyncio.to_thread(self.pools.close)
+        await asyncio.to_thread(self.host.close)
+
+    def check(self) -> None:
+        """Check that what is counted is what is there.
+
+        Raises:
+            AssertionError: what is wrong.
+        """
+        self.host.arena.check_integrity()
+        self.host.index.check_integrity()
+        for pool in self.pools:
+            for allocator in pool.allocators.values():
+                allocator.check_integrity()
+        used = sum(one.used_bytes for one in self.host.index.accounts.tenants().values())
+        assert used == self.host.arena.used_bytes, "bytes in the arena that are nobody's, or another way round"
+
+    def check_empty(self) -> None:
+        """Check that nothing is held, counted or allocated by anybody any more."""
+        self.check()
+        assert not list(self.operations), self.operations
+        assert not len(self.service.snapshots)
+        assert not len(self.host.index), self.host.index
+        assert not self.host.index.pinned_by()
+        assert self.host.arena.used_bytes == 0, self.host.arena
+        for usage in self.host.index.accounts.tenants().values():
+            assert usage.used_bytes == usage.evictable_bytes == 0, usage
+        for pool in self.pools:
+            assert pool.idle, pool
+            assert all(one.busy_count == 0 for one in pool.allocators.values()), pool
+
+    def _job_done(self, job: BlockJob, error: KvferryError | None) -> None:
+        self.operations.job_done(job, error)
+
+    def _disk(self, config: TiersConfig) -> DiskTier | None:
+        if config.disk.path is None:
+            return None
+        opening = self.executor.submit(
+            DiskTier,
+            config.disk,
+            config.policy,
+            self.host,
+            self.scheduler,
+            self.counters,
+            clock=lambda: self.now_s,
+        )  # it looks at files: the daemon does so before it serves
+        return opening.result()
+
+    def _send(self, identity: bytes, frames: Frames) -> bool:
+        engine = self.engines.get(identity)
+        if engine is None:
+            return False
+        engine.take([bytes(one) for one in frames])
+        return True
+
+
+class Engine:
+    """One session: what it asks is answered at once, or later.
+
+    Attributes:
+        replies: by message number.
+        events: all events, with their page lists.
+    """
+
+    _names = itertools.count(1)
+
+    def __init__(self, harness: Harness, uid: int) -> None:
+        self.harness = harness
+        self.identity = f"engine-{next(self._names)}".encode()
+        self.session = harness.sessions.open(self.identity.decode(), Peer(1, uid, uid))
+        self.replies: dict[int, tuple[Any, tuple[PageIds, ...]]] = {}
+        self.events: list[tuple[EventBody, tuple[PageIds, ...]]] = []
+        self.cursor = 0
+        self._numbers = itertools.count(1)
+
+    def take(self, frames: list[bytes]) -> None:
+        """Take a message of the daemon."""
+        message, ids = decode_from_daemon(frames)
+        if isinstance(message, Reply):
+            self.replies[message.message_id] = (message.body, ids)
+            self.harness.said.append((self.session.session_id, "reply"))
+        else:
+            self.events.append((message.body, ids))
+            self.cursor = message.cursor
+            self.harness.said.append((self.session.session_id, type(message.body).__name__))
+
+    def send(self, body: RequestBody, *ids: npt.ArrayLike, deadline_ms: int = 0, acknowledge: bool = True) -> int:
+        """Send a request; return its number."""
+        number = next(self._numbers)
+        lists = [np.asarray(one, np.int64) for one in ids]
+        acknowledged = self.cursor if acknowledge else 0
+        request = Request(number, self.harness.boot, self.session.secret, deadline_ms, acknowledged, body)
+        frames = [bytes(one) for one in encode(request, lists)]
+        self.harness.dispatcher.on_message(ReceivedMessage(self.identity, frames, too_large=False))
+        return number
+
+    def reply(self, number: int, kind: type[ReplyT]) -> ReplyT:
+        """Return the reply to a request; raise the error that it is."""
+        body = self.replies[number][0]
+        if isinstance(body, ErrorReply):
+            raise raised(body.error)
+        if isinstance(body, Busy):
+            raise OverloadedError(body.detail)
+        assert isinstance(body, kind), body
+        return body
+
+    def ask(self, body: RequestBody, kind: type[ReplyT], *ids: npt.ArrayLike, **options: Any) -> ReplyT:  # noqa: ANN401  send's
+        """Send a request that is answered at once."""
+        return self.reply(self.send(body, *ids, **options), kind)
+
+    def allocate(self, count: int, pool: str = POOL) -> PageIds:
+        """Return pages."""
+        number = self.send(Allocate(pool=pool, count=count))
+        assert not isinstance(self.replies[number][0], ErrorReply), self.replies[number]
+        return self.replies[number][1][0]
+
+    def free(self, ids: npt.ArrayLike, pool: str = POOL) -> None:
+        """Give pages back."""
+        self.send(Free(pool=pool, pages=len(np.asarray(ids))), ids)
+
+    def offload(self, ids: npt.ArrayLike, pool: str = POOL, *, release: bool = False, **options: Any) -> Offloading:  # noqa: ANN401
+        """Offload pages of ``main``."""
+        body = Offload(pool=pool, lists=(PageList(pages=len(np.asarray(ids))),), release=release)
+        return self.ask(body, Offloading, ids, **options)
+
+    def restore(
+        self,
+        snapshot: str,
+        ids: npt.ArrayLike | None = None,
+        pool: str = POOL,
+        *,
+        drop: bool = False,
+        **options: Any,  # noqa: ANN401
+    ) -> int:
+        """Restore into pages, or into those that the daemon takes; return the operation's number."""
+        if ids is None:
+            body = Restore(snapshot=snapshot, pool=pool, allocate=True, drop=drop)
+            return self.ask(body, OperationStarted, **options).operation
+        body = Restore(snapshot=snapshot, pool=pool, lists=(PageList(pages=len(np.asarray(ids))),), drop=drop)
+        return self.ask(body, OperationStarted, ids, **options).operation
+
+    def store(self, hashes: Sequence[bytes], ids: npt.ArrayLike, pool: str = POOL, **options: Any) -> int:  # noqa: ANN401
+        """Store blocks of a page each; return the operation's number."""
+        body = Store(pool=pool, hashes=b"".join(hashes), pages=len(np.asarray(ids)))
+        return self.ask(body, OperationStarted, ids, **options).operation
+
+    def lookup(self, hashes: Sequence[bytes], pool: str = POOL, **options: Any) -> Found:  # noqa: ANN401
+        """Look blocks up that are near, or surely not far."""
+        return self.ask(Lookup(pool=pool, hashes=b"".join(hashes), **options), Found)
+
+    def load(self, lease: int, ids: npt.ArrayLike, pool: str = POOL, first_block: int = 0, **options: Any) -> int:  # noqa: ANN401
+        """Load blocks of a lease; return the operation's number."""
+        body = Load(lease=lease, pool=pool, pages=len(np.asarray(ids)), first_block=first_block)
+        return self.ask(body, OperationStarted, ids, **options).operation
+
+    def done(self, operation: int) -> TierDone | None:
+        """Return an operation's event, if it has come."""
+        found = [body for body, _ in self.events if isinstance(body, TierDone) and body.operation == operation]
+        assert len(found) <= 1, found
+        return found[0] if found else None
+
+    def error(self, operation: int) -> type[KvferryError] | None:
+        """Return what an operation that is over failed with."""
+        done = self.done(operation)
+        assert done is not None, "it is not over"
+        return type(raised(done.error)) if done.error else None
+
+    def write(self, ids: npt.ArrayLike, value: int, pool: str = POOL) -> None:
+        """Fill pages with a value of a byte."""
+        for array in self._arrays(pool):
+            array[np.asarray(ids)] = value
+
+    def read(self, ids: npt.ArrayLike, pool: str = POOL) -> list[set[int]]:
+        """Return which bytes are in each page."""
+        arrays = self._arrays(pool)
+        return [{int(byte) for array in arrays for byte in array[one]} for one in np.asarray(ids).tolist()]
+
+    def _arrays(self, name: str) -> list[npt.NDArray[np.uint8]]:
+        """Return each entry's bytes, ``(pages, page_bytes)``."""
+        pool = self.harness.pool(name, self.session.tenant)
+        assert isinstance(pool.region, HostRegion)
+        memory = pool.region.view()
+        return [
+            memory[one.base : one.base + one.pages * one.page_bytes].reshape(one.pages, one.page_bytes)
+            for one in pool.manifest.entries
+        ]
+
+
+class _NoDevices:
+    lost = ()
+
+
+def tiers_config(units: int = 32, **fields: Any) -> TiersConfig:  # noqa: ANN401
+    """Return the configuration of a host tier of so many allocation units."""
+    return TiersConfig(host_bytes=units * UNIT, **fields)
+
+
+@asynccontextmanager
+async def harness(
+    units: int = 32,
+    *,
+    disk: Path | None = None,
+    disk_bytes: int = 1 << 20,
+    remote: bool = False,
+    tenants: Sequence[int] = (1,),
+    **fields: Any,  # noqa: ANN401
+) -> AsyncIterator[Harness]:
+    """Register a harness with a pool of each tenant; nothing may be left that does not add up."""
+    config = tiers_config(units, disk=DiskTierConfig(path=str(disk) if disk else None, max_bytes=disk_bytes), **fields)
+    made = Harness(config, remote=remote)
+    await made.lower.start()
+    try:
+        for tenant in tenants:
+            await new_pool(made, tenant=tenant)
+        yield made
+        made.check()
+    finally:
+        made.copier.under_way.clear()
+        await made.close()
+
+
+async def new_pool(
+    made: Harness,
+    name: str = POOL,
+    spec: PoolSpec = SPEC,
+    tenant: int = 1,
+    model: ModelIdentity | None = MODEL,
+) -> None:
+    """Make a pool of a tenant."""
+    engine = made.engine(tenant)
+    number = engine.send(CreatePool(pool=name, spec=spec, model=model))
+    async with asyncio.timeout(WAIT_S):
+        while number not in engine.replies:  # noqa: ASYNC110  see until
+            await asyncio.sleep(0)
+    made.lose(engine)
+
+
+async def until(condition: Any) -> None:  # noqa: ANN401  a function of nothing
+    """Let the loop and its threads go on until something is so."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110  what it waits for says no word: a thread, a file, a counter
+            await asyncio.sleep(0)
+
+
+async def settle() -> None:
+    """Let the loop do all that it has to do now."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def names(*numbers: int) -> list[bytes]:
+    """Return block hashes."""
+    return [number.to_bytes(16, "big") for number in numbers]

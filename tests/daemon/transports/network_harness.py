@@ -1,0 +1,189 @@
+"""Transfer ops between two daemons for the real transports: real state machines and pools, nothing else is real."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import xxhash
+
+from kvferry.daemon.transfer.endpoints import TransferOp
+from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.pools.copies import copy_one_by_one
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.peer_messages import Announce, Grant, PeerBody, PeerSend
+from tests.region_bytes import read_region
+from tests.transfer.peer_harness import PeerHarness
+from tests.transfer.transfer_harness import PAGE_BYTES
+
+PAGES = 3
+SEGMENTS = PAGES * 4
+BYTES = SEGMENTS * PAGE_BYTES
+TURNS = 10
+"""More than any report takes to come through the loop."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ManualExecutor(Executor):
+    """Does work when the test says so, on a thread of its own, as an executor does: it may wait for a device."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Callable[[], None]] = deque()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Take work."""
+        future: Future[T] = Future()
+
+        def operation() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001  whatever it is, it is the future's
+                future.set_exception(error)
+
+        self.waiting.append(operation)
+        return future
+
+    async def run(self) -> None:
+        """Do all the work there is, and let it be reported."""
+        await turns()
+        while self.waiting:
+            worker = threading.Thread(target=self.waiting.popleft())
+            worker.start()
+            worker.join()
+            await turns()
+
+
+async def turns() -> None:
+    """Let the loop do what is due."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+class Said:
+    """What was said to peers, for ``SendToPeer``.
+
+    Attributes:
+        gone: peers that cannot be spoken to.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[tuple[Incarnation, PeerBody]] = []
+        self.gone: set[Incarnation] = set()
+
+    def __call__(self, peer: Incarnation, body: PeerBody) -> bool:
+        """Say it."""
+        if peer in self.gone:
+            return False
+        self.all.append((peer, body))
+        return True
+
+    def of(self, kind: type[T]) -> list[T]:
+        """Return what was said of one kind."""
+        return [body for _, body in self.all if isinstance(body, kind)]
+
+
+class NetworkHarness:
+    """A source and a home whose receive requests meet, so that there are transfer ops to move.
+
+    Attributes:
+        reports: the ends of transfer ops, as a home's transport tells them.
+    """
+
+    def __init__(self, *, way: str = "tcp") -> None:
+        self._harness = PeerHarness("source", "home")
+        self.source, self.home = self._harness.nodes.values()
+        self._address = self.source.tcp if way == "tcp" else self.source.ipc
+        self.prefill, self.decode = self.source.session(), self.home.session()
+        self.source_pool, self.home_pool = self.source.pool("prefill"), self.home.pool("decode")
+        self.source_pool.allocator.allocate(self.prefill, 2)  # so that the page numbers differ
+        self.home.links.connect(self._address)
+        self._harness.deliver_all()
+        self._requests = itertools.count(1)
+        self.reports: list[tuple[int, KvferryError | None]] = []
+
+    def op(self) -> TransferOp:
+        """Return a new transfer op of all entries of a few pages."""
+        source_pages = self.source.filled(self.source_pool, self.prefill, PAGES)
+        home_pages = self.home_pool.allocator.allocate(self.decode, PAGES)
+        request = f"{next(self._requests):032x}"
+        before = set(self.home.state_machine.endpoints.ops)
+        self.home.receive(self.decode, self.home_pool, home_pages, request=request, source_daemons=(self._address,))
+        self._harness.deliver_until(self.home, self.source, Announce)
+        self.source.send(self.prefill, self.source_pool, source_pages, request=request)
+        self._harness.deliver_until(self.source, self.home, PeerSend)
+        (number,) = set(self.home.state_machine.endpoints.ops) - before
+        return self.home.state_machine.endpoints.ops[number]
+
+    def report(self, op_id: int, error: KvferryError | None) -> None:
+        """Take the end of a transfer op."""
+        self.reports.append((op_id, error))
+
+    @property
+    def outcomes(self) -> list[tuple[int, str]]:
+        """Return the ends of transfer ops, in short."""
+        return [(number, error.code if error else "OK") for number, error in self.reports]
+
+    @property
+    def to_source(self) -> Incarnation:
+        """Return the source as the home knows it."""
+        peer = self.home.links.connect(self._address)
+        assert peer is not None
+        return peer
+
+    @property
+    def to_home(self) -> Incarnation:
+        """Return the home as the source knows it."""
+        (connection,) = self.source.links.connections.values()
+        assert connection.peer is not None
+        return connection.peer
+
+    def arrived(self, op: TransferOp) -> bool:
+        """Return whether all bytes of a transfer op are there."""
+        return content_at_source(self.source_pool, op) == content_at_home(op)
+
+
+def content_at_source(pool: Pool, op: TransferOp) -> bytes:
+    """Return the bytes that a transfer op is to move."""
+    memory, (planned_copy,) = read_region(pool.region), op.planned_copies
+    return b"".join(memory[int(s) : int(s) + int(n)].tobytes() for s, _, n in planned_copy.plan.blocks().tolist())
+
+
+def content_at_home(op: TransferOp) -> bytes:
+    """Return the bytes that are where a transfer op is to go."""
+    memory, (planned_copy,) = read_region(op.receive_request.pool.region), op.planned_copies
+    return b"".join(memory[int(d) : int(d) + int(n)].tobytes() for _, d, n in planned_copy.plan.blocks().tolist())
+
+
+def write(harness: NetworkHarness, op: TransferOp, grant: Grant) -> int:
+    """Write to a bounce buffer what was granted; return the checksum."""
+    side = op.planned_copies[grant.segment].plan.source
+    harness.source_pool.region.gather(side, grant.first, grant.stop, grant.address, copy_one_by_one)
+    return checksum_at(grant.address, grant.size_bytes)
+
+
+def checksum_at(address: int, size_bytes: int) -> int:
+    """Return the checksum of memory."""
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * size_bytes).from_address(address))
+
+
+def bytes_at(address: int, size_bytes: int) -> bytes:
+    """Return memory."""
+    return ctypes.string_at(address, size_bytes)
+
+
+def region(size_bytes: int) -> HostRegion:
+    """Return memory that holds what no page holds."""
+    made = HostRegion.create("test", size_bytes)
+    made.view()[:] = np.uint8(0xEE)
+    return made

@@ -1,0 +1,551 @@
+"""Bounce buffers at the home: granted, checked, scattered; nothing that comes late or wrong touches a page."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator
+from typing import Literal
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvferry.daemon.bounce_buffers import BounceBuffers, FenceBounds
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.transfer.endpoints import TransferOp
+from kvferry.daemon.transports import fence_watch, network_receiver
+from kvferry.daemon.transports.direct_pages import DirectPages
+from kvferry.daemon.transports.network_receiver import NetworkReceiver
+from kvferry.pools.copies import copy_one_by_one
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import DeadlineError, TransferFailedError
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.peer_messages import Grant, OpEnded, OpRequest, Written
+from tests.daemon.transports.network_harness import (
+    BYTES,
+    PAGES,
+    SEGMENTS,
+    ManualExecutor,
+    NetworkHarness,
+    Said,
+    bytes_at,
+    checksum_at,
+    content_at_home,
+    region,
+    turns,
+    write,
+)
+from tests.transfer.transfer_harness import PAGE_BYTES
+
+pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
+GRANTS = 4
+"""How many a transfer op may have at a time in these tests."""
+
+NEVER = FenceBounds(quarantined_bytes=1 << 30, quarantined_s=1e9, drain_timeout_s=1e9)
+AT_ONCE = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=1e9)
+IMPATIENT = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=0.0)
+FAILED = DeadlineError("the write failed").info()
+
+
+class ScriptedFence:
+    """Rebuilds when the test says so."""
+
+    def __init__(self) -> None:
+        self.session_name = "session 1"
+        self.writing = False
+        self.held = False
+        self.may_go_on = asyncio.Event()
+        self.error: TransferFailedError | None = None
+        self.begun = 0
+
+    def hold(self, *, held: bool) -> None:
+        """See ``Fence.hold``."""
+        self.held = held
+
+    async def rebuild(self) -> str:
+        """See ``Fence.rebuild``."""
+        self.begun += 1
+        await self.may_go_on.wait()
+        if self.error is not None:
+            raise self.error
+        self.session_name = f"session {self.begun + 1}"
+        return self.session_name
+
+
+class AllDirect(DirectPages):
+    """Pools that are all registered."""
+
+    def __init__(self) -> None:  # nothing of the real one is needed
+        self.on_change = lambda: None
+
+    def state(self, pool: Pool) -> Literal["pending", "ready", "refused"]:
+        """See ``DirectPages.state``."""
+        del pool
+        return "ready"
+
+
+class Home:
+    """A receiver, and what is around it."""
+
+    def __init__(
+        self,
+        *,
+        bounce_buffer_bytes: int = 2 * PAGE_BYTES,
+        bounce_buffers: int = 8,
+        bounds: FenceBounds = NEVER,
+        direct: bool = False,
+    ) -> None:
+        self.harness = NetworkHarness()
+        self.said, self.executor, self.fence, self.counters = Said(), ManualExecutor(), ScriptedFence(), Counters()
+        self.region = region(bounce_buffers * bounce_buffer_bytes)
+        self.bounce_buffers = BounceBuffers(self.region.address, bounce_buffer_bytes, bounce_buffers, bounds)
+        self.receiver = NetworkReceiver(
+            self.said,
+            self.fence,
+            self.bounce_buffers,
+            self.executor,
+            self.harness.report,
+            self.counters,
+            AllDirect() if direct else None,
+        )
+
+    def start(self) -> TransferOp:
+        """Start a transfer op."""
+        op = self.harness.op()
+        self.receiver.start(op)
+        return op
+
+    def grants(self, op: TransferOp) -> list[Grant]:
+        """Return all grants of a transfer op so far."""
+        return [one for one in self.said.of(Grant) if one.op == op.op_id]
+
+    def into(self, op: TransferOp, grant: Grant) -> None:
+        """Let a grant be written, and the source say so."""
+        self.notify(Written(grant=grant.grant, checksum=write(self.harness, op, grant)))
+
+    def notify(self, written: Written) -> None:
+        """Let the source say something."""
+        self.receiver.written(self.harness.to_source, written)
+
+    async def land_all(self, *ops: TransferOp) -> None:
+        """Let everything land that is granted, also meanwhile."""
+        done: set[int] = set()
+        while new := [(p, g) for p in ops for g in self.grants(p) if g.grant not in done]:
+            for op, grant in new:
+                done.add(grant.grant)
+                self.into(op, grant)
+            await self.executor.run()
+
+    def counted(self, name: str) -> int:
+        """Return a counter."""
+        return self.counters.snapshot().get(name, 0)
+
+
+@pytest.fixture(autouse=True)
+def _grants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_receiver, "GRANTS_PER_OP", GRANTS)
+
+
+@pytest.fixture
+async def homes(anyio_backend: object) -> AsyncIterator[list[Home]]:  # noqa: ARG001  this fixture runs on the test's loop
+    """Return a list for the homes that a test makes; they are closed after it."""
+    made: list[Home] = []
+    yield made
+    for home in made:
+        home.receiver.close()
+    await turns()
+
+
+def home_of(
+    homes: list[Home],
+    *,
+    bounce_buffer_bytes: int = 2 * PAGE_BYTES,
+    bounce_buffers: int = 8,
+    bounds: FenceBounds = NEVER,
+    direct: bool = False,
+) -> Home:
+    """Return a home that will be closed."""
+    homes.append(
+        Home(bounce_buffer_bytes=bounce_buffer_bytes, bounce_buffers=bounce_buffers, bounds=bounds, direct=direct)
+    )
+    return homes[-1]
+
+
+async def test_a_op_lands_fragment_by_fragment_in_any_order(homes: list[Home]) -> None:
+    home = home_of(homes)
+    op = home.start()
+    (asked,) = home.said.of(OpRequest)
+    assert (asked.op, [segment.pages for segment in asked.segments]) == (op.op_id, [PAGES])
+    assert len(home.grants(op)) == GRANTS
+    for grant in reversed(home.grants(op)):
+        home.into(op, grant)
+    await home.executor.run()
+    assert home.harness.reports == [], "two of six copy chunks have not landed"
+    for grant in home.grants(op)[GRANTS:]:
+        home.into(op, grant)
+    await home.executor.run()
+    assert home.harness.outcomes == [(op.op_id, "OK")]
+    assert home.harness.arrived(op)
+    assert home.said.all[-1] == (home.harness.to_source, OpEnded(op=op.op_id))
+    assert home.bounce_buffers.free == home.bounce_buffers.count
+
+
+async def test_grants_tile_the_op_and_do_not_share_bounce_buffers(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=5 * PAGE_BYTES)
+    op = home.start()
+    grants = home.grants(op)
+    assert [(one.first, one.stop) for one in grants] == [(0, 5), (5, 10), (10, SEGMENTS)]
+    assert [one.size_bytes for one in grants] == [5 * PAGE_BYTES, 5 * PAGE_BYTES, 2 * PAGE_BYTES]
+    assert len({one.address for one in grants}) == len(grants)
+    assert {one.session for one in grants} == {"session 1"}
+
+
+async def test_a_wrong_checksum_fails_the_op_and_touches_no_page(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES)
+    op = home.start()
+    before = content_at_home(op)
+    (grant,) = home.grants(op)
+    checksum = write(home.harness, op, grant)
+    ctypes.memset(grant.address + 3, 0x55, 1)
+    home.notify(Written(grant=grant.grant, checksum=checksum))
+    await home.executor.run()
+    assert home.harness.outcomes == [(op.op_id, "TRANSFER_FAILED")]
+    assert "checksum" in str(home.harness.reports[0][1])
+    assert content_at_home(op) == before
+    assert home.counted("network.refused") == 1
+    assert home.bounce_buffers.free == home.bounce_buffers.count, "nothing more can land there"
+
+
+async def test_ops_wait_for_bounce_buffers_and_take_turns(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffers=2)
+    one, other = home.start(), home.start()
+    assert (len(home.grants(one)), len(home.grants(other))) == (2, 0)
+    home.into(one, home.grants(one)[0])
+    assert len(home.said.of(Grant)) == 2, "the bounce buffer is being read"
+    await home.executor.run()
+    assert len(home.said.of(Grant)) == 3
+    await home.land_all(one, other)
+    assert sorted(home.harness.outcomes) == [(one.op_id, "OK"), (other.op_id, "OK")]
+    assert home.harness.arrived(one)
+    assert home.harness.arrived(other)
+    assert home.bounce_buffers.free == 2
+
+
+async def test_a_page_that_no_bounce_buffer_can_hold_is_refused(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=PAGE_BYTES - 1)
+    op = home.start()
+    await turns()
+    assert home.harness.outcomes == [(op.op_id, "BOUNCE_BUFFER_TOO_SMALL")]
+    assert not home.said.of(Grant)
+
+
+async def test_a_op_that_is_stopped_is_over_at_once_but_its_bounce_buffers_are_not(homes: list[Home]) -> None:
+    home = home_of(homes)
+    op = home.start()
+    before = content_at_home(op)
+    home.receiver.stop(op.op_id)
+    await turns()
+    assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
+    assert home.said.of(OpEnded) == [OpEnded(op=op.op_id)]
+    assert home.bounce_buffers.granted == GRANTS
+    for grant in home.grants(op):  # they were under way
+        home.into(op, grant)
+    await home.executor.run()
+    assert content_at_home(op) == before, "what comes late touches no page"
+    assert home.bounce_buffers.free == home.bounce_buffers.count
+    assert len(home.harness.reports) == 1
+
+
+async def test_a_op_that_is_stopped_while_it_is_scattered_is_over_afterwards(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES)
+    op = home.start()
+    home.into(op, home.grants(op)[0])
+    home.receiver.stop(op.op_id)
+    await turns()
+    assert home.harness.reports == [], "its pages are being written"
+    await home.executor.run()
+    assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
+    assert home.bounce_buffers.free == home.bounce_buffers.count
+
+
+async def test_stopping_what_is_over_does_nothing(homes: list[Home]) -> None:
+    home = home_of(homes)
+    op = home.start()
+    await home.land_all(op)
+    home.receiver.stop(op.op_id)
+    home.receiver.stop(99)
+    await turns()
+    assert home.harness.outcomes == [(op.op_id, "OK")]
+
+
+async def test_a_source_that_fails_a_grant_fails_the_op(homes: list[Home]) -> None:
+    home = home_of(homes)
+    op = home.start()
+    first, *others = home.grants(op)
+    home.notify(Written(grant=first.grant, error=FAILED))
+    await turns()
+    assert home.harness.outcomes == [(op.op_id, "DEADLINE")]
+    assert home.bounce_buffers.granted == len(others)
+    for grant in others:
+        home.notify(Written(grant=grant.grant, error=FAILED))
+    assert home.bounce_buffers.free == home.bounce_buffers.count
+    assert len(home.grants(op)) == GRANTS, "no more is granted"
+
+
+async def test_what_has_landed_is_taken_once(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=6 * PAGE_BYTES)
+    op = home.start()
+    first, second = home.grants(op)
+    home.into(op, first)
+    home.into(op, first)  # while it is being scattered
+    await home.executor.run()
+    assert home.harness.reports == [], "the other half has not landed"
+    assert home.counted("network.unknown_grants") == 1
+    home.into(op, second)
+    await home.executor.run()
+    assert home.harness.arrived(op)
+
+
+async def test_only_the_source_of_a_grant_may_end_it_and_once(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES)
+    op = home.start()
+    (grant,) = home.grants(op)
+    written = Written(grant=grant.grant, checksum=write(home.harness, op, grant))
+    home.receiver.written(home.harness.to_source._replace(boot_id="f" * 32), written)
+    home.notify(Written(grant=grant.grant + 1))
+    await home.executor.run()
+    assert home.harness.reports == []
+    assert home.counted("network.unknown_grants") == 2
+    home.notify(written)
+    await home.executor.run()
+    home.notify(written)
+    await home.executor.run()
+    assert home.harness.outcomes == [(op.op_id, "OK")]
+    assert home.counted("network.unknown_grants") == 3
+    home.bounce_buffers.check()
+
+
+# -- peers that are gone
+
+
+async def test_a_lost_peer_fails_its_ops_and_its_bounce_buffers_rest(homes: list[Home]) -> None:
+    home = home_of(homes)
+    op = home.start()
+    before, (grant, *_) = content_at_home(op), home.grants(op)
+    home.receiver.peer_lost(home.harness.to_source, "its connection closed")
+    await turns()
+    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
+    assert home.bounce_buffers.quarantined == GRANTS
+    write(home.harness, op, grant)  # lands late
+    home.notify(Written(grant=grant.grant, checksum=checksum_at(grant.address, grant.size_bytes)))
+    await home.executor.run()
+    assert content_at_home(op) == before
+    assert home.bounce_buffers.quarantined == GRANTS
+    other = home.start()
+    taken = {one.address for one in home.grants(other)}
+    assert not taken & {one.address for one in home.grants(op)}, "a bounce buffer in which something may land"
+
+
+async def test_a_peer_that_is_lost_while_its_bytes_are_scattered(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES)
+    op = home.start()
+    home.into(op, home.grants(op)[0])
+    home.receiver.peer_lost(home.harness.to_source, "its connection closed")
+    await turns()
+    assert home.harness.reports == []
+    await home.executor.run()
+    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
+    assert home.bounce_buffers.free == home.bounce_buffers.count, "its one write had ended"
+
+
+async def test_another_peers_ops_go_on(homes: list[Home]) -> None:
+    home = home_of(homes)
+    op = home.start()
+    home.receiver.peer_lost(home.harness.to_source._replace(boot_id="f" * 32), "another one")
+    await home.land_all(op)
+    assert home.harness.outcomes == [(op.op_id, "OK")]
+
+
+async def test_a_peer_that_cannot_be_told_of_a_op_is_lost(homes: list[Home]) -> None:
+    home = home_of(homes)
+    home.said.gone.add(home.harness.to_source)
+    op = home.start()
+    await turns()
+    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
+    assert home.bounce_buffers.free == home.bounce_buffers.count
+
+
+async def test_a_peer_that_cannot_be_told_of_a_grant_gives_the_bounce_buffer_back(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffers=1)
+    op = home.start()
+    (grant,) = home.grants(op)
+    home.into(op, grant)
+    home.said.gone.add(home.harness.to_source)
+    await home.executor.run()
+    assert home.harness.outcomes == [(op.op_id, "PEER_LOST")]
+    assert home.bounce_buffers.free == 1
+
+
+# -- fences
+
+
+async def test_a_write_that_may_still_land_lets_its_bounce_buffer_rest_until_a_fence(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES, bounce_buffers=1, bounds=AT_ONCE)
+    op, (grant,) = (found := home.start()), home.grants(found)
+    before = content_at_home(op)
+    home.notify(Written(grant=grant.grant, error=FAILED, may_still_land=True))
+    await turns()
+    assert home.harness.outcomes == [(op.op_id, "DEADLINE")]
+    assert home.fence.begun == 1
+    other = home.start()
+    assert not home.grants(other), "it may still be written"
+    write(home.harness, op, grant)
+    assert content_at_home(op) == before
+    home.fence.may_go_on.set()
+    with capture_logs():
+        await turns()
+    assert (home.bounce_buffers.free + home.bounce_buffers.granted, home.counted("network.fences")) == (1, 1)
+    assert [one.session for one in home.grants(other)] == ["session 2"]
+    await home.land_all(other)
+    assert home.harness.arrived(other)
+
+
+async def test_a_fence_waits_for_live_grants(homes: list[Home], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fence_watch, "LOOK_S", 0.0)
+    home = home_of(homes, bounce_buffer_bytes=6 * PAGE_BYTES, bounce_buffers=3, bounds=AT_ONCE)
+    bad = home.start()
+    doomed, alive = home.grants(bad)
+    home.notify(Written(grant=doomed.grant, error=FAILED, may_still_land=True))
+    await turns()
+    assert (home.fence.begun, home.fence.held) == (0, True)
+    home.fence.writing = True
+    home.notify(Written(grant=alive.grant))
+    await turns()
+    assert home.fence.begun == 0, "this daemon's own writes would end"
+    home.fence.writing = False
+    await turns()
+    assert home.fence.begun == 1
+
+
+async def test_a_peer_that_lives_and_says_nothing_does_not_hold_bounce_buffers_for_ever(
+    homes: list[Home], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fence_watch, "LOOK_S", 0.0)
+    home = home_of(homes, bounce_buffers=GRANTS, bounds=FenceBounds(0, 0.0, 0.0))
+    op = home.start()
+    assert home.bounce_buffers.free == 0
+    home.receiver.stop(op.op_id)
+    home.fence.may_go_on.set()
+    async with asyncio.timeout(10):
+        while home.bounce_buffers.free < GRANTS:
+            await turns()
+    assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
+    assert home.fence.begun >= 1
+
+
+async def test_a_fence_that_waits_no_longer_fails_what_is_under_way(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES, bounce_buffers=3, bounds=IMPATIENT)
+    bad, good = home.start(), home.start()
+    home.notify(Written(grant=home.grants(bad)[0].grant, error=FAILED, may_still_land=True))
+    await turns()
+    assert home.fence.begun == 1
+    assert home.harness.outcomes == [(bad.op_id, "DEADLINE"), (good.op_id, "TRANSFER_FAILED")]
+    home.into(good, home.grants(good)[0])
+    assert home.counted("network.unknown_grants") == 1
+    home.fence.may_go_on.set()
+    await turns()
+    assert home.bounce_buffers.free == home.bounce_buffers.count
+
+
+async def test_a_fence_that_fails_frees_nothing(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES, bounce_buffers=2, bounds=AT_ONCE)
+    op = home.start()
+    home.fence.error = TransferFailedError("no engine")
+    home.fence.may_go_on.set()
+    with capture_logs() as logs:
+        home.notify(Written(grant=home.grants(op)[0].grant, error=FAILED, may_still_land=True))
+        await turns()
+    (complaint,) = [one["event"] for one in logs if one["log_level"] == "error"]
+    assert complaint.startswith("the fence failed: no bounce buffer is freed")
+    assert (home.bounce_buffers.quarantined, home.bounce_buffers.take(BootId("f" * 32), 9)) == (1, None)
+    other = home.start()
+    await turns()
+    assert home.harness.outcomes[1:] == [(other.op_id, "TRANSFER_FAILED")], "it must not wait for ever"
+
+
+async def test_nothing_is_reported_after_the_end(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES)
+    op = home.start()
+    home.into(op, home.grants(op)[0])
+    home.receiver.close()
+    await home.executor.run()
+    assert home.harness.reports == []
+
+
+# -- pages that are written directly
+
+
+def write_pages(home: Home, op: TransferOp, grant: Grant) -> int:
+    """Write to pages what was granted; return the checksum."""
+    staging = region(grant.size_bytes)
+    side = op.planned_copies[grant.segment].plan.source
+    home.harness.source_pool.region.gather(side, grant.first, grant.stop, staging.address, copy_one_by_one)
+    at = staging.address
+    for address, size_bytes in grant.runs:
+        ctypes.memmove(address, at, size_bytes)
+        at += size_bytes
+    return checksum_at(staging.address, grant.size_bytes)
+
+
+@pytest.mark.host_only
+async def test_pages_written_directly_are_checked_in_place(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES, direct=True)
+    op = home.start()
+    (grant,) = home.grants(op)
+    assert sum(size for _, size in grant.runs) == grant.size_bytes == BYTES
+    home.notify(Written(grant=grant.grant, checksum=write_pages(home, op, grant)))
+    await home.executor.run()
+    assert home.harness.outcomes == [(op.op_id, "OK")]
+    assert home.harness.arrived(op)
+    assert bytes_at(home.region.address, home.region.size_bytes) == b"\xee" * home.region.size_bytes
+    assert home.counted("network.direct_bytes") == BYTES
+
+
+@pytest.mark.host_only
+async def test_what_lands_in_the_host_tier_goes_by_bounce_buffers_all_the_same(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES, direct=True)
+    home.harness.home_pool.lands_as = "0" * 32
+    op = home.start()
+    assert [grant.runs for grant in home.grants(op)] == [()]
+
+
+@pytest.mark.host_only
+async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(homes: list[Home]) -> None:
+    home = home_of(homes, direct=True)
+    op = home.start()
+    *grants, last = home.grants(op)
+    home.receiver.stop(op.op_id)
+    assert home.said.of(OpEnded) == [OpEnded(op=op.op_id)]
+    for grant in grants:
+        home.notify(Written(grant=grant.grant, checksum=0))
+    await home.executor.run()
+    assert home.harness.reports == [], "one may still land"
+    home.notify(Written(grant=last.grant, checksum=0))
+    await home.executor.run()
+    assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
+
+
+@pytest.mark.host_only
+@pytest.mark.parametrize("how", ["may still land", "lost"])
+async def test_pages_in_which_something_may_land_are_held_until_a_fence(homes: list[Home], how: str) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES, bounds=AT_ONCE, direct=True)
+    op, (grant,) = (found := home.start()), home.grants(found)
+    if how == "lost":
+        home.receiver.peer_lost(home.harness.to_source, "its connection closed")
+    else:
+        home.notify(Written(grant=grant.grant, error=FAILED, may_still_land=True))
+    await turns()
+    assert (home.harness.reports, home.fence.begun) == ([], 1)
+    home.fence.may_go_on.set()
+    await turns()
+    assert home.harness.outcomes == [(op.op_id, "PEER_LOST" if how == "lost" else "DEADLINE")]

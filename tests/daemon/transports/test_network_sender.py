@@ -1,0 +1,408 @@
+"""Grants at the source: gathered into staging, written, and answered whatever became of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import xxhash
+from structlog.testing import capture_logs
+
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.transfer.endpoints import State, TransferOp
+from kvferry.daemon.transfer.peer_forms import op_of
+from kvferry.daemon.transports.mooncake_writes import OnWriteDone, OnWriteLate, WriteFailedError
+from kvferry.daemon.transports.network_sender import NetworkSender
+from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, TransferFailedError, UnknownTransferError
+from kvferry.protocol.peer_messages import Grant, OpRequest, Written
+from tests.daemon.transports.network_harness import (
+    BYTES,
+    PAGES,
+    SEGMENTS,
+    ManualExecutor,
+    NetworkHarness,
+    Said,
+    bytes_at,
+    content_at_source,
+    region,
+)
+from tests.transfer.transfer_harness import PAGE_BYTES
+
+pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
+HALF = SEGMENTS // 2
+BOUNCE_BUFFER = 1 << 20
+"""Where the bounce buffers of the home are, as far as it says."""
+
+
+class Begun(NamedTuple):
+    """A write that was begun."""
+
+    session_name: str
+    content: bytes
+    remote_address: int
+    on_done: OnWriteDone
+    on_late: OnWriteLate | None
+
+
+class ScriptedWriter:
+    """Writes nothing; the test ends each write."""
+
+    def __init__(self) -> None:
+        self.begun: list[Begun] = []
+        self.refuse_after: int | None = None
+
+    def write(
+        self,
+        session_name: str,
+        local_address: int,
+        remote_address: int,
+        size_bytes: int,
+        on_done: OnWriteDone,
+        *,
+        timeout_s: float,
+        on_late: OnWriteLate | None = None,
+    ) -> int:
+        """See ``MooncakeEngine.write``."""
+        assert timeout_s == 7.0
+        if len(self.begun) == self.refuse_after:
+            raise TransferFailedError("the engine is closed")
+        self.begun.append(Begun(session_name, bytes_at(local_address, size_bytes), remote_address, on_done, on_late))
+        return len(self.begun)
+
+
+class Source:
+    """A sender, and what is around it."""
+
+    def __init__(self, *, buffers: int = 2, staging_bytes: int = BYTES) -> None:
+        self.harness = NetworkHarness()
+        self.said, self.executor, self.writer, self.counters = Said(), ManualExecutor(), ScriptedWriter(), Counters()
+        self.settled = 0
+        self.staging = region(buffers * staging_bytes)
+        self.sender = NetworkSender(
+            self.said,
+            self.writer,
+            self.staging,
+            staging_bytes,
+            self.executor,
+            self.harness.source.state_machine.peers,
+            self._settled,
+            self.counters,
+            7.0,
+        )
+
+    def _settled(self) -> None:
+        self.settled += 1
+
+    def asked(self) -> tuple[TransferOp, OpRequest]:
+        """Let a home ask for a transfer op."""
+        op = self.harness.op()
+        message = op_of(op)
+        self.sender.op(self.harness.to_home, message)
+        return op, message
+
+    def grant(self, message: OpRequest, number: int = 1, **fields: Any) -> Grant:  # noqa: ANN401
+        """Let the home grant all of a transfer op, or what ``fields`` say."""
+        grant = Grant(
+            op=message.op,
+            grant=number,
+            segment=0,
+            first=0,
+            stop=SEGMENTS,
+            session="home:1",
+            address=BOUNCE_BUFFER,
+            size_bytes=BYTES,
+        )
+        grant = msgspec.structs.replace(grant, **fields)
+        self.sender.grant(self.harness.to_home, grant)
+        return grant
+
+    def halves(self, message: OpRequest) -> None:
+        """Let the home grant a transfer op in two halves."""
+        self.grant(message, 1, stop=HALF, size_bytes=HALF * PAGE_BYTES)
+        self.grant(message, 2, first=HALF, size_bytes=HALF * PAGE_BYTES, address=BOUNCE_BUFFER + BYTES)
+
+    @property
+    def written(self) -> list[tuple[int, str]]:
+        """Return the answers to grants, in short."""
+        return [(one.grant, one.error.code if one.error else "OK") for one in self.said.of(Written)]
+
+    @property
+    def remote_states(self) -> list[State]:
+        """Return how far the remote endpoints are that have not settled."""
+        return [one.state for one in self.harness.source.state_machine.endpoints.remote_endpoints.values()]
+
+    def sending(self) -> set[int]:
+        """Return the transfer ops that the state machine thinks are being sent."""
+        return {
+            number
+            for one in self.harness.source.state_machine.endpoints.remote_endpoints.values()
+            for number in one.sending
+        }
+
+
+@pytest.fixture
+async def source(anyio_backend: object) -> Source:  # noqa: ARG001  this fixture runs on the test's loop
+    """Return a source with two staging buffers."""
+    return Source()
+
+
+async def test_what_is_granted_is_gathered_written_and_answered(source: Source) -> None:
+    op, message = source.asked()
+    assert source.sending() == {op.op_id}
+    source.grant(message)
+    assert source.writer.begun == [], "not gathered yet"
+    await source.executor.run()
+    (begun,) = source.writer.begun
+    assert (begun.session_name, begun.remote_address) == ("home:1", BOUNCE_BUFFER)
+    assert sorted(begun.content) == sorted(content_at_source(source.harness.source_pool, op))
+    assert source.written == []
+    begun.on_done(None)
+    assert source.written == [(1, "OK")]
+    assert source.said.of(Written)[0].checksum == xxhash.xxh3_64_intdigest(begun.content)
+    assert source.counters.snapshot()["network.sent_bytes"] == BYTES
+    source.sender.op_over(source.harness.to_home, op.op_id)
+    assert (source.sending(), source.settled) == (set(), 1)
+
+
+async def test_grants_wait_for_staging_in_their_order() -> None:
+    source = Source(buffers=1)
+    _, message = source.asked()
+    source.halves(message)
+    await source.executor.run()
+    (first,) = source.writer.begun
+    assert first.remote_address == BOUNCE_BUFFER
+    first.on_done(None)
+    await source.executor.run()
+    assert [one.remote_address for one in source.writer.begun] == [BOUNCE_BUFFER, BOUNCE_BUFFER + BYTES]
+    assert source.written == [(1, "OK")]
+
+
+async def test_a_op_is_sent_until_its_last_write_has_ended(source: Source) -> None:
+    op, message = source.asked()
+    source.halves(message)
+    await source.executor.run()
+    source.sender.op_over(source.harness.to_home, op.op_id)
+    source.writer.begun[0].on_done(None)
+    assert (source.sending(), source.settled) == ({op.op_id}, 0), "its pages are being read"
+    source.writer.begun[1].on_done(None)
+    assert (source.sending(), source.settled) == (set(), 1)
+    source.sender.op_over(source.harness.to_home, op.op_id)
+    assert source.settled == 1, "once"
+
+
+@pytest.mark.parametrize("may_still_land", [False, True])
+async def test_a_write_that_fails_is_answered(source: Source, *, may_still_land: bool) -> None:
+    _, message = source.asked()
+    source.grant(message)
+    await source.executor.run()
+    with capture_logs():
+        source.writer.begun[0].on_done(WriteFailedError("cut off", may_still_land=may_still_land))
+    (written,) = source.said.of(Written)
+    assert written.error is not None
+    assert (written.error.code, written.may_still_land) == ("TRANSFER_FAILED", may_still_land)
+    source.grant(message, 2)
+    await source.executor.run()
+    assert len(source.writer.begun) == 2, "its buffer is free again"
+
+
+async def test_a_writer_that_refuses_is_answered(source: Source) -> None:
+    _, message = source.asked()
+    source.writer.refuse_after = 0
+    source.grant(message)
+    with capture_logs():
+        await source.executor.run()
+    assert source.written == [(1, "TRANSFER_FAILED")]
+    assert not source.said.of(Written)[0].may_still_land
+
+
+async def test_late_writes_are_counted(source: Source) -> None:
+    _, message = source.asked()
+    source.grant(message)
+    await source.executor.run()
+    on_late = source.writer.begun[0].on_late
+    assert on_late is not None
+    on_late(1)
+    assert source.counters.snapshot()["network.late_writes"] == 1
+    assert source.written == []
+
+
+# -- several writes for one grant: pages that are written directly
+
+RUNS = ((BOUNCE_BUFFER, 4 * PAGE_BYTES), (BOUNCE_BUFFER + (1 << 12), 8 * PAGE_BYTES))
+
+
+async def test_runs_are_written_one_by_one_and_answered_together(source: Source) -> None:
+    _, message = source.asked()
+    source.grant(message, runs=RUNS)
+    await source.executor.run()
+    assert [(one.remote_address, len(one.content)) for one in source.writer.begun] == list(RUNS)
+    source.writer.begun[1].on_done(None)
+    assert source.written == []
+    source.writer.begun[0].on_done(None)
+    assert source.written == [(1, "OK")]
+
+
+async def test_that_something_may_still_land_outweighs_other_errors(source: Source) -> None:
+    _, message = source.asked()
+    source.grant(message, runs=RUNS)
+    await source.executor.run()
+    with capture_logs():
+        source.writer.begun[0].on_done(WriteFailedError("unclear", may_still_land=True))
+        source.writer.begun[1].on_done(WriteFailedError("refused", may_still_land=False))
+    (written,) = source.said.of(Written)
+    assert written.may_still_land
+
+
+async def test_a_run_that_cannot_begin_fails_the_grant_when_the_others_have_ended(source: Source) -> None:
+    _, message = source.asked()
+    source.writer.refuse_after = 1
+    source.grant(message, runs=RUNS)
+    await source.executor.run()
+    assert source.written == []
+    with capture_logs():
+        source.writer.begun[0].on_done(None)
+    assert source.written == [(1, "TRANSFER_FAILED")]
+
+
+# -- ends
+
+
+async def test_a_remote_that_ends_drops_what_waits_and_ends_what_is_written() -> None:
+    source = Source(buffers=1)
+    op, message = source.asked()
+    source.halves(message)
+    await source.executor.run()
+    (remote_endpoint,) = source.harness.source.state_machine.endpoints.remote_endpoints.values()
+    source.sender.stop(remote_endpoint)
+    assert source.written == [(2, "CANCELLED")]
+    assert source.sending() == {op.op_id}
+    source.grant(message, 3)
+    assert source.written[1:] == [(3, "UNKNOWN_TRANSFER")]
+    source.writer.begun[0].on_done(None)
+    assert source.written[2:] == [(1, "OK")]
+    assert (source.sending(), source.settled) == (set(), 1)
+
+
+async def test_pages_stay_held_until_the_last_write_to_a_home_that_is_gone(source: Source) -> None:
+    _, message = source.asked()
+    source.grant(message)
+    await source.executor.run()
+    state_machine, home = source.harness.source.state_machine, source.harness.to_home
+    source.said.gone.add(home)
+    source.sender.peer_lost(home)
+    state_machine.peers.peer_lost(home, "gone", source.harness.source.now)
+    assert source.remote_states == [State.FINISHED]
+    assert source.harness.source_pool.allocator.busy_count == PAGES
+    source.writer.begun[0].on_done(None)
+    assert source.remote_states == []
+    assert source.harness.source_pool.allocator.busy_count == 0
+
+
+async def test_another_homes_ops_go_on(source: Source) -> None:
+    _, message = source.asked()
+    source.sender.peer_lost(source.harness.to_home._replace(boot_id="f" * 32))
+    source.grant(message)
+    await source.executor.run()
+    source.writer.begun[0].on_done(None)
+    assert source.written == [(1, "OK")]
+
+
+# -- what homes may not ask for
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("segment", {"segment": 1}),
+        ("stop", {"first": SEGMENTS, "stop": SEGMENTS}),
+        ("stop", {"first": 3, "stop": 2}),
+        ("stop", {"stop": SEGMENTS + 1}),
+        ("stop", {"stop": (1 << 63) - 1}),
+        ("size_bytes", {"size_bytes": BYTES - 1}),
+        ("size_bytes", {"size_bytes": 1 << 40}),
+        ("size_bytes", {"stop": 1}),
+        ("runs", {"runs": ((BOUNCE_BUFFER, BYTES), (BOUNCE_BUFFER, 1))}),
+        ("runs", {"runs": ((BOUNCE_BUFFER, BYTES - 1),)}),
+        ("op", {"op": 99}),
+    ],
+)
+async def test_a_grant_that_is_wrong_is_answered_and_nothing_is_read(
+    source: Source, field: str, fields: dict[str, Any]
+) -> None:
+    _, message = source.asked()
+    source.grant(message, **fields)
+    (written,) = source.said.of(Written)
+    assert written.error is not None
+    assert written.error.field == field
+    assert not written.may_still_land
+    await source.executor.run()
+    assert source.writer.begun == []
+
+
+async def test_a_grant_larger_than_staging_names_the_remedy() -> None:
+    source = Source(staging_bytes=BYTES - PAGE_BYTES)
+    _, message = source.asked()
+    source.grant(message)
+    (written,) = source.said.of(Written)
+    assert written.error is not None
+    assert "network.bounce_buffer_bytes" in written.error.detail
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("chunk", {"chunk": 1}),
+        ("segments", {"component": "draft"}),
+        ("segments", {"heads": ()}),
+        ("segments", {"entries": (0, 99), "heads": ((0, 0), (0, 0))}),
+        ("segments", {"pages": PAGES + 1}),
+        ("segments", {"start": 1}),
+        ("segments", {"start": 1 << 62}),
+        ("segments", {"pages": 0}),
+    ],
+)
+async def test_a_op_that_the_send_does_not_have_is_refused(source: Source, field: str, change: dict[str, Any]) -> None:
+    message = op_of(source.harness.op())
+    (segment,) = message.segments
+    if "chunk" in change:
+        wrong = msgspec.structs.replace(message, **change)
+    else:
+        wrong = msgspec.structs.replace(message, segments=(msgspec.structs.replace(segment, **change),))
+    with pytest.raises(InvalidFieldError) as refused:
+        source.sender.op(source.harness.to_home, wrong)
+    assert refused.value.field == field
+    assert source.sending() == set()
+
+
+async def test_grants_for_a_op_that_was_refused_are_told_why(source: Source) -> None:
+    message = op_of(source.harness.op())
+    with pytest.raises(InvalidFieldError):
+        source.sender.op(source.harness.to_home, msgspec.structs.replace(message, chunk=1))
+    source.grant(message)
+    assert source.written == [(1, "INVALID_FIELD")]
+    source.sender.op_over(source.harness.to_home, message.op)
+    source.grant(message, 2)
+    assert source.written[1:] == [(2, "UNKNOWN_TRANSFER")]
+
+
+async def test_heads_that_an_entry_does_not_have_are_refused(source: Source) -> None:
+    message = op_of(source.harness.op())
+    (segment,) = message.segments
+    wrong = msgspec.structs.replace(segment, heads=((1, 1),) * len(segment.entries))
+    with pytest.raises(GeometryMismatchError):
+        source.sender.op(source.harness.to_home, msgspec.structs.replace(message, segments=(wrong,)))
+
+
+async def test_only_the_home_of_the_send_may_ask_and_once(source: Source) -> None:
+    message = op_of(source.harness.op())
+    stranger = source.harness.to_home._replace(boot_id="f" * 32)
+    with pytest.raises(UnknownTransferError):
+        source.sender.op(stranger, message)
+    with pytest.raises(UnknownTransferError):
+        source.sender.op(source.harness.to_home, msgspec.structs.replace(message, send_request=99, op=77))
+    source.sender.op(source.harness.to_home, message)
+    source.sender.grant(stranger, source.grant(message))
+    assert source.written == [(1, "UNKNOWN_TRANSFER")]
+    with pytest.raises(InvalidFieldError, match="known already"):
+        source.sender.op(source.harness.to_home, message)

@@ -1,0 +1,360 @@
+"""What an engine says of a device's memory and events is compared with the spec and with the driver: a row a claim.
+
+The other half of ``tests/daemon/test_nothing_is_believed.py``. The engine here has real tensors, and lies about them in
+the messages that the client library would have made; what the library itself refuses is in ``tests/clients``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from kvferry.clients import Client, MhaSpec
+from kvferry.pools.devices.accelerator import Accelerator
+from kvferry.protocol.base import PageList
+from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.errors import InvalidFieldError, KvferryError
+from kvferry.protocol.ids import new_request_id
+from kvferry.protocol.pool_messages import Allocate, CreatePool, DeletePool, Free, RegisteredArrays, RegisterPool
+from kvferry.protocol.requests import RequestBody
+from kvferry.protocol.session_messages import OpenEvents, ShareFollows
+from kvferry.protocol.shares import Share, SharedEvents, TorchShare, VmmShare
+from kvferry.protocol.transfer_messages import LayerStep, Send
+from tests.daemons import running_daemon
+from tests.devices import DEVICE
+from tests.raw_engine import RawEngine, raw_engine
+
+SPEC: Final = MhaSpec(layers=2, first_layer=4, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
+SHAPE: Final = (2, 5, 16, 2, 8)
+STRIDES: Final = (1280, 256, 16, 8, 1)
+SIZE_BYTES: Final = 2 * 5 * 16 * 2 * 8 * 2
+OTHER_DEVICE: Final = "npu:1"
+EVENTS: Final = 4
+
+
+class Registered(NamedTuple):
+    """What an engine registers: k of all layers as one tensor, v as another."""
+
+    arrays: tuple[RegisteredArrays, ...]
+    shares: tuple[Share, ...]
+
+    def with_k(self, **fields: Any) -> Registered:  # noqa: ANN401  an array's fields
+        """Say something else of k."""
+        return self._replace(arrays=(msgspec.structs.replace(self.arrays[0], **fields), *self.arrays[1:]))
+
+    def with_share(self, **fields: Any) -> Registered:  # noqa: ANN401  a share's fields
+        """Say something else of k's memory."""
+        return self._replace(shares=(msgspec.structs.replace(self.shares[0], **fields), *self.shares[1:]))
+
+
+class Harness(NamedTuple):
+    """A daemon, an engine with two tensors and a pool of the daemon's that it may map, and one that looks."""
+
+    engine: RawEngine
+    watcher: Client
+    registered: Registered
+    elsewhere: TorchShare
+    runtime_dir: Path
+    tensors: tuple[torch.Tensor, ...]
+    events: Sequence[object]
+
+
+class Row(NamedTuple):
+    """What is claimed of registered memory, and what comes."""
+
+    claim: str
+    said: Callable[[Harness], Registered]
+    code: str
+    field: str
+
+
+def share_of(tensor: torch.Tensor, accelerator: Accelerator) -> TorchShare:
+    """Return what the client library would share."""
+    with accelerator.calling():
+        return accelerator.vendor.export(tensor)
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    """Return a harness in which no row leaves anything."""
+    other_device = Accelerator(OTHER_DEVICE)
+    other_device.open()
+    k, v = (torch.zeros(SHAPE, dtype=torch.float16, device=DEVICE.name) for _ in "kv")
+    elsewhere = torch.zeros(SHAPE, dtype=torch.float16, device=OTHER_DEVICE)
+    arrays = tuple(
+        RegisteredArrays(component="main", role=role, shape=SHAPE, strides=STRIDES, dtype="float16")
+        for role in ("k", "v")
+    )
+    shares = tuple(share_of(one, DEVICE.accelerator) for one in (k, v))
+    with (
+        running_daemon(tmp_path_factory.mktemp("registered")) as daemon,
+        raw_engine(daemon.runtime_dir) as engine,
+        Client.connect(daemon.runtime_dir, session=False) as watcher,
+    ):
+        engine.ask(CreatePool(pool="theirs", spec=SPEC, device=DEVICE.name), deadline_ms=120_000)
+        engine.ask(Allocate(pool="theirs", count=2))
+        with DEVICE.accelerator.calling():
+            events = [DEVICE.accelerator.vendor.shared_event() for _ in range(EVENTS)]
+        handles = tuple(handle for _, handle in events)
+        engine.ask(
+            OpenEvents(device=DEVICE.name), registered=ShareFollows(message_id=0, events=SharedEvents(handles=handles))
+        )
+        yield Harness(
+            engine,
+            watcher,
+            Registered(arrays, shares),
+            share_of(elsewhere, other_device),
+            daemon.runtime_dir,
+            (k, v, elsewhere),
+            events,
+        )
+
+
+def register(harness: Harness, said: Registered, name: str = "mine") -> None:
+    """Register it, whatever it is."""
+    body = RegisterPool(pool=name, spec=SPEC, device=DEVICE.name, arrays=said.arrays)
+    harness.engine.ask(body, registered=ShareFollows(message_id=0, shares=said.shares))
+
+
+def held(harness: Harness) -> object:
+    """Return what the daemon holds, and how the device is."""
+    status = harness.watcher.status()
+    return (
+        [(one.device, one.state, one.pool_bytes) for one in status.devices],
+        [(one.pool, one.free, one.busy) for one in status.pools],
+        status.transfers,
+    )
+
+
+def k_at(said: Registered) -> TorchShare:
+    """Return k's share."""
+    share = said.shares[0]
+    assert isinstance(share, TorchShare)
+    return share
+
+
+def by_layer(said: Registered) -> Registered:
+    """Return k as two arrays, a layer each: views of one tensor."""
+    k, v = said.arrays
+    layers = tuple(msgspec.structs.replace(k, layer=4 + n, shape=SHAPE[1:], strides=STRIDES[1:]) for n in range(2))
+    at = k_at(said).offset_bytes
+    half = SIZE_BYTES // 2
+    shares = tuple(msgspec.structs.replace(k_at(said), offset_bytes=at + n * half) for n in range(2))
+    return Registered((*layers, v), (*shares, said.shares[1]))
+
+
+ROWS: Final = [
+    Row(
+        "nothing of its form",
+        lambda w: w.registered.with_k(shape=(), strides=(), dtype=""),
+        "INVALID_FIELD",
+        "main/k.dtype",
+    ),
+    Row("a layer too few", lambda w: w.registered.with_k(shape=(1, *SHAPE[1:])), "INVALID_FIELD", "main/k.shape"),
+    Row("a layer too many", lambda w: w.registered.with_k(shape=(3, *SHAPE[1:])), "INVALID_FIELD", "main/k.shape"),
+    Row("a page too many", lambda w: w.registered.with_k(shape=(2, 6, 16, 2, 8)), "INVALID_FIELD", "main/k.shape"),
+    Row(
+        "the FIA view of a paged pool",
+        lambda w: w.registered.with_k(shape=(2, 80, 1, 2, 8)),
+        "INVALID_FIELD",
+        "main/k.shape",
+    ),
+    Row("another dtype", lambda w: w.registered.with_k(dtype="bfloat16"), "INVALID_FIELD", "main/k.dtype"),
+    Row(
+        "pages before layers",
+        lambda w: w.registered.with_k(strides=(256, 512, 16, 8, 1)),
+        "INVALID_FIELD",
+        "main/k.strides",
+    ),
+    Row(
+        "bytes between layers",
+        lambda w: w.registered.with_k(strides=(1536, 256, 16, 8, 1)),
+        "INVALID_FIELD",
+        "main/k.strides",
+    ),
+    Row(
+        "one page for all",
+        lambda w: w.registered.with_k(strides=(1280, 0, 16, 8, 1)),
+        "INVALID_FIELD",
+        "main/k.strides",
+    ),
+    Row("too few strides", lambda w: w.registered.with_k(strides=STRIDES[1:]), "INVALID_FIELD", "main/k.strides"),
+    Row(
+        "a layer of another form",
+        lambda w: by_layer(w.registered).with_k(shape=(4, 16, 2, 8)),
+        "INVALID_FIELD",
+        "main/k/4.shape",
+    ),
+    Row("a layer that is none", lambda w: by_layer(w.registered).with_k(layer=6), "INVALID_FIELD", "arrays[0]"),
+    Row("a layer twice", lambda w: by_layer(w.registered).with_k(layer=5), "DUPLICATE_ENTRY", "arrays[1]"),
+    Row(
+        "a role too few",
+        lambda w: Registered(w.registered.arrays[:1], w.registered.shares[:1]),
+        "UNCOVERED_ENTRY",
+        "arrays",
+    ),
+    Row(
+        "a share too few", lambda w: Registered(w.registered.arrays, w.registered.shares[:1]), "INVALID_FIELD", "arrays"
+    ),
+    Row(
+        "a share too many",
+        lambda w: Registered(w.registered.arrays, w.registered.shares + w.registered.shares[:1]),
+        "INVALID_FIELD",
+        "arrays",
+    ),
+    Row(
+        "a storage that ends before",
+        lambda w: w.registered.with_share(storage_bytes=k_at(w.registered).offset_bytes + SIZE_BYTES - 1),
+        "INVALID_FIELD",
+        "main/k.storage",
+    ),
+    Row(
+        "an array behind its storage",
+        lambda w: w.registered.with_share(offset_bytes=k_at(w.registered).storage_bytes),
+        "INVALID_FIELD",
+        "main/k.storage",
+    ),
+    Row(
+        "an array between two elements",
+        lambda w: w.registered.with_share(offset_bytes=1, storage_bytes=1 << 20),
+        "INVALID_FIELD",
+        "main/k.storage",
+    ),
+    Row(
+        "more memory than the driver has",
+        lambda w: w.registered.with_share(storage_bytes=1 << 40),
+        "INVALID_FIELD",
+        "main/k.storage",
+    ),
+    Row(
+        "memory behind what the driver has",
+        lambda w: w.registered.with_share(storage_offset_bytes=1 << 32),
+        "INVALID_FIELD",
+        "main/k.device",
+    ),
+    Row(
+        "another device's memory",
+        lambda w: Registered(w.registered.arrays, (w.elsewhere, w.registered.shares[1])),
+        "INVALID_FIELD",
+        "main/k.device",
+    ),
+    Row(
+        "one memory for two roles",
+        lambda w: Registered(w.registered.arrays, w.registered.shares[:1] * 2),
+        "INVALID_FIELD",
+        "main/v.storage",
+    ),
+    Row(
+        "one memory for two layers",
+        lambda w: Registered(by_layer(w.registered).arrays, (w.registered.shares[0], *w.registered.shares)),
+        "INVALID_FIELD",
+        "main/k/5.storage",
+    ),
+    Row(
+        "memory of a driver's handle",
+        lambda w: Registered(w.registered.arrays, (VmmShare(handle=1, size_bytes=2 << 20), w.registered.shares[1])),
+        "INVALID_FIELD",
+        "main/k.share",
+    ),
+    Row(
+        "memory that nobody has",
+        lambda w: w.registered.with_share(handle=bytes(64)),
+        "DEVICE_UNAVAILABLE",
+        "main/k.storage",
+    ),
+    Row(
+        "a counter that torch has not",
+        lambda w: w.registered.with_share(ref_counter_offset=1 << 40),
+        "INVALID_FIELD",
+        "main/k.storage",
+    ),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.claim for row in ROWS])
+def test_a_claim_of_registered_memory_is_checked(harness: Harness, row: Row) -> None:
+    before = held(harness)
+    with pytest.raises(KvferryError) as refused:
+        register(harness, row.said(harness))
+    assert (refused.value.code, refused.value.field) == (row.code, row.field), refused.value
+    assert held(harness) == before
+
+
+def test_what_is_right_is_taken_in_both_forms_and_registered_once(harness: Harness) -> None:
+    before = held(harness)
+    for said in (harness.registered, by_layer(harness.registered), harness.registered):
+        register(harness, said)
+        with pytest.raises(InvalidFieldError, match="each page needs bytes of its own") as refused:
+            register(harness, said, "mine-again")
+        assert refused.value.field.endswith(".storage")
+        harness.engine.ask(DeletePool(pool="mine"))
+    assert held(harness) == before
+
+
+@pytest.fixture(scope="module")
+def polite(harness: Harness) -> Iterator[Client]:
+    """Return an engine with the client library's manners."""
+    with Client.connect(harness.runtime_dir, name="polite") as client:
+        yield client
+
+
+def test_the_library_names_a_tensor_on_another_device(harness: Harness, polite: Client) -> None:
+    tensors = {("main", "k"): harness.tensors[0], ("main", "v"): harness.tensors[2]}
+    with pytest.raises(InvalidFieldError, match="main/v is on npu:1, not on npu:0") as refused:
+        polite.register_pool("polite", SPEC, tensors, device=DEVICE.name)
+    assert refused.value.field == "main/v.device"
+
+
+def test_the_library_names_a_tensor_in_a_private_format(
+    harness: Harness, polite: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {("main", "k"): harness.tensors[0], ("main", "v"): harness.tensors[1]}
+    monkeypatch.setattr("torch_npu.get_npu_format", lambda tensor: 29 if tensor is harness.tensors[1] else 2)
+    with pytest.raises(InvalidFieldError, match="private format 29") as refused:
+        polite.register_pool("polite", SPEC, tensors, device=DEVICE.name)
+    assert refused.value.field == "main/v.format"
+
+
+def test_the_library_names_memory_that_is_not_the_engines_to_register(harness: Harness, polite: Client) -> None:
+    before = held(harness)
+    tensors = {("main", "k"): harness.tensors[0], ("main", "v"): harness.tensors[1]}
+    pool = polite.attach_pool("theirs")
+    with pytest.raises(InvalidFieldError, match="not of torch's allocator") as refused:
+        polite.register_pool("polite", SPEC, tensors | {("main", "v"): pool.tensor("main", "v")}, device=DEVICE.name)
+    pool.close()
+    assert refused.value.field == "main/v.storage"
+    assert held(harness) == before
+    polite.register_pool("polite", SPEC, tensors, device=DEVICE.name)  # the device is none the worse
+    polite.delete_pool("polite")
+    assert held(harness) == before
+
+
+EVENT_ROWS: Final[dict[str, RequestBody]] = {
+    "a step of an event beyond the ring": Send(
+        request_id=new_request_id(),
+        pool="theirs",
+        lists=(PageList(pages=1),),
+        steps=(LayerStep(first_layer=4, layers=2, event=EVENTS, value=1),),
+    ),
+    "the end of work of an event beyond the ring": Free(
+        pool="theirs", pages=1, after=DeviceEvent(event=EVENTS, value=1)
+    ),
+}
+
+
+@pytest.mark.parametrize(("claim", "field"), [*zip(EVENT_ROWS, ("steps", "after.event"), strict=True)])
+def test_a_claim_of_an_event_is_checked(harness: Harness, claim: str, field: str) -> None:
+    before = held(harness)
+    with pytest.raises(InvalidFieldError) as refused:
+        harness.engine.ask(EVENT_ROWS[claim], [1])
+    assert refused.value.field == field
+    assert held(harness) == before
+
+
+def test_no_claim_is_there_twice() -> None:
+    assert len({row.claim for row in ROWS}) == len(ROWS)

@@ -1,0 +1,285 @@
+"""Several daemons' transfers without sockets, threads or clock: a scripted network, the rest is real."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sized
+from typing import cast
+
+from kvferry.daemon.metrics import Counters
+from kvferry.daemon.peers import PeerLinks
+from kvferry.daemon.pool_service import PoolService
+from kvferry.daemon.transfer.effects import Effect, Notify, StartOp, StopOp
+from kvferry.daemon.transfer.peer_service import PeerService
+from kvferry.daemon.transfer.remote import Incarnation, RemotePool
+from kvferry.daemon.transports.remote import RemoteTransports
+from kvferry.pools.devices.base import Region
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import KvferryError, PeerLostError
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.peer_messages import PeerBody
+from tests.transfer.peer_network import Connection, Network, ScriptedLinks
+from tests.transfer.scripted_remote import ScriptedRemote, SendingKey
+from tests.transfer.transfer_harness import TransferHarness
+
+
+class Node(TransferHarness):
+    """One incarnation of a daemon, on a host of its own and on a host that all share: a test says which by address.
+
+    Attributes:
+        name: where it listens.
+        links: what it says to others, and hears.
+        remote: what moves between it and others.
+    """
+
+    def __init__(self, harness: PeerHarness, name: str, boot_id: str) -> None:
+        super().__init__()
+        self.name = name
+        self.now = harness.now
+        self._fillings = itertools.count(int(boot_id, 16) << 40 | 0xABCDEF, 0x0101)
+        self._harness = harness
+        self._executing = False
+        self.links = ScriptedLinks(harness.network, BootId(boot_id), {"ipc": self.ipc, "tcp": self.tcp})
+        self.remote = ScriptedRemote(
+            self.links.send, self.state_machine.peers, self._op_done, self._execute, harness.memory_of
+        )
+        self.peers = PeerService(
+            cast("PeerLinks", self.links),
+            self.state_machine.peers,
+            cast("PoolService", None),
+            cast("RemoteTransports", self.remote),
+            self._execute,
+            Counters(),
+            clock=lambda: self.now,
+        )
+
+    @property
+    def ipc(self) -> str:
+        """Return its address for daemons of the same host."""
+        return f"ipc:///run/{self.name}/peer.sock"
+
+    @property
+    def tcp(self) -> str:
+        """Return its address for daemons of other hosts."""
+        return f"tcp://{self.name}:7801"
+
+    def events(self, session: int, *values: int) -> None:
+        """Let a session's event ring hold these counters."""
+        self.state_machine.events_reached(session, list(values), self.now)
+        self._execute()
+
+    def remote_pages(self, pool: Pool) -> set[int]:
+        """Return the pages that copies between daemons may write."""
+        return {
+            int(start) + at
+            for arriving in (*self.remote.mapped.values(), *self.remote.network.values())
+            if arriving.op.receive_request.pool is pool
+            for planned_copy in arriving.op.planned_copies
+            for start, count in zip(planned_copy.plan.runs.destination, planned_copy.plan.runs.pages, strict=True)
+            for at in range(int(count))
+        }
+
+    def check(self) -> None:
+        """Check what must hold at any time, also of copies between daemons."""
+        super().check()
+        for pool in self.pools:
+            assert self.remote_pages(pool) <= self.held_pages(pool), "a page may be written that nobody holds"
+
+    def leftovers(self) -> dict[str, int]:
+        """Return how much is live of what must be gone once all is over."""
+        endpoints, remote = self.state_machine.endpoints, self.remote
+        live: dict[str, Sized] = {
+            "send_requests": endpoints.send_requests,
+            "receive_requests": endpoints.receive_requests,
+            "remote send requests": endpoints.remote_sends,
+            "announcements": endpoints.announcements,
+            "remote_endpoints": endpoints.remote_endpoints,
+            "ops": endpoints.ops,
+            "effects": endpoints.effects,
+            "local copies": self.transport.under_way,
+            "mapped": remote.mapped,
+            "network": remote.network,
+            "sending": remote.sending,
+        }
+        return {name: len(some) for name, some in live.items() if some}
+
+    def _execute(self) -> None:
+        if self._executing:
+            return
+        self._executing = True
+        try:
+            while effects := self.state_machine.effects():
+                for effect in effects:
+                    self._do(effect)
+        finally:
+            self._executing = False
+        self.check()
+        self.remote.report()
+
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, Notify):
+            if effect.session_id in self.told:
+                self.told[effect.session_id].append(effect.event)
+        elif isinstance(effect, StartOp | StopOp):
+            op = self.state_machine.endpoints.ops[effect.op_id]
+            if isinstance(effect, StartOp) and op.send_request.origin is not None:
+                self.remote.start(op)
+            elif isinstance(effect, StartOp):
+                self.transport.start(effect)
+            elif op.send_request.origin is not None:
+                self.remote.stop(effect.op_id)
+            else:
+                self.transport.stop(effect.op_id)
+        else:
+            self.peers.execute(effect)
+
+
+class PeerHarness:
+    """Daemons and the network between them.
+
+    Attributes:
+        now: the time of all of them, in seconds.
+        nodes: the daemons that live, by name.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.now = 100.0
+        self.network = Network()
+        self.nodes: dict[str, Node] = {}
+        self._boots = itertools.count(1)
+        self._memory: dict[tuple[str, str, int], Region] = {}
+        for name in names:
+            self.start(name)
+
+    # -- daemons
+
+    def start(self, name: str) -> Node:
+        """Start a daemon."""
+        node = self.nodes[name] = Node(self, name, f"{next(self._boots):032x}")
+        return node
+
+    def end(self, node: Node) -> None:
+        """Let a daemon die; what was on its way from and to it is lost."""
+        del self.nodes[node.name]
+        self.network.leave(node.links)
+
+    def restart(self, node: Node) -> Node:
+        """Let a daemon die and another incarnation begin; the others have not noticed yet."""
+        self.end(node)
+        return self.start(node.name)
+
+    def memory_of(self, pool: RemotePool) -> Region:
+        """Return the memory that a peer's pool has, or had: a mapping outlives its owner.
+
+        Raises:
+            PeerLostError: its owner died before anybody had mapped it.
+        """
+        for node in self.nodes.values():
+            for one in node.pools:
+                if node.links.boot_id == pool.peer.boot_id:
+                    self._memory[pool.peer.boot_id, one.name, one.region.identity] = one.region
+        known = self._memory.get((pool.peer.boot_id, pool.name, pool.region_id))
+        if known is None:
+            raise PeerLostError("nobody is there")
+        return known
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass everywhere, and deadlines come."""
+        self.now += seconds
+        for node in self.nodes.values():
+            node.pass_time(seconds)
+
+    # -- the network
+
+    def connection(self, sender: Node, receiver: Node) -> Connection:
+        """Return the connection from one daemon to another."""
+        (found,) = [one for address, one in sender.links.connections.items() if receiver.links.is_own(address)]
+        return found
+
+    def deliver(self, sender: Node, receiver: Node) -> PeerBody:
+        """Deliver the oldest message between two daemons."""
+        return self.network.deliver(self.connection(sender, receiver))
+
+    def deliver_until(self, sender: Node, receiver: Node, kind: type[PeerBody]) -> None:
+        """Deliver messages between two daemons up to the first of a kind."""
+        while not isinstance(self.deliver(sender, receiver), kind):
+            pass
+
+    def deliver_all(self) -> None:
+        """Deliver all that is on its way, and what comes of it; no copy goes on."""
+        while busy := self.network.busy():
+            self.network.deliver(busy[0])
+
+    def cut(self, one: Node, other: Node) -> None:
+        """Break both connections between two daemons; neither has noticed yet."""
+        for connection in self._between(one, other):
+            connection.break_off()
+
+    def notice(self, node: Node, lost: Node) -> None:
+        """Let a daemon notice that its connection to another one has broken."""
+        for connection in node.links.connections.values():
+            if lost.links.is_own(connection.address):
+                connection.notice()
+
+    def heal(self) -> None:
+        """Let every broken connection to a daemon that lives be made anew, and all be said."""
+        for connection in self.network.connections():
+            if connection.broken and self.network.at(connection.address):
+                connection.reopen()
+        self.deliver_all()
+
+    # -- copies
+
+    def write(self, node: Node, key: SendingKey, error: KvferryError | None = None) -> None:
+        """Write what a home granted to its slot, and say so."""
+        home = self.network.at(key[0].address)
+        node_at = next((one for one in self.nodes.values() if one.links is home), None)
+        if node_at is not None and home is not None and home.boot_id == key[0].boot_id:
+            arriving = node_at.remote.network.get(key[1])
+            node_at.remote.slots[node.links.boot_id, key[1]] = arriving.gathered() if arriving else []
+        node.remote.end_write(key, error)
+
+    def steps(self) -> Iterator[tuple[Node, str, object]]:
+        """Yield what can go on of each copy."""
+        for node in self.nodes.values():
+            yield from ((node, "local", op) for op in node.transport.under_way)
+            yield from ((node, "mapped", n) for n, one in node.remote.mapped.items() if not one.confirming)
+            yield from ((node, "write", key) for key in node.remote.writing())
+
+    def step(self, node: Node, kind: str, what: object, error: KvferryError | None = None) -> None:
+        """Bring one copy to its end."""
+        if kind == "write":
+            self.write(node, cast("tuple[Incarnation, int]", what), error)
+            return
+        op = cast("int", what)
+        if kind == "local":
+            if error is None:
+                node.transport.copy(op)
+            node.transport.end(op, error)
+            return
+        if error is None:
+            node.remote.mapped[op].copy()
+        node.remote.end_copy(op, error)
+        node.remote.report()
+
+    def run(self) -> None:
+        """Deliver all messages and finish all copies, until nothing goes on."""
+        self.deliver_all()
+        while (next_step := next(self.steps(), None)) is not None:
+            self.step(*next_step)
+            self.deliver_all()
+
+    def check_nothing_left(self) -> None:
+        """Check that no daemon keeps anything of a transfer that is over."""
+        for node in self.nodes.values():
+            node.check()
+            assert not node.leftovers(), (node.name, node.leftovers())
+            assert node.state_machine.next_deadline() is None
+
+    def _between(self, one: Node, other: Node) -> list[Connection]:
+        return [
+            connection
+            for sender, receiver in ((one, other), (other, one))
+            for connection in sender.links.connections.values()
+            if receiver.links.is_own(connection.address)
+        ]

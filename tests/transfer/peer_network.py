@@ -1,0 +1,190 @@
+"""A network of daemons without sockets: messages wait until a test delivers them, connections break when it says so.
+
+As with ``daemon.peers``, each side speaks on its own connection and hears on the other's; a connection keeps its order.
+What is on a connection that breaks is lost; its owner notices later, by itself, and begins anew with PEER_HELLO.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvferry.daemon.peers import OnPeerMessage
+from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.pools.runs import PageIds
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.peer_codec import IncomingPeerMessage, decode_peer, encode_peer
+from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, PeerHello
+
+
+class Connection:
+    """From one daemon to an address: what is on its way, and who is known to be there.
+
+    Attributes:
+        on_its_way: messages as bytes, oldest first.
+        peer: who is there, once it is known.
+        broken: whether it has broken; until that is noticed it takes messages and loses them, then it keeps them.
+    """
+
+    def __init__(self, owner: ScriptedLinks, address: str) -> None:
+        self.owner = owner
+        self.address = address
+        self.on_its_way: deque[list[bytes]] = deque()
+        self.peer: Incarnation | None = None
+        self.broken = False
+        self._noticed = False
+
+    def put(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Send, or keep until connected."""
+        if not self.broken or self._noticed:
+            self.on_its_way.append([bytes(frame) for frame in frames])
+
+    def break_off(self) -> None:
+        """Lose what is on its way, and all that is said until the owner has noticed."""
+        self.broken, self._noticed = True, False
+        self.on_its_way.clear()
+
+    def notice(self) -> None:
+        """Let the owner see that it has broken; once is enough."""
+        if self.broken and not self._noticed:
+            self._noticed = True
+            self.lose("its connection closed")
+
+    def reopen(self) -> None:
+        """Connect again, and say who speaks before all else."""
+        assert self.broken, "a connection that is up"
+        self.notice()
+        self.broken = self._noticed = False
+        hello = self.owner.hello(self.address, answers=False)
+        self.on_its_way.appendleft([bytes(frame) for frame in hello])
+
+    def greeted(self, boot_id: str, *, anew: bool) -> None:
+        """Take a PEER_HELLO's word on who is there; ``anew``: the peer has lost what it knew of us."""
+        peer = Incarnation(self.address, boot_id)
+        if self.peer == peer and not anew:
+            return
+        self.lose("it has begun anew")
+        self.peer = peer
+        self.owner.on_up(peer)
+
+    def lose(self, why: str) -> None:
+        """Forget who was there."""
+        peer, self.peer = self.peer, None
+        if peer is not None:
+            self.owner.on_lost(peer, why)
+
+
+class ScriptedLinks:
+    """What ``PeerLinks`` is to a daemon's receive requests, for one incarnation of one daemon."""
+
+    def __init__(self, network: Network, boot_id: BootId, addresses: dict[str, str]) -> None:
+        self.boot_id = boot_id
+        self.addresses = addresses
+        self.connections: dict[str, Connection] = {}
+        self.void = 0
+        self.on_message: OnPeerMessage = lambda _peer, _body, _ids: None
+        self.on_up: Callable[[Incarnation], None] = lambda _peer: None
+        self.on_lost: Callable[[Incarnation, str], None] = lambda _peer, _why: None
+        network.links.append(self)
+
+    def connect(self, address: str, field: str = "address") -> Incarnation | None:  # noqa: ARG002  takes any address
+        """See ``PeerLinks.connect``."""
+        return self._connection(address).peer
+
+    def send(self, peer: Incarnation, body: PeerBody, ids: Sequence[PageIds] = ()) -> bool:
+        """See ``PeerLinks.send``."""
+        connection = self.connections.get(peer.address)
+        if connection is None or connection.peer != peer:
+            return False
+        own = self.own_address(peer.address)
+        connection.put(encode_peer(PeerEnvelope(own, self.boot_id, peer.boot_id, body), ids))
+        return True
+
+    def is_own(self, address: str) -> bool:
+        """See ``PeerLinks.is_own``."""
+        return address in self.addresses.values()
+
+    def check_reachable(self, address: str, field: str) -> None:
+        """See ``PeerLinks.check_reachable``."""
+        if address.partition("://")[0] not in self.addresses:
+            raise InvalidFieldError(address, field=field)
+
+    def own_address(self, address: str) -> str:
+        """See ``PeerLinks.own_address``."""
+        return self.addresses[address.partition("://")[0]]
+
+    def up(self) -> list[Incarnation]:
+        """See ``PeerLinks.up``."""
+        return [one.peer for one in self.connections.values() if one.peer is not None]
+
+    def status(self) -> tuple[tuple[str, str], ...]:
+        """See ``PeerLinks.status``."""
+        return tuple((address, "up" if one.peer else "down") for address, one in self.connections.items())
+
+    def hello(self, address: str, *, answers: bool) -> Sequence[bytes | memoryview]:
+        """Return a PEER_HELLO."""
+        body = PeerHello(protocol_min=2, protocol_max=2, answers=answers, dialled=address)
+        return encode_peer(PeerEnvelope(self.own_address(address), self.boot_id, NO_BOOT, body))
+
+    def take(self, incoming: IncomingPeerMessage) -> None:
+        """Take a message as ``PeerLinks`` does."""
+        envelope = incoming.envelope
+        if envelope.to_boot_id not in {self.boot_id, NO_BOOT}:
+            self.void += 1
+            return
+        if isinstance(envelope.body, PeerHello):
+            connection = self._connection(envelope.address)
+            if not envelope.body.answers:
+                connection.put(self.hello(envelope.address, answers=True))
+            connection.greeted(envelope.boot_id, anew=not envelope.body.answers)
+            return
+        known = self.connections.get(envelope.address)
+        if known is None or known.peer is None or known.peer.boot_id != envelope.boot_id:
+            self.void += 1
+            return
+        self.on_message(known.peer, envelope.body, incoming.ids)
+
+    def _connection(self, address: str) -> Connection:
+        if address not in self.connections:
+            connection = self.connections[address] = Connection(self, address)
+            connection.put(self.hello(address, answers=False))
+        return self.connections[address]
+
+
+class Network:
+    """All daemons that live.
+
+    Attributes:
+        links: of each daemon.
+    """
+
+    def __init__(self) -> None:
+        self.links: list[ScriptedLinks] = []
+
+    def at(self, address: str) -> ScriptedLinks | None:
+        """Return who listens at an address."""
+        return next((one for one in self.links if one.is_own(address)), None)
+
+    def connections(self) -> list[Connection]:
+        """Return every connection."""
+        return [one for links in self.links for one in links.connections.values()]
+
+    def busy(self) -> list[Connection]:
+        """Return the connections on which something can be delivered."""
+        return [one for one in self.connections() if one.on_its_way and not one.broken and self.at(one.address)]
+
+    def deliver(self, connection: Connection) -> PeerBody:
+        """Deliver the oldest message of a connection; return it."""
+        incoming = decode_peer(connection.on_its_way.popleft())
+        receiver = self.at(connection.address)
+        assert receiver is not None, connection.address
+        receiver.take(incoming)
+        return incoming.envelope.body
+
+    def leave(self, links: ScriptedLinks) -> None:
+        """Let a daemon end: connections from and to it break."""
+        self.links.remove(links)
+        for connection in self.connections():
+            if links.is_own(connection.address):
+                connection.break_off()

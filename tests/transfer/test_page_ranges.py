@@ -1,0 +1,97 @@
+"""Page lists against the pool they are of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges
+from kvferry.pools.pool import Pool
+from kvferry.protocol.base import PageList
+from kvferry.protocol.errors import (
+    EmptyPagesError,
+    InvalidFieldError,
+    KvferryError,
+    LengthMismatchError,
+    PageGapError,
+    PageOutOfRangeError,
+    UnknownComponentError,
+)
+from kvferry.protocol.manifests import Component
+from tests.transfer.transfer_harness import TransferHarness, layers
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """Return a pool of 17 pages of 4 tokens: main, an optional draft, and one that is not paged by tokens."""
+    state = [entry for entry in layers(1, component="mamba") if entry.role == "k"]
+    timeless = [type(one)(component="mamba", role="conv", layer=0, base=0, pages=1, page_bytes=8) for one in state]
+    components = [
+        Component(name="main", space="main", pages=17),
+        Component(name="draft", space="main", pages=17),
+        Component(name="mamba", space="mamba", pages=17, kind="state"),
+    ]
+    entries = [*layers(2), *layers(1, component="draft"), *timeless]
+    return TransferHarness().pool("prefill", entries, components=components)
+
+
+def ranges(pool: Pool, *lists: PageList, ids: list[list[int]], inside: bool = True) -> tuple[PageRange, ...]:
+    frames = [np.array(one, np.int64) for one in ids]
+    return page_ranges(lists, frames, pool.manifest, may_end_inside=inside)
+
+
+def of(component: str, pages: int, *, first_page: int = 0, tokens: int | None = None) -> PageList:
+    return PageList(component=component, pages=pages, first_page=first_page, tokens=tokens)
+
+
+def test_ranges_keep_order_ids_and_logical_pages(pool: Pool) -> None:
+    main, mamba, draft = ranges(pool, of("main", 2, first_page=3, tokens=7), of("mamba", 1), ids=[[9, 4], [1]])
+    assert (main.component, main.first_page, main.end_page, main.end_token) == ("main", 3, 5, 19)
+    assert main.ids.tolist() == [9, 4]
+    assert (mamba.field, mamba.end_page, mamba.end_token) == ("lists[1]", 1, None)
+    assert (draft.component, draft.ids.tolist(), draft.shared) == ("draft", [9, 4], True)
+
+
+def test_lists_with_pages_leaves_out_the_empty_and_those_whose_pages_another_has(pool: Pool) -> None:
+    main, mamba, draft = found = ranges(pool, of("main", 2), of("mamba", 0), ids=[[9, 4], []])
+    assert draft.shared
+    assert not len(mamba.ids)
+    assert lists_with_pages(found) == [main]
+    main, mamba, _ = found = ranges(pool, of("main", 2), of("mamba", 1), ids=[[9, 4], [1]])
+    assert lists_with_pages(found) == [main, mamba]
+
+
+def test_a_list_starts_at_page_0_unless_it_says_so_but_a_states_or_windows_is_unknown(pool: Pool) -> None:
+    main, mamba, _ = ranges(pool, PageList(pages=1), PageList(component="mamba", pages=1), ids=[[9], [1]])
+    assert (main.first_page, mamba.first_page) == (0, None)
+
+
+def test_a_component_may_be_left_out_only_where_it_is_optional(pool: Pool) -> None:
+    with pytest.raises(UnknownComponentError, match="no list for component 'mamba'") as refused:
+        ranges(pool, of("main", 1), ids=[[1]])
+    assert refused.value.field == "lists"
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "second", "ids"),
+    [
+        (UnknownComponentError, "lists[1].component", of("swa", 1), [1]),
+        (UnknownComponentError, "lists", of("main", 1), [1]),
+        (EmptyPagesError, "lists[1].pages", of("draft", 0), []),
+        (InvalidFieldError, "lists[1].none", PageList(component="draft", pages=0, none=True), []),
+        (InvalidFieldError, "lists[1].pages", PageList(component="mamba", pages=1, none=True), [1]),
+        (PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [0]),
+        (PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [17]),
+        (PageOutOfRangeError, "lists[1].pages", of("mamba", 1), [-1]),
+        (InvalidFieldError, "lists[1].tokens", of("mamba", 1, tokens=1), [1]),
+        (LengthMismatchError, "lists[1].tokens", of("draft", 2, tokens=4), [1, 2]),
+        (LengthMismatchError, "lists[1].tokens", of("draft", 2, tokens=9), [1, 2]),
+        (PageGapError, "lists[1].tokens", of("draft", 2, tokens=7), [1, 2]),
+    ],
+)
+def test_refused(pool: Pool, error: type[KvferryError], field: str, second: PageList, ids: list[int]) -> None:
+    lists = [of("main", 1), second, *([] if second.component == "mamba" else [of("mamba", 1)])]
+    frames = [[1], ids, *([] if second.component == "mamba" else [[1]])]
+    with pytest.raises(error) as refused:
+        ranges(pool, *lists, ids=frames, inside=False)
+    assert refused.value.field == field

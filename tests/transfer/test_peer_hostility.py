@@ -1,0 +1,150 @@
+"""A peer that says anything at all: it is refused with a typed error or taken at its word, and nothing else breaks.
+
+What a peer can spoil is its own transfers. The daemon goes on: pages are held as they must, and all of it ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.daemon.transfer.completion import name_of
+from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.protocol.base import PageList
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.peer_messages import PeerBody, PeerHello, PeerSend, ReceiveName, Segment
+from tests.devices import DEVICE
+from tests.protocol.bodies import ids_for, structs_of
+from tests.transfer.peer_harness import Node, PeerHarness
+from tests.transfer.transfer_harness import REQUEST
+
+BODIES: Final = tuple(kind for kind in get_args(PeerBody) if kind is not PeerHello)
+NEAR: Final = st.integers(0, 3)
+PAGES: Final = 2
+
+
+class Meeting:
+    """A node that is home of one transfer and source of another one, both with the same peer.
+
+    ``sent``: whether the peer has sent what the node's receive request waits for.
+    """
+
+    def __init__(self, way: Literal["ipc", "tcp"], *, sent: bool) -> None:
+        self.harness = PeerHarness("node", "peer")
+        self.node, self.peer = self.harness.nodes.values()
+        self.names: list[ReceiveName] = []
+        for home, source, request in ((self.node, self.peer, REQUEST), (self.peer, self.node, "e" * 32)):
+            self._begin(home, source, request, way, send=sent or source is self.node)
+        self.harness.deliver_all()
+
+    def _begin(self, home: Node, source: Node, request: str, way: Literal["ipc", "tcp"], *, send: bool) -> None:
+        decode, prefill = home.session(), source.session()
+        pool, its_pool = home.pool("decode"), source.pool("prefill")
+        ids = home.filled(pool, decode, PAGES)
+        address = source.ipc if way == "ipc" else source.tcp
+        home.receive(decode, pool, ids, request=request, source_daemons=(address,))
+        its_ids = source.filled(its_pool, prefill, PAGES)
+        if send:
+            source.send(prefill, its_pool, its_ids, request=request)
+        (receive_request,) = home.state_machine.endpoints.receive_requests.values()
+        self.names.append(name_of(receive_request))
+
+    @property
+    def speaker(self) -> Incarnation:
+        """Return the peer as the node knows it."""
+        (connection,) = self.node.links.connections.values()
+        assert connection.peer is not None
+        return connection.peer
+
+    @property
+    def manifest(self) -> Manifest:
+        """Return what a pool of the peer is like."""
+        return self.peer.pools[0].manifest
+
+
+@st.composite
+def manifests(draw: st.DrawFn, known: Manifest) -> Manifest:
+    """Draw a manifest like one that is known, with one number of one entry changed, or none."""
+    entries = list(known.entries)
+    at = draw(st.integers(0, len(entries) - 1))
+    field = draw(
+        st.sampled_from(["base", "pages", "page_bytes", "page_tokens", "heads", "layer", "dtype", "component"])
+    )
+    value = draw(st.sampled_from(["uint8", "main", "draft"]) if field in {"dtype", "component"} else st.integers(1, 99))
+    if draw(st.booleans()):
+        entries[at] = msgspec.structs.replace(entries[at], **{field: value})
+    return msgspec.structs.replace(known, entries=tuple(entries))
+
+
+LISTS: Final = st.lists(
+    st.builds(
+        PageList,
+        component=st.sampled_from(["main", "main", "main", "draft"]),
+        first_page=st.sampled_from([0, 0, 0, 1, None, (1 << 62)]),
+        pages=st.integers(0, PAGES + 1),
+        tokens=st.sampled_from([None, None, 0, 5, 8]),
+    ),
+    min_size=1,
+    max_size=2,
+).map(tuple)
+PARTS: Final = st.lists(
+    st.builds(
+        Segment,
+        component=st.sampled_from(["main", "draft"]),
+        start=NEAR,
+        pages=NEAR,
+        entries=st.lists(st.integers(0, 4), max_size=3).map(tuple),
+        heads=st.lists(st.tuples(NEAR, NEAR), max_size=3).map(tuple),
+    ),
+    min_size=1,
+    max_size=2,
+).map(tuple)
+
+
+@st.composite
+def sayings(draw: st.DrawFn, meeting: Meeting) -> tuple[PeerBody, tuple[PageIds, ...]]:
+    """Draw a message; mostly about what there is."""
+    kind = draw(st.sampled_from([*BODIES, PeerSend]))
+    body: Any = draw(structs_of(kind))
+    fields = set(body.__struct_fields__)
+    near: dict[str, Any] = {name: draw(NEAR) for name in fields & {"send_request", "chunk", "op", "grant", "ready"}}
+    near |= {name: draw(st.sampled_from(meeting.names)) for name in fields & {"receive_request"}}
+    near |= {name: draw(st.integers(0, 1 << 20)) for name in fields & {"deadline_ms"}}
+    near |= {name: draw(LISTS) for name in fields & {"lists"}}
+    near |= {name: draw(PARTS) for name in fields & {"segments"}}
+    if kind is PeerSend:
+        near["manifest"] = draw(st.none() | manifests(meeting.manifest))
+        near["pool"] = draw(st.sampled_from(["prefill", "decode", "other"]))
+        near["steps"] = draw(st.lists(st.tuples(NEAR, NEAR), max_size=2).map(tuple))
+    if draw(st.integers(0, 9)) or "deadline_ms" in near:
+        body = msgspec.structs.replace(body, **near)
+    ids = draw(ids_for(body))
+    if draw(st.integers(0, 3)):
+        ids = tuple(np.arange(1, 1 + len(one)) for one in ids)
+    return body, ids
+
+
+@DEVICE.examples(80)
+@given(data=st.data(), way=st.sampled_from(["ipc", "tcp"]), sent=st.booleans())
+def test_whatever_a_peer_says_the_daemon_goes_on(
+    data: st.DataObject, way: Literal["ipc", "tcp"], *, sent: bool
+) -> None:
+    meeting = Meeting(way, sent=sent)
+    for _ in range(data.draw(st.integers(4, 12))):
+        body, ids = data.draw(sayings(meeting))
+        try:
+            meeting.node.links.on_message(meeting.speaker, body, ids)
+        except KvferryError:
+            continue
+        finally:
+            meeting.node.check()
+    meeting.harness.run()
+    meeting.harness.pass_time(1e12)
+    meeting.harness.run()
+    meeting.harness.check_nothing_left()

@@ -1,0 +1,422 @@
+"""Everything at once, between daemons: messages in any interleaving, links that break, daemons that restart.
+
+Whatever happens: an accepted side is told one outcome and later, once, that it has settled; a success has the bytes
+that were sent, though sources use their pages anew as soon as they may; no page is written after its receive request
+has settled; and once all is said nothing is left over at any daemon.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.daemon.transfer.endpoints import EndpointKey, SendRequest, State
+from kvferry.pools.pool import Pool
+from kvferry.pools.runs import PageIds
+from kvferry.protocol.errors import KvferryError, TransferFailedError
+from kvferry.protocol.events import Finished
+from kvferry.protocol.transfer_messages import LayerStep
+from tests.devices import DEVICE
+from tests.transfer.peer_harness import Node, PeerHarness
+from tests.transfer.transfer_harness import layers
+
+NAMES: Final = ("a", "b", "c")
+REQUESTS: Final = ("a" * 32, "b" * 32, "c" * 32)
+PROMPT_PAGES: Final = 2
+PAGES: Final = 9
+WHOLE, STAGES, DECODE = "whole", ("stage0", "stage1"), "decode"
+ENTRIES: Final = {WHOLE: layers(2), "stage0": layers(1), "stage1": layers(1, first=1), DECODE: layers(2)}
+STEPS: Final = tuple(LayerStep(first_layer=layer, layers=1, event=layer, value=1) for layer in (0, 1))
+DEADLINES: Final = st.sampled_from([5.0, 20.0, 20.0])
+
+Life: TypeAlias = tuple[str, int, EndpointKey]
+"""One side as its session is told of it: the daemon's boot id, the session, the side's name."""
+
+
+class Resting(NamedTuple):
+    """Pages whose receive request has settled, and what they held then."""
+
+    node: Node
+    pool: Pool
+    ids: PageIds
+    content: list[dict[str, bytes]]
+
+
+class PeerMachine(RuleBasedStateMachine):
+    """Two or three daemons. Messages are mostly sensible, so that transfers get somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harness = PeerHarness()
+        self.engines: dict[str, int] = {}
+        self.lives: dict[Life, int] = defaultdict(int)
+        self.pages: dict[Life, PageIds] = {}
+        self.sent: dict[tuple[str, int, str], set[bytes]] = defaultdict(set)
+        self.checked: dict[tuple[str, int], int] = defaultdict(int)
+        self.resting: list[Resting] = []
+        for name in NAMES:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        """Start a daemon, its pools and its engine."""
+        node = self.harness.start(name)
+        self.engines[name] = node.session()
+        for pool, entries in ENTRIES.items():
+            node.pool(pool, entries, pages=PAGES)
+
+    # -- drawing
+
+    def draw_node(self, data: st.DataObject) -> Node:
+        """Return a daemon."""
+        return self.harness.nodes[data.draw(st.sampled_from(NAMES))]
+
+    def pool(self, node: Node, name: str) -> Pool:
+        """Return a daemon's pool."""
+        (found,) = [one for one in node.pools if one.name == name]
+        return found
+
+    def fresh(self, node: Node, pool: Pool) -> PageIds | None:
+        """Return pages for a prompt, or None; those of settled transfers come back where there are no others."""
+        if pool.allocator.free_count < PROMPT_PAGES:
+            session = self.engines[node.name]
+            for page in range(1, PAGES):
+                one = np.array([page])
+                try:
+                    pool.allocator.begin_write(session, one, "")
+                except KvferryError:
+                    continue
+                pool.allocator.end_write(one)
+                pool.allocator.free(session, one)
+                self.forget_resting(pool, one)
+        if pool.allocator.free_count < PROMPT_PAGES:
+            return None
+        ids = node.filled(pool, self.engines[node.name], PROMPT_PAGES)
+        self.forget_resting(pool, ids)
+        return ids
+
+    def forget_resting(self, pool: Pool, ids: PageIds) -> None:
+        """Note that pages are used anew."""
+        self.resting = [one for one in self.resting if one.pool is not pool or not set(ids) & set(one.ids)]
+
+    # -- messages
+
+    def try_send(self, node: Node, name: str, request: str, data: st.DataObject) -> None:
+        """SEND the next chunk of a prompt, or all of it."""
+        pool, session = self.pool(node, name), self.engines[node.name]
+        key = EndpointKey(pool.tenant, request, name, "send")
+        live = node.state_machine.endpoint(session, key)
+        start = 0
+        if isinstance(live, SendRequest):
+            start = live.pages
+        if start >= PROMPT_PAGES:
+            return
+        pages = self.fresh(node, pool)
+        if pages is None:
+            return
+        stop = PROMPT_PAGES if start else data.draw(st.sampled_from([PROMPT_PAGES, PROMPT_PAGES, 1]))
+        try:
+            node.send(
+                session,
+                pool,
+                pages[start:stop],
+                request=request,
+                first_page=start,
+                last=stop == PROMPT_PAGES,
+                destinations=data.draw(st.sampled_from([1, 1, 1, 2])),
+                steps=data.draw(st.sampled_from([(), (), STEPS])),
+                deadline_s=data.draw(DEADLINES),
+            )
+        except KvferryError:
+            return
+        self.lives[node.links.boot_id, session, key] += live is None
+        for logical, content in enumerate(node.content(pool, pages[start:stop]), start):
+            for entry, value in content.items():
+                self.sent[request, logical, entry].add(value)
+
+    def try_receive(
+        self,
+        node: Node,
+        request: str,
+        daemons: tuple[str, ...],
+        sources: int,
+        deadline_s: float = 20.0,
+        *,
+        again: bool = False,
+    ) -> None:
+        """RECEIVE a prompt; ``again``: into the pages that the request had before."""
+        pool, session = self.pool(node, DECODE), self.engines[node.name]
+        life = (node.links.boot_id, session, EndpointKey(pool.tenant, request, DECODE, "receive"))
+        pages = self.pages.get(life) if again else self.fresh(node, pool)
+        if pages is None:
+            return
+        try:
+            accepted = node.receive(
+                session, pool, pages, request=request, sources=sources, source_daemons=daemons, deadline_s=deadline_s
+            )
+        except KvferryError:
+            return
+        self.forget_resting(pool, pages)
+        self.lives[life] += 1
+        self.pages[life] = pages
+        assert accepted.generation == self.lives[life]
+
+    def addresses(self, node: Node, others: list[Node], data: st.DataObject) -> tuple[str, ...]:
+        """Return how a daemon calls others: as of its host, or not."""
+        return tuple(data.draw(st.sampled_from([one.ipc, one.tcp])) for one in others if one is not node)
+
+    # -- rules: engines
+
+    @rule(data=st.data(), request=st.sampled_from(REQUESTS), name=st.sampled_from([WHOLE, WHOLE, *STAGES]))
+    def send(self, data: st.DataObject, request: str, name: str) -> None:
+        """SEND at a daemon."""
+        self.try_send(self.draw_node(data), name, request, data)
+
+    @rule(
+        data=st.data(),
+        request=st.sampled_from(REQUESTS),
+        sources=st.sampled_from([1, 1, 2]),
+        again=st.booleans(),
+    )
+    def receive(self, data: st.DataObject, request: str, sources: int, *, again: bool) -> None:
+        """RECEIVE at a daemon, from some others."""
+        node = self.draw_node(data)
+        others = data.draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
+        daemons = self.addresses(node, [self.harness.nodes[name] for name in others], data)
+        self.try_receive(node, request, daemons, sources, data.draw(DEADLINES), again=again)
+
+    @rule(data=st.data(), request=st.sampled_from(REQUESTS), first=st.sampled_from(["send", "receive"]))
+    def transfer(self, data: st.DataObject, request: str, first: str) -> None:
+        """SEND at one daemon what another one RECEIVEs."""
+        source, home = data.draw(st.permutations(self.nodes()))[:2]
+        if first == "send":
+            self.try_send(source, WHOLE, request, data)
+        self.try_receive(home, request, self.addresses(home, [source], data), 1)
+        if first == "receive":
+            self.try_send(source, WHOLE, request, data)
+
+    @precondition(
+        lambda self: any(
+            node.state_machine.endpoints.receive_requests or node.state_machine.endpoints.send_requests
+            for node in self.nodes()
+        )
+    )
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        """Give a side what it waits for."""
+        endpoints = [(node, direction) for node in self.nodes() for direction in node.state_machine.endpoints]
+        node, direction = data.draw(st.sampled_from(endpoints))
+        if isinstance(direction, SendRequest):
+            home = self.draw_node(data)
+            sources = 1 if direction.pool.name == WHOLE else 2
+            daemons = self.addresses(home, self.nodes() if sources == 2 else [node], data)
+            self.try_receive(home, direction.request_id, daemons, sources)
+            return
+        addressed = [one for one in self.nodes() if {one.ipc, one.tcp} & set(direction.source_daemons)]
+        for name in (WHOLE,) if direction.sources == 1 else STAGES:
+            source = data.draw(st.sampled_from(addressed or [node]))
+            self.try_send(source, name, direction.request_id, data)
+
+    @rule(data=st.data(), values=st.sampled_from([(1, 0), (1, 1), (1, 1)]))
+    def events(self, data: st.DataObject, values: tuple[int, int]) -> None:
+        """Let the events of layers come."""
+        node = self.draw_node(data)
+        node.events(self.engines[node.name], *values)
+
+    # -- rules: what moves
+
+    @precondition(lambda self: self.harness.network.busy())
+    @rule(data=st.data(), count=st.integers(1, 8))
+    def deliver(self, data: st.DataObject, count: int) -> None:
+        """Deliver some messages of one connection, in their order."""
+        busy = self.harness.network.busy()
+        connection = busy[data.draw(st.integers(0, len(busy) - 1))]
+        for _ in range(min(count, len(connection.on_its_way))):
+            if connection.on_its_way:
+                self.harness.network.deliver(connection)
+
+    @precondition(lambda self: any(True for _ in self.harness.steps()))
+    @rule(data=st.data(), how=st.sampled_from(["finish", "finish", "finish", "fail"]))
+    def step_a_copy(self, data: st.DataObject, how: str) -> None:
+        """Bring a copy to its end, well or not."""
+        steps = list(self.harness.steps())
+        step = steps[data.draw(st.integers(0, len(steps) - 1))]
+        self.harness.step(*step, TransferFailedError("scripted") if how == "fail" else None)
+
+    @precondition(lambda self: any(node.remote.mapped for node in self.nodes()))
+    @rule(data=st.data())
+    def copy_only(self, data: st.DataObject) -> None:
+        """Let the bytes of a mapped copy move without an end: it may go on for as long as it is under way."""
+        copies = [one for node in self.nodes() for one in node.remote.mapped.values() if not one.confirming]
+        if copies:
+            data.draw(st.sampled_from(copies)).copy()
+
+    @precondition(lambda self: self.harness.network.busy())
+    @rule()
+    def deliver_all(self) -> None:
+        """Deliver all messages; no copy goes on."""
+        self.harness.deliver_all()
+
+    @rule()
+    def run(self) -> None:
+        """Let everything go on as far as it can."""
+        self.harness.run()
+
+    # -- rules: fault injection, one rule so that it does not come too often
+
+    @rule(data=st.data())
+    def disturb(self, data: st.DataObject) -> None:
+        """Let something happen that no message asked for, or that ends something."""
+        kinds = [self.cancel, self.lose, self.pass_time, self.acknowledge, self.break_a_link, self.heal, self.restart]
+        data.draw(st.sampled_from(kinds))(data)
+
+    def cancel(self, data: st.DataObject) -> None:
+        """CANCEL a side."""
+        endpoints = [
+            (node, one) for node in self.nodes() for one in node.state_machine.endpoints if one.session_id in node.told
+        ]
+        if endpoints:
+            node, direction = data.draw(st.sampled_from(endpoints))
+            assert isinstance(direction.pool, Pool)
+            node.cancel(direction.session_id, direction.pool, direction.direction, direction.request_id)
+
+    def lose(self, data: st.DataObject) -> None:
+        """Let an engine die, and another one come."""
+        node = self.draw_node(data)
+        session = self.engines[node.name]
+        node.lose(session)
+        self.engines[node.name] = node.session()
+        self.resting = [one for one in self.resting if one.node is not node]
+        for life in [one for one in self.lives if one[:2] == (node.links.boot_id, session)]:
+            del self.lives[life]
+
+    def acknowledge(self, _data: st.DataObject) -> None:
+        """Let every engine have seen the end of what has settled."""
+        for boot_id, session, key in self.lives:
+            node = self.node_of(boot_id)
+            known = node.state_machine.results.get(session, key)
+            if known is not None and known.state == "settled":
+                node.state_machine.results.forget(session, key)
+
+    def break_a_link(self, data: st.DataObject) -> None:
+        """Break one direction between two daemons, or both."""
+        connections = self.harness.network.connections()
+        if not connections:
+            return
+        connection = connections[data.draw(st.integers(0, len(connections) - 1))]
+        how = data.draw(st.sampled_from(["cut", "cut both", "notice", "reopen"]))
+        connection.break_off()
+        if how == "cut both":
+            for one in connections:
+                if connection.owner.is_own(one.address) and one.owner.is_own(connection.address):
+                    one.break_off()
+        elif how == "notice":
+            connection.notice()
+        elif how == "reopen" and self.harness.network.at(connection.address):
+            connection.reopen()
+
+    def heal(self, _data: st.DataObject) -> None:
+        """Make every broken connection anew; what is said then is on its way."""
+        for connection in self.harness.network.connections():
+            if connection.broken:
+                connection.reopen()
+
+    def restart(self, data: st.DataObject) -> None:
+        """Let a daemon die, and another incarnation begin."""
+        node = self.draw_node(data)
+        self.harness.end(node)
+        self.resting = [one for one in self.resting if one.node is not node]
+        for life in [one for one in self.lives if one[0] == node.links.boot_id]:
+            del self.lives[life]
+        self.start(node.name)
+
+    def pass_time(self, data: st.DataObject) -> None:
+        """Let time pass."""
+        self.harness.pass_time(data.draw(st.sampled_from([0.5, 3.0, 10.0])))
+
+    def nodes(self) -> list[Node]:
+        """Return the daemons that live."""
+        return list(self.harness.nodes.values())
+
+    def node_of(self, boot_id: str) -> Node:
+        """Return the daemon of a boot id."""
+        (found,) = [node for node in self.nodes() if node.links.boot_id == boot_id]
+        return found
+
+    # -- what always holds
+
+    @invariant()
+    def pages_are_held_as_they_must(self) -> None:
+        """Check the allocators, and what is held, free and written; see ``Node.check``."""
+        for node in self.nodes():
+            node.check()
+
+    @invariant()
+    def every_side_is_told_once(self) -> None:
+        """Check that outcome and settling come once each, in this order, for every accepted side."""
+        for (boot_id, session, key), lives in self.lives.items():
+            node = self.node_of(boot_id)
+            told = [
+                "finished" if isinstance(event, Finished) else "settled"
+                for event in node.told[session]
+                if (event.request_id, event.pool, event.direction) == key[1:]
+            ]
+            assert told == ["finished", "settled"] * (len(told) // 2) + ["finished"] * (len(told) % 2)
+            direction = node.state_machine.endpoint(session, key)
+            expected = 2 * lives if direction is None else 2 * lives - (2 if direction.state is State.OPEN else 1)
+            assert len(told) == expected
+
+    @invariant()
+    def what_succeeded_has_the_right_bytes(self) -> None:
+        """Check what is new to each session; from then on settled pages rest, and sources use theirs anew."""
+        for node in self.nodes():
+            session = self.engines[node.name]
+            events = node.told[session]
+            for event in events[self.checked[node.links.boot_id, session] :]:
+                life = (node.links.boot_id, session, EndpointKey(7, event.request_id, event.pool, event.direction))
+                if event.direction == "receive" and isinstance(event, Finished):
+                    if event.error is None:
+                        self.check_bytes(node, life)
+                elif event.direction == "receive":
+                    pool, ids = self.pool(node, DECODE), self.pages[life]
+                    self.resting.append(Resting(node, pool, ids, node.content(pool, ids)))
+            self.checked[node.links.boot_id, session] = len(events)
+
+    @invariant()
+    def sources_use_settled_pages_anew(self) -> None:
+        """Write to every page of a source that nothing holds."""
+        for node in self.nodes():
+            for pool in node.pools:
+                if pool.name != DECODE:
+                    idle = set(range(1, PAGES)) - node.held_pages(pool)
+                    node.fill(pool, np.array(sorted(idle)))
+
+    @invariant()
+    def settled_pages_rest(self) -> None:
+        """Check that nothing was written to pages whose receive request has settled."""
+        for one in self.resting:
+            assert one.node.content(one.pool, one.ids) == one.content, one.ids
+
+    def check_bytes(self, node: Node, life: Life) -> None:
+        """Check that every entry of every page is what was sent as this logical page of the request."""
+        for logical, content in enumerate(node.content(self.pool(node, DECODE), self.pages[life])):
+            for name, value in content.items():
+                assert value in self.sent[life[2].request_id, logical, name], (name, logical)
+
+    def teardown(self) -> None:
+        """Let time pass, whatever links are broken still: nothing may be left over."""
+        self.harness.run()
+        self.harness.pass_time(1000.0)
+        self.harness.run()
+        self.every_side_is_told_once()
+        self.what_succeeded_has_the_right_bytes()
+        self.harness.check_nothing_left()
+        for node in self.nodes():
+            assert all(not pool.allocator.busy_count for pool in node.pools)
+
+
+TestPeers = PeerMachine.TestCase
+TestPeers.settings = DEVICE.examples(60, stateful_step_count=50)

@@ -1,0 +1,298 @@
+"""A daemon's transfers without sockets, threads or clock: the state machine, real pools, a scripted transport."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvferry.daemon.testing.scripted_transport import ScriptedTransport
+from kvferry.daemon.transfer.effects import Notify, StartOp, StopOp, WarnTrimmed
+from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, SendChunk, SendRequest
+from kvferry.daemon.transfer.page_ranges import page_ranges
+from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
+from kvferry.daemon.transfer.tombstones import Tombstones
+from kvferry.pools.manifest import lay_out
+from kvferry.pools.pool import Pool
+from kvferry.pools.runs import PageIds
+from kvferry.protocol.base import PageList
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.manifests import Component, Entry, Manifest
+from kvferry.protocol.transfer_messages import Accepted, LayerStep
+from tests.devices import new_region
+from tests.region_bytes import read_pages, write_pages
+
+PAGE_TOKENS = 4
+PAGE_BYTES = 8
+REQUEST = "0123456789abcdef0123456789abcdef"
+Direction: TypeAlias = Literal["send", "receive"]
+Told: TypeAlias = Finished | Settled
+Lists: TypeAlias = PageIds | dict[str, PageIds] | list[tuple[PageList, PageIds]]
+"""What a SEND or RECEIVE names: pages of main, pages by component, or lists as they are on the wire."""
+
+
+def layers(count: int, *, first: int = 0, component: str = "main") -> list[Entry]:
+    """Return k and v of some layers, in pages of 4 tokens and 8 bytes."""
+    return [
+        Entry(
+            component=component,
+            role=role,
+            layer=layer,
+            base=0,
+            pages=1,
+            page_bytes=PAGE_BYTES,
+            page_tokens=PAGE_TOKENS,
+            heads=1,
+            dtype="uint8",
+        )
+        for role in ("k", "v")
+        for layer in range(first, first + count)
+    ]
+
+
+class TransferHarness:
+    """Sessions, pools and their transfers. Every step ends with the allocators' integrity checked.
+
+    Attributes:
+        now: the time in seconds, for tests to advance.
+        told: the events each session was told, in order; a lost session is told nothing.
+        warned: the lists that were cut to one length.
+    """
+
+    def __init__(self, whole_below_bytes: int = 0, tombstones: Tombstones | None = None) -> None:
+        self.now = 100.0
+        self.state_machine = TransferStateMachine(whole_below_bytes, tombstones)
+        self.transport = ScriptedTransport(self._op_done)
+        self.pools: list[Pool] = []
+        self.told: dict[int, list[Told]] = {}
+        self.warned: list[WarnTrimmed] = []
+        self._session_ids = itertools.count(1)
+        self._fillings = itertools.count(0xABCDEF0123456789, 0x0101010101)
+
+    # -- what there is
+
+    def session(self) -> int:
+        """Open a session and return its number."""
+        session = next(self._session_ids)
+        self.told[session] = []
+        self.state_machine.results.open_session(session)
+        return session
+
+    def pool(
+        self,
+        name: str,
+        entries: Sequence[Entry] | None = None,
+        *,
+        pages: int = 17,
+        tenant: int = 7,
+        components: Sequence[Component] = (),
+    ) -> Pool:
+        """Make a pool with real memory; two layers by default."""
+        placed = [msgspec.structs.replace(one, pages=pages) for one in (layers(2) if entries is None else entries)]
+        return self.pool_of(name, lay_out(placed, components), tenant=tenant)
+
+    def pool_of(self, name: str, manifest: Manifest, *, tenant: int = 7) -> Pool:
+        """Make a pool with real memory of this manifest."""
+        pool = Pool(tenant, name, manifest, new_region(manifest.region_bytes, name))
+        self.pools.append(pool)
+        return pool
+
+    def filled(self, pool: Pool, session: int, count: int) -> PageIds:
+        """Allocate pages and write to each what no other page holds."""
+        ids = pool.allocator.allocate(session, count)
+        self.fill(pool, ids)
+        return ids
+
+    def fill(self, pool: Pool, ids: PageIds) -> None:
+        """Write to each page what no other page holds."""
+        entries = pool.manifest.entries
+        content = [[next(self._fillings).to_bytes(PAGE_BYTES, "little") for _ in entries] for _ in ids]
+        together = b"".join(of_page[entry] for entry in range(len(entries)) for of_page in content)
+        write_pages(pool.region, entries, ids, np.frombuffer(together, np.uint8))
+
+    # -- what happens
+
+    def send(  # noqa: PLR0913  as many as SEND has fields
+        self,
+        session: int,
+        pool: Pool,
+        ids: Lists,
+        *,
+        request: str = REQUEST,
+        first_page: int = 0,
+        tokens: int | None = None,
+        last: bool = True,
+        destinations: int = 1,
+        first_token: int | None = None,
+        payload: bytes = b"",
+        steps: tuple[LayerStep, ...] = (),
+        deadline_s: float = 30.0,
+    ) -> Accepted:
+        """SEND as the service does."""
+        lists, frames = _lists(ids, first_page, tokens)
+        try:
+            ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=last, may_lack=not last)
+            chunk = SendChunk(ranges, last, first_token, payload, steps)
+            return self.state_machine.send(self._sender(session, pool, request, deadline_s), chunk, destinations)
+        finally:
+            self._execute()
+
+    def receive(
+        self,
+        session: int,
+        pool: Pool,
+        ids: Lists,
+        *,
+        request: str = REQUEST,
+        first_page: int = 0,
+        tokens: int | None = None,
+        sources: int = 1,
+        source_daemons: tuple[str, ...] = (),
+        any_model: bool = False,
+        deadline_s: float = 30.0,
+    ) -> Accepted:
+        """RECEIVE as the service does."""
+        lists, frames = _lists(ids, first_page, tokens)
+        try:
+            ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=True)
+            sender = self._sender(session, pool, request, deadline_s)
+            return self.state_machine.receive(sender, ranges, sources, source_daemons, any_model=any_model)
+        finally:
+            self._execute()
+
+    def cancel(self, session: int, pool: Pool, direction: Direction, request: str = REQUEST) -> None:
+        """CANCEL a side."""
+        self.state_machine.cancel(session, EndpointKey(pool.tenant, request, pool.name, direction), self.now)
+        self._execute()
+
+    def lose(self, session: int) -> None:
+        """Let a session's engine die: what the daemon does then, in its order."""
+        del self.told[session]
+        self.state_machine.session_lost(session, self.now)
+        self._execute()
+        for pool in self.pools:
+            for allocator in pool.allocators.values():
+                allocator.release_owner(session)
+        self.check()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, and deadlines come."""
+        self.now += seconds
+        self.state_machine.expire(self.now)
+        self._execute()
+
+    def events(self, session: int, *values: int) -> None:
+        """Let a session's event ring hold these counters."""
+        self.state_machine.events_reached(session, list(values), self.now)
+        self._execute()
+
+    def drain(self) -> None:
+        """End the daemon: no new messages."""
+        self.state_machine.drain(self.now)
+        self._execute()
+
+    def acknowledge(self, session: int, pool: Pool, direction: Direction, request: str = REQUEST) -> None:
+        """Let the client have seen everything about a side."""
+        self.state_machine.results.forget(session, EndpointKey(pool.tenant, request, pool.name, direction))
+
+    # -- what can be seen
+
+    def outcomes(self, session: int) -> list[str]:
+        """Return what a session was told so far, in short: OK or an error's code, and ``settled``."""
+        return [
+            "settled" if isinstance(one, Settled) else one.error.code if one.error else "OK"
+            for one in self.told[session]
+        ]
+
+    def finished(self, session: int) -> Finished:
+        """Return the latest FINISHED event of a session."""
+        return next(one for one in reversed(self.told[session]) if isinstance(one, Finished))
+
+    def content(self, pool: Pool, ids: PageIds) -> list[dict[str, bytes]]:
+        """Return what the pages hold, by entry."""
+        entries = pool.manifest.entries
+        held = read_pages(pool.region, entries, ids).reshape(len(entries), len(ids), PAGE_BYTES)
+        return [
+            {entry.name: held[number, at].tobytes() for number, entry in enumerate(entries)} for at in range(len(ids))
+        ]
+
+    def free_pages(self, pool: Pool, space: str | None = None) -> set[int]:
+        """Return the ids of the free pages of a space, the first one by default."""
+        allocator, nobody_else = pool.allocator if space is None else pool.allocators[space], 1 << 30
+        if not allocator.free_count:
+            return set()
+        ids = allocator.allocate(nobody_else, allocator.free_count)
+        allocator.free(nobody_else, ids)
+        return set(ids.tolist())
+
+    def held_pages(self, pool: Pool, space: str | None = None) -> set[int]:
+        """Return the pages of a pool, or of one of its spaces, that live sides hold, by what the state machine says."""
+        held: set[int] = set()
+        for direction in self.state_machine.endpoints:
+            if direction.pool is not pool:
+                continue
+            if isinstance(direction, SendRequest):
+                ranges = [one for chunk in direction.chunks for one in chunk.ranges]
+            else:
+                ranges = list(direction.ranges.values())
+            for one in ranges:
+                if space is None or pool.allocator_of(one.component) is pool.allocators[space]:
+                    held.update(one.ids.tolist())
+        return held
+
+    def check(self) -> None:
+        """Check what must hold at any time."""
+        for pool in self.pools:
+            for space, allocator in pool.allocators.items():
+                allocator.check_integrity()
+                held = self.held_pages(pool, space)
+                assert allocator.busy_count == len(held), "pages are held by live sides, and by nothing else"
+                assert self._writable(pool, space) <= held, "a copy under way may write a page that nobody holds"
+                assert not held & self.free_pages(pool, space), "a free page that a live side holds"
+
+    # -- how it works
+
+    def _writable(self, pool: Pool, space: str) -> set[int]:
+        return {
+            int(start) + at
+            for op_id, op in self.transport.under_way.items()
+            if op.destination is pool
+            for planned_copy in self.state_machine.endpoints.ops[op_id].planned_copies
+            if pool.allocator_of(planned_copy.component) is pool.allocators[space]
+            for start, count in zip(planned_copy.plan.runs.destination, planned_copy.plan.runs.pages, strict=True)
+            for at in range(int(count))
+        }
+
+    def _sender(self, session: int, pool: Pool, request: str, deadline_s: float) -> Sender:
+        return Sender(session, pool, request, Clocked(self.now, self.now + deadline_s))
+
+    def _op_done(self, op_id: int, error: KvferryError | None) -> None:
+        self.state_machine.op_done(op_id, error, self.now)
+        self._execute()
+
+    def _execute(self) -> None:
+        for effect in self.state_machine.effects():
+            if isinstance(effect, StartOp):
+                self.transport.start(effect)
+            elif isinstance(effect, StopOp):
+                self.transport.stop(effect.op_id)
+            elif isinstance(effect, WarnTrimmed):
+                self.warned.append(effect)
+            elif isinstance(effect, Notify) and effect.session_id in self.told:
+                self.told[effect.session_id].append(effect.event)
+        self.check()
+
+
+def _lists(ids: Lists, first_page: int, tokens: int | None) -> tuple[list[PageList], list[PageIds]]:
+    if isinstance(ids, list):
+        return [one for one, _ in ids], [its_ids for _, its_ids in ids]
+    by_component = ids if isinstance(ids, dict) else {"main": ids}
+    lists = [
+        PageList(component=component, first_page=first_page, pages=len(one), tokens=tokens)
+        for component, one in by_component.items()
+    ]
+    return lists, list(by_component.values())
