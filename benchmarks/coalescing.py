@@ -10,8 +10,8 @@ import numpy as np
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare, milliseconds
 from benchmarks.peers import sglang
 from benchmarks.peers.sglang import SGLang
-from kvferry.daemon.memory import keep_freed_memory
-from kvferry.pools.runs import PageIds, coalesce
+from kvferry.daemon.process.memory import keep_freed_memory
+from kvferry.pools.planning.runs import PageIds, coalesce
 
 PAGES = 100_000
 MIXED_RUN = 16

@@ -16,14 +16,14 @@ import numpy as np
 
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare
 from benchmarks.on_device import Device, measured_on_device
-from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.staging import StagingPool
-from kvferry.pools.manifest import lay_out
-from kvferry.pools.pairing import pair_entries
-from kvferry.pools.plan import make_plan
+from kvferry.pools.planning.copies import copy_one_by_one
+from kvferry.pools.planning.manifest import lay_out
+from kvferry.pools.planning.pairing import pair_entries
+from kvferry.pools.planning.plan import make_plan
 from kvferry.protocol.manifests import Entry
 
 MIB: Final = 1 << 20

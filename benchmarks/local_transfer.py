@@ -17,16 +17,16 @@ import numpy as np
 import uvloop
 
 from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare, gigabytes_a_second
-from kvferry.daemon.config import Config
-from kvferry.daemon.memory import keep_freed_memory
+from kvferry.daemon.config.schema import Config
+from kvferry.daemon.process.memory import keep_freed_memory
 from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.manifest import lay_out
-from kvferry.pools.pairing import pair_entries
-from kvferry.pools.plan import Plan, make_plan
+from kvferry.pools.planning.manifest import lay_out
+from kvferry.pools.planning.pairing import pair_entries
+from kvferry.pools.planning.plan import Plan, make_plan
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import Entry, Manifest
 

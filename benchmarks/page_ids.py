@@ -9,8 +9,8 @@ from benchmarks.measure import MICROSECONDS, Effort, Row, Target, compare, micro
 from benchmarks.peers import sglang
 from benchmarks.peers.sglang import SGLang
 from kvferry.clients.calls import pages, send_body
-from kvferry.daemon.memory import keep_freed_memory
-from kvferry.pools.runs import PageIds
+from kvferry.daemon.process.memory import keep_freed_memory
+from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Request
 from kvferry.protocol.ids import new_boot_id, new_request_id, new_secret

@@ -9,13 +9,13 @@ import numpy as np
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare, milliseconds
 from benchmarks.peers import sglang
 from benchmarks.peers.sglang import Buffers, SGLang, address_lists
-from kvferry.daemon.memory import keep_freed_memory
+from kvferry.daemon.process.memory import keep_freed_memory
 from kvferry.daemon.transports.local import MAX_BLOCK_BYTES
-from kvferry.pools.copies import chunk_bounds, split_blocks
-from kvferry.pools.manifest import lay_out
-from kvferry.pools.pairing import pair_entries
-from kvferry.pools.plan import Blocks, make_plan
-from kvferry.pools.runs import PageIds, coalesce
+from kvferry.pools.planning.copies import chunk_bounds, split_blocks
+from kvferry.pools.planning.manifest import lay_out
+from kvferry.pools.planning.pairing import pair_entries
+from kvferry.pools.planning.plan import Blocks, make_plan
+from kvferry.pools.planning.runs import PageIds, coalesce
 from kvferry.protocol.manifests import Entry
 
 LAYERS = 61

@@ -19,7 +19,7 @@ from benchmarks.traces import read_trace
 from benchmarks.transfer import PAGE_SIZE, Side, transfer_s
 from kvferry.clients import Client, MhaSpec
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.manifest import bytes_per_page
+from kvferry.pools.planning.manifest import bytes_per_page
 
 
 class Transfers:

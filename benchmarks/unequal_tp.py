@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare, gigabytes_a_second
-from kvferry.daemon.memory import keep_freed_memory
+from kvferry.daemon.process.memory import keep_freed_memory
 from kvferry.daemon.transports.local import STAGING_BYTES
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.gather import CopyChunk, cut_copy_chunks, gather, scatter
-from kvferry.pools.heads import rank_heads
-from kvferry.pools.manifest import lay_out
-from kvferry.pools.pairing import pair_entries
-from kvferry.pools.plan import Blocks, Plan, make_plan
+from kvferry.pools.planning.gather import CopyChunk, cut_copy_chunks, gather, scatter
+from kvferry.pools.planning.heads import rank_heads
+from kvferry.pools.planning.manifest import lay_out
+from kvferry.pools.planning.pairing import pair_entries
+from kvferry.pools.planning.plan import Blocks, Plan, make_plan
 from kvferry.protocol.manifests import Entry, Manifest
 
 LAYERS = 8

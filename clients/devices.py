@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from kvferry.clients.events import RingEvent
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.pools.arrays import viewed_as
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.npu import NpuVendor
 from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.layouts import manifest_of
+from kvferry.pools.planning.arrays import viewed_as
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import PoolSpec

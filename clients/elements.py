@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvferry.pools.geometry import dtype_bytes
+from kvferry.pools.planning.geometry import dtype_bytes
 from kvferry.protocol.errors import TorchMissingError
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import numpy.typing as npt
 from kvferry.clients.arguments import text, wrong_kind
 from kvferry.clients.elements import array_dtype, import_torch, torch_dtype
 from kvferry.clients.exclusive_use import OfOneProcess
-from kvferry.pools.arrays import Array, array_of
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.engine_lists import EngineLists, engine_lists
+from kvferry.pools.planning.arrays import Array, array_of
+from kvferry.pools.planning.engine_lists import EngineLists, engine_lists
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.model_identity import ModelIdentity

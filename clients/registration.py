@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.clients.arguments import mapping, pool_spec
 from kvferry.clients.elements import import_torch
-from kvferry.pools.arrays import Held, arrays_of, check_apart, check_form, check_storage
 from kvferry.pools.layouts import manifest_of
+from kvferry.pools.planning.arrays import Held, arrays_of, check_apart, check_form, check_storage
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import RegisteredArrays

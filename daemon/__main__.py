@@ -2,7 +2,7 @@
 
 import sys
 
-from kvferry.daemon.signals import hold_back
+from kvferry.daemon.process.signals import hold_back
 
 if __name__ == "__main__":
     hold_back()

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import uvloop
 
-from kvferry.daemon.access import RuntimeDirectory
-from kvferry.daemon.config import Config, load_config
-from kvferry.daemon.logs import configure_logs
-from kvferry.daemon.loop import run_daemon
-from kvferry.daemon.service_manager import ServiceManager
+from kvferry.daemon.config.load import load_config
+from kvferry.daemon.config.schema import Config
+from kvferry.daemon.daemon import run_daemon
+from kvferry.daemon.process.access import RuntimeDirectory
+from kvferry.daemon.process.logs import configure_logs
+from kvferry.daemon.process.service_manager import ServiceManager
 from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.paths import default_runtime_dir
 

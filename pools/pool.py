@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.base import Region
-from kvferry.pools.manifest import component_of, spaces_of
+from kvferry.pools.planning.manifest import component_of, spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import UnknownComponentError
 from kvferry.protocol.manifests import Manifest

@@ -28,7 +28,7 @@ from kvferry.protocol.ids import HOST
 from tests.devices import DEVICE
 
 PRELOADED: Final = ("torch", "kvferry.clients")
-PRELOADED_FOR_DEVICES: Final = ("torch", "torch_npu", "kvferry.clients", "kvferry.daemon.loop")
+PRELOADED_FOR_DEVICES: Final = ("torch", "torch_npu", "kvferry.clients", "kvferry.daemon.daemon")
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 START_S: Final = 240.0
 COVERAGE: Final = "COVERAGE_PROCESS_START"

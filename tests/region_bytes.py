@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.devices.base import Region
-from kvferry.pools.gather import total_segments
-from kvferry.pools.plan import PlanSide, make_side
-from kvferry.pools.runs import PageIds
+from kvferry.pools.planning.copies import copy_one_by_one
+from kvferry.pools.planning.gather import total_segments
+from kvferry.pools.planning.plan import PlanSide, make_side
+from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.manifests import Entry
 
 Bytes = npt.NDArray[np.uint8]

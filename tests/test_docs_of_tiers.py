@@ -20,8 +20,8 @@ from kvferry.clients import (
     pages_wanted,
 )
 from kvferry.clients.hashing import block_hashes
+from kvferry.daemon.services.lookups import MAX_LEASES, MAX_PINS
 from kvferry.daemon.tiers.disk_tier import REST_S
-from kvferry.daemon.tiers.lookups import MAX_LEASES, MAX_PINS
 from kvferry.daemon.tiers.operations import MAX_OPERATIONS
 from kvferry.protocol import errors
 from kvferry.protocol.cache_messages import MAX_HASHES
@@ -34,7 +34,7 @@ TEXT: Final = (ROOT / "docs/tiers.md").read_text()
 OPERATIONS: Final = (ROOT / "docs/operations.md").read_text()
 COUNTERS: Final = {
     name
-    for file in (ROOT / "daemon/tiers").glob("*.py")
+    for file in (ROOT / "daemon").rglob("*.py")
     for line in file.read_text().splitlines()
     if "counters.add(" in line
     for name in re.findall(r'"((?:tiers|cache|remote)\.[a-z_.]+)"', line)

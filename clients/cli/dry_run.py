@@ -19,10 +19,10 @@ from kvferry.clients.cli.plan_input import (
     entries_of,
     shared_lists,
 )
-from kvferry.pools.coverage import Coverage, cells_of
-from kvferry.pools.page_checks import check_distinct, check_equal_length
-from kvferry.pools.pairing import Pairing, check_covered, pair_entries
-from kvferry.pools.plan import Plan, make_plan
+from kvferry.pools.planning.coverage import Coverage, cells_of
+from kvferry.pools.planning.page_checks import check_distinct, check_equal_length
+from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
+from kvferry.pools.planning.plan import Plan, make_plan
 from kvferry.protocol.errors import IncompleteError, KvferryError, LengthMismatchError
 from kvferry.protocol.manifests import Entry
 

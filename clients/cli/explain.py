@@ -11,8 +11,8 @@ import numpy as np
 from kvferry.clients.cli.dry_run import DryRun, Part
 from kvferry.clients.cli.plan_input import ListedPages, PlanInput
 from kvferry.clients.cli.tables import table
-from kvferry.pools.pairing import Pair
-from kvferry.pools.plan import Plan
+from kvferry.pools.planning.pairing import Pair
+from kvferry.pools.planning.plan import Plan
 from kvferry.protocol.manifests import Entry
 
 SHOWN_PAGES = 8

@@ -12,11 +12,11 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.attention.state_windows import StateList
-from kvferry.pools.entry_checks import check_entry
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.manifest import OPTIONAL_COMPONENTS, check_optional
-from kvferry.pools.page_checks import check_range
-from kvferry.pools.runs import PageIds
+from kvferry.pools.layouts.entry_checks import check_entry
+from kvferry.pools.planning.manifest import OPTIONAL_COMPONENTS, check_optional
+from kvferry.pools.planning.page_checks import check_range
+from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import InvalidFieldError, UnknownComponentError
 from kvferry.protocol.ids import ComponentName
 from kvferry.protocol.manifests import Component, Entry, PoolSpec

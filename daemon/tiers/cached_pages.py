@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.pools.tiers import namespaces
 from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.cache_messages import HASH_BYTES

@@ -19,7 +19,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import structlog
 
-from kvferry.daemon.scheduler import OperationClass, Scheduler
+from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.tiers.shards import BlockSegment, Digests, Phase, Shard, ShardStep, shards_of
 from kvferry.pools.devices.base import Arena, Pending
 from kvferry.pools.devices.host import HostRegion

@@ -17,10 +17,10 @@ from typing import Final
 
 import structlog
 
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.scheduler import OperationClass, Scheduler
-from kvferry.daemon.tiers.config import DiskTierConfig
+from kvferry.daemon.config.tiers import DiskTierConfig
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
+from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock

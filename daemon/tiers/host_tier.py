@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import structlog
 
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.tiers.config import TiersConfig
+from kvferry.daemon.config.tiers import TiersConfig
+from kvferry.daemon.control.metrics import Counters
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_units
 from kvferry.pools.tiers.cached_block import CachedBlock

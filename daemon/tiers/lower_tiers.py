@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from kvferry.daemon.metrics import Counters
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.remote_tier import RemoteTier

@@ -16,9 +16,9 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from kvferry.daemon.dispatch import Answer, Call, Dispatcher, expect
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.sessions import Session, SessionRegistry
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.tiers.copier import BlockJob
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (

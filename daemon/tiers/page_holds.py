@@ -9,8 +9,8 @@ import numpy as np
 
 from kvferry.daemon.transfer.page_ranges import PageRange
 from kvferry.pools.allocator import PageAllocator
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import KvferryError
 
 

@@ -18,8 +18,8 @@ from typing import Final, Self
 
 import structlog
 
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.tiers.remote_config import RemoteTierConfig
+from kvferry.daemon.config.remote_tier import RemoteTierConfig
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.remote_value import StoredHeader, header_bytes, pack_header, unpack_header
 from kvferry.daemon.tiers.store_link import GRACE_S, StoreAwayError, StoreLink, to_its_end
 from kvferry.daemon.tiers.store_messages import (

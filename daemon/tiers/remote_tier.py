@@ -15,11 +15,11 @@ from typing import Final
 import structlog
 import xxhash
 
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.scheduler import OperationClass, Scheduler
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_value import remote_name
+from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests
 from kvferry.pools.tiers.journal import Tier

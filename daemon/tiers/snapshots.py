@@ -17,9 +17,9 @@ import xxhash
 
 from kvferry.daemon.tiers.copier import Digests
 from kvferry.daemon.transfer.page_ranges import PageRange, page_tokens_of
-from kvferry.pools.manifest import component_of, key_of, slot_shape
+from kvferry.pools.planning.manifest import component_of, key_of, slot_shape
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.pools.tiers.arena import Offsets
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import (

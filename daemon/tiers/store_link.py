@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import structlog
 
-from kvferry.daemon.signals import ENDING, IGNORED, held_back
+from kvferry.daemon.process.signals import ENDING, IGNORED, held_back
 from kvferry.daemon.tiers.store_messages import LENGTH, Answer, Began, Begin, FromProcess, Request, framed
 
 MODULE: Final = "kvferry.daemon.tiers.store_process"

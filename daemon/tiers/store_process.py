@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import msgspec
 
-from kvferry.daemon.signals import end_within, ignore_but_for_libraries
+from kvferry.daemon.process.signals import end_within, ignore_but_for_libraries
 from kvferry.daemon.tiers.store_messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,

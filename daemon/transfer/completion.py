@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from kvferry.daemon.transfer.effects import CloseReceive, Notify, StopOp, StopSending, Withdraw
-from kvferry.daemon.transfer.endpoints import Endpoint, ReceiveRequest, SendRequest, State
+from kvferry.daemon.transfer.endpoints import Announcement, Endpoint, ReceiveRequest, RemoteEndpoint, SendRequest, State
 from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.remote import Announcement, RemoteEndpoint
 from kvferry.daemon.transfer.results import Results
 from kvferry.daemon.transfer.tombstones import Half
 from kvferry.protocol.errors import InternalError, KvferryError

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvferry.daemon.transfer.endpoints import ReceiveRequest, SendRequest, SourcePool
+from kvferry.daemon.transfer.endpoints import ReceiveRequest, RemoteEndpoint, SendRequest, SourcePool
 from kvferry.daemon.transfer.matching import Trim
-from kvferry.daemon.transfer.remote import Incarnation, RemoteEndpoint
-from kvferry.pools.plan import Plan
+from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished, Settled

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
-from kvferry.pools.coverage import Cells, Coverage
+from kvferry.daemon.transfer.remote import Incarnation, Origin
 from kvferry.pools.devices.base import Region
-from kvferry.pools.pairing import Pair
-from kvferry.pools.plan import Plan
+from kvferry.pools.planning.coverage import Cells, Coverage
+from kvferry.pools.planning.pairing import Pair
+from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.peer_messages import ReceiveName
 from kvferry.protocol.transfer_messages import LayerStep
-
-if TYPE_CHECKING:
-    from kvferry.daemon.transfer.remote import Origin, RemoteEndpoint
 
 
 class State(enum.Enum):
@@ -376,3 +375,34 @@ def rows_by_step(layers: Sequence[int | None], steps: Sequence[LayerStep]) -> np
     rows = np.array([-1 if layer is None else layer for layer in layers])[:, None]
     named = (first <= rows) & (rows < first + counts)
     return np.where(named.any(axis=1), named.argmax(axis=1), len(steps) - 1)
+
+
+class Announcement:
+    """A receive request that waits at another daemon. Local send requests join it, one remote endpoint each."""
+
+    def __init__(self, home: Incarnation, receive_request: ReceiveName, deadline_at: float) -> None:
+        self.home = home
+        self.receive_request = receive_request
+        self.deadline_at = deadline_at
+        self.remote_endpoints: list[RemoteEndpoint] = []
+
+    def __repr__(self) -> str:
+        """Show which receive request, and how many send requests joined."""
+        name = self.receive_request.request_id
+        return f"<Announcement {name} of {self.home.address} sends={len(self.remote_endpoints)}>"
+
+
+class RemoteEndpoint:
+    """Another daemon's receive request as one local send request sees it. Goes through the states of a side.
+
+    Attributes:
+        number: names the send request to the receive request's home.
+        sending: transfer ops of the send request that this daemon is writing to the home's bounce buffers.
+    """
+
+    def __init__(self, announcement: Announcement, send_request: SendRequest, number: int, state: State) -> None:
+        self.announcement = announcement
+        self.send_request = send_request
+        self.number = number
+        self.state = state
+        self.sending: set[int] = set()

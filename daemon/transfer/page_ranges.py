@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from kvferry.pools.manifest import component_of
-from kvferry.pools.page_checks import check_range
-from kvferry.pools.runs import PageIds
+from kvferry.pools.planning.manifest import component_of
+from kvferry.pools.planning.page_checks import check_range
+from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, PageGapError, UnknownComponentError
 from kvferry.protocol.manifests import Component, Entry, Manifest

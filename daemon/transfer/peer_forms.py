@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.daemon.transfer.completion import name_of
-from kvferry.daemon.transfer.endpoints import PlannedCopy, SendChunk, TransferOp
+from kvferry.daemon.transfer.endpoints import PlannedCopy, RemoteEndpoint, SendChunk, TransferOp
 from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges, page_tokens_of
-from kvferry.daemon.transfer.remote import RemoteEndpoint, RemotePool
-from kvferry.pools.runs import PageIds
+from kvferry.daemon.transfer.remote import RemotePool
+from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.base import PageList
 from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.peer_messages import OpRequest, PeerSend, Segment

@@ -23,16 +23,18 @@ from collections.abc import Callable, Iterable
 from kvferry.daemon.transfer.completion import Completion, listener_of
 from kvferry.daemon.transfer.effects import NotifyChunk, NotifyEnded, RefuseSend
 from kvferry.daemon.transfer.endpoints import (
+    Announcement,
     Clocked,
     EndpointKey,
     ReceiveRequest,
+    RemoteEndpoint,
     SendChunk,
     SendRequest,
     SourcePool,
     State,
 )
 from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.remote import Announcement, Incarnation, Origin, RemoteEndpoint
+from kvferry.daemon.transfer.remote import Incarnation, Origin
 from kvferry.daemon.transfer.scheduling import CopyScheduler
 from kvferry.daemon.transfer.tombstones import Half
 from kvferry.protocol.errors import (

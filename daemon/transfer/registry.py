@@ -6,8 +6,15 @@ from collections.abc import Iterator
 
 from kvferry.daemon.transfer.deadlines import Deadlines
 from kvferry.daemon.transfer.effects import Effect
-from kvferry.daemon.transfer.endpoints import EndpointKey, ReceiveRequest, SendRequest, TransferOp
-from kvferry.daemon.transfer.remote import Announcement, Incarnation, Origin, RemoteEndpoint
+from kvferry.daemon.transfer.endpoints import (
+    Announcement,
+    EndpointKey,
+    ReceiveRequest,
+    RemoteEndpoint,
+    SendRequest,
+    TransferOp,
+)
+from kvferry.daemon.transfer.remote import Incarnation, Origin
 from kvferry.daemon.transfer.tombstones import Tombstones
 from kvferry.protocol.peer_messages import ReceiveName
 

@@ -1,16 +1,13 @@
-"""Transfers between daemons, as values: another daemon's pools, its send requests, its announced receive requests."""
+"""Another daemon as values: its life, its pools, and what names its send requests."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.peer_messages import ReceiveName
-
-if TYPE_CHECKING:
-    from kvferry.daemon.transfer.endpoints import SendRequest, State
 
 
 class Incarnation(NamedTuple):
@@ -67,34 +64,3 @@ class RemotePool:
         """Return the mapped memory; only after the transport has mapped it."""
         assert self.mapping is not None, self
         return self.mapping
-
-
-class Announcement:
-    """A receive request that waits at another daemon. Local send requests join it, one remote endpoint each."""
-
-    def __init__(self, home: Incarnation, receive_request: ReceiveName, deadline_at: float) -> None:
-        self.home = home
-        self.receive_request = receive_request
-        self.deadline_at = deadline_at
-        self.remote_endpoints: list[RemoteEndpoint] = []
-
-    def __repr__(self) -> str:
-        """Show which receive request, and how many send requests joined."""
-        name = self.receive_request.request_id
-        return f"<Announcement {name} of {self.home.address} sends={len(self.remote_endpoints)}>"
-
-
-class RemoteEndpoint:
-    """Another daemon's receive request as one local send request sees it. Goes through the states of a side.
-
-    Attributes:
-        number: names the send request to the receive request's home.
-        sending: transfer ops of the send request that this daemon is writing to the home's bounce buffers.
-    """
-
-    def __init__(self, announcement: Announcement, send_request: SendRequest, number: int, state: State) -> None:
-        self.announcement = announcement
-        self.send_request = send_request
-        self.number = number
-        self.state = state
-        self.sending: set[int] = set()

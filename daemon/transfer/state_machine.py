@@ -39,11 +39,18 @@ from kvferry.daemon.transfer.admission import (
 )
 from kvferry.daemon.transfer.completion import Completion
 from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyChunk, NotifyReady
-from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest, State
+from kvferry.daemon.transfer.endpoints import (
+    Announcement,
+    Clocked,
+    EndpointKey,
+    ReceiveRequest,
+    SendChunk,
+    SendRequest,
+    State,
+)
 from kvferry.daemon.transfer.page_ranges import PageRange
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.remote import Announcement
 from kvferry.daemon.transfer.results import Generations, Results
 from kvferry.daemon.transfer.scheduling import CopyScheduler, Fit
 from kvferry.daemon.transfer.tombstones import Half, Tombstones

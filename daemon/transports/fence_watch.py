@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 import structlog
 
-from kvferry.daemon.bounce_buffers import BounceBuffers
-from kvferry.daemon.metrics import Counters
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.transports.bounce_buffers import BounceBuffers
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 
 LOOK_S = 0.5

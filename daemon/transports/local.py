@@ -20,12 +20,15 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvferry.daemon.request_ids import about
+from kvferry.daemon.control.request_ids import about
 from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transfer.endpoints import SourcePool
 from kvferry.daemon.transfer.remote import RemotePool
 from kvferry.daemon.transports.base import OnOpDone
-from kvferry.pools.copies import (
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion
+from kvferry.pools.devices.base import Region
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.planning.copies import (
     CopyBlocks,
     chunk_bounds,
     copy_by_size,
@@ -33,11 +36,8 @@ from kvferry.pools.copies import (
     split_blocks,
     vectored_copy_works,
 )
-from kvferry.pools.devices.accelerator_region import AcceleratorRegion
-from kvferry.pools.devices.base import Region
-from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.gather import cut_copy_chunks
-from kvferry.pools.plan import Blocks, Plan
+from kvferry.pools.planning.gather import cut_copy_chunks
+from kvferry.pools.planning.plan import Blocks, Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError
 

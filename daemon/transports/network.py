@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from kvferry.daemon.bounce_buffers import BounceBuffers, FenceBounds
-from kvferry.daemon.config import Config
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.peers import PeerLinks
-from kvferry.daemon.pool_service import PoolService
-from kvferry.daemon.transfer.service import TransferService
+from kvferry.daemon.config.schema import Config
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.peers.links import PeerLinks
+from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.transfers import TransferService
+from kvferry.daemon.transports.bounce_buffers import BounceBuffers, FenceBounds
 from kvferry.daemon.transports.direct_pages import DirectPages
 from kvferry.daemon.transports.mooncake import MooncakeEngine
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings

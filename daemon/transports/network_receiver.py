@@ -21,17 +21,17 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvferry.daemon.bounce_buffers import BounceBuffers
-from kvferry.daemon.metrics import Counters
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import TransferOp
 from kvferry.daemon.transfer.peer_forms import op_of
 from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.daemon.transports.base import OnOpDone
+from kvferry.daemon.transports.bounce_buffers import BounceBuffers
 from kvferry.daemon.transports.direct_pages import DirectPages
 from kvferry.daemon.transports.fence_watch import Fence, FenceWatch, State
-from kvferry.pools.copies import copy_by_size
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.gather import CopyChunk, cut_copy_chunks, memory_runs
+from kvferry.pools.planning.copies import copy_by_size
+from kvferry.pools.planning.gather import CopyChunk, cut_copy_chunks, memory_runs
 from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import MAX_RUNS, Grant, OpEnded, PeerBody, Written

@@ -18,18 +18,19 @@ from typing import NamedTuple, Protocol
 import structlog
 import xxhash
 
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.request_ids import about
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.transfer.endpoints import RemoteEndpoint
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
-from kvferry.daemon.transfer.remote import Incarnation, RemoteEndpoint
+from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.daemon.transports.mooncake_writes import OnWriteDone, OnWriteLate, WriteFailedError
 from kvferry.daemon.transports.network_receiver import SendToPeer
-from kvferry.pools.copies import copy_by_size
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.gather import total_segments
-from kvferry.pools.heads import Heads
-from kvferry.pools.plan import PlanSide, make_side
+from kvferry.pools.planning.copies import copy_by_size
+from kvferry.pools.planning.gather import total_segments
+from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.plan import PlanSide, make_side
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,

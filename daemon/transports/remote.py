@@ -5,8 +5,8 @@ Which one it is follows from the peer's address: ``ipc://`` is this host.
 
 from __future__ import annotations
 
-from kvferry.daemon.transfer.endpoints import TransferOp
-from kvferry.daemon.transfer.remote import Incarnation, RemoteEndpoint
+from kvferry.daemon.transfer.endpoints import RemoteEndpoint, TransferOp
+from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport

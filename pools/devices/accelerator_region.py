@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvferry.pools.cells import Cells, cells_of, segments_that_fit
-from kvferry.pools.copies import CopyBlocks
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.base import Arena, Pending
 from kvferry.pools.devices.staging import Staging, StagingPool
 from kvferry.pools.devices.vendor import Mapped, on_stream
-from kvferry.pools.plan import Plan, PlanSide
-from kvferry.pools.runs import coalesce
+from kvferry.pools.planning.cells import Cells, cells_of, segments_that_fit
+from kvferry.pools.planning.copies import CopyBlocks
+from kvferry.pools.planning.plan import Plan, PlanSide
+from kvferry.pools.planning.runs import coalesce
 from kvferry.pools.tiers.block_cells import BlockCells
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, step_runs, zero_padding
 from kvferry.protocol.shares import Share

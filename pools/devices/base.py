@@ -11,8 +11,8 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.copies import CopyBlocks
-from kvferry.pools.plan import PlanSide
+from kvferry.pools.planning.copies import CopyBlocks
+from kvferry.pools.planning.plan import PlanSide
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep
 
 Arena = npt.NDArray[np.uint8]

@@ -19,11 +19,11 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.copies import CopyBlocks
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
 from kvferry.pools.devices.forks import keep_from_children
-from kvferry.pools.gather import gather, scatter
-from kvferry.pools.plan import PlanSide
+from kvferry.pools.planning.copies import CopyBlocks
+from kvferry.pools.planning.gather import gather, scatter
+from kvferry.pools.planning.plan import PlanSide
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, zero_padding
 from kvferry.pools.tiers.host_copies import offload_step, restore_step
 from kvferry.protocol.errors import ClientClosedError, ForkedError, InvalidFieldError, KvferryError, OutOfMemoryError

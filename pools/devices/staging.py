@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvferry.pools.cells import Cells
 from kvferry.pools.devices.accelerator import Accelerator
+from kvferry.pools.planning.cells import Cells
 
 if TYPE_CHECKING:
     import torch

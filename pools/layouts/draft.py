@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.pools.layouts.parts import DRAFT, Heads, Paged, attention_entries, heads_beside
-from kvferry.pools.scales import KeyValueScales, inherited
+from kvferry.pools.planning.scales import KeyValueScales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Component, DraftSpec, Entry

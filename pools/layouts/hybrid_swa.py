@@ -7,7 +7,6 @@ SGLang's ``SWAKVPool``.
 
 from __future__ import annotations
 
-from kvferry.pools.geometry import page_count
 from kvferry.pools.layouts.draft import draft_components, mha_draft_entries
 from kvferry.pools.layouts.parts import (
     Paged,
@@ -18,8 +17,9 @@ from kvferry.pools.layouts.parts import (
     heads_of,
     main_component,
 )
-from kvferry.pools.manifest import lay_out
-from kvferry.pools.scales import KeyValueScales, inherited
+from kvferry.pools.planning.geometry import page_count
+from kvferry.pools.planning.manifest import lay_out
+from kvferry.pools.planning.scales import KeyValueScales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Component, Entry, HybridSwaSpec, Manifest

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import msgspec
 
-from kvferry.pools.geometry import MAX_PAGES, dtype_bytes, page_bytes_of, page_count
 from kvferry.pools.layouts.draft import draft_components, mha_draft_entries
 from kvferry.pools.layouts.parts import (
     FRACTAL_BYTES,
@@ -25,8 +24,9 @@ from kvferry.pools.layouts.parts import (
     main_component,
     shard_of,
 )
-from kvferry.pools.manifest import lay_out
-from kvferry.pools.scales import KeyValueScales
+from kvferry.pools.planning.geometry import MAX_PAGES, dtype_bytes, page_bytes_of, page_count
+from kvferry.pools.planning.manifest import lay_out
+from kvferry.pools.planning.scales import KeyValueScales
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Component, Entry, MambaSpec, Manifest

@@ -7,11 +7,11 @@ the same bytes, but one row is one token. Source: SGLang's Ascend pools (``ASCEN
 
 from __future__ import annotations
 
-from kvferry.pools.geometry import page_count
 from kvferry.pools.layouts.draft import draft_components, mha_draft_entries
 from kvferry.pools.layouts.parts import Paged, attention_entries, heads_of, layers_from, main_component
-from kvferry.pools.manifest import lay_out
-from kvferry.pools.scales import KeyValueScales
+from kvferry.pools.planning.geometry import page_count
+from kvferry.pools.planning.manifest import lay_out
+from kvferry.pools.planning.scales import KeyValueScales
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Manifest, MhaSpec
 

@@ -15,7 +15,6 @@ from typing import cast
 
 import msgspec
 
-from kvferry.pools.geometry import dtype_bytes, page_count
 from kvferry.pools.layouts.draft import check_absent, draft_components, mha_draft_entries
 from kvferry.pools.layouts.parts import (
     DRAFT,
@@ -29,8 +28,9 @@ from kvferry.pools.layouts.parts import (
     paged_entries,
     paged_entry,
 )
-from kvferry.pools.manifest import lay_out
-from kvferry.pools.scales import fixed_scales, inherited
+from kvferry.pools.planning.geometry import dtype_bytes, page_count
+from kvferry.pools.planning.manifest import lay_out
+from kvferry.pools.planning.scales import fixed_scales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import DraftSpec, Entry, LayerScales, Manifest, MlaSpec, Scale

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvferry.pools.geometry import PAGE_HEADS, dtype_bytes, page_bytes_of
-from kvferry.pools.scales import PAGE, KeyValueScales, fixed_scales
+from kvferry.pools.planning.geometry import PAGE_HEADS, dtype_bytes, page_bytes_of
+from kvferry.pools.planning.scales import PAGE, KeyValueScales, fixed_scales
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Component, Entry, View

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.cells import Cells
-from kvferry.pools.runs import PageIds
+from kvferry.pools.planning.cells import Cells
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.tiers.blocks import BlockLayout, BlockStep
 
 MIN_CELL_BYTES: Final = 512

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.manifest import key_of
-from kvferry.pools.plan import Blocks
-from kvferry.pools.runs import PageIds
+from kvferry.pools.planning.manifest import key_of
+from kvferry.pools.planning.plan import Blocks
+from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
 

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from types import CodeType, FrameType
 
-from kvferry.daemon.signals import hold_back
+from kvferry.daemon.process.signals import hold_back
 
 
 class Recorder:

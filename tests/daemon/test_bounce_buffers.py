@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.daemon.bounce_buffers import BounceBuffer, BounceBuffers, FenceBounds
+from kvferry.daemon.transports.bounce_buffers import BounceBuffer, BounceBuffers, FenceBounds
 from kvferry.protocol.ids import BootId
 
 BASE, BOUNCE_BUFFER_BYTES, COUNT = 1 << 20, 4096, 5

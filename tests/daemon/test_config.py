@@ -15,9 +15,10 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from kvferry.daemon.config import Config, LimitsConfig, load_config
-from kvferry.daemon.config_file import read_file
-from kvferry.daemon.sections import Section
+from kvferry.daemon.config.config_file import read_file
+from kvferry.daemon.config.load import load_config
+from kvferry.daemon.config.schema import Config, LimitsConfig
+from kvferry.daemon.config.sections import Section
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.sizes import size_bytes, size_text, with_sizes

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvferry.daemon.control_socket import ReceivedMessage
-from kvferry.daemon.dispatch import Answer, Call, Dispatcher
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.sessions import Peer, Session, SessionRegistry
+from kvferry.daemon.control.control_socket import ReceivedMessage
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.protocol.codec import Frames, decode_from_daemon, encode
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.errors import InternalError, PoolFullError

@@ -14,12 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
-from kvferry.daemon.config import DevicesConfig
-from kvferry.daemon.devices import Devices
-from kvferry.daemon.dispatch import Answer, Call, Dispatcher, Handler
-from kvferry.daemon.event_rings import EventRings
-from kvferry.daemon.session_socket import SessionSocket
-from kvferry.daemon.sessions import Peer, Session
+from kvferry.daemon.config.schema import DevicesConfig
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
+from kvferry.daemon.control.session_socket import SessionSocket
+from kvferry.daemon.control.sessions import Peer, Session
+from kvferry.daemon.devices.registry import Devices
+from kvferry.daemon.services.event_rings import EventRings
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import InvalidFieldError, MalformedError
 from kvferry.protocol.limits import EVENT_RING_SLOTS, Limits

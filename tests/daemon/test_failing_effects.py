@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
-from kvferry.daemon import peers
-from kvferry.daemon.access import RuntimeDirectory
-from kvferry.daemon.config import Config, LoggingConfig, TransfersConfig
-from kvferry.daemon.logs import configure_logs
-from kvferry.daemon.loop import Daemon, daemon_version
-from kvferry.daemon.peers import PeerLinks
-from kvferry.daemon.testing.recording_service_manager import RecordingServiceManager
+from kvferry.daemon.config.schema import Config, LoggingConfig, TransfersConfig
+from kvferry.daemon.daemon import Daemon, daemon_version
+from kvferry.daemon.peers import links as peers
+from kvferry.daemon.peers.links import PeerLinks
+from kvferry.daemon.process.access import RuntimeDirectory
+from kvferry.daemon.process.logs import configure_logs
 from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transports.local import LocalTransport
 from kvferry.protocol.errors import DeadlineError, InternalError, InvalidFieldError
+from tests.scripted.recording_service_manager import RecordingServiceManager
 
 pytestmark = pytest.mark.anyio
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from kvferry.clients import Client, KvferryError, new_request_id, pages
-from kvferry.daemon.access import RuntimeDirectory
+from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.pools.tiers.disk import DiskStore
 from kvferry.protocol.errors import (
     ConfigError,

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvferry.clients import Client
-from kvferry.daemon.session_socket import MAX_UNOPENED
+from kvferry.daemon.control.session_socket import MAX_UNOPENED
 from kvferry.protocol.codec import encode
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.ids import new_boot_id

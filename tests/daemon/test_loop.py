@@ -16,12 +16,12 @@ from blockbuster import blockbuster_ctx
 import kvferry.clients
 import kvferry.daemon
 from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
-from kvferry.daemon.access import RuntimeDirectory
-from kvferry.daemon.config import Config, LoggingConfig, ServiceConfig, TransfersConfig
-from kvferry.daemon.logs import configure_logs
-from kvferry.daemon.loop import Daemon, daemon_version
-from kvferry.daemon.testing.recording_service_manager import RecordingServiceManager
+from kvferry.daemon.config.schema import Config, LoggingConfig, ServiceConfig, TransfersConfig
+from kvferry.daemon.daemon import Daemon, daemon_version
+from kvferry.daemon.process.access import RuntimeDirectory
+from kvferry.daemon.process.logs import configure_logs
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
+from tests.scripted.recording_service_manager import RecordingServiceManager
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
@@ -32,7 +32,7 @@ CONFIG = Config(
 )
 ENDING = (
     ("daemon/transports/local.py", "close"),
-    ("daemon/pool_service.py", "close"),
+    ("daemon/services/pools.py", "close"),
     ("daemon/tiers/copier.py", "close"),
     ("daemon/tiers/host_tier.py", "close"),
     ("daemon/tiers/disk_tier.py", "close"),

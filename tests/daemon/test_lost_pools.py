@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.lost_pools import MAX_REMEMBERED, LostPools
+from kvferry.daemon.services.lost_pools import MAX_REMEMBERED, LostPools
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry.daemon import peer_link, peers
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.peer_link import Heartbeat
-from kvferry.daemon.peers import PeerLinks
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.peers import link as peer_link
+from kvferry.daemon.peers import links as peers
+from kvferry.daemon.peers.link import Heartbeat
+from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import ConfigError, InvalidFieldError

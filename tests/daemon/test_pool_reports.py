@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from kvferry.daemon.pool_reports import check_same
+from kvferry.daemon.services.pool_reports import check_same
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import PoolExistsError
 from kvferry.protocol.ids import HOST

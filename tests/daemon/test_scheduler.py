@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.daemon.scheduler import OperationClass, Scheduler
+from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 
 WAIT_S = 30.0
 PATIENCE_S = 0.1

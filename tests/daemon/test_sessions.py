@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.sessions import Peer, Session, SessionRegistry
+from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.limits import Limits

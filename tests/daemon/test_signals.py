@@ -152,7 +152,7 @@ def test_a_signal_that_a_library_uses_is_left_to_it() -> None:
     number = signal.SIGRTMIN + 5
     said = told_by(
         "import asyncio, ctypes, signal\n"
-        "from kvferry.daemon.signals import answered\n"
+        "from kvferry.daemon.process.signals import answered\n"
         "taken = []\n"
         "handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(taken.append)\n"
         f"ctypes.CDLL(None).signal({number}, handler)\n"
@@ -167,7 +167,7 @@ def test_a_signal_that_a_library_uses_is_left_to_it() -> None:
 
 def test_libraries_of_the_store_process_may_use_real_time_signals() -> None:
     status = told_by(
-        "from kvferry.daemon.signals import hold_back, ignore_but_for_libraries\n"
+        "from kvferry.daemon.process.signals import hold_back, ignore_but_for_libraries\n"
         "hold_back()\n"
         "ignore_but_for_libraries()\n"
         "print(open('/proc/self/status').read())"
@@ -178,7 +178,9 @@ def test_libraries_of_the_store_process_may_use_real_time_signals() -> None:
 
 
 def test_the_store_process_has_an_end_though_it_hangs_then() -> None:
-    hanging = "import signal; from kvferry.daemon.signals import *; hold_back(); end_within(0.01); signal.pause()"
+    hanging = (
+        "import signal; from kvferry.daemon.process.signals import *; hold_back(); end_within(0.01); signal.pause()"
+    )
     done = subprocess.run([sys.executable, "-c", hanging], check=False, timeout=END_S)
     assert done.returncode == -signal.SIGALRM
 

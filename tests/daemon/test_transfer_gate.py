@@ -12,16 +12,16 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
-from kvferry.daemon.access import RuntimeDirectory
-from kvferry.daemon.config import Config, LoggingConfig, TransfersConfig
-from kvferry.daemon.logs import configure_logs
-from kvferry.daemon.loop import Daemon, daemon_version
-from kvferry.daemon.scheduler import Scheduler
-from kvferry.daemon.testing.recording_service_manager import RecordingServiceManager
+from kvferry.daemon.config.schema import Config, LoggingConfig, TransfersConfig
+from kvferry.daemon.daemon import Daemon, daemon_version
+from kvferry.daemon.process.access import RuntimeDirectory
+from kvferry.daemon.process.logs import configure_logs
+from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transports.local import LocalTransport
 from kvferry.protocol.errors import InternalError
+from tests.scripted.recording_service_manager import RecordingServiceManager
 from tests.transfer.test_peer_outcomes import Transfer
 
 pytestmark = pytest.mark.anyio

@@ -167,7 +167,7 @@ FAULTS: Final = {
     "no stream can be made": (None, "Stream", failing),
     "the share cannot be mapped": (NpuVendor, "map", refusing),
     "the driver fails": (NpuVendor, "map", failing),
-    "nothing can be registered": (NpuVendor, "register", refusing),
+    "nothing can be registered": (NpuVendor, "export", refusing),
     "no event can be made": (NpuVendor, "shared_event", failing),
 }
 

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kvferry.pools.coverage import Cells, Coverage, cells_of
-from kvferry.pools.geometry import DTYPE_BYTES, PAGE_HEADS
-from kvferry.pools.pairing import check_covered, pair_entries
-from kvferry.pools.plan import Plan, make_plan
+from kvferry.pools.planning.coverage import Cells, Coverage, cells_of
+from kvferry.pools.planning.geometry import DTYPE_BYTES, PAGE_HEADS
+from kvferry.pools.planning.pairing import check_covered, pair_entries
+from kvferry.pools.planning.plan import Plan, make_plan
 from kvferry.protocol.manifests import Entry
 
 Memory: TypeAlias = npt.NDArray[np.uint8]

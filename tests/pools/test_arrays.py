@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.arrays import Held, array_of, arrays_of, check_apart, check_storage, viewed_as
 from kvferry.pools.layouts import manifest_of
+from kvferry.pools.planning.arrays import Held, array_of, arrays_of, check_apart, check_storage, viewed_as
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError, PoolExistsError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry, HybridSwaSpec, MhaSpec, PoolSpec
 from tests.pools.layouts.pool_specs import pool_specs

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.cells import cells_of, segments_that_fit
-from kvferry.pools.gather import gather, total_segments
-from kvferry.pools.plan import PlanSide
+from kvferry.pools.planning.cells import cells_of, segments_that_fit
+from kvferry.pools.planning.gather import gather, total_segments
+from kvferry.pools.planning.plan import PlanSide
 from tests.pools.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.copies import (
+from kvferry.pools.planning.copies import (
     MAX_VECTOR,
     CopyBlocks,
     chunk_bounds,
@@ -19,7 +19,7 @@ from kvferry.pools.copies import (
     split_blocks,
     vectored_copy_works,
 )
-from kvferry.pools.plan import Blocks
+from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol.errors import TransferFailedError
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=20)

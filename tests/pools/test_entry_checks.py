@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from kvferry.pools.entry_checks import MAX_ADDRESS, check_entry
+from kvferry.pools.layouts.entry_checks import MAX_ADDRESS, check_entry
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import Entry
 

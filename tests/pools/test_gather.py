@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.copies import CopyBlocks, copy_by_size, copy_one_by_one, vectored_copy_works
-from kvferry.pools.gather import MANY_RUNS, CopyChunk, cut_copy_chunks, gather, scatter, total_segments
-from kvferry.pools.heads import Heads
-from kvferry.pools.plan import PlanSide, make_side
+from kvferry.pools.planning.copies import CopyBlocks, copy_by_size, copy_one_by_one, vectored_copy_works
+from kvferry.pools.planning.gather import MANY_RUNS, CopyChunk, cut_copy_chunks, gather, scatter, total_segments
+from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.plan import PlanSide, make_side
 from kvferry.protocol.errors import BounceBufferTooSmallError
 from kvferry.protocol.manifests import Entry
 from tests.pools.sides import ENTRY_BYTES, SIZES, side_of

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.geometry import DTYPE_BYTES, MAX_PAGES, dtype_bytes, page_bytes_of, page_count
+from kvferry.pools.planning.geometry import DTYPE_BYTES, MAX_PAGES, dtype_bytes, page_bytes_of, page_count
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError
 
 SMALL = st.integers(1, 9)

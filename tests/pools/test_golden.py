@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.pools.heads import RankHeads, intersect, rank_heads
-from kvferry.pools.pairing import HeadSlice, Pairing, check_covered, pair_entries
-from kvferry.pools.plan import make_plan
-from kvferry.pools.runs import coalesce
+from kvferry.pools.planning.heads import RankHeads, intersect, rank_heads
+from kvferry.pools.planning.pairing import HeadSlice, Pairing, check_covered, pair_entries
+from kvferry.pools.planning.plan import make_plan
+from kvferry.pools.planning.runs import coalesce
 from kvferry.protocol.errors import DuplicatePageError
 from kvferry.protocol.manifests import Entry
 from tests.kvferry_command import run_kvferry

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.heads import Heads, RankHeads, intersect, rank_heads
+from kvferry.pools.planning.heads import Heads, RankHeads, intersect, rank_heads
 from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError
 
 DIVISORS = st.tuples(st.integers(1, 16), st.integers(1, 16))

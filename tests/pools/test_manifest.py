@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.manifest import check_unique, lay_out, layout_digest
+from kvferry.pools.planning.manifest import check_unique, lay_out, layout_digest
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError
 from kvferry.protocol.manifests import Entry
 

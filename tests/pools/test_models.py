@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.pools.entry_checks import check_entry
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.model_facts import MODELS
-from kvferry.pools.models import model_spec
-from kvferry.pools.sizing import SpaceSize, space_sizes
+from kvferry.pools.layouts.entry_checks import check_entry
+from kvferry.pools.layouts.model_facts import MODELS
+from kvferry.pools.layouts.models import model_spec
+from kvferry.pools.planning.sizing import SpaceSize, space_sizes
 from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.pairing import MUST_AGREE, MUST_AGREE_SLICED, check_covered, pair_entries
+from kvferry.pools.planning.pairing import MUST_AGREE, MUST_AGREE_SLICED, check_covered, pair_entries
 from kvferry.protocol.errors import DuplicateEntryError, GeometryMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 

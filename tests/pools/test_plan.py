@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.copies import (
+from kvferry.pools.planning.copies import (
     CopyBlocks,
     chunk_bounds,
     copy_one_by_one,
@@ -19,9 +19,9 @@ from kvferry.pools.copies import (
     split_blocks,
     vectored_copy_works,
 )
-from kvferry.pools.heads import Heads
-from kvferry.pools.pairing import pair_entries
-from kvferry.pools.plan import Blocks, PlanSide, make_plan, make_side
+from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.pairing import pair_entries
+from kvferry.pools.planning.plan import Blocks, PlanSide, make_plan, make_side
 from kvferry.protocol.errors import (
     DuplicatePageError,
     EmptyPagesError,

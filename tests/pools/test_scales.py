@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.pools.entry_checks import check_entry
-from kvferry.pools.geometry import PAGE_HEADS
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.pairing import pair_entries
+from kvferry.pools.layouts.entry_checks import check_entry
+from kvferry.pools.planning.geometry import PAGE_HEADS
+from kvferry.pools.planning.pairing import pair_entries
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError, ScaleMismatchError
 from kvferry.protocol.manifests import DraftSpec, Entry, HybridSwaSpec, MambaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
 

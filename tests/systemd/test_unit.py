@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from kvferry.daemon.command import EXIT_BAD_INPUT
-from kvferry.daemon.config import Config, load_config
-from kvferry.daemon.loop import EXIT_DEVICE_LOST
+from kvferry.daemon.config.load import load_config
+from kvferry.daemon.config.schema import Config
+from kvferry.daemon.daemon import EXIT_DEVICE_LOST
 from kvferry.protocol.sizes import with_sizes
 
 FOLDER = Path(__file__).parents[2] / "systemd"

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator, Sized
 from typing import cast
 
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.peers import PeerLinks
-from kvferry.daemon.pool_service import PoolService
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.peers.links import PeerLinks
+from kvferry.daemon.services.peer_transfers import PeerService
+from kvferry.daemon.services.pools import PoolService
 from kvferry.daemon.transfer.effects import Effect, Notify, StartOp, StopOp
-from kvferry.daemon.transfer.peer_service import PeerService
 from kvferry.daemon.transfer.remote import Incarnation, RemotePool
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.base import Region

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvferry.daemon.peers import OnPeerMessage
+from kvferry.daemon.peers.links import OnPeerMessage
 from kvferry.daemon.transfer.remote import Incarnation
-from kvferry.pools.runs import PageIds
+from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.peer_codec import IncomingPeerMessage, decode_peer, encode_peer

@@ -12,13 +12,13 @@ from typing import TypeAlias
 import numpy as np
 
 from kvferry.daemon.transfer.completion import name_of
-from kvferry.daemon.transfer.endpoints import State, TransferOp
+from kvferry.daemon.transfer.endpoints import RemoteEndpoint, State, TransferOp
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
-from kvferry.daemon.transfer.remote import Incarnation, RemoteEndpoint, RemotePool
+from kvferry.daemon.transfer.remote import Incarnation, RemotePool
 from kvferry.daemon.transports.network_receiver import SendToPeer
-from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.devices.base import Region
-from kvferry.pools.gather import total_segments
+from kvferry.pools.planning.copies import copy_one_by_one
+from kvferry.pools.planning.gather import total_segments
 from kvferry.protocol.errors import (
     CancelledError,
     InvalidFieldError,

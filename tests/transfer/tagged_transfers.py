@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kvferry.pools.geometry import DTYPE_BYTES
+from kvferry.pools.planning.geometry import DTYPE_BYTES
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
 
 Memory: TypeAlias = npt.NDArray[np.uint8]

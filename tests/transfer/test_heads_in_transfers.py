@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.pools.heads import rank_heads
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.models import model_spec
+from kvferry.pools.layouts.models import model_spec
+from kvferry.pools.planning.heads import rank_heads
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import (
     GeometryMismatchError,
     HeadsIndivisibleError,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.transfer.endpoints import rows_by_step
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import CancelledError, InvalidFieldError, TransferFailedError
 from kvferry.protocol.manifests import Entry
 from kvferry.protocol.transfer_messages import LayerStep

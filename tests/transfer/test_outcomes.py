@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
     NotOwnerError,
@@ -324,7 +324,7 @@ def test_the_earlier_deadline_ends_both(both: OutcomeHarness, first: str, send_s
 
 @pytest.mark.parametrize(
     ("direction", "missing"),
-    [("send", "1 of 1 receive requests: no RECEIVE yet"), ("receive", "1 of 1 sources: no SEND yet")],
+    [("send", "1 of 1 destinations: no RECEIVE yet"), ("receive", "1 of 1 sources: no SEND yet")],
 )
 def test_a_deadline_says_which_side_was_missing(both: OutcomeHarness, direction: str, missing: str) -> None:
     (both.send if direction == "send" else both.receive)()

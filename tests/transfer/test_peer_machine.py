@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.daemon.transfer.endpoints import EndpointKey, SendRequest, State
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.transfer_messages import LayerStep

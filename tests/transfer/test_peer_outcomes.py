@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.daemon.transfer import peer_transfers
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     PageBusyError,

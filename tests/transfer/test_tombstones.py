@@ -12,8 +12,8 @@ from kvferry.daemon.transfer.effects import NotifyEnded
 from kvferry.daemon.transfer.endpoints import EndpointKey
 from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.daemon.transfer.tombstones import Half, Tombstones
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.errors import DeadlineError, PeerCancelledError, PeerLostError, TransferExistsError
 from kvferry.protocol.peer_messages import Announce, ReceiveName

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.daemon.transfer.endpoints import EndpointKey, SendRequest, State
 from kvferry.daemon.transfer.tombstones import Half
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
 from kvferry.protocol.events import Finished
 from tests.devices import DEVICE

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import event, given
 
 from kvferry.pools.layouts import manifest_of
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError
 from tests.devices import DEVICE

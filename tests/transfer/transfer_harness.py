@@ -9,15 +9,14 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from kvferry.daemon.testing.scripted_transport import ScriptedTransport
 from kvferry.daemon.transfer.effects import Notify, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import page_ranges
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
 from kvferry.daemon.transfer.tombstones import Tombstones
-from kvferry.pools.manifest import lay_out
+from kvferry.pools.planning.manifest import lay_out
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.runs import PageIds
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished, Settled
@@ -25,6 +24,7 @@ from kvferry.protocol.manifests import Component, Entry, Manifest
 from kvferry.protocol.transfer_messages import Accepted, LayerStep
 from tests.devices import new_region
 from tests.region_bytes import read_pages, write_pages
+from tests.scripted.scripted_transport import ScriptedTransport
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 8

@@ -11,7 +11,7 @@ from typing import Final
 from kvferry.clients.cli.doctor.findings import Finding
 from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.cli.doctor.versions import parse_version
-from kvferry.pools.copies import vectored_copy_works
+from kvferry.pools.planning.copies import vectored_copy_works
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30

@@ -18,7 +18,7 @@ from kvferry.clients.cli.doctor.host import Host
 from kvferry.protocol.sizes import with_sizes
 
 LOAD: Final = (
-    "import pathlib, sys; from kvferry.daemon.config import load_config; load_config(pathlib.Path(sys.argv[1]))"
+    "import pathlib, sys; from kvferry.daemon.config.load import load_config; load_config(pathlib.Path(sys.argv[1]))"
 )
 _TIMEOUT_S: Final = 20.0
 _SHARE_OF_MEMORY: Final = (4, 5)

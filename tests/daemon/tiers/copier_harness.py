@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.daemon.scheduler import OperationClass, Scheduler
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment, TierCopier
+from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.manifest import lay_out
+from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import Entry

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from kvferry.daemon.config import LoggingConfig
-from kvferry.daemon.logs import configure_logs
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.tiers.remote_config import RemoteTierConfig
+from kvferry.daemon.config.remote_tier import RemoteTierConfig
+from kvferry.daemon.config.schema import LoggingConfig
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.process.logs import configure_logs
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.pools.devices.host import HostRegion
 

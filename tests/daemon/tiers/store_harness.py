@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.tiers.remote_config import RemoteTierConfig
+from kvferry.daemon.config.remote_tier import RemoteTierConfig
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_value import StoredHeader
 from kvferry.daemon.tiers.store_messages import Range

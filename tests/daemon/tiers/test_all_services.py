@@ -23,8 +23,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.daemon.dispatch import Call
-from kvferry.daemon.tiers.host_receives import HostReceive
+from kvferry.daemon.control.dispatch import Call
+from kvferry.daemon.services.receive_to_host import HostReceive
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.protocol.base import PageList
 from kvferry.protocol.cache_messages import CacheEvict, CacheEvicted, CachePin, CachePinned, Lookup, Unpin

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvferry.daemon.dispatch import Call
-from kvferry.daemon.tiers import cache_reports, lookups
+from kvferry.daemon.control.dispatch import Call
+from kvferry.daemon.services import cache_reports, lookups
 from kvferry.protocol.cache_messages import (
     CacheChanges,
     CacheEvents,

@@ -13,12 +13,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.scheduler import OperationClass
 from kvferry.daemon.tiers import copier as copier_module
 from kvferry.daemon.tiers.copier import MAX_STEP_BYTES, MIN_STEP_BYTES, BlockJob, BlockSegment
+from kvferry.daemon.tiers.scheduler import OperationClass
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.manifest import spaces_of
+from kvferry.pools.planning.manifest import spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 from kvferry.protocol.errors import (
     CancelledError,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.scheduler import OperationClass
 from kvferry.daemon.tiers.disk_tier import REST_S
 from kvferry.daemon.tiers.host_tier import DEMOTION
+from kvferry.daemon.tiers.scheduler import OperationClass
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.pools.tiers.disk import DiskStore
 from kvferry.pools.tiers.disk_errors import DiskFailedError, DiskFullError

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.tiers.config import TiersConfig
+from kvferry.daemon.config.tiers import TiersConfig
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import DEMOTION, LOOKUPS, OPERATIONS, HostTier, holder_name
 from kvferry.pools.tiers.cached_block import CachedBlock
 from kvferry.pools.tiers.index import OPERATOR

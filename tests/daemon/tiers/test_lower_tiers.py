@@ -9,7 +9,6 @@ import pytest
 import xxhash
 from structlog.testing import capture_logs
 
-from kvferry.daemon.testing.scripted_store import ScriptedStore
 from kvferry.daemon.tiers import lower_tiers, remote_tier
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
@@ -19,6 +18,7 @@ from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.cache_messages import Found, Lookup
 from kvferry.protocol.errors import DeadlineError
 from tests.daemon.tiers.tier_harness import UNIT, Engine, Harness, harness, names, settle, until
+from tests.scripted.scripted_store import ScriptedStore
 
 pytestmark = pytest.mark.anyio
 

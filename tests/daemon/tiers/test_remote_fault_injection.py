@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.signals import ENDING, IGNORED
+from kvferry.daemon.process.signals import ENDING, IGNORED
 from tests.daemon.tiers.store_harness import (
     ARENA_BYTES,
     AT,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.tiers.remote_config import RemoteTierConfig
+from kvferry.daemon.config.remote_tier import RemoteTierConfig
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_value import StoredHeader
 from kvferry.protocol.errors import ConfigError

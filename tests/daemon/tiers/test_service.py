@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.daemon.dispatch import Call
+from kvferry.daemon.control.dispatch import Call
+from kvferry.daemon.services.receive_to_host import HostReceive
 from kvferry.daemon.tiers import snapshots
-from kvferry.daemon.tiers.host_receives import HostReceive
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.pairing import pair_entries
+from kvferry.pools.planning.pairing import pair_entries
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     CancelledError,

@@ -13,31 +13,29 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.daemon.control_socket import ReceivedMessage
-from kvferry.daemon.devices import Devices
-from kvferry.daemon.dispatch import Dispatcher
-from kvferry.daemon.lost_pools import LostPools
-from kvferry.daemon.metrics import Counters
-from kvferry.daemon.pool_service import PoolService
-from kvferry.daemon.scheduler import OperationClass, Scheduler
-from kvferry.daemon.session_socket import SessionSocket
-from kvferry.daemon.sessions import Peer, SessionRegistry
-from kvferry.daemon.testing.scripted_copier import ScriptedCopier
-from kvferry.daemon.testing.scripted_store import ScriptedStore
-from kvferry.daemon.tiers.cache_reports import CacheReports
-from kvferry.daemon.tiers.cache_service import CacheService
-from kvferry.daemon.tiers.config import DiskTierConfig, TiersConfig
+from kvferry.daemon.config.tiers import DiskTierConfig, TiersConfig
+from kvferry.daemon.control.control_socket import ReceivedMessage
+from kvferry.daemon.control.dispatch import Dispatcher
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.session_socket import SessionSocket
+from kvferry.daemon.control.sessions import Peer, SessionRegistry
+from kvferry.daemon.devices.registry import Devices
+from kvferry.daemon.services.cache_reports import CacheReports
+from kvferry.daemon.services.lookups import Lookups
+from kvferry.daemon.services.lost_pools import LostPools
+from kvferry.daemon.services.offload import TierService
+from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.prefix_cache import CacheService
+from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.tiers.copier import BlockJob
 from kvferry.daemon.tiers.disk_tier import DiskTier
-from kvferry.daemon.tiers.host_receives import HostReceives
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.jobs import JobStarter
-from kvferry.daemon.tiers.lookups import Lookups
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
-from kvferry.daemon.tiers.service import TierService
+from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
@@ -52,6 +50,8 @@ from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Allocate, CreatePool, Free
 from kvferry.protocol.requests import Busy, ErrorReply, EventBody, RequestBody
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Restore, TierDone
+from tests.scripted.scripted_copier import ScriptedCopier
+from tests.scripted.scripted_store import ScriptedStore
 
 UNIT: Final = 4096
 SPEC: Final = MhaSpec(

@@ -16,8 +16,8 @@ import xxhash
 
 from kvferry.daemon.transfer.endpoints import TransferOp
 from kvferry.daemon.transfer.remote import Incarnation
-from kvferry.pools.copies import copy_one_by_one
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.peer_messages import Announce, Grant, PeerBody, PeerSend

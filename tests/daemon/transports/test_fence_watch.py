@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.bounce_buffers import BounceBuffers, FenceBounds
-from kvferry.daemon.metrics import Counters
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transports import fence_watch
+from kvferry.daemon.transports.bounce_buffers import BounceBuffers, FenceBounds
 from kvferry.daemon.transports.fence_watch import FenceWatch
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.ids import BootId

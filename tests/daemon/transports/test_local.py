@@ -15,9 +15,9 @@ from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transfer.remote import Incarnation, RemotePool
 from kvferry.daemon.transports import local
 from kvferry.daemon.transports.local import LocalTransport, best_copy
-from kvferry.pools.copies import CopyBlocks, copy_one_by_one
-from kvferry.pools.pairing import pair_entries
-from kvferry.pools.plan import Blocks, make_plan
+from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
+from kvferry.pools.planning.pairing import pair_entries
+from kvferry.pools.planning.plan import Blocks, make_plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.manifests import Entry

@@ -10,13 +10,13 @@ from typing import Literal
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.bounce_buffers import BounceBuffers, FenceBounds
-from kvferry.daemon.metrics import Counters
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import TransferOp
 from kvferry.daemon.transports import fence_watch, network_receiver
+from kvferry.daemon.transports.bounce_buffers import BounceBuffers, FenceBounds
 from kvferry.daemon.transports.direct_pages import DirectPages
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
-from kvferry.pools.copies import copy_one_by_one
+from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
 from kvferry.protocol.ids import BootId

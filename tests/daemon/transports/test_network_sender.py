@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from structlog.testing import capture_logs
 
-from kvferry.daemon.metrics import Counters
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import State, TransferOp
 from kvferry.daemon.transfer.peer_forms import op_of
 from kvferry.daemon.transports.mooncake_writes import OnWriteDone, OnWriteLate, WriteFailedError

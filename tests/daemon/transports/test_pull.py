@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.daemon.testing.scripted_transport import ScriptedTransport
 from kvferry.daemon.transfer.endpoints import TransferOp
 from kvferry.daemon.transfer.remote import RemotePool
 from kvferry.daemon.transports import pull
@@ -35,6 +34,7 @@ from kvferry.protocol.peer_messages import Confirm, Confirmed
 from kvferry.protocol.session_messages import RegionFollows, RegionRequest, SessionRefused
 from kvferry.protocol.session_stream import pack
 from tests.daemon.transports.network_harness import ManualExecutor, NetworkHarness, Said, turns
+from tests.scripted.scripted_transport import ScriptedTransport
 
 pytestmark = pytest.mark.anyio
 SOMEBODY = 65534

@@ -6,12 +6,12 @@ from typing import cast
 
 import pytest
 
-from kvferry.daemon.testing.scripted_transport import ScriptedTransport
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.pull import PullTransport
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.errors import KvferryError
 from tests.daemon.transports.network_harness import NetworkHarness
+from tests.scripted.scripted_transport import ScriptedTransport
 
 WAYS = ("ipc", "tcp")
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.copies import copy_one_by_one
-from kvferry.pools.gather import gather, scatter, total_segments
-from kvferry.pools.plan import PlanSide
+from kvferry.pools.planning.copies import copy_one_by_one
+from kvferry.pools.planning.gather import gather, scatter, total_segments
+from kvferry.pools.planning.plan import PlanSide
 from tests.devices import DEVICE, new_region
 from tests.pools.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides
 from tests.region_bytes import fill_region, read_region, write_region

@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvferry.pools.geometry import DTYPE_BYTES
 from kvferry.pools.layouts.mla import PACKED_DTYPE
-from kvferry.pools.scales import EIGHT_BIT_DTYPES
+from kvferry.pools.planning.geometry import DTYPE_BYTES
+from kvferry.pools.planning.scales import EIGHT_BIT_DTYPES
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 
 DTYPES = sorted(DTYPE_BYTES)

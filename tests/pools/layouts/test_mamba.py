@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.pairing import pair_entries
+from kvferry.pools.planning.pairing import pair_entries
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError
 from kvferry.protocol.manifests import Component, DraftSpec, MambaSpec, Manifest
 

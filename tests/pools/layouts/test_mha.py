@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.entry_checks import check_entry
-from kvferry.pools.geometry import DTYPE_BYTES
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.manifest import bytes_per_page
+from kvferry.pools.layouts.entry_checks import check_entry
+from kvferry.pools.planning.geometry import DTYPE_BYTES
+from kvferry.pools.planning.manifest import bytes_per_page
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import Manifest, MhaSpec
 

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.mla import packed_token_bytes
-from kvferry.pools.pairing import pair_entries
+from kvferry.pools.planning.pairing import pair_entries
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError
 from kvferry.protocol.manifests import DraftSpec, Entry, Manifest, MlaSpec
 from tests.pools.layouts.pool_specs import mla_specs

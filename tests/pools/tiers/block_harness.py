@@ -9,7 +9,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.manifest import spaces_of
+from kvferry.pools.planning.manifest import spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
 from kvferry.protocol.manifests import Entry, Manifest, MhaSpec, MlaSpec, PoolSpec
 from tests.pools.layouts.pool_specs import pool_specs

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.manifest import lay_out
+from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.tiers.block_cells import MIN_CELL_BYTES, BlockCells
 from kvferry.pools.tiers.blocks import (
     CUT_BYTES,

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.clients.cli.doctor.limits import GIB
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
-from kvferry.daemon.config import Config
+from kvferry.daemon.config.schema import Config
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, make_host, script
 
 FULL = """

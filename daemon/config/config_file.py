@@ -1,0 +1,132 @@
+"""A TOML file as sections: each mistake is one error that names file, key, value, and what the key may be.
+
+Knows no section: what a key may be follows from its type. A key whose name ends in ``_bytes`` is a size.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import msgspec
+from msgspec import inspect
+
+from kvferry.daemon.config.sections import Section
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.ids import PATTERNS
+from kvferry.protocol.sizes import SIZE_FORM, size_bytes, size_text
+
+_S = TypeVar("_S", bound=Section)
+_MOST_SHOWN = 64
+
+
+def read_file(path: Path, section: type[_S]) -> _S:
+    """Return the file as ``section``, whose tables are its fields' sections.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, or a key is unknown or has a wrong value.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise ConfigError(f"{path}: {cause.strerror}") from cause
+    except ValueError as cause:  # also what is no UTF-8
+        raise ConfigError(f"{path}: {cause}") from cause
+    except RecursionError as cause:
+        raise ConfigError(f"{path}: nested too deeply") from cause
+    return _table(path, "", section, table)
+
+
+def allowed(key: str, kind: inspect.Type) -> str:  # noqa: C901, PLR0911  a table, a row a type
+    """Return in words what a key of this type may be."""
+    match kind:
+        case inspect.Metadata(type=inner, extra_json_schema=schema):
+            return str((schema or {}).get("description", "")) or allowed(key, inner)
+        case inspect.UnionType(types=types):
+            return " or ".join(allowed(key, one) for one in types if not isinstance(one, inspect.NoneType))
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.LiteralType(values=values):
+            return " or ".join(", ".join(f'"{one}"' for one in part) for part in (values[:-1], values[-1:]) if part)
+        case inspect.IntType() if _is_size(key):
+            return f"a size {_range(kind, size=True)}: {SIZE_FORM}"
+        case inspect.IntType():
+            return f"a whole number {_range(kind)}"
+        case inspect.FloatType():
+            return f"a number {_range(kind)}"
+        case inspect.StrType(pattern=pattern):
+            return PATTERNS.get(pattern or "", "text")
+        case inspect.VarTupleType(item_type=item):
+            return f"a list, each {allowed(key, item)}"
+        case inspect.DictType(key_type=name, value_type=value):
+            return f"a table, each key {allowed('', name)}, each value {allowed(key, value)}"
+        case _:
+            return "a table"
+
+
+def _table(path: Path, prefix: str, section: type[_S], table: object) -> _S:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {prefix} = {_shown(table)}: must be a table, [{prefix}]", field=prefix)
+    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+    values: dict[str, object] = {}
+    for name, value in table.items():
+        key = f"{prefix}.{name}" if prefix else name
+        kind = fields.get(name)
+        if kind is None:
+            raise ConfigError(f"{path}: {key}: {_unknown(name, prefix, fields)}", field=key)
+        is_section = isinstance(kind, type) and issubclass(kind, Section)
+        values[name] = _table(path, key, kind, value) if is_section else _value(path, key, kind, value)
+    return section(**values)
+
+
+def _unknown(name: str, prefix: str, fields: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, fields, 1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"unknown key; {meant}{f'[{prefix}]' if prefix else 'the file'} has {', '.join(fields)}"
+
+
+def _value(path: Path, key: str, kind: Any, value: object) -> object:  # noqa: ANN401  an annotation
+    try:
+        return cast("object", msgspec.convert(_plain(key, value), kind, str_keys=True))
+    except ValueError as cause:  # msgspec's ValidationError is one
+        what = allowed(key, inspect.type_info(kind))
+        raise ConfigError(f"{path}: {key} = {_shown(value)}: must be {what}", field=key) from cause
+
+
+def _plain(key: str, value: object) -> object:
+    """Return the value, with sizes that are texts as bytes.
+
+    Raises:
+        ValueError: a text is no size, or a number is none.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("not finite")
+    if not _is_size(key):
+        return value
+    if isinstance(value, dict):
+        return {name: _plain(key, one) for name, one in value.items()}
+    return size_bytes(value) if isinstance(value, str) else value
+
+
+def _is_size(key: str) -> bool:
+    return key.endswith(("_bytes", ".quotas"))
+
+
+def _shown(value: object) -> str:
+    """Return a value as TOML has it, nearly, and not too much of it."""
+    text = msgspec.json.encode(value, enc_hook=str).decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        text = str(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def _range(kind: inspect.IntType | inspect.FloatType, *, size: bool = False) -> str:
+    def text(bound: float) -> str:
+        return size_text(int(bound)) if size else f"{bound:.15g}"
+
+    low = f"from {text(kind.ge)} to" if kind.ge is not None else f"above {text(kind.gt or 0)} and up to"
+    return f"{low} {text(kind.le or math.inf)}"

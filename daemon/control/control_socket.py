@@ -1,0 +1,179 @@
+"""The ROUTER socket: an edge-triggered file descriptor, drained fairly on the control loop.
+
+The descriptor signals a change, not a state: after every drain and every send, EVENTS is looked at again. zmq.asyncio
+is not used: its futures cost several times the processor time of a drain. Knows nothing of what frames mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import zmq
+
+from kvferry.daemon.config.addresses import is_v6
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.process.access import SOCKET_MODE
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.limits import Limits
+
+DRAIN_BOUND = 64
+"""Messages handled before other callbacks of the loop get their turn."""
+
+DRAIN_RECEIVED_BOUND = 16
+"""Drains one after another."""
+
+# As plain integers: an enum costs a microsecond or more at every use.
+NOBLOCK, SEND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+
+
+class ReceivedMessage(NamedTuple):
+    """One message: who to answer, and its frames; ``frames`` is cut short where ``too_large``."""
+
+    identity: bytes
+    frames: list[bytes]
+    too_large: bool
+
+
+OnMessage = Callable[[ReceivedMessage], None]
+
+
+class ControlSocket:
+    """Binds on construction; serves between ``start`` and ``close``."""
+
+    def __init__(
+        self,
+        path: Path,
+        limits: Limits,
+        counters: Counters,
+        on_message: OnMessage,
+        *,
+        also: str | None = None,
+        mode: int = SOCKET_MODE,
+    ) -> None:
+        """Listen on a Unix socket of this mode and, if given, on the TCP address ``also``.
+
+        Raises:
+            ConfigError: the TCP address cannot be listened on.
+        """
+        self._limits = limits
+        self._counters = counters
+        self._on_message = on_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain_scheduled = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 100)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.max_frame_bytes)
+        self._socket.setsockopt(zmq.SNDHWM, limits.max_requests_per_session + 2 * limits.max_transfers_per_session)
+        umask = os.umask(0o777 & ~mode)
+        try:
+            self._socket.bind(f"ipc://{path}")
+        finally:
+            os.umask(umask)
+        path.chmod(mode)
+        if also:
+            self._bind_tcp(also)
+
+    @property
+    def endpoint(self) -> str:
+        """Return what was bound last: the TCP address with its port, if there is one."""
+        return cast("bytes", self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve on this loop."""
+        self._loop = loop
+        loop.add_reader(self._socket.FD, self._drain)
+        self._schedule_drain()
+
+    def close(self) -> None:
+        """Stop serving; replies already given to libzmq are sent for a tenth of a second more."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.FD)
+            self._loop = None
+        self._socket.close()
+        self._context.term()
+
+    def send(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> bool:
+        """Queue a message; return False where the peer is gone or its queue is full: nothing was queued then."""
+        if self._socket.closed:
+            return False
+        try:
+            put = self._socket.send
+            put(identity, SEND_MORE)
+            for frame in frames[:-1]:
+                put(frame, SEND_MORE)
+            put(frames[-1], NOBLOCK)
+        except zmq.Again:
+            self._counters.add("replies.queue_full")
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._counters.add("replies.peer_gone")
+            return False
+        finally:
+            self._schedule_drain()
+        return True
+
+    def drain_received(self) -> None:
+        """Take what has arrived by now, before something that came after it is looked at."""
+        for _ in range(DRAIN_RECEIVED_BOUND):
+            if self._loop is None or not self._readable():
+                return
+            self._drain()
+
+    def _bind_tcp(self, address: str) -> None:
+        self._socket.setsockopt(zmq.IPV6, int(is_v6(address)))
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as cause:
+            self._socket.close(0)
+            self._context.term()
+            error = ConfigError(f"cannot listen on {address}: {cause.strerror}", field="peers.listen")
+            error.retryable = True  # who listens there may end, and an address may come up
+            raise error from cause
+
+    def _schedule_drain(self) -> None:
+        """Make sure that a message which arrived unsignalled is seen."""
+        if self._loop is not None and not self._drain_scheduled and self._readable():
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _readable(self) -> bool:
+        return bool(cast("int", self._socket.getsockopt(EVENTS)) & POLLIN)
+
+    def _drain(self) -> None:
+        self._drain_scheduled = True  # sends made while draining need not look at EVENTS
+        try:
+            for _ in range(DRAIN_BOUND):
+                try:
+                    message = self._receive()
+                except zmq.Again:
+                    break
+                self._on_message(message)
+        finally:
+            self._drain_scheduled = False
+        self._schedule_drain()
+
+    def _receive(self) -> ReceivedMessage:
+        """Return one message. Raises zmq.Again if none waits."""
+        receive = self._socket.recv
+        identity = receive(NOBLOCK)
+        frames: list[bytes] = []
+        size = 0
+        fits = more = True  # libzmq hands over whole messages: after the identity comes at least one frame
+        while more:
+            frame = receive(NOBLOCK, copy=False)  # knows whether another follows, without a further call
+            more = frame.more
+            size += len(frame)
+            fits = fits and size <= self._limits.max_message_bytes and len(frames) < self._limits.max_frames
+            if fits:
+                frames.append(frame.bytes)
+        return ReceivedMessage(identity, frames, not fits)

@@ -1,0 +1,245 @@
+"""From bytes to a handler and back: every request is answered, once, whatever it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
+
+import structlog
+
+from kvferry.daemon.control.control_socket import ReceivedMessage
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.control.sessions import Session, SessionRegistry
+from kvferry.protocol.base import Body
+from kvferry.protocol.codec import Frames, IncomingRequest, PageIds, UnreadableRequest, decode_request, encode
+from kvferry.protocol.envelope import Event, Reply, Request
+from kvferry.protocol.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidFieldError,
+    KvferryError,
+    NoSessionError,
+    OverloadedError,
+    StaleBootError,
+    TooLargeError,
+)
+from kvferry.protocol.events import Settled
+from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply, ReplyBody
+from kvferry.protocol.tier_messages import TierDone
+
+RETRY_AFTER_MS = 50
+BodyT = TypeVar("BodyT", bound=Body)
+log = structlog.get_logger(__name__)
+
+
+class Call(NamedTuple):
+    """One request on its way to a handler. ``deadline_s`` is the time left to it."""
+
+    message_id: int
+    session: Session
+    body: Body
+    ids: tuple[PageIds, ...]
+    deadline_s: float
+
+
+class Answer(NamedTuple):
+    """A handler's reply and its page lists."""
+
+    body: ReplyBody
+    ids: tuple[PageIds, ...] = ()
+
+
+class Handler(Protocol):
+    """Handles one type of request of a session."""
+
+    def __call__(self, call: Call) -> Answer | None:
+        """Return the reply, or None where ``Dispatcher.answer`` will be called later. Raises KvferryError to refuse."""
+
+
+OpenHandler = Callable[[Body], ReplyBody]
+"""Handles a type of request that needs no session."""
+
+SendFrames = Callable[[bytes, Frames], bool]
+
+
+class Dispatcher:
+    """Knows which handler has which type; the handlers know nothing of envelopes.
+
+    Attributes:
+        sessions: those that live.
+    """
+
+    def __init__(self, boot_id: BootId, limits: Limits, sessions: SessionRegistry, counters: Counters) -> None:
+        self._boot_id = boot_id
+        self._limits = limits
+        self.sessions = sessions
+        self._counters = counters
+        self._open_handlers: dict[type[Body], OpenHandler] = {}
+        self._handlers: dict[type[Body], Handler] = {}
+        self._send: SendFrames = lambda _identity, _frames: False
+        self._deadlines: dict[tuple[int, int], asyncio.TimerHandle] = {}
+        self.on_acknowledged: Callable[[Session, Settled], None] = lambda _session, _event: None
+        self.on_operation_acknowledged: Callable[[Session, TierDone], None] = lambda _session, _event: None
+
+    def connect(self, send: SendFrames) -> None:
+        """Send replies and events by this function, which returns False where the peer is gone."""
+        self._send = send
+
+    def handle_open(self, kind: str, handler: OpenHandler) -> None:
+        """Let ``handler`` have the requests of a type that needs no session."""
+        self._open_handlers[REQUEST_TYPES[kind].request] = handler
+
+    def handle(self, kind: str, handler: Handler) -> None:
+        """Let ``handler`` have the requests of a type that needs a session."""
+        self._handlers[REQUEST_TYPES[kind].request] = handler
+
+    def check_complete(self) -> None:
+        """Check that every type of request has its handler."""
+        missing = {row.request for row in REQUEST_TYPES.values()} - {*self._open_handlers, *self._handlers}
+        assert not missing, missing
+
+    def on_message(self, message: ReceivedMessage) -> None:
+        """Take one message from the control socket. Never raises."""
+        self._counters.add("messages.received")
+        incoming = decode_request(message.frames)
+        if message.too_large:
+            self._counters.add("messages.too_large")
+            number = incoming.request.message_id if isinstance(incoming, IncomingRequest) else incoming.message_id
+            error = TooLargeError(
+                f"over {self._limits.max_frames} frames or {self._limits.max_message_bytes} bytes", field="pages"
+            )
+            self._refuse(message.identity, number, error)
+        elif isinstance(incoming, UnreadableRequest):
+            self._counters.add(f"messages.refused.{incoming.error.code.lower()}")
+            self._refuse(message.identity, incoming.message_id, incoming.error)
+        else:
+            self._serve(message.identity, incoming)
+
+    def answer(self, session: Session, message_id: int, answer: Answer) -> None:
+        """Give the reply that a handler deferred; a second one to the same request is dropped."""
+        timer = self._deadlines.pop((session.session_id, message_id), None)
+        if timer is not None:
+            timer.cancel()
+        frames = encode(Reply(message_id, self._boot_id, answer.body), answer.ids)
+        if session.answered(message_id, frames) and session.identity is not None:
+            self._send(session.identity, frames)
+
+    def answer_error(self, session: Session, message_id: int, error: KvferryError) -> None:
+        """Refuse a request that a handler deferred."""
+        self.answer(session, message_id, Answer(_error_body(error)))
+
+    def push_events(self, session: Session) -> None:
+        """Send the session's unsent events, as many as its queue takes; the rest goes with its next request."""
+        while session.unsent and session.identity is not None:
+            event = session.unsent[0]
+            if not self._send(session.identity, encode(Event(event.cursor, self._boot_id, event.body), event.ids)):
+                return
+            session.unsent.popleft()
+
+    def forget_session(self, session: Session) -> None:
+        """Drop the timers of a session that has ended."""
+        for key in [one for one in self._deadlines if one[0] == session.session_id]:
+            self._deadlines.pop(key).cancel()
+
+    def _serve(self, identity: bytes, incoming: IncomingRequest) -> None:
+        try:
+            self._dispatch(identity, incoming)
+        except Exception as error:  # noqa: BLE001  a bug must not end the loop, nor leave the client waiting
+            number = incoming.request.message_id
+            self._send(identity, encode(Reply(number, self._boot_id, self._refusal(incoming.request, error))))
+
+    def _dispatch(self, identity: bytes, incoming: IncomingRequest) -> None:
+        request = incoming.request
+        if request.boot_id not in (self._boot_id, NO_BOOT):
+            raise StaleBootError(f"for daemon {request.boot_id}, this is {self._boot_id}", field="boot_id")
+        session = self._session_of(request)
+        if session is not None:
+            self._greet(session, identity, request)
+        kind = type(request.body)
+        open_handler = self._open_handlers.get(kind)
+        if open_handler is not None:
+            self._send(identity, encode(Reply(request.message_id, self._boot_id, open_handler(request.body))))
+        elif session is None:
+            raise NoSessionError(f"{kind.__name__} needs a session", field="secret")
+        elif not request.boot_id:
+            raise InvalidFieldError(f"{kind.__name__} must say which daemon it is for", field="boot_id")
+        else:
+            self._handle(self._handlers[kind], session, request, incoming.ids)
+
+    def _session_of(self, request: Request) -> Session | None:
+        if not request.secret:
+            return None
+        session = self.sessions.by_secret(request.secret)
+        if session is None:
+            raise NoSessionError("no live session has this secret", field="secret")
+        return session
+
+    def _greet(self, session: Session, identity: bytes, request: Request) -> None:
+        """Take what comes with every request of a session: where to answer, and what it has seen."""
+        session.bind(identity)
+        for event in session.acknowledge(request.acknowledged):
+            if isinstance(event.body, Settled):
+                self.on_acknowledged(session, event.body)
+            elif isinstance(event.body, TierDone):
+                self.on_operation_acknowledged(session, event.body)
+        self.push_events(session)
+
+    def _handle(self, handler: Handler, session: Session, request: Request, ids: tuple[PageIds, ...]) -> None:
+        message_id = request.message_id
+        deadline_s = self._deadline_s(request)
+        if not session.begin(message_id):
+            reply = session.reply_to(message_id)
+            if reply is not None and session.identity is not None:
+                self._send(session.identity, reply)
+            return
+        try:
+            answer = handler(Call(message_id, session, request.body, ids, deadline_s))
+        except Exception as error:  # noqa: BLE001  see _serve
+            answer = Answer(self._refusal(request, error))
+        if answer is not None:
+            self.answer(session, message_id, answer)
+        elif session.is_pending(message_id):
+            late = DeadlineError(f"no answer within {deadline_s:g} s")
+            late.request_id = about(request.body).get("request_id", "")
+            self._deadlines[session.session_id, message_id] = asyncio.get_running_loop().call_later(
+                deadline_s, self.answer_error, session, message_id, late
+            )
+
+    def _deadline_s(self, request: Request) -> float:
+        deadline_ms = request.deadline_ms or self._limits.default_deadline_ms
+        if deadline_ms > self._limits.max_deadline_ms:
+            raise InvalidFieldError(
+                f"a deadline of {deadline_ms / 1000:g} s; at most {self._limits.max_deadline_ms / 1000:g} s, as "
+                "limits.max_deadline_ms has it",
+                field="deadline_ms",
+            )
+        return deadline_ms / 1000
+
+    def _refusal(self, request: Request, error: Exception) -> ErrorReply | Busy:
+        """Return what to answer where handling a request raised, and count it."""
+        name = type(request.body).__name__
+        if not isinstance(error, KvferryError):
+            log.error("request failed", type=name, exc_info=error, **about(request.body))
+            error = InternalError(f"{name} failed: {type(error).__name__}")
+        error.request_id = about(request.body).get("request_id", "")
+        self._counters.add(f"requests.refused.{error.code.lower()}")
+        return _error_body(error)
+
+    def _refuse(self, identity: bytes, message_id: int, error: KvferryError) -> None:
+        self._send(identity, encode(Reply(message_id, self._boot_id, _error_body(error))))
+
+
+def _error_body(error: KvferryError) -> ErrorReply | Busy:
+    if isinstance(error, OverloadedError):
+        return Busy(retry_after_ms=RETRY_AFTER_MS, detail=error.detail)
+    return ErrorReply(error=error.info())
+
+
+def expect(call: Call, kind: type[BodyT]) -> BodyT:
+    """Return the call's body, which the table of handlers says is of this kind."""
+    assert isinstance(call.body, kind), call.body
+    return call.body

@@ -1,0 +1,325 @@
+"""The session socket: a Unix stream whose life is the session's life, and on which file descriptors travel.
+
+A session ends at its end-of-file or at the death of the process that opened it, whichever is seen first: a forked child
+keeps the socket open, but not the process. After the opening frame an engine may only send shares of what it registers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
+from kvferry.daemon.process.access import SOCKET_MODE
+from kvferry.pools.devices.base import Region
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import (
+    AccessDeniedError,
+    KvferryError,
+    NoSessionError,
+    OverloadedError,
+    UnknownPoolError,
+)
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.session_messages import (
+    RegionFollows,
+    RegionRequest,
+    SessionFrame,
+    SessionOpened,
+    SessionRefused,
+    ShareFollows,
+)
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_open, unpack_share
+from kvferry.protocol.versions import agree
+
+OPENING_TIMEOUT_S: Final = 5.0
+MAX_UNOPENED: Final = 64
+BACKLOG: Final = 1024
+ACCEPT_PAUSE_S: Final = 1.0
+_SO_PEERPIDFD: Final = 77
+_CREDENTIALS: Final = struct.Struct("3i")
+_RECEIVE_BYTES: Final = 4096
+MAX_MESSAGES_SHARED: Final = 16
+MAX_SHARES_SAID: Final = 16_384
+MAX_BYTES_SAID_AHEAD: Final = 8 << 20
+"""More than a socket's buffer holds: of what an engine said before a message, nothing is left behind."""
+
+log = structlog.get_logger(__name__)
+
+
+class SessionSocket:
+    """Listens on construction; serves between ``start`` and ``close``."""
+
+    def __init__(
+        self,
+        path: Path,
+        boot_id: BootId,
+        sessions: SessionRegistry,
+        counters: Counters,
+        on_opened: Callable[[Session], None],
+        on_lost: Callable[[Session], None],
+    ) -> None:
+        self.boot_id = boot_id
+        self.sessions = sessions
+        self.counters = counters
+        self.on_opened = on_opened
+        self.on_lost = on_lost
+        self.unopened = 0
+        self.region_of: Callable[[RegionRequest], Region] = _no_region
+        self._connections: dict[int, _Connection] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        umask = os.umask(0o777 & ~SOCKET_MODE)
+        try:
+            self._listener.bind(os.fspath(path))
+        finally:
+            os.umask(umask)
+        path.chmod(SOCKET_MODE)
+        self._listener.listen(BACKLOG)
+        self._listener.setblocking(False)  # noqa: FBT003  socket's own signature
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve on this loop."""
+        self._loop = loop
+        loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """End every session and stop serving."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for connection in list(self._connections.values()):
+            connection.close("the daemon ends")
+
+    def is_connected(self, session: Session) -> bool:
+        """Return whether the session's socket is open."""
+        return session.session_id in self._connections
+
+    def pass_frame(self, session: Session, frame: SessionFrame, fds: Sequence[int]) -> None:
+        """Hand a frame and descriptors to a session's engine, without waiting.
+
+        Raises:
+            NoSessionError: the session has just ended.
+            OverloadedError: its socket is full: it does not read.
+        """
+        connection = self._connections.get(session.session_id)
+        if connection is None:
+            raise NoSessionError("the session's socket is closed", field="secret")
+        connection.pass_frame(frame, fds)
+
+    def take_share(self, session: Session, message_id: int) -> ShareFollows:
+        """Return what an engine said for a message; it says it before the message, which comes by another socket.
+
+        An empty one where nothing came.
+        """
+        connection = self._connections.get(session.session_id)
+        found = connection.take_share(message_id) if connection is not None else None
+        return found or ShareFollows(message_id=message_id)
+
+    def opened(self, connection: _Connection, session: Session) -> None:
+        """Note which connection a session has."""
+        self._connections[session.session_id] = connection
+        self.on_opened(session)
+
+    def closed(self, session: Session) -> None:
+        """Note that a session's connection is gone, and tell the owner once."""
+        del self._connections[session.session_id]
+        self.sessions.close(session)
+        self.on_lost(session)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as cause:
+                self._pause(cause)
+                return
+            if self.unopened >= MAX_UNOPENED or self._loop is None:
+                self.counters.add("sessions.refused")
+                connection.close()
+                continue
+            _Connection(self, connection, self._loop)
+
+    def _pause(self, cause: OSError) -> None:
+        """Out of descriptors: those who wait are taken later, instead of asking the kernel without end."""
+        if self._loop is not None:
+            log.warning("sessions wait", cause=str(cause), remedy="raise LimitNOFILE")
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._loop is not None and self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+
+class _Connection:
+    """One connection: unopened, then a session, then closed."""
+
+    def __init__(self, owner: SessionSocket, channel: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._owner = owner
+        self._channel = channel
+        self._loop = loop
+        self._frames = FrameSplitter()
+        self._session: Session | None = None
+        self._pidfd = -1
+        self._closed = False
+        self._served = False
+        self._shares: dict[int, ShareFollows] = {}
+        owner.unopened += 1
+        channel.setblocking(False)  # noqa: FBT003  socket's own signature
+        loop.add_reader(channel, self._readable)
+        self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
+
+    def take_share(self, message_id: int) -> ShareFollows | None:
+        # All of it was said before the message, in as many frames as it took; who goes on saying is not waited for.
+        for _ in range(MAX_BYTES_SAID_AHEAD // _RECEIVE_BYTES):
+            if self._closed or not self._readable():
+                break
+        return self._shares.pop(message_id, None)
+
+    def pass_frame(self, frame: SessionFrame, fds: Sequence[int]) -> None:
+        data = pack(frame)
+        try:
+            sent = socket.send_fds(self._channel, [data], fds) if fds else self._channel.send(data)
+        except BlockingIOError as cause:
+            raise OverloadedError("the session's socket is full: read it") from cause
+        except OSError as cause:
+            raise NoSessionError(f"the session's socket: {cause.strerror}", field="secret") from cause
+        if sent != len(data):
+            self.close("its socket is full in the middle of a frame")
+            raise OverloadedError("the session's socket is full: read it")
+
+    def close(self, why: str) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._timeout.cancel()
+        self._loop.remove_reader(self._channel)
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        self._channel.close()
+        if self._session is None:
+            self._owner.unopened -= 1
+        if self._session is None and not self._served:
+            self._owner.counters.add("sessions.refused")
+            log.info("session refused", cause=why)
+        elif self._session is not None:
+            log.info("session ended", session=self._session.session_id, pid=self._session.peer.pid, cause=why)
+            self._owner.closed(self._session)
+
+    def _readable(self) -> bool:
+        """Take what has arrived; return whether there was something to take."""
+        try:
+            data = self._channel.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as cause:
+            self.close(cause.strerror or "its socket failed")
+            return False
+        if not data:
+            self.close("its socket was closed")
+            return False
+        try:
+            for frame in self._frames.feed(data):
+                if self._session is None:
+                    self._open(frame)
+                else:
+                    self._note_share(unpack_share(frame))
+        except KvferryError as error:
+            if self._session is None:
+                self._answer(pack(SessionRefused(error=error.info())))
+            self.close(str(error))
+        return True
+
+    def _note_share(self, said: ShareFollows) -> None:
+        known = self._shares.get(said.message_id)
+        if known is not None:
+            both = (*known.shares, *said.shares)
+            said = ShareFollows(message_id=said.message_id, shares=both, events=said.events or known.events)
+        elif len(self._shares) >= MAX_MESSAGES_SHARED:
+            raise OverloadedError(f"shares for {MAX_MESSAGES_SHARED} messages that never came")
+        self._shares[said.message_id] = said
+        if sum(len(one.shares) for one in self._shares.values()) > MAX_SHARES_SAID:
+            raise OverloadedError(f"more than {MAX_SHARES_SAID} shares for messages that have not come")
+
+    def _open(self, frame: bytes) -> None:
+        opening = unpack_open(frame)
+        if isinstance(opening, RegionRequest):
+            self._give_region(opening)
+            return
+        agree(opening.protocol_min, opening.protocol_max)
+        peer = _peer_of(self._channel)
+        self._pidfd = _pidfd_of(self._channel, peer)
+        session = self._owner.sessions.open(opening.name, peer)
+        self._session = session
+        self._timeout.cancel()
+        self._owner.unopened -= 1
+        self._owner.opened(self, session)
+        self._owner.counters.add("sessions.opened")
+        log.info("session opened", session=session.session_id, name=session.name, pid=peer.pid, tenant=session.tenant)
+        self._answer(
+            pack(SessionOpened(session=session.session_id, secret=session.secret, boot_id=self._owner.boot_id))
+        )
+        if self._pidfd >= 0 and not self._closed:
+            self._loop.add_reader(self._pidfd, self.close, "its process ended")
+
+    def _give_region(self, asked: RegionRequest) -> None:
+        """Hand a pool's memory to another daemon of this host: to read, and to a daemon of our own user only."""
+        peer = _peer_of(self._channel)
+        if peer.uid not in {0, os.getuid()}:
+            raise AccessDeniedError(f"user {peer.uid} runs no daemon that may read pools here", field="pool")
+        region = self._owner.region_of(asked)
+        if not isinstance(region, HostRegion):
+            raise AccessDeniedError(
+                f"pool {asked.pool!r} is on {region.device}, which daemons do not share: name its daemon by the tcp:// "
+                "address of its peers.listen, and configure network",
+                field="source_daemons",
+            )
+        fd = region.read_only_fd()
+        try:
+            socket.send_fds(self._channel, [pack(RegionFollows(message_id=0, pool=asked.pool))], [fd])
+        finally:
+            os.close(fd)
+        self._owner.counters.add("peers.regions_given")
+        self._served = True
+        self.close("a daemon was given a region")
+
+    def _answer(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a peer that is gone is seen by its end-of-file
+            self._channel.send(data)
+
+
+def _no_region(asked: RegionRequest) -> Region:
+    raise UnknownPoolError(f"no pool {asked.pool!r}", field="pool")
+
+
+def _peer_of(channel: socket.socket) -> Peer:
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Peer(*_CREDENTIALS.unpack(credentials))
+
+
+def _pidfd_of(channel: socket.socket, peer: Peer) -> int:
+    """Return a descriptor that is readable once the peer's process has ended; -1 where the kernel shows none.
+
+    SO_PEERPIDFD (Linux 6.5) names the process that connected, even if its number has been taken again since.
+    """
+    try:
+        return channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pass
+    try:
+        return os.pidfd_open(peer.pid) if peer.pid > 0 else -1
+    except OSError:
+        return -1

@@ -1,0 +1,255 @@
+"""The connection over which this daemon speaks to one other: a DEALER that only sends, and a monitor that watches it.
+
+The peer is *up* once it has said who it is and the connection stands: only then is anything queued. What waits is
+bounded; a peer that takes too slowly what it is told is lost like one that is gone, and its connection made anew.
+Knows nothing of transfers, nor what the peer says: its owner hears that and passes on who greeted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import structlog
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvferry.daemon.config.addresses import is_v6
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.protocol.codec import Frames
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.limits import Limits
+
+RECONNECT_MS = 100
+RECONNECT_MAX_MS = 2000
+RETRY_S = 0.01
+TTL_STEP_MS = 100
+MAX_TTL_STEPS = 655
+"""libzmq reckons in 16 bits of milliseconds: 65.5 s, which is longer than any interval."""
+QUEUED_MESSAGES = 1000
+"""What libzmq takes of one connection; the rest waits in the outbox."""
+WAITING_MESSAGES = 65_536
+WAITING_BYTES = 256 << 20
+SOCKETS_PER_LINK = 3
+"""The DEALER, and both ends of its monitor."""
+
+log = structlog.get_logger(__name__)
+
+
+class Heartbeat(NamedTuple):
+    """How often a heartbeat is asked for, and after how long without one a connection counts as broken."""
+
+    interval_ms: int
+    timeout_ms: int
+
+    @property
+    def time_to_live_ms(self) -> int:
+        """Return after how long without anything from here the peer is to close the connection, in libzmq's steps."""
+        steps = -(-(self.interval_ms + self.timeout_ms) // TTL_STEP_MS)
+        return min(steps, MAX_TTL_STEPS) * TTL_STEP_MS
+
+
+class LinkOwner(Protocol):
+    """What a link needs of the links that it is one of; the callbacks are those of ``PeerLinks``."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    loop: asyncio.AbstractEventLoop | None
+    heartbeat: Heartbeat
+    limits: Limits
+    counters: Counters
+    on_up: Callable[[Incarnation], None]
+    on_lost: Callable[[Incarnation, str], None]
+
+    def hello(self, address: str, *, answers: bool) -> Frames:
+        """Return the frames of our PEER_HELLO."""
+
+    def overflowed(self, link: PeerLink) -> None:
+        """Make a link anew that takes too slowly what the peer is told."""
+
+    def drain_received(self) -> None:
+        """Take what peers have said by now."""
+
+
+class PeerLink:
+    """Connects on construction, and again whenever the connection breaks, until it is closed."""
+
+    def __init__(self, owner: LinkOwner, address: str, field: str) -> None:
+        """Begin to connect.
+
+        Raises:
+            InvalidFieldError: libzmq does not take the address, or has no socket left.
+        """
+        self.address = address
+        self.used_at = time.monotonic()
+        self._owner = owner
+        self._greeter: Incarnation | None = None
+        self._connected = False
+        self._up = False
+        self._overflown = False
+        self._outbox: deque[Frames] = deque()
+        self._outbox_bytes = 0
+        self._retry: asyncio.TimerHandle | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        try:
+            self._connect()
+        except zmq.ZMQError as cause:
+            self.close()
+            raise InvalidFieldError(f"{address}: {cause.strerror}", field=field) from cause
+
+    def __repr__(self) -> str:
+        """Show address and state."""
+        return f"<PeerLink {self.address} {'up' if self.peer else 'down'} waiting={len(self._outbox)}>"
+
+    @property
+    def peer(self) -> Incarnation | None:
+        """Return who is there and can be spoken to."""
+        return self._greeter if self._up and not self._overflown else None
+
+    @property
+    def waiting(self) -> int:
+        """Return how many messages libzmq has not taken yet."""
+        return len(self._outbox)
+
+    def quiet_s(self, now: float) -> float:
+        """Return for how many seconds it has been down and nobody asked for it; 0 where it is up."""
+        return 0.0 if self._up else now - self.used_at
+
+    def put(self, frames: Frames) -> None:
+        """Send in order; nothing where it is not connected: what opens a connection is said anew on it."""
+        if not self._connected or self._overflown:
+            return
+        self._outbox.append(frames)
+        self._outbox_bytes += _size_bytes(frames)
+        if self._retry is None:
+            self._flush()
+        if len(self._outbox) > WAITING_MESSAGES or self._outbox_bytes > WAITING_BYTES:
+            self._overflown = True
+            if self._owner.loop is not None:  # callbacks never come from within
+                self._owner.loop.call_soon(self._owner.overflowed, self)
+
+    def greeted(self, boot_id: str, *, anew: bool) -> None:
+        """Take a PEER_HELLO's word on who is there.
+
+        ``anew``: its connection to us is a new one, and it awaits an answer. If it was known already, only the peer
+        has noticed a break: it has failed what we had with it, and what it said meanwhile is lost.
+        """
+        peer = Incarnation(self.address, boot_id)
+        if self._greeter == peer and not anew:
+            return
+        self.lose("it has begun anew")
+        self._greeter = peer
+        if anew and self._connected:
+            self._clear()  # what waits was said before; the peer drops all that comes before the answer
+            self.put(self._owner.hello(self.address, answers=True))
+        self._rise()
+
+    def greet_again(self) -> None:
+        """Say once more who speaks, where there is a connection and no answer came."""
+        if self._greeter is None and not self._outbox:
+            self.put(self._owner.hello(self.address, answers=False))
+
+    def lose(self, why: str) -> None:
+        """Forget who is there."""
+        peer, self._greeter = self._greeter, None
+        was_up, self._up = self._up, False
+        if was_up and peer is not None:
+            self.used_at = time.monotonic()
+            log.warning("peer lost", address=self.address, boot_id=peer.boot_id, cause=why)
+            self._owner.counters.add("peers.lost")
+            self._owner.on_lost(peer, why)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """End the connection; what waits is sent for so long if the peer is up, and dropped then."""
+        if self._up and linger_ms:
+            self._flush()
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._monitor is not None and self._owner.loop is not None:
+            self._owner.loop.remove_reader(self._monitor.FD)
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(linger_ms if self._up else 0)
+        if self._monitor is not None:
+            self._monitor.close(0)
+        self._connected = False
+        self._clear()
+
+    def _connect(self) -> None:
+        owner = self._owner
+        dealer = self._socket = owner.context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, QUEUED_MESSAGES),
+            (zmq.RCVHWM, 1),  # nothing is ever read here
+            (zmq.MAXMSGSIZE, owner.limits.max_frame_bytes),
+            (zmq.IMMEDIATE, 1),
+            (zmq.IPV6, int(is_v6(self.address))),
+            (zmq.RECONNECT_IVL, RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+            (zmq.CONNECT_TIMEOUT, owner.heartbeat.timeout_ms),
+            (zmq.HANDSHAKE_IVL, owner.heartbeat.timeout_ms),
+            (zmq.HEARTBEAT_IVL, owner.heartbeat.interval_ms),
+            (zmq.HEARTBEAT_TIMEOUT, owner.heartbeat.timeout_ms),
+            (zmq.HEARTBEAT_TTL, owner.heartbeat.time_to_live_ms),  # the ROUTER there asks for no heartbeat itself
+            (zmq.TCP_MAXRT, owner.heartbeat.timeout_ms),
+        ):
+            dealer.setsockopt(option, value)
+        self._monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        if owner.loop is not None:
+            owner.loop.add_reader(self._monitor.FD, self._changed)
+            owner.loop.call_soon(self._changed)  # the descriptor signals only what comes after a first look
+        dealer.connect(self.address)
+
+    def _flush(self) -> None:
+        self._retry = None
+        while self._connected and self._outbox and self._socket is not None:
+            try:
+                self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK)
+            except zmq.Again:  # full, or the connection has just broken, and the monitor will say so
+                if self._owner.loop is not None:
+                    self._retry = self._owner.loop.call_later(RETRY_S, self._flush)
+                return
+            self._outbox_bytes -= _size_bytes(self._outbox.popleft())
+
+    def _changed(self) -> None:
+        while self._monitor is not None and not self._monitor.closed:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._opened()
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._broken()
+
+    def _opened(self) -> None:
+        self._connected = True
+        self.put(self._owner.hello(self.address, answers=False))
+        self._rise()
+
+    def _broken(self) -> None:
+        self._owner.drain_received()  # a peer that ends says how its transfers went, and closes
+        self._connected = False
+        self._clear()
+        self.lose(f"its connection closed, or was silent for {self._owner.heartbeat.timeout_ms} ms")
+
+    def _rise(self) -> None:
+        if self._greeter is None or self._up or not self._connected:
+            return
+        self._up = True
+        log.info("peer up", address=self.address, boot_id=self._greeter.boot_id)
+        self._owner.counters.add("peers.up")
+        self._owner.on_up(self._greeter)
+
+    def _clear(self) -> None:
+        self._outbox.clear()
+        self._outbox_bytes = 0
+
+
+def _size_bytes(frames: Frames) -> int:
+    return sum(memoryview(frame).nbytes for frame in frames)

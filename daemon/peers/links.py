@@ -1,0 +1,272 @@
+"""Connections to other daemons: one ROUTER that listens, one link to each peer. Knows nothing of transfers.
+
+Each side speaks on its own connection and hears on the other's, so each notices the other's end by itself: at once
+where the peer's process ends and its host says so, else once the peer has not answered a heartbeat (ZMTP heartbeats)
+for ``timeout_ms``. Then the peer is *lost*: what was still to be sent on the connection is dropped, and what the peer
+said that is heard only now is, too. Both begin anew with PEER_HELLO on the next connection, before which nothing
+counts. But the two directions break apart from each other: what one side said last may have been taken by the other
+before that noticed. A peer that takes too slowly what it is told is lost in the same way.
+
+A link that is down is kept while a receive request waits for the peer, and for a minute after its last use; where there
+are too many, the longest unused makes room for another. There is no authentication: see docs/operations.md for what to
+fence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+import zmq
+
+from kvferry.daemon.config.addresses import is_numeric, scheme, wrong_address, wrong_port
+from kvferry.daemon.control.control_socket import ControlSocket, ReceivedMessage
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.peers.link import SOCKETS_PER_LINK, Heartbeat, PeerLink
+from kvferry.daemon.process.access import PEER_SOCKET_MODE
+from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.protocol.codec import Frames, PageIds
+from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError
+from kvferry.protocol.ids import NO_BOOT, BootId
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.peer_codec import IncomingPeerMessage, decode_peer, encode_peer
+from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, PeerHello
+from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN, agree
+
+MAX_PEERS = 1024
+FILES_PER_PEER = 8
+"""Open files that a peer may cost; a process that may open few knows fewer peers."""
+TIDY_S = 10.0
+QUIET_S = 60.0
+LOOKS = 32
+"""Of how many links it is asked at a time whether they are needed: that looks at every receive request."""
+LAST_WORDS_MS = 300
+"""How long what was said last may take to leave when the daemon ends."""
+
+log = structlog.get_logger(__name__)
+
+OnPeerMessage = Callable[[Incarnation, PeerBody, tuple[PageIds, ...]], None]
+
+
+class PeerLinks:
+    """Serves between ``start`` and ``close``. Callbacks come on the loop, never from within ``send``.
+
+    Attributes:
+        on_message: takes what a peer says.
+        on_up: takes the incarnation of a peer that can be spoken to from now on.
+        on_lost: takes an incarnation that is gone, or cut off, and why.
+        is_needed: says whether the link to an address is to be kept although it is down.
+    """
+
+    def __init__(
+        self,
+        boot_id: BootId,
+        socket_path: Path,
+        listen: str | None,
+        heartbeat: Heartbeat,
+        limits: Limits,
+        counters: Counters,
+    ) -> None:
+        """Listen on a Unix socket for daemons of this host and, where ``listen`` says so, on TCP.
+
+        Raises:
+            ConfigError: the TCP address cannot be listened on, or others could not call it.
+        """
+        if listen and not is_numeric(listen):
+            raise ConfigError(f"{listen}: give an address of this host in numbers", field="peers.listen")
+        if listen and (wrong := wrong_port(listen, 0)):
+            raise ConfigError(wrong, field="peers.listen")
+        self.boot_id = boot_id
+        self.heartbeat = heartbeat
+        self.limits = limits
+        self.counters = counters
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.on_message: OnPeerMessage = lambda _peer, _body, _ids: None
+        self.on_up: Callable[[Incarnation], None] = lambda _peer: None
+        self.on_lost: Callable[[Incarnation, str], None] = lambda _peer, _why: None
+        self.is_needed: Callable[[str], bool] = lambda _address: False
+        self._router = ControlSocket(socket_path, limits, counters, self._received, also=listen, mode=PEER_SOCKET_MODE)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed one counts a little longer
+        self._most = _most_peers()
+        self.addresses = {"ipc": f"ipc://{socket_path}"}
+        if listen:
+            self.addresses["tcp"] = self._router.endpoint
+        self._links: dict[str, PeerLink] = {}
+        self._tidying: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        """Show the peers."""
+        return f"<PeerLinks {list(self._links.values())}>"
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve on this loop."""
+        self.loop = loop
+        self._router.start(loop)
+        self._tidying = loop.call_later(TIDY_S, self._tidy)
+
+    def close(self) -> None:
+        """Break every connection and stop listening; what was said last has a moment. Closing twice does nothing."""
+        if self._tidying is not None:
+            self._tidying.cancel()
+        for link in self._links.values():
+            link.close(LAST_WORDS_MS)
+        self._links.clear()
+        self.context.term()  # then the end of our own listening, which others may take for ours
+        self._router.close()
+        self.loop = None
+
+    def check_reachable(self, address: str, field: str) -> None:
+        """Check that this daemon can speak to an address, and be answered.
+
+        Raises:
+            InvalidFieldError: no daemon can listen there, or this one listens on nothing that it could reach.
+        """
+        if scheme(address) not in self.addresses:
+            raise InvalidFieldError(
+                f"{address}: this daemon listens on no TCP address; set peers.listen in its configuration", field=field
+            )
+        if wrong := wrong_address(address):
+            raise InvalidFieldError(wrong, field=field)
+
+    def is_own(self, address: str) -> bool:
+        """Return whether an address is this daemon's."""
+        return address in self.addresses.values()
+
+    def connect(self, address: str, field: str = "address") -> Incarnation | None:
+        """Make sure that there is a link; return who is there, once it is known and can be spoken to.
+
+        Raises:
+            InvalidFieldError: no connection to the address can be tried, or too many others are known.
+        """
+        link = self._links.get(address)
+        if link is None:
+            self.check_reachable(address, field)
+            if len(self._links) >= self._most and not self._drop_one():
+                raise InvalidFieldError(f"{address}: {len(self._links)} other daemons are known already", field=field)
+            link = self._links[address] = PeerLink(self, address, field)
+        link.used_at = time.monotonic()
+        return link.peer
+
+    def send(self, peer: Incarnation, body: PeerBody, ids: Sequence[PageIds] = ()) -> bool:
+        """Say something to an incarnation; return False where it is gone: nothing was said then."""
+        link = self._links.get(peer.address)
+        if link is None or link.peer != peer:
+            self.counters.add("peers.unsent")
+            return False
+        link.put(encode_peer(PeerEnvelope(self.own_address(peer.address), self.boot_id, peer.boot_id, body), ids))
+        return True
+
+    def own_address(self, address: str) -> str:
+        """Return the address at which that peer reaches this daemon."""
+        return self.addresses[scheme(address)]
+
+    def up(self) -> list[Incarnation]:
+        """Return all peers that can be spoken to."""
+        return [link.peer for link in self._links.values() if link.peer is not None]
+
+    def status(self) -> tuple[tuple[str, str], ...]:
+        """Return each peer's address and state: ``up``, or ``down``."""
+        return tuple((address, "up" if link.peer else "down") for address, link in self._links.items())
+
+    def hello(self, address: str, *, answers: bool) -> Frames:
+        """Return the frames of our PEER_HELLO."""
+        body = PeerHello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, answers=answers, dialled=address)
+        return encode_peer(PeerEnvelope(self.own_address(address), self.boot_id, NO_BOOT, body))
+
+    def _received(self, message: ReceivedMessage) -> None:
+        self.counters.add("peers.received")
+        incoming = None
+        try:
+            incoming = decode_peer([] if message.too_large else message.frames)
+            self._take(incoming)
+        except KvferryError as error:
+            self.counters.add("peers.malformed")
+            log.warning("a peer's message was dropped", cause=str(error), **_about(incoming))
+        except Exception as error:  # a bug must not end the loop
+            self.counters.add("peers.failed")
+            log.exception("a peer's message failed", cause=str(error), **_about(incoming))
+
+    def _take(self, incoming: IncomingPeerMessage) -> None:
+        envelope = incoming.envelope
+        if envelope.to_boot_id not in {self.boot_id, NO_BOOT}:
+            self.counters.add("peers.stale")
+            return
+        if isinstance(envelope.body, PeerHello):
+            self._greeted(envelope, envelope.body)
+            return
+        link = self._links.get(envelope.address)
+        if link is None:  # it has not noticed that we dropped the link to it: the next one tells it to begin anew
+            self.counters.add("peers.stale")
+            self.connect(envelope.address)
+        elif link.peer is None or link.peer.boot_id != envelope.boot_id:
+            self.counters.add("peers.stale")
+        else:
+            self.on_message(link.peer, envelope.body, incoming.ids)
+
+    def _greeted(self, envelope: PeerEnvelope, hello: PeerHello) -> None:
+        agree(hello.protocol_min, hello.protocol_max)
+        if not self.is_own(hello.dialled):
+            log.warning("a peer calls this daemon by another name", name=hello.dialled, peer=envelope.address)
+        self.connect(envelope.address)
+        self._links[envelope.address].greeted(envelope.boot_id, anew=not hello.answers)
+
+    def overflowed(self, link: PeerLink) -> None:
+        """See ``LinkOwner``."""
+        if self._links.get(link.address) is not link:
+            return
+        self.counters.add("peers.overflowed")
+        del self._links[link.address]
+        waiting = link.waiting
+        link.close()
+        link.lose(f"{waiting} messages were waiting for it to take them")
+        try:
+            self.connect(link.address)
+        except InvalidFieldError as error:
+            log.warning("a peer is not called again", cause=str(error))
+
+    def drain_received(self) -> None:
+        """See ``LinkOwner``."""
+        self._router.drain_received()
+
+    def _tidy(self) -> None:
+        if self.loop is None:
+            return
+        self._tidying = self.loop.call_later(TIDY_S, self._tidy)
+        for link in self._links.values():
+            link.greet_again()
+        while self._drop_one(QUIET_S):
+            pass
+
+    def _drop_one(self, quiet_s: float = 0.0) -> bool:
+        """Drop the longest unused of the links that are down and that nobody needs; return whether there is one.
+
+        However short of links we are, each has ``timeout_ms`` to come up.
+        """
+        now = time.monotonic()
+        least_s = max(quiet_s, self.heartbeat.timeout_ms / 1000)
+        quiet = [link for link in self._links.values() if link.quiet_s(now) > least_s]
+        for link in heapq.nsmallest(LOOKS, quiet, key=lambda one: one.used_at):
+            if self.is_needed(link.address):
+                link.used_at = now
+                continue
+            self._links.pop(link.address).close()
+            self.counters.add("peers.dropped")
+            return True
+        return False
+
+
+def _most_peers() -> int:
+    """Return how many peers may be known, so that files are left for sessions."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_PEERS if files == resource.RLIM_INFINITY else min(MAX_PEERS, files // FILES_PER_PEER)
+
+
+def _about(incoming: IncomingPeerMessage | None) -> dict[str, str]:
+    return about(incoming.envelope) if incoming else {}

@@ -1,0 +1,207 @@
+"""The cache for operators and routers: CACHE_LIST, CACHE_PIN, CACHE_EVICT, CACHE_EVENTS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.tiers.background import Background
+from kvferry.daemon.tiers.cached_pages import split_hashes
+from kvferry.daemon.tiers.host_tier import HostTier, holder_name
+from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.pools.tiers.cached_block import CachedBlock
+from kvferry.pools.tiers.index import OPERATOR
+from kvferry.pools.tiers.journal import Change
+from kvferry.protocol.cache_messages import (
+    CacheChange,
+    CacheChanges,
+    CachedBlockStatus,
+    CacheEvents,
+    CacheEvict,
+    CacheEvicted,
+    CacheList,
+    CacheListed,
+    CachePin,
+    CachePinned,
+)
+from kvferry.protocol.errors import InvalidFieldError
+
+LOOK_AT = 1000
+"""Blocks, or changes, looked at between two other requests."""
+
+
+class _Waiting:
+    """A CACHE_EVENTS that nothing of has come, and the cursor that it has come to."""
+
+    def __init__(self, call: Call, cursor: int) -> None:
+        self.call = call
+        self.cursor = cursor
+        self.timer: asyncio.TimerHandle | None = None
+
+    def cancel(self) -> None:
+        """Wait no longer."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class CacheReports:
+    """See above; every user sees and changes its own blocks only."""
+
+    def __init__(self, dispatcher: Dispatcher, host: HostTier, lower: LowerTiers) -> None:
+        self._dispatcher = dispatcher
+        self._host = host
+        self._lower = lower
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[_Waiting] = []
+        self._background = Background("a change of the cache by hand")
+        host.journal.on_change = self._changed
+        self._flushing = False
+        dispatcher.handle("CACHE_LIST", self._list)
+        dispatcher.handle("CACHE_PIN", self._pin)
+        dispatcher.handle("CACHE_EVICT", self._evict)
+        dispatcher.handle("CACHE_EVENTS", self._events)
+
+    def __repr__(self) -> str:
+        """Show who waits."""
+        return f"<CacheReports waiting={len(self._waiting)}>"
+
+    def session_lost(self, session_id: int) -> None:
+        """Forget who waits for events."""
+        for one in [one for one in self._waiting if one.call.session.session_id == session_id]:
+            one.cancel()
+            self._waiting.remove(one)
+
+    async def close(self) -> None:
+        """Give up what is changed by hand."""
+        await self._background.close()
+
+    # -- CACHE_LIST, CACHE_PIN, CACHE_EVICT
+
+    def _list(self, call: Call) -> Answer:
+        body = expect(call, CacheList)
+        cursor = self._host.journal.position()
+        page = self._host.index.page(body.position, min(body.limit, LOOK_AT))
+        mine = (block for block in page.blocks if block.namespace.tenant == call.session.tenant)
+        return Answer(
+            CacheListed(blocks=tuple(map(self._status, mine)), cursor=cursor, position=page.next_position),
+        )
+
+    def _pin(self, call: Call) -> Answer | None:
+        body = expect(call, CachePin)
+        self._background.spawn(self._pin_all(call, set(split_hashes(body.hashes)), pinned=body.pinned))
+        return None
+
+    async def _pin_all(self, call: Call, named: set[bytes], *, pinned: bool) -> None:
+        index, count = self._host.index, 0
+        async for blocks in self._blocks_of(call.session.tenant, named):
+            count += len(blocks)
+            if pinned:
+                index.pin([block for block in blocks if OPERATOR not in block.pins], OPERATOR)
+            else:
+                self._host.free_all(index.unpin([block for block in blocks if OPERATOR in block.pins], OPERATOR))
+        self._dispatcher.answer(call.session, call.message_id, Answer(CachePinned(blocks=count)))
+
+    def _evict(self, call: Call) -> Answer | None:
+        body = expect(call, CacheEvict)
+        if body.everything == bool(body.hashes):
+            raise InvalidFieldError("name blocks, or say everything=true", field="hashes")
+        named = None if body.everything else set(split_hashes(body.hashes))
+        self._background.spawn(self._evict_all(call, named))
+        return None
+
+    async def _evict_all(self, call: Call, named: set[bytes] | None) -> None:
+        count = size_bytes = kept = 0
+        async for blocks in self._blocks_of(call.session.tenant, named):
+            going = [block for block in blocks if not block.pins]
+            kept += len(blocks) - len(going)
+            count, size_bytes = count + len(going), size_bytes + sum(block.size_bytes for block in going)
+            self._host.free_all([freed for block in going for freed in self._host.index.remove(block)])
+            self._lower.remove(going)
+        reply = CacheEvicted(blocks=count, size_bytes=size_bytes, kept=kept)
+        self._dispatcher.answer(call.session, call.message_id, Answer(reply))
+
+    async def _blocks_of(self, tenant: int, named: set[bytes] | None) -> AsyncIterator[list[CachedBlock]]:
+        """Yield a tenant's blocks, some at a time, letting other requests in between; those ``named``, None: all."""
+        position: int | None = 0
+        while position is not None:
+            page = self._host.index.page(position, LOOK_AT)
+            mine = [block for block in page.blocks if block.namespace.tenant == tenant]
+            yield mine if named is None else [block for block in mine if block.hash in named]
+            position = page.next_position
+            await asyncio.sleep(0)
+
+    # -- CACHE_EVENTS
+
+    def _events(self, call: Call) -> Answer | None:
+        one = _Waiting(call, expect(call, CacheEvents).cursor)
+        answer = self._changes(one)
+        if answer is None:
+            self._waiting.append(one)
+            # Before the dispatcher's own timer, which is set after this one: an answer, not DEADLINE.
+            one.timer = self._loop.call_later(call.deadline_s, self._nothing_new, one)
+        return answer
+
+    def _changes(self, one: _Waiting) -> Answer | None:
+        """Return what has changed for this tenant; None where nothing has, and those of others are passed."""
+        limit, tenant = min(expect(one.call, CacheEvents).limit, LOOK_AT), one.call.session.tenant
+        found = self._host.journal.since(one.cursor, limit)
+        mine = tuple(self._change(change) for change in found.changes if change.namespace.tenant == tenant)
+        if not mine and not found.lost:
+            one.cursor = found.next_cursor
+            if len(found.changes) == limit:  # there may be more
+                self._changed(waits=True)
+            return None
+        return Answer(CacheChanges(changes=mine, cursor=found.next_cursor, lost=found.lost))
+
+    def _changed(self, *, waits: bool = False) -> None:
+        if (waits or self._waiting) and not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            call = one.call
+            answer = self._changes(one) if call.session.is_pending(call.message_id) else None
+            if answer is not None:
+                one.cancel()
+                self._dispatcher.answer(call.session, call.message_id, answer)
+            elif call.session.is_pending(call.message_id):
+                self._waiting.append(one)
+
+    def _nothing_new(self, one: _Waiting) -> None:
+        """Answer at the deadline: that nothing has changed is an answer too."""
+        if one in self._waiting:
+            self._waiting.remove(one)
+            answer = Answer(CacheChanges(changes=(), cursor=one.cursor))
+            self._dispatcher.answer(one.call.session, one.call.message_id, answer)
+
+    def _status(self, block: CachedBlock) -> CachedBlockStatus:
+        there = (("host", block.in_host), ("disk", block.on_disk), ("remote", block.in_remote))
+        return CachedBlockStatus(
+            hash=block.hash.hex(),
+            layout_digest=block.namespace.layout_digest,
+            space=block.namespace.space,
+            block_pages=block.namespace.block_pages,
+            size_bytes=block.size_bytes,
+            tiers=tuple(name for name, present in there if present),
+            parent=block.parent.hex() if block.parent else "",
+            pinned_by=tuple(sorted(map(holder_name, block.pins))),
+            identity=block.namespace.identity,
+            model=self._host.models.get(block.namespace.identity, ""),
+        )
+
+    def _change(self, change: Change) -> CacheChange:
+        return CacheChange(
+            kind=change.kind.value,
+            tier=change.tier.value,
+            layout_digest=change.namespace.layout_digest,
+            space=change.namespace.space,
+            block_pages=change.namespace.block_pages,
+            hashes=b"".join(change.hashes),
+            parent=change.parent or b"",
+            identity=change.namespace.identity,
+            model=self._host.models.get(change.namespace.identity, ""),
+        )

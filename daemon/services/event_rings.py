@@ -1,0 +1,294 @@
+"""Event rings: memory in which an engine notes that work is recorded or done, and the descriptor by which it says so.
+
+Slot i of a ring holds a counter that its engine only ever raises; requests wait until one has reached a value. On the
+host an event is such a counter. On a device it says how often the slot's interprocess event was recorded: it has
+reached a value once the event itself is done, which ``DeviceEvents`` sees without waiting. The engine writes the
+counter and then the eventfd, which wakes the control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Final, NamedTuple
+
+import numpy as np
+import structlog
+
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler, expect
+from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.control.session_socket import SessionSocket
+from kvferry.daemon.devices.device_events import DeviceEvents
+from kvferry.daemon.devices.registry import Devices
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.errors import (
+    CancelledError,
+    InternalError,
+    InvalidFieldError,
+    KvferryError,
+    OutOfMemoryError,
+    OverloadedError,
+)
+from kvferry.protocol.ids import HOST
+from kvferry.protocol.limits import EVENT_RING_SLOTS
+from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEvents
+
+COUNTER = np.dtype("<i8")
+MAX_HELD = 1024
+LOOK_FROM: Final = 64
+"""With so many requests held, those whose deadline has passed are looked for: each keeps its page lists."""
+
+OnReached = Callable[[int, list[int]], None]
+log = structlog.get_logger(__name__)
+
+
+class _Waiting(NamedTuple):
+    """A request and the device event it waits for: to be done, or where ``recorded`` only to be recorded."""
+
+    device_event: DeviceEvent
+    recorded: bool
+    call: Call
+    handle: Handler
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its deadline has not passed: else nothing may happen any more."""
+        return self.call.session.is_pending(self.call.message_id)
+
+
+class _Ring:
+    """One session's ring; with ``events`` where it is on a device."""
+
+    def __init__(self, name: str, slots: int, events: DeviceEvents | None) -> None:
+        self.region = HostRegion.create(name, slots * COUNTER.itemsize)
+        self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.slots = slots
+        self.events = events
+        self.waiting: list[_Waiting] = []
+
+    def recorded(self) -> list[int]:
+        values: list[int] = self.region.view().view(COUNTER).tolist()
+        return values
+
+    def values(self) -> list[int]:
+        return self.recorded() if self.events is None else self.events.reached()
+
+    def close(self) -> None:
+        os.close(self.eventfd)
+        if self.events is not None:
+            self.events.close()
+        self.region.close()
+
+
+class EventRings:
+    """The rings of all sessions. ``on_reached`` takes a session's number and its values whenever they may be new."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        session_socket: SessionSocket,
+        devices: Devices,
+        executor: Executor,
+        on_reached: OnReached,
+    ) -> None:
+        """Open devices' events on ``executor``."""
+        self._dispatcher = dispatcher
+        self._session_socket = session_socket
+        self._devices = devices
+        self._executor = executor
+        self._on_reached = on_reached
+        self._loop = asyncio.get_running_loop()
+        self._rings: dict[int, _Ring] = {}
+        dispatcher.handle("OPEN_EVENTS", self._open)
+
+    def __repr__(self) -> str:
+        """Show how many there are."""
+        return f"<EventRings {len(self._rings)}>"
+
+    def values(self, session_id: int) -> list[int]:
+        """Return the values that a session's events have reached.
+
+        Raises:
+            InvalidFieldError: it has no ring.
+        """
+        return self._ring(session_id, "steps").values()
+
+    def events(self, session_id: int) -> DeviceEvents | None:
+        """Return a session's events, where its ring is on a device.
+
+        Raises:
+            InvalidFieldError: it has no ring.
+        """
+        return self._ring(session_id, "after").events
+
+    def hold(
+        self, call: Call, device_event: DeviceEvent | None, handle: Handler, *, recorded: bool = False
+    ) -> Answer | None:
+        """Handle a request once its device event is reached: now, or later, when its answer is given then.
+
+        Args:
+            call: the request.
+            device_event: what it waits for; None for nothing.
+            handle: does what it asks.
+            recorded: a stream waits for the event itself: go on as soon as it is recorded.
+
+        Raises:
+            KvferryError: of ``handle``; or the session has no such event, or too many requests wait.
+        """
+        if device_event is None:
+            return handle(call)
+        ring = self._ring(call.session.session_id, "after")
+        if device_event.event >= ring.slots:
+            raise InvalidFieldError(
+                f"event {device_event.event}; the session's ring has {ring.slots}", field="after.event"
+            )
+        if (ring.recorded() if recorded else ring.values())[device_event.event] >= device_event.value:
+            return handle(call)
+        if len(ring.waiting) >= LOOK_FROM:
+            ring.waiting = [one for one in ring.waiting if one.is_pending]
+        if len(ring.waiting) >= MAX_HELD:
+            raise OverloadedError(f"{MAX_HELD} requests of the session wait for its events")
+        ring.waiting.append(_Waiting(device_event, recorded, call, handle))
+        return None
+
+    def give_up(self, session_id: int, is_wanted: Callable[[Call], bool]) -> bool:
+        """Refuse a session's held requests that are wanted; return whether there was one."""
+        ring = self._rings.get(session_id)
+        found = [one for one in ring.waiting if one.is_pending and is_wanted(one.call)] if ring is not None else []
+        for one in found:  # each is pending no longer once it is answered
+            error = CancelledError("given up before its event was reached")
+            self._dispatcher.answer_error(one.call.session, one.call.message_id, error)
+        return bool(found)
+
+    def session_lost(self, session_id: int) -> None:
+        """Take a last look at a session's counters, and give its ring back."""
+        ring = self._rings.pop(session_id, None)
+        if ring is not None:
+            self._loop.remove_reader(ring.eventfd)
+            self._on_reached(session_id, ring.values())
+            ring.close()
+
+    def _ring(self, session_id: int, field: str) -> _Ring:
+        ring = self._rings.get(session_id)
+        if ring is None:
+            raise InvalidFieldError("the session has no event ring: OPEN_EVENTS first", field=field)
+        return ring
+
+    def _go_on(self, one: _Waiting) -> None:
+        call = one.call
+        if not one.is_pending:
+            return
+        try:
+            answer = one.handle(call)
+        except KvferryError as error:
+            self._dispatcher.answer_error(call.session, call.message_id, error)
+        except Exception as error:  # a bug must not keep the requests behind it waiting
+            name = type(call.body).__name__
+            log.exception("request failed", type=name, **about(call.body))
+            internal = InternalError(f"{name} failed: {type(error).__name__}")
+            self._dispatcher.answer_error(call.session, call.message_id, internal)
+        else:
+            if answer is not None:
+                self._dispatcher.answer(call.session, call.message_id, answer)
+
+    def _open(self, call: Call) -> Answer | None:
+        body = expect(call, OpenEvents)
+        ring = self._rings.get(call.session.session_id)
+        if ring is None and body.device != HOST:
+            self._open_on_device(call, body.device)
+            return None
+        if ring is None:
+            ring = self._start(call, EVENT_RING_SLOTS, None)
+        elif ring.events is not None or body.device != HOST:
+            self._session_socket.take_share(call.session, call.message_id)  # its new events are none of the ring's
+            where = HOST if ring.events is None else ring.events.device
+            raise InvalidFieldError(f"the session has a ring on {where} already: use that one", field="device")
+        return self._give(call, ring)
+
+    def _open_on_device(self, call: Call, device: str) -> None:
+        shared = self._session_socket.take_share(call.session, call.message_id).events
+        if shared is None or not shared.handles:
+            raise InvalidFieldError("no events came over the session socket before OPEN_EVENTS", field="events")
+        session_id = call.session.session_id
+
+        def opened(done: asyncio.Future[DeviceEvents]) -> None:
+            try:
+                events = done.result()
+                is_late = not call.session.is_pending(call.message_id)  # the engine has given its events up
+                if is_late or not self._session_socket.is_connected(call.session) or session_id in self._rings:
+                    events.close()
+                    raise InvalidFieldError("the session has a ring, or has ended", field="device")
+                self._dispatcher.answer(call.session, call.message_id, self._start_and_give(call, events))
+            except KvferryError as error:
+                self._dispatcher.answer_error(call.session, call.message_id, error)
+            except OSError as cause:
+                no_ring = OutOfMemoryError(f"no event ring: {cause}")
+                self._dispatcher.answer_error(call.session, call.message_id, no_ring)
+
+        def watch() -> DeviceEvents:
+            return DeviceEvents(self._devices.open(device), shared.handles)
+
+        self._loop.run_in_executor(self._executor, watch).add_done_callback(opened)
+
+    def _start_and_give(self, call: Call, events: DeviceEvents) -> Answer:
+        """Open a ring on a device; none is left where its descriptors cannot be given, for the next has new events."""
+        try:
+            return self._give(call, self._start(call, len(events.reached()), events))
+        except (KvferryError, OSError):
+            events.close()
+            self.session_lost(call.session.session_id)
+            raise
+
+    def _start(self, call: Call, slots: int, events: DeviceEvents | None) -> _Ring:
+        session_id = call.session.session_id
+        ring = self._rings[session_id] = _Ring(f"events-{session_id}", slots, events)
+        if events is not None:
+            events.start(ring.region, functools.partial(self._loop.call_soon_threadsafe, self._look, session_id, ring))
+        self._loop.add_reader(ring.eventfd, self._woken, session_id, ring)
+        return ring
+
+    def _give(self, call: Call, ring: _Ring) -> Answer:
+        fds = (ring.region.fd, ring.eventfd)
+        self._session_socket.pass_frame(call.session, EventsFollow(message_id=call.message_id), fds)
+        return Answer(EventsOpened(slots=ring.slots))
+
+    def _woken(self, session_id: int, ring: _Ring) -> None:
+        _take_wake_ups(ring.eventfd)
+        if ring.events is None:
+            self._look(session_id, ring)
+        else:
+            ring.events.wake()
+            self._let_go(ring)  # those that wait for the record alone
+
+    def _look(self, session_id: int, ring: _Ring) -> None:
+        if self._rings.get(session_id) is ring:
+            self._on_reached(session_id, ring.values())
+            self._let_go(ring)
+
+    def _let_go(self, ring: _Ring) -> None:
+        if not ring.waiting:
+            return
+        done, recorded = ring.values(), ring.recorded()
+        waiting, ring.waiting = ring.waiting, []
+        for one in waiting:
+            if (recorded if one.recorded else done)[one.device_event.event] >= one.device_event.value:
+                self._go_on(one)
+            else:
+                ring.waiting.append(one)
+
+
+def _take_wake_ups(eventfd: int) -> None:
+    """Read the count, if it is there still, and never wait: the engine may have taken it, and O_NONBLOCK with it."""
+    with contextlib.suppress(BlockingIOError):
+        try:
+            os.preadv(eventfd, [bytearray(COUNTER.itemsize)], -1, os.RWF_NOWAIT)
+        except OSError as cause:
+            if cause.errno != errno.EOPNOTSUPP:  # a kernel before 5.8: trust the descriptor's own flag
+                raise
+            os.eventfd_read(eventfd)

@@ -1,0 +1,191 @@
+"""LOOKUP and UNPIN: the longest prefix that is cached, pinned for its session until it says otherwise, or ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import structlog
+
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.sessions import SessionRegistry
+from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.tiers.background import Background
+from kvferry.daemon.tiers.cached_pages import hashes_of, model_of, namespace_of
+from kvferry.daemon.tiers.host_tier import LOOKUPS, HostTier
+from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.pools.tiers.blocks import BlockLayout
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
+from kvferry.pools.tiers.namespaces import Namespace
+from kvferry.protocol.cache_messages import HASH_BYTES, Found, Lookup, Unpin, Unpinned
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, OverloadedError, UnknownLeaseError
+
+MAX_LEASES = 4096
+MAX_PINS = 1 << 20
+"""Of one session; a block counts in each of its leases."""
+
+log = structlog.get_logger(__name__)
+
+
+class Lease(msgspec.Struct):
+    """What one session's lookups have pinned, in the order of the prompt."""
+
+    number: int
+    namespace: Namespace
+    layout: BlockLayout
+    blocks: list[CachedBlock]
+
+
+class Lookups:
+    """Answers LOOKUP and UNPIN, and knows the leases."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        pools: PoolService,
+        sessions: SessionRegistry,
+        host: HostTier,
+        lower: LowerTiers,
+        counters: Counters,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._pools = pools
+        self._sessions = sessions
+        self._host = host
+        self._lower = lower
+        self._counters = counters
+        self._numbers = itertools.count(1)
+        self._leases: dict[int, dict[int, Lease]] = {}
+        self._background = Background("a lookup")
+        dispatcher.handle("LOOKUP", self._lookup)
+        dispatcher.handle("UNPIN", self._unpin)
+
+    def __repr__(self) -> str:
+        """Show how many leases there are."""
+        return f"<Lookups leases={sum(map(len, self._leases.values()))}>"
+
+    @property
+    def under_way(self) -> int:
+        """Return how many wait for lower tiers."""
+        return len(self._background)
+
+    def lease(self, call: Call, number: int) -> Lease:
+        """Return a lease of the session.
+
+        Raises:
+            UnknownLeaseError: it has none of that number.
+        """
+        lease = self._leases.get(call.session.session_id, {}).get(number)
+        if lease is None:
+            raise UnknownLeaseError(f"no lease {number} of this session", field="lease")
+        return lease
+
+    def end(self, session_id: int, lease: Lease) -> None:
+        """End a lease, unless it has ended."""
+        if self._leases.get(session_id, {}).pop(lease.number, None) is not None:
+            self._host.free_all(self._host.index.unpin(lease.blocks, session_id))
+
+    def session_lost(self, session_id: int) -> None:
+        """Give up what a session has pinned."""
+        self._leases.pop(session_id, None)
+        self._host.free_all(self._host.index.unpin_holder(session_id))
+
+    async def close(self) -> None:
+        """Give up what waits for other tiers."""
+        await self._background.close()
+
+    def _lookup(self, call: Call) -> Answer | None:
+        body = expect(call, Lookup)
+        pool = self._pools.get(call.session.tenant, body.pool)
+        self._host.region  # noqa: B018  there may be no tier
+        hashes = hashes_of(body.hashes)
+        layout = pool.block_layout(body.space)
+        namespace = namespace_of(pool, body.space, body.block_pages)
+        self._host.know(namespace, layout.block_bytes, model_of(pool).label)
+        lease = None
+        if body.lease is not None:
+            lease = self.lease(call, body.lease)
+            if lease.namespace != namespace:
+                raise InvalidFieldError(f"lease {lease.number} is of other blocks: {lease.namespace}", field="lease")
+        elif body.pin:
+            self._check_leases(call.session.session_id)
+        found = self._host.index.longest_prefix(namespace, hashes)
+        rest = hashes[len(found) :]
+        if not rest or not self._lower.asks_far:
+            return self._found(call, lease, Lease(0, namespace, layout, found))
+        self._host.index.pin(found, LOOKUPS)  # nothing of the prefix may go meanwhile
+        self._background.spawn(self._look_far(call, lease, Lease(0, namespace, layout, found), rest))
+        return None
+
+    async def _look_far(self, call: Call, lease: Lease | None, near: Lease, rest: Sequence[bytes]) -> None:
+        blocks = near.blocks
+        parent = blocks[-1].hash if blocks else lease.blocks[-1].hash if lease is not None and lease.blocks else None
+        try:
+            far = await self._lower.find(near.namespace, rest, parent, near.layout.block_bytes)
+        finally:
+            self._host.free_all(self._host.index.unpin(blocks, LOOKUPS))
+        still = list(itertools.takewhile(lambda one: one.state is BlockState.READY, [*blocks, *far]))
+        if not call.session.is_pending(call.message_id) or self._sessions.get(call.session.session_id) is None:
+            return
+        try:
+            if lease is not None:
+                self.lease(call, lease.number)  # it may have ended meanwhile
+            answer = self._found(call, lease, msgspec.structs.replace(near, blocks=still))
+        except KvferryError as error:
+            self._dispatcher.answer_error(call.session, call.message_id, error)
+        else:
+            self._dispatcher.answer(call.session, call.message_id, answer)
+
+    def _found(self, call: Call, lease: Lease | None, found: Lease) -> Answer:
+        """Pin what was found, let it come up, and say what it is.
+
+        Raises:
+            OverloadedError: the session has as many leases or pins as it may.
+        """
+        body, blocks = expect(call, Lookup), found.blocks
+        if body.pin:
+            self._check_pins(call.session.session_id, len(blocks))
+            if lease is None:
+                self._check_leases(call.session.session_id)  # others may have come while lower tiers were asked
+        self._counters.add("cache.lookups")
+        self._counters.add("cache.asked_blocks", len(body.hashes) // HASH_BYTES)
+        self._counters.add("cache.hit_blocks", len(blocks))
+        self._host.index.touch(blocks)
+        self._lower.used(blocks)
+        host = sum(block.in_host for block in blocks)
+        disk = sum(block.on_disk and not block.in_host for block in blocks)
+        if body.pin and (blocks or lease is not None):
+            session_id = call.session.session_id
+            self._host.index.pin(blocks, session_id)
+            if lease is None:
+                lease = msgspec.structs.replace(found, number=next(self._numbers), blocks=[])
+                self._leases.setdefault(session_id, {})[lease.number] = lease
+            lease.blocks.extend(blocks)
+            for block in blocks:
+                self._lower.promote(block)
+        return Answer(
+            Found(
+                blocks=len(blocks),
+                lease=lease.number if lease is not None else 0,
+                host=host,
+                disk=disk,
+                remote=len(blocks) - host - disk,
+                lease_blocks=len(lease.blocks) if lease is not None else 0,
+            )
+        )
+
+    def _check_leases(self, session_id: int) -> None:
+        if len(self._leases.get(session_id, ())) >= MAX_LEASES:
+            raise OverloadedError(f"the session has {MAX_LEASES} leases: UNPIN some")
+
+    def _check_pins(self, session_id: int, more: int) -> None:
+        pins = sum(len(lease.blocks) for lease in self._leases.get(session_id, {}).values())
+        if pins + more > MAX_PINS:
+            raise OverloadedError(f"the session's leases have {pins} blocks, {more} more are over {MAX_PINS}")
+
+    def _unpin(self, call: Call) -> Answer:
+        lease = self.lease(call, expect(call, Unpin).lease)
+        self.end(call.session.session_id, lease)
+        return Answer(Unpinned(blocks=len(lease.blocks)))

@@ -1,0 +1,389 @@
+"""Offload and restore: pages leave a pool for the host tier, and come back into others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
+from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.jobs import JobStarter
+from kvferry.daemon.tiers.operations import Ending, Operation, Operations
+from kvferry.daemon.tiers.page_holds import hold_pages
+from kvferry.daemon.tiers.snapshots import (
+    Snapshot,
+    SnapshotRegistry,
+    SnapshotSegment,
+    check_layout,
+    ids_for,
+    new_segments,
+    space_of,
+)
+from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges
+from kvferry.pools.model_checks import check_models
+from kvferry.pools.planning.page_checks import check_distinct
+from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.pool import Pool
+from kvferry.pools.tiers.arena import whole_units
+from kvferry.pools.tiers.blocks import BlockPages
+from kvferry.protocol.base import PageList
+from kvferry.protocol.errors import (
+    EmptyPagesError,
+    InvalidFieldError,
+    KvferryError,
+    NotOwnerError,
+    PoolFullError,
+    UnknownPoolError,
+)
+from kvferry.protocol.tier_messages import (
+    DropSnapshot,
+    Offload,
+    Offloading,
+    OperationStarted,
+    Restore,
+    SnapshotDropped,
+    SnapshotReport,
+    TierDone,
+)
+
+
+class _Restoring:
+    """A RESTORE: what it reads, and the pages it writes, once it has them."""
+
+    def __init__(self, call: Call, pool: Pool, snapshot: Snapshot) -> None:
+        self.call = call
+        self.body = expect(call, Restore)
+        self.pool = pool
+        self.snapshot = snapshot
+        self.ids: list[PageIds] = []
+        self.release: Callable[[], None] = lambda: None
+
+
+class TierService:
+    """Answers the requests about snapshots.
+
+    Attributes:
+        snapshots: all there are.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        pools: PoolService,
+        host: HostTier,
+        operations: Operations,
+        jobs: JobStarter,
+        *,
+        grace_s: float,
+    ) -> None:
+        self.snapshots = SnapshotRegistry()
+        self._pools = pools
+        self._host = host
+        self._operations = operations
+        self._jobs = jobs
+        self._grace_s = grace_s
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[Operation, _Restoring]] = deque()
+        self._looking = False
+        pools.on_deleted.append(self._pool_deleted)
+        for kind, handler in (
+            ("OFFLOAD", lambda call: pools.hold(call, expect(call, Offload).after, self._offload)),
+            ("RESTORE", lambda call: pools.hold(call, expect(call, Restore).after, self._restore)),
+            ("DROP_SNAPSHOT", self._drop),
+            ("SNAPSHOTS", self._list),
+        ):
+            dispatcher.handle(kind, handler)
+
+    def session_lost(self, session_id: int) -> None:
+        """Keep what a session leaves behind for a while: another one of its user may restore it."""
+        for snapshot in [one for one in self.snapshots if one.session_id == session_id]:
+            snapshot.session_id = None
+            self._loop.call_later(self._grace_s, self._drop_orphan, snapshot)
+
+    def new_snapshot(self, call: Call, pool: Pool, lists: Sequence[PageRange]) -> Snapshot:
+        """Return a snapshot of that many pages, with its memory.
+
+        Raises:
+            EmptyPagesError: no list has a page.
+            OutOfMemoryError, OverloadedError, TierOffError: the host tier has no room.
+        """
+        if not lists:
+            raise EmptyPagesError("no list names a page", field="lists")
+        self.snapshots.check(pool.tenant)
+        snapshot = Snapshot(pool, call.session.session_id, new_segments(pool, lists))
+        reserved = []
+        try:
+            self._host.region  # noqa: B018  there may be no tier
+            for segment in snapshot.segments:
+                segment.offsets = self._host.reserve(pool.tenant, segment.count, segment.layout.block_bytes)
+                self._host.index.accounts.charge(pool.tenant, _charge(segment))
+                reserved.append(segment)
+        except KvferryError:
+            snapshot.segments = reserved
+            self._free(snapshot)
+            raise
+        self.snapshots.add(snapshot)
+        return snapshot
+
+    def drop(self, snapshot: Snapshot) -> bool:
+        """Give a snapshot up; return whether that waits for those who read or write it."""
+        snapshot.dropped = True
+        if snapshot.readers or snapshot.state != "ready":
+            return True
+        self._free(snapshot)
+        self.snapshots.remove(snapshot)
+        return False
+
+    def filling(self, snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> BlockJob:
+        """Return a job that copies pages of a pool into a snapshot; ``filled`` has to follow when it is over."""
+        segments = _block_segments(snapshot, pool, ids)
+        return BlockJob("offload", segments, self._host.region, checksums=self._jobs.checksums)
+
+    def start(self, operation: Operation, job: BlockJob) -> None:
+        """Let an operation's job run."""
+        self._jobs.start(operation, job)
+
+    def filled(self, snapshot: Snapshot, job: BlockJob | None, error: KvferryError | None) -> None:
+        """Take the end of ``filling``: the snapshot is ready, or gone."""
+        if error is None and job is not None:
+            for segment, digests in zip(snapshot.segments, job.digests or [None] * len(snapshot.segments), strict=True):
+                segment.digests = digests
+        snapshot.settle(error)
+        if error is not None or snapshot.dropped:
+            snapshot.state = "ready"
+            self.drop(snapshot)
+
+    # -- OFFLOAD
+
+    def _offload(self, call: Call) -> Answer:
+        body = expect(call, Offload)
+        pool = self._pools.get(call.session.tenant, body.pool)
+        if body.release and pool.registered_by is not None:
+            raise InvalidFieldError(
+                f"pool {pool.name!r} is registered: its engine numbers its pages itself", field="release"
+            )
+        lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
+        for one in lists:
+            if body.release:
+                check_distinct(one.ids, one.field)
+        self._operations.check(call.session)
+        held = hold_pages(pool, call.session.session_id, lists, write=False)
+        try:
+            snapshot = self.new_snapshot(call, pool, lists)
+        except BaseException:
+            held.release()
+            raise
+        job = self.filling(snapshot, pool, [one.ids for one in lists])
+
+        def finish(operation: Operation, error: KvferryError | None) -> Ending:
+            if error is None and body.release:
+                held.give_back(operation.session.session_id)
+            held.release()
+            done = TierDone(operation=operation.number, kind="offload", snapshot=snapshot.name)
+            if error is None:
+                done = _copied(done, snapshot)
+            self.filled(snapshot, job, error)
+            return Ending(done)
+
+        operation = self._operations.begin(call, "offload", pool.name, snapshot.pages, finish)
+        self.start(operation, job)
+        return Answer(Offloading(operation=operation.number, snapshot=snapshot.name))
+
+    # -- RESTORE
+
+    def _restore(self, call: Call) -> Answer:
+        body = expect(call, Restore)
+        pool = self._pools.get(call.session.tenant, body.pool)
+        snapshot = self.snapshots.get(call.session.tenant, body.snapshot)
+        check_layout(snapshot, pool.manifest, pool.name)
+        if not body.any_model:
+            check_models(snapshot.model, pool.model, f"the snapshot, of pool {snapshot.pool!r},", f"pool {pool.name!r}")
+        restoring = _Restoring(call, pool, snapshot)
+        self._operations.check(call.session)
+        if body.allocate:
+            self._check_allocatable(restoring)
+        else:
+            lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
+            restoring.ids = ids_for(snapshot, lists)
+            restoring.release = hold_pages(pool, call.session.session_id, lists, write=True).release
+        operation = self._operations.begin(
+            call,
+            "restore",
+            pool.name,
+            snapshot.pages,
+            lambda operation, error: self._restored(operation, restoring, error),
+        )
+        snapshot.readers += 1
+        if snapshot.state == "ready":
+            self._take_pages(operation, restoring)
+        else:
+            operation.waits_for = "the snapshot to be written"
+            snapshot.waiting.append(lambda error: self._snapshot_settled(operation, restoring, error))
+        return Answer(OperationStarted(operation=operation.number))
+
+    def _snapshot_settled(self, operation: Operation, restoring: _Restoring, error: KvferryError | None) -> None:
+        if error is not None:
+            self._operations.stop(operation, error)
+        elif not any(one is restoring.pool for one in self._pools):
+            self._operations.stop(operation, _deleted(restoring.pool))
+        elif operation.stopped is None:
+            self._take_pages(operation, restoring)
+
+    def _check_allocatable(self, restoring: _Restoring) -> None:
+        """Check that the pool could ever have the pages for the snapshot.
+
+        Raises:
+            InvalidFieldError: pages are named as well, or the pool is registered.
+            PoolFullError: it has fewer pages in all.
+        """
+        pool, snapshot = restoring.pool, restoring.snapshot
+        if restoring.body.lists:
+            raise InvalidFieldError("allocate=true takes the pages itself: name none", field="lists")
+        if pool.registered_by is not None:
+            raise InvalidFieldError(
+                f"pool {pool.name!r} is registered: its engine numbers its pages itself", field="allocate"
+            )
+        wanted: Counter[str] = Counter()
+        for segment in snapshot.segments:
+            space = space_of(pool.manifest, segment.component)
+            wanted[space] += segment.count
+            capacity = pool.space(space).capacity
+            if wanted[space] > capacity:
+                raise PoolFullError(f"{wanted[space]} pages of {space!r}, the pool has {capacity}", field="pool")
+
+    def _take_pages(self, operation: Operation, restoring: _Restoring) -> None:
+        """Begin to copy, at once or after those that wait for pages already."""
+        if not restoring.body.allocate:
+            self._copy_back(operation, restoring)
+            return
+        operation.waits_for = f"{restoring.snapshot.pages} free pages of pool {restoring.pool.name!r}"
+        self._waiting.append((operation, restoring))
+        self._look_for_pages()
+
+    def _look_for_pages(self) -> None:
+        """Give pages to those who wait, in their order for each pool."""
+        self._looking = False
+        full: set[Pool] = set()
+        for _ in range(len(self._waiting)):
+            operation, restoring = self._waiting.popleft()
+            if operation.stopped is not None:
+                continue
+            if restoring.pool in full or not self._allocate(restoring):
+                full.add(restoring.pool)
+                self._waiting.append((operation, restoring))
+                for allocator in restoring.pool.allocators.values():
+                    allocator.on_freed = self._pages_freed
+            else:
+                self._copy_back(operation, restoring)
+
+    def _pages_freed(self) -> None:
+        if self._waiting and not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._look_for_pages)
+
+    def _allocate(self, restoring: _Restoring) -> bool:
+        """Take all pages that a restore needs, or none."""
+        pool, segments = restoring.pool, restoring.snapshot.segments
+        spaces = [pool.space(space_of(pool.manifest, segment.component)) for segment in segments]
+        wanted: dict[int, int] = {}
+        for space, segment in zip(spaces, segments, strict=True):
+            wanted[id(space)] = wanted.get(id(space), 0) + segment.count
+        if any(space.free_count < wanted[id(space)] for space in spaces):
+            return False
+        owner = restoring.call.session.session_id
+        restoring.ids = [space.allocate(owner, segment.count) for space, segment in zip(spaces, segments, strict=True)]
+        for space, ids in zip(spaces, restoring.ids, strict=True):
+            space.begin_write(owner, ids, "pages")
+
+        def release() -> None:
+            for space, ids in zip(spaces, restoring.ids, strict=True):
+                space.end_write(ids)
+
+        restoring.release = release
+        return True
+
+    def _copy_back(self, operation: Operation, restoring: _Restoring) -> None:
+        snapshot, pool = restoring.snapshot, restoring.pool
+        segments = _block_segments(snapshot, pool, restoring.ids)
+        digests = [segment.digests for segment in snapshot.segments if segment.digests is not None]
+        known = digests if len(digests) == len(segments) else None
+        self._jobs.start(operation, BlockJob("restore", segments, self._host.region, digests=known))
+
+    def _restored(self, operation: Operation, restoring: _Restoring, error: KvferryError | None) -> Ending:
+        snapshot, body = restoring.snapshot, restoring.body
+        restoring.release()
+        done = TierDone(operation=operation.number, kind="restore", snapshot=snapshot.name)
+        ids: tuple[PageIds, ...] = ()
+        if error is None:
+            done = _copied(done, snapshot)
+            if body.allocate:
+                ids = tuple(restoring.ids)
+                heads = zip(snapshot.segments, ids, strict=True)
+                lists = tuple(PageList(component=segment.component, pages=len(its)) for segment, its in heads)
+                done = msgspec.structs.replace(done, lists=lists)
+        elif body.allocate:
+            _free_quietly(restoring)
+        snapshot.readers -= 1
+        if (error is None and body.drop) or snapshot.dropped:
+            self.drop(snapshot)
+        return Ending(done, ids)
+
+    # -- the rest
+
+    def _pool_deleted(self, pool: Pool) -> None:
+        for operation, restoring in list(self._waiting):
+            if restoring.pool is pool:
+                self._operations.stop(operation, _deleted(pool))
+
+    def _drop(self, call: Call) -> Answer:
+        snapshot = self.snapshots.get(call.session.tenant, expect(call, DropSnapshot).snapshot)
+        return Answer(SnapshotDropped(snapshot=snapshot.name, deferred=self.drop(snapshot)))
+
+    def _list(self, call: Call) -> Answer:
+        mine = [one for one in self.snapshots if one.tenant == call.session.tenant and not one.dropped]
+        return Answer(SnapshotReport(snapshots=tuple(one.status() for one in mine)))
+
+    def _drop_orphan(self, snapshot: Snapshot) -> None:
+        if snapshot.session_id is None and not snapshot.dropped:
+            self.drop(snapshot)
+
+    def _free(self, snapshot: Snapshot) -> None:
+        for segment in snapshot.segments:
+            self._host.free(segment.offsets, segment.layout.block_bytes)
+            self._host.index.accounts.discharge(snapshot.tenant, _charge(segment))
+        snapshot.segments = []
+
+
+def _deleted(pool: Pool) -> UnknownPoolError:
+    return UnknownPoolError(f"pool {pool.name!r} was deleted", field="pool")
+
+
+def _charge(segment: SnapshotSegment) -> int:
+    return segment.count * whole_units(segment.layout.block_bytes)
+
+
+def _block_segments(snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> list[BlockSegment]:
+    """Return which pages of a pool, whose entries may lie elsewhere than the snapshot's, go with which blocks."""
+    return [
+        BlockSegment(pool.region, BlockPages(pool.block_layout(segment.layout.space), its, segment.offsets))
+        for segment, its in zip(snapshot.segments, ids, strict=True)
+    ]
+
+
+def _copied(done: TierDone, snapshot: Snapshot) -> TierDone:
+    moved = sum(segment.count * segment.layout.content_bytes for segment in snapshot.segments)
+    return msgspec.structs.replace(done, copied_pages=snapshot.pages, moved_bytes=moved)
+
+
+def _free_quietly(restoring: _Restoring) -> None:
+    """Free the pages of a restore that failed; a session that is gone has given them back by itself."""
+    owner, pool = restoring.call.session.session_id, restoring.pool
+    for segment, ids in zip(restoring.snapshot.segments, restoring.ids, strict=False):
+        with contextlib.suppress(NotOwnerError):
+            pool.allocator_of(segment.component).free(owner, ids)

@@ -1,0 +1,324 @@
+"""The shell between the transfer state machine and other daemons: messages in, effects towards them out."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import structlog
+
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.peers.links import PeerLinks
+from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.transfer.completion import name_of
+from kvferry.daemon.transfer.effects import (
+    AnnounceReceive,
+    CloseReceive,
+    Effect,
+    NotifyChunk,
+    NotifyEnded,
+    NotifyReady,
+    RefuseSend,
+    StopSending,
+    Withdraw,
+)
+from kvferry.daemon.transfer.endpoints import ReceiveRequest
+from kvferry.daemon.transfer.peer_forms import chunk_of, peer_send_of
+from kvferry.daemon.transfer.peer_transfers import NO_SEND, PeerTransfers
+from kvferry.daemon.transfer.remote import Incarnation, Origin, RemotePool
+from kvferry.daemon.transports.remote import RemoteTransports
+from kvferry.pools.devices.base import Region
+from kvferry.pools.layouts.entry_checks import check_entry
+from kvferry.pools.pool import Pool
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.errors import (
+    InvalidFieldError,
+    KvferryError,
+    OverloadedError,
+    UnknownPoolError,
+    UnknownTransferError,
+    raised,
+)
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.peer_messages import (
+    Announce,
+    Confirm,
+    Confirmed,
+    Grant,
+    OpEnded,
+    OpRequest,
+    PeerBody,
+    PeerSend,
+    PoolGone,
+    ReceiveClosed,
+    SendRefused,
+    SendWithdrawn,
+    StepReady,
+    Written,
+)
+from kvferry.protocol.session_messages import PeerStatus, RegionRequest
+
+MAX_REMOTE_POOLS = 4096
+LONGEST_ANNOUNCEMENT_S = 86_400.0
+log = structlog.get_logger(__name__)
+
+
+class PeerService:
+    """Lets send requests and receive requests of this daemon meet those of other daemons.
+
+    Attributes:
+        remote_pools: what other daemons have described, by who, tenant and name.
+    """
+
+    def __init__(
+        self,
+        links: PeerLinks,
+        state_machine: PeerTransfers,
+        pools: PoolService,
+        transports: RemoteTransports,
+        execute: Callable[[], None],
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``execute`` does what the state machine asks, after each message. ``clock`` is the state machine's."""
+        self._links = links
+        self._state_machine = state_machine
+        self._pools = pools
+        self._transports = transports
+        self._execute = execute
+        self._counters = counters
+        self._clock = clock
+        self.remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
+        links.on_message = self._on_message
+        links.on_up = self._on_up
+        links.on_lost = self._on_lost
+        links.is_needed = lambda address: bool(state_machine.receives_expecting(address))
+
+    def source_daemons(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the other daemons among those that a RECEIVE names, and have the links to them.
+
+        Raises:
+            InvalidFieldError: one cannot be reached from here.
+        """
+        others = tuple(dict.fromkeys(one for one in addresses if not self._links.is_own(one)))
+        for address in others:
+            field = f"source_daemons[{addresses.index(address)}]"
+            if not self._transports.can_reach(address):
+                raise InvalidFieldError(
+                    f"{address}: this daemon has no bounce buffers; set network.transport in its configuration",
+                    field=field,
+                )
+            self._links.check_reachable(address, field)
+            self._links.connect(address, field)  # now: once the receive request is made, nobody can be refused any more
+        return others
+
+    def execute(self, effect: Effect) -> None:
+        """Do what the state machine asks towards another daemon; other effects are not ours."""
+        if isinstance(effect, AnnounceReceive):
+            peer = self._links.connect(effect.address)
+            if peer is None:
+                effect.receive_request.unreachable.add(effect.address)
+            else:
+                self._announce(peer, effect.receive_request)
+        elif isinstance(effect, CloseReceive):
+            peer = self._links.connect(effect.address)
+            if peer is not None:
+                info = effect.error.info() if effect.error else None
+                closed = ReceiveClosed(
+                    receive_request=effect.receive_request, error=info, moved=effect.moved, unmet=effect.unmet
+                )
+                self._links.send(peer, closed)
+        elif isinstance(effect, RefuseSend):
+            refused = SendRefused(
+                receive_request=effect.receive_request, send_request=effect.send_request, error=effect.error.info()
+            )
+            self._links.send(effect.peer, refused)
+        elif isinstance(effect, NotifyEnded):
+            ended = SendWithdrawn(
+                receive_request=effect.receive_request, send_request=NO_SEND, error=effect.error.info()
+            )
+            self._links.send(effect.peer, ended)
+        elif isinstance(effect, StopSending):
+            self._transports.stop_sending(effect.remote_endpoint)
+        else:
+            self._send_to_home(effect)
+
+    def status(self) -> tuple[PeerStatus, ...]:
+        """Return the other daemons as STATUS shows them."""
+        waiting = Counter(home.address for home in self._state_machine.waiting_homes())
+        return tuple(
+            PeerStatus(
+                address=address,
+                state=state,
+                announced=len(self._state_machine.receives_expecting(address)),
+                waiting=waiting[address],
+            )
+            for address, state in self._links.status()
+        )
+
+    def region_of(self, asked: RegionRequest) -> Region:
+        """Return the memory that another daemon of this host asks for.
+
+        Raises:
+            UnknownPoolError: there is no such pool, or it has been made anew since.
+        """
+        region = self._pools.get(asked.tenant, asked.pool).region
+        if region.identity != asked.region:
+            raise UnknownPoolError(f"pool {asked.pool!r} has been made anew", field="region")
+        return region
+
+    def pool_deleted(self, pool: Pool) -> None:
+        """Let other daemons give up their mappings of a pool's memory."""
+        gone = PoolGone(tenant=pool.tenant, pool=pool.name, region=pool.region.identity)
+        for peer in self._links.up():
+            self._links.send(peer, gone)
+
+    def _send_to_home(self, effect: Effect) -> None:
+        if isinstance(effect, NotifyChunk):
+            body, ids = peer_send_of(effect.remote_endpoint, effect.chunk)
+            self._links.send(effect.remote_endpoint.announcement.home, body, ids)
+        elif isinstance(effect, NotifyReady):
+            remote_endpoint = effect.remote_endpoint
+            ready = StepReady(
+                receive_request=remote_endpoint.announcement.receive_request,
+                send_request=remote_endpoint.number,
+                chunk=effect.chunk,
+                ready=effect.ready,
+            )
+            self._links.send(remote_endpoint.announcement.home, ready)
+        elif isinstance(effect, Withdraw):
+            remote_endpoint = effect.remote_endpoint
+            withdrawn = SendWithdrawn(
+                receive_request=remote_endpoint.announcement.receive_request,
+                send_request=remote_endpoint.number,
+                error=effect.error.info(),
+            )
+            self._links.send(remote_endpoint.announcement.home, withdrawn)
+
+    def _announce(self, peer: Incarnation, receive_request: ReceiveRequest) -> None:
+        left_ms = max(1, round((receive_request.deadline_at - self._clock()) * 1000))
+        self._links.send(peer, Announce(receive_request=name_of(receive_request), deadline_ms=left_ms))
+
+    def _on_up(self, peer: Incarnation) -> None:
+        for receive_request in self._state_machine.receives_expecting(peer.address):
+            receive_request.unreachable.discard(peer.address)
+            self._announce(peer, receive_request)
+
+    def _on_lost(self, peer: Incarnation, why: str) -> None:
+        self._transports.peer_lost(peer, why)
+        self._state_machine.peer_lost(peer, why, self._clock())
+        for receive_request in self._state_machine.receives_expecting(peer.address):
+            receive_request.unreachable.add(peer.address)
+        for key in [one for one in self.remote_pools if one[0] == peer]:
+            self.remote_pools.pop(key).unmap()
+        self._execute()
+
+    def _on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
+        try:
+            self._at_home(peer, body, ids)
+            self._at_source(peer, body)
+        except UnknownTransferError:
+            self._counters.add("peers.too_late")
+        finally:
+            self._execute()
+
+    def _at_home(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
+        now = self._clock()
+        if isinstance(body, PeerSend):
+            self._chunk_announced(peer, body, ids, now)
+        elif isinstance(body, StepReady):
+            self._state_machine.step_ready(
+                Origin(peer, body.receive_request, body.send_request), body.chunk, body.ready, now
+            )
+        elif isinstance(body, SendWithdrawn) and body.send_request == NO_SEND:
+            self._state_machine.sources_ended(peer, body.receive_request, raised(body.error), now)
+        elif isinstance(body, SendWithdrawn):
+            self._state_machine.withdrawn(
+                Origin(peer, body.receive_request, body.send_request), raised(body.error), now
+            )
+        elif isinstance(body, Written):
+            self._transports.written(peer, body)
+        elif isinstance(body, Confirmed):
+            self._transports.confirmed(peer, body)
+        elif isinstance(body, PoolGone):
+            self._pool_gone(peer, body)
+
+    def _at_source(self, peer: Incarnation, body: PeerBody) -> None:
+        now = self._clock()
+        if isinstance(body, Announce):
+            left_s = min(body.deadline_ms / 1000, LONGEST_ANNOUNCEMENT_S)
+            self._state_machine.announced(peer, body.receive_request, now + left_s, now)
+        elif isinstance(body, ReceiveClosed):
+            error = raised(body.error) if body.error else None
+            self._state_machine.closed(peer, body.receive_request, error, body.moved, now, body.unmet)
+        elif isinstance(body, SendRefused) and body.send_request == NO_SEND:
+            self._state_machine.announcement_refused(body.receive_request, raised(body.error))
+        elif isinstance(body, SendRefused):
+            self._state_machine.refused(peer, body.send_request, raised(body.error), now)
+        elif isinstance(body, OpRequest):
+            self._transports.op_asked(peer, body)
+        elif isinstance(body, Grant):
+            self._transports.granted(peer, body)
+        elif isinstance(body, OpEnded):
+            self._transports.op_over(peer, body.op)
+        elif isinstance(body, Confirm):
+            self._confirm(peer, body)
+
+    def _confirm(self, peer: Incarnation, body: Confirm) -> None:
+        error = None
+        try:
+            self._state_machine.open_remote(peer, body.send_request, body.receive_request)
+        except KvferryError as wrong:
+            error = wrong.info()
+        self._links.send(peer, Confirmed(op=body.op, error=error))
+
+    def _chunk_announced(self, peer: Incarnation, body: PeerSend, ids: tuple[PageIds, ...], now: float) -> None:
+        origin = Origin(peer, body.receive_request, body.send_request)
+        try:
+            self._state_machine.receive_for(origin)
+            pool = self._remote_pool(peer, body)
+            chunk = chunk_of(body, ids, pool.manifest)
+        except KvferryError as error:
+            self._state_machine.refuse(origin, error, now)
+            return
+        self._state_machine.chunk_announced(origin, body.chunk, pool, chunk, body.ready, now)
+
+    def _pool_gone(self, peer: Incarnation, body: PoolGone) -> None:
+        key = (peer, body.tenant, body.pool)
+        known = self.remote_pools.get(key)
+        if known is not None and known.region_id == body.region:
+            self.remote_pools.pop(key).unmap()
+
+    def _remote_pool(self, peer: Incarnation, body: PeerSend) -> RemotePool:
+        key = (peer, body.receive_request.tenant, body.pool)
+        known = self.remote_pools.get(key)
+        if known is not None and known.region_id == body.region:
+            return known
+        if body.manifest is None:
+            raise InvalidFieldError(f"pool {body.pool!r} was not described", field="manifest")
+        if known is None and len(self.remote_pools) >= MAX_REMOTE_POOLS:
+            raise OverloadedError(f"{MAX_REMOTE_POOLS} pools of other daemons are known here")
+        if known is not None:
+            known.unmap()
+        check_manifest(body.manifest)
+        pool = RemotePool(body.receive_request.tenant, body.pool, body.manifest, peer, body.region, body.model)
+        self.remote_pools[key] = pool
+        return pool
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Check that what another daemon says of its pool can be reckoned with.
+
+    Raises:
+        InvalidFieldError: no entry, or one that lies beyond the region or whose component is not described.
+        GeometryMismatchError: an entry that contradicts itself.
+    """
+    names = {one.name for one in manifest.components}
+    for index, entry in enumerate(manifest.entries):
+        beyond = entry.base + entry.pages * entry.page_bytes > manifest.region_bytes
+        if beyond or entry.component not in names:
+            raise InvalidFieldError(f"{entry.name} does not fit its manifest", field=f"manifest.entries[{index}]")
+        check_entry(entry, f"manifest.entries[{index}]")
+    if not manifest.entries:
+        raise InvalidFieldError("a pool without entries", field="manifest.entries")

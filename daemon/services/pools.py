@@ -1,0 +1,426 @@
+"""The pools of all tenants, and the requests about them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Final, Protocol
+
+import msgspec
+import structlog
+
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler, expect
+from kvferry.daemon.control.session_socket import SessionSocket
+from kvferry.daemon.devices.registry import Devices, RegisteredSegment
+from kvferry.daemon.services.holders import holders_text, in_words, pool_full, session_text
+from kvferry.daemon.services.lost_pools import LostPools
+from kvferry.daemon.services.pool_reports import check_same, check_same_model, status_of
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion
+from kvferry.pools.devices.base import Region
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.planning.arrays import arrays_of, check_form, check_storage
+from kvferry.pools.pool import Pool
+from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.errors import (
+    InvalidFieldError,
+    KvferryError,
+    LayoutMismatchError,
+    OutOfMemoryError,
+    PoolExistsError,
+    PoolFullError,
+    PoolInUseError,
+    PoolLostError,
+    UnknownPoolError,
+)
+from kvferry.protocol.ids import HOST
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.pool_messages import (
+    Allocate,
+    Allocated,
+    AttachPool,
+    CreatePool,
+    DeletePool,
+    Free,
+    Freed,
+    PoolAttached,
+    PoolCreated,
+    PoolDeleted,
+    PoolRegistered,
+    RegisteredArrays,
+    RegisterPool,
+)
+from kvferry.protocol.requests import ReplyBody
+from kvferry.protocol.session_messages import PoolStatus, RegionFollows, ShareFollows
+from kvferry.protocol.shares import Share, TorchShare
+
+SWEEP_S: Final = 0.05
+DEVICE_GRACE_S: Final = 0.05
+"""The sockets of an engine that was killed are closed a moment before its driver stops its work on a device."""
+
+
+log = structlog.get_logger(__name__)
+
+
+class Hold(Protocol):
+    """Handles a request once a device event in its engine's work is reached; see ``EventRings.hold``."""
+
+    def __call__(self, call: Call, device_event: DeviceEvent | None, handle: Handler) -> Answer | None:
+        """Return the answer, or None where it is given later."""
+
+
+class _Creation(msgspec.Struct):
+    """A pool whose memory is being fetched, and the requests that wait for it; the first one asked first."""
+
+    manifest: Manifest
+    device: str
+    waiting: list[Call]
+    registered_by: int | None = None
+    model: ModelIdentity | None = None
+
+
+class PoolService:
+    """Owns every pool. Memory is fetched on a thread of its own, one pool at a time.
+
+    Attributes:
+        on_deleted: each is called with a pool just before its memory is given back.
+        hold: how a FREE waits for work that still uses the pages.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        session_socket: SessionSocket,
+        devices: Devices,
+        lost_pools: LostPools,
+        *,
+        max_bytes: int,
+        populate: bool,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._session_socket = session_socket
+        self._devices = devices
+        self._lost_pools = lost_pools
+        self._max_bytes = max_bytes
+        self._populating_ends = threading.Event()
+        if not populate:
+            self._populating_ends.set()
+        self.on_deleted: list[Callable[[Pool], None]] = []
+        self.hold: Hold = _at_once
+        self._pools: dict[tuple[int, str], Pool] = {}
+        self._creations: dict[tuple[int, str], _Creation] = {}
+        self._leaving: list[Pool] = []
+        self._executor = ThreadPoolExecutor(1, "populate")
+        self._device_executor = ThreadPoolExecutor(1, "device-memory")  # host memory takes its time
+        for kind, handler in (
+            ("CREATE_POOL", self._create),
+            ("ATTACH_POOL", self._attach),
+            ("REGISTER_POOL", self._register),
+            ("DELETE_POOL", self._delete),
+            ("ALLOCATE", self._allocate),
+            ("FREE", self._free),
+        ):
+            dispatcher.handle(kind, handler)
+
+    def __iter__(self) -> Iterator[Pool]:
+        """Yield the pools that can be used."""
+        return iter(self._pools.values())
+
+    def get(self, tenant: int, name: str) -> Pool:
+        """Return a tenant's pool.
+
+        Raises:
+            UnknownPoolError: none of that name.
+            PoolLostError: it was there, and its memory is gone.
+        """
+        pool = self._pools.get((tenant, name))
+        if pool is None:
+            why = self._lost_pools.why(tenant, name)
+            if why is not None:
+                raise PoolLostError(f"pool {name!r} of user {tenant} {why}", field="pool")
+            others = in_words(repr(one.name) for one in self if one.tenant == tenant)
+            raise UnknownPoolError(
+                f"no pool {name!r} of user {tenant}, who has {others or 'no pool at all'}", field="pool"
+            )
+        return pool
+
+    def session_lost(self, session_id: int) -> None:
+        """Take back every page of a session; those in flight follow when their transfers settle."""
+        for pool in list(self):
+            if pool.registered_by == session_id:
+                self._take_leave(pool, "was registered by an engine that is gone")
+            if pool.region.device == HOST:
+                _release(pool, session_id)
+            else:
+                asyncio.get_running_loop().call_later(DEVICE_GRACE_S, _release, pool, session_id)
+
+    def pages_by_session(self) -> Counter[int]:
+        """Return how many pages each session owns, over all pools."""
+        owned: Counter[int] = Counter()
+        for pool in self:
+            for allocator in pool.allocators.values():
+                owned.update(allocator.pages_by_owner())
+        return owned
+
+    def status(self) -> tuple[PoolStatus, ...]:
+        """Return the pools as STATUS shows them."""
+        return tuple(status_of(pool) for pool in self)
+
+    def close(self) -> None:
+        """Give all memory back, but for what a device that is lost may hold for ever."""
+        self._populating_ends.set()
+        for executor in (self._executor, self._device_executor):
+            executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
+        for pool in (*self, *self._leaving):
+            pool.close()
+
+    def _create(self, call: Call) -> Answer | None:
+        body = expect(call, CreatePool)
+        manifest = manifest_of(body.spec)
+        key = (call.session.tenant, body.pool)
+        creation = self._creations.get(key)
+        existing = self._pools.get(key)
+        if (creation is not None and creation.registered_by) or (existing is not None and existing.registered_by):
+            owner = (existing and existing.registered_by) or (creation and creation.registered_by) or 0
+            holder = session_text(self._dispatcher.sessions, owner, call.session.session_id)
+            raise PoolExistsError(
+                f"pool {body.pool!r} is registered by {holder}: it ends with that session", field="pool"
+            )
+        if creation is not None or existing is not None:
+            known = existing.manifest if existing else creation.manifest if creation else manifest
+            device = existing.region.device if existing else creation.device if creation else body.device
+            held = self._holders(existing, call)
+            check_same(known, manifest, body.pool, device, body.device, held)
+            model = existing.model if existing else creation.model if creation else body.model
+            check_same_model(model, body.model, body.pool)
+            if creation is None:
+                return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
+            creation.waiting.append(call)
+            return None
+        self._creations[key] = _Creation(manifest, body.device, [call], model=body.model)
+        try:
+            if body.device == HOST:
+                self._check_budget(manifest)
+                region = HostRegion.create(f"{key[0]}:{key[1]}", manifest.region_bytes)
+                self._fetch(key, self._executor, self._populated, region)
+            else:
+                self._fetch(key, self._device_executor, self._devices.allocate, body.device, manifest.region_bytes)
+        except BaseException:
+            del self._creations[key]
+            raise
+        return None
+
+    def _register(self, call: Call) -> Answer | None:
+        body = expect(call, RegisterPool)
+        if body.device == HOST:
+            raise InvalidFieldError("host memory is the daemon's to give: CREATE_POOL", field="device")
+        key = (call.session.tenant, body.pool)
+        shares = self._session_socket.take_share(call.session, call.message_id).shares
+        if len(shares) != len(body.arrays):
+            raise InvalidFieldError(
+                f"{len(shares)} shares came over the session socket, REGISTER_POOL names {len(body.arrays)} arrays",
+                field="arrays",
+            )
+        if key in self._creations or key in self._pools:
+            held = self._holders(self._pools.get(key), call)
+            raise PoolExistsError(f"pool {body.pool!r} exists{held and f'; {held}'}", field="pool")
+        manifest = manifest_of(body.spec)
+        registered = _registered_segments(manifest, body.arrays, shares)
+        self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id, body.model)
+        self._fetch(key, self._device_executor, self._devices.register, body.device, registered, manifest.region_bytes)
+        return None
+
+    def _populated(self, region: HostRegion) -> HostRegion:
+        try:
+            region.populate(self._populating_ends)
+        except BaseException:
+            region.close()
+            raise
+        return region
+
+    def _fetch(self, key: tuple[int, str], executor: Executor, work: Callable[..., Region], *arguments: object) -> None:
+        """Make a pool's region on a thread that may wait, then the pool."""
+        fetched = asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
+        fetched.add_done_callback(lambda done: self._fetched(key, done))
+
+    def _fetched(self, key: tuple[int, str], done: asyncio.Future[Region]) -> None:
+        creation = self._creations.pop(key)
+        failed = None if done.cancelled() else done.exception()
+        if done.cancelled() or failed is not None:
+            error = failed if isinstance(failed, KvferryError) else OutOfMemoryError(f"no memory: {failed}")
+            for call in creation.waiting:
+                self._dispatcher.answer_error(call.session, call.message_id, error)
+            return
+        pool = Pool(*key, creation.manifest, done.result(), registered_by=creation.registered_by, model=creation.model)
+        if creation.registered_by is not None and not self._is_awaited(creation.waiting[0]):
+            self._give_back(pool)
+            return
+        self._pools[key] = pool
+        if creation.device != HOST and creation.registered_by is None:
+            self._lost_pools.made(*key, creation.device)
+        log.info(
+            "pool registered" if creation.registered_by is not None else "pool created",
+            pool=key[1],
+            tenant=key[0],
+            device=creation.device,
+            pages=pool.manifest.pages,
+            region_bytes=pool.manifest.region_bytes,
+            model=pool.model.label if pool.model else "",
+        )
+        for number, call in enumerate(creation.waiting):
+            reply: ReplyBody = PoolCreated(pool=key[1], created=number == 0, manifest=pool.manifest)
+            if creation.registered_by is not None:
+                reply = PoolRegistered(pool=key[1], manifest=pool.manifest)
+            self._dispatcher.answer(call.session, call.message_id, Answer(reply))
+
+    def _is_awaited(self, call: Call) -> bool:
+        """Return whether an engine lives and still waits for its answer: else it has given up what it registers."""
+        return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
+
+    def _take_leave(self, pool: Pool, why: str) -> None:
+        """Forget a pool whose memory goes away; its mapping goes once nothing of it is in flight."""
+        del self._pools[pool.tenant, pool.name]
+        self._lost_pools.lose(pool.tenant, pool.name, why)
+        for notified in self.on_deleted:
+            notified(pool)
+        log.warning("pool lost", pool=pool.name, tenant=pool.tenant, cause=why)
+        self._leaving.append(pool)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for pool in [one for one in self._leaving if not any(space.busy_count for space in one.allocators.values())]:
+            self._leaving.remove(pool)
+            self._give_back(pool)
+        if self._leaving:
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def _give_back(self, pool: Pool) -> None:
+        """Close a pool: on a device that may wait, so not on the loop."""
+        if pool.region.device == HOST:
+            pool.close()
+        else:
+            asyncio.get_running_loop().run_in_executor(self._device_executor, pool.close)
+
+    def _attach(self, call: Call) -> Answer | None:
+        body = expect(call, AttachPool)
+        pool = self.get(call.session.tenant, body.pool)
+        if body.layout_digest not in {"", pool.manifest.layout_digest}:
+            raise LayoutMismatchError(
+                f"pool {body.pool!r} has layout {pool.manifest.layout_digest}, not {body.layout_digest}",
+                field="layout_digest",
+            )
+        region = pool.region
+        if isinstance(region, HostRegion):
+            follows = RegionFollows(message_id=call.message_id, pool=pool.name)
+            self._session_socket.pass_frame(call.session, follows, [region.fd])
+            return Answer(PoolAttached(pool=pool.name, manifest=pool.manifest, model=_public(pool)))
+        assert isinstance(region, AcceleratorRegion), region
+        if pool.registered_by is not None:
+            raise InvalidFieldError(f"pool {pool.name!r} is its engine's, which registers it: it has it", field="pool")
+        process_id = body.device_pid or call.session.peer.pid
+        work = asyncio.get_running_loop().run_in_executor(self._device_executor, region.share, process_id)
+        work.add_done_callback(lambda done: self._shared(call, pool, done))
+        return None
+
+    def _shared(self, call: Call, pool: Pool, done: asyncio.Future[Share]) -> None:
+        try:
+            follows = ShareFollows(message_id=call.message_id, shares=(done.result(),))
+            self._session_socket.pass_frame(call.session, follows, [])
+        except KvferryError as error:
+            self._dispatcher.answer_error(call.session, call.message_id, error)
+            return
+        reply = PoolAttached(pool=pool.name, manifest=pool.manifest, device=pool.region.device, model=_public(pool))
+        self._dispatcher.answer(call.session, call.message_id, Answer(reply))
+
+    def _delete(self, call: Call) -> Answer:
+        body = expect(call, DeletePool)
+        pool = self.get(call.session.tenant, body.pool)
+        if pool.registered_by not in {None, call.session.session_id}:
+            owner = session_text(self._dispatcher.sessions, pool.registered_by or 0, call.session.session_id)
+            raise PoolInUseError(f"pool {body.pool!r} is registered by {owner}", field="pool")
+        if not pool.idle:
+            used = sum(one.capacity - one.free_count for one in pool.allocators.values())
+            raise PoolInUseError(
+                f"{used} pages of pool {body.pool!r} are owned or in flight: {self._holders(pool, call)}", field="pool"
+            )
+        del self._pools[pool.tenant, pool.name]
+        for notified in self.on_deleted:
+            notified(pool)
+        self._lost_pools.deleted(pool.tenant, pool.name)
+        self._give_back(pool)
+        log.info("pool deleted", pool=pool.name, tenant=pool.tenant)
+        return Answer(PoolDeleted(pool=body.pool))
+
+    def _allocate(self, call: Call) -> Answer:
+        body = expect(call, Allocate)
+        pool = self.get(call.session.tenant, body.pool)
+        asking = call.session.session_id
+        try:
+            ids = pool.space(body.space).allocate(asking, body.count)
+        except PoolFullError as error:
+            raise pool_full(error, self._dispatcher.sessions, pool, body.space, asking) from None
+        return Answer(Allocated(pages=len(ids)), (ids,))
+
+    def _free(self, call: Call) -> Answer | None:
+        after = expect(call, Free).after
+        return self.hold(call, after, self._free_now)
+
+    def _free_now(self, call: Call) -> Answer:
+        body = expect(call, Free)
+        pool = self.get(call.session.tenant, body.pool)
+        if pool.registered_by is not None:
+            raise InvalidFieldError(
+                f"pool {body.pool!r} is registered: its engine numbers its pages itself", field="pool"
+            )
+        freed = pool.space(body.space).free(call.session.session_id, call.ids[0])
+        return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
+
+    def _holders(self, pool: Pool | None, call: Call) -> str:
+        """Return who holds pages of a pool, in words; empty where nobody does."""
+        if pool is None:
+            return ""
+        return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.session_id)
+
+    def _check_budget(self, manifest: Manifest) -> None:
+        made = [(pool.region.device, pool.manifest) for pool in self]
+        coming = [(one.device, one.manifest) for one in self._creations.values() if one.manifest is not manifest]
+        used = sum(one.region_bytes for device, one in (*made, *coming) if device == HOST)
+        if used + manifest.region_bytes > self._max_bytes:
+            raise OutOfMemoryError(
+                f"the pool needs {manifest.region_bytes} bytes; {used} of {self._max_bytes} are taken", field="spec"
+            )
+
+
+def _public(pool: Pool) -> ModelIdentity | None:
+    return pool.model.public if pool.model else None
+
+
+def _release(pool: Pool, session_id: int) -> None:
+    for allocator in pool.allocators.values():
+        allocator.release_owner(session_id)
+
+
+def _registered_segments(
+    manifest: Manifest, said: Sequence[RegisteredArrays], shares: Sequence[Share]
+) -> list[RegisteredSegment]:
+    """Return what is registered, checked against the manifest; the driver is asked of the memory later."""
+    arrays = arrays_of(manifest, [(one.component, one.role, one.layer) for one in said])
+    parts = []
+    for array, one, share in zip(arrays, said, shares, strict=True):
+        check_form(array, one.shape, one.strides, one.dtype)
+        if not isinstance(share, TorchShare):  # memory by its driver handle could be a pool of ours
+            raise InvalidFieldError(
+                f"{array.name} is registered by {share!r}, not as a tensor", field=f"{array.name}.share"
+            )
+        check_storage(array, share.offset_bytes, share.storage_bytes)
+        parts.append(RegisteredSegment(array, share))
+    return parts
+
+
+def _at_once(call: Call, device_event: DeviceEvent | None, handle: Handler) -> Answer | None:
+    del device_event
+    return handle(call)

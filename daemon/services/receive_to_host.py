@@ -1,0 +1,207 @@
+"""Transfers that land in the host tier: a pool of just their pages, whose bytes become a snapshot.
+
+The transfer sees a pool like any other: same layout, pages of the host tier. Its memory and the snapshot's are taken
+when it is made, so that what has arrived cannot fail for want of room; once the transfer has settled, the pages are
+copied to the snapshot's blocks, and the pool goes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvferry.daemon.control.dispatch import Call
+from kvferry.daemon.control.sessions import Session
+from kvferry.daemon.services.offload import TierService
+from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.operations import Ending, Operation, Operations
+from kvferry.daemon.tiers.snapshots import Snapshot, space_of
+from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.planning.manifest import bytes_per_page, component_of, spaces_of
+from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.pool import Pool
+from kvferry.pools.tiers.arena import whole_units
+from kvferry.protocol.base import PageList
+from kvferry.protocol.errors import KvferryError, OutOfMemoryError, UnknownComponentError, raised
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.manifests import Entry, Manifest
+from kvferry.protocol.tier_messages import TierDone
+from kvferry.protocol.transfer_messages import Receive
+
+ALIGNMENT = 64
+
+
+class HostReceive(msgspec.Struct):
+    """A pool for one transfer, the lists of its pages, the memory it lies in, and how the transfer ended."""
+
+    session: Session
+    request_id: str
+    pool: Pool
+    ranges: tuple[PageRange, ...]
+    snapshot: Snapshot
+    offset: int
+    size_bytes: int
+    before: HostReceive | None
+    """What went by the same name."""
+    error: KvferryError | None = None
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        """Return by what name the session calls it."""
+        return (self.session.session_id, self.request_id, self.pool.name)
+
+
+class HostReceives:
+    """Makes the pools, and takes them apart again."""
+
+    def __init__(self, host: HostTier, service: TierService, operations: Operations) -> None:
+        self._host = host
+        self._service = service
+        self._operations = operations
+        self._live: dict[tuple[int, str, str], HostReceive] = {}
+
+    def make(self, call: Call, body: Receive, pool: Pool) -> HostReceive:
+        """Return a pool for what a RECEIVE wants, as it would have come into ``pool``.
+
+        Raises:
+            UnknownComponentError, LengthMismatchError, EmptyPagesError: the lists do not fit the pool.
+            OutOfMemoryError, OverloadedError, TierOffError: the host tier has no room.
+        """
+        region, lists, session = self._host.region, body.lists, call.session
+        ids = _numbered(lists, pool.manifest, region.size_bytes)
+        laid_out = _laid_out(pool.manifest, lists)
+        ranges = page_ranges(lists, ids, laid_out, may_end_inside=True)
+        size_bytes = laid_out.region_bytes
+        snapshot = self._service.new_snapshot(call, pool, lists_with_pages(ranges))
+        snapshot.state = "network"
+        try:
+            offset = int(self._host.reserve(pool.tenant, 1, size_bytes)[0])
+        except KvferryError as error:
+            self._service.filled(snapshot, None, error)
+            raise
+        self._host.index.accounts.charge(pool.tenant, whole_units(size_bytes))
+        made = Pool(pool.tenant, pool.name, _moved(laid_out, offset, region.size_bytes), region, model=pool.model)
+        made.lands_as = snapshot.name
+        _clear(region, made.manifest)
+        for allocator in made.allocators.values():
+            allocator.allocate(session.session_id, allocator.capacity)
+        before = self._live.get((session.session_id, body.request_id, pool.name))
+        host_receive = HostReceive(session, body.request_id, made, ranges, snapshot, offset, size_bytes, before)
+        self._live[host_receive.key] = host_receive
+        return host_receive
+
+    def refused(self, host_receive: HostReceive, error: KvferryError) -> None:
+        """Take it back: there is no room for it."""
+        del self._live[host_receive.key]
+        if host_receive.before is not None:
+            self._live[host_receive.key] = host_receive.before
+        self._give_up(host_receive, error)
+
+    def on_event(self, session_id: int, event: Finished | Settled) -> None:
+        """Take a transfer's event: once a receive of ours has settled, its bytes go to the snapshot, or nowhere."""
+        host_receive = (
+            self._live.get((session_id, event.request_id, event.pool)) if event.direction == "receive" else None
+        )
+        if host_receive is None:
+            return
+        if isinstance(event, Finished):
+            host_receive.error = raised(event.error) if event.error else None
+            return
+        del self._live[host_receive.key]
+        if host_receive.error is not None:
+            self._give_up(host_receive, host_receive.error)
+        else:
+            self._keep(host_receive)
+
+    def _give_up(self, host_receive: HostReceive, error: KvferryError) -> None:
+        self._service.filled(host_receive.snapshot, None, error)
+        self._free(host_receive)
+
+    def _keep(self, host_receive: HostReceive) -> None:
+        job = self._service.filling(
+            host_receive.snapshot, host_receive.pool, [one.ids for one in lists_with_pages(host_receive.ranges)]
+        )
+
+        def finish(operation: Operation, error: KvferryError | None) -> Ending:
+            self._free(host_receive)
+            self._service.filled(host_receive.snapshot, job, error)
+            return Ending(TierDone(operation=operation.number, kind="offload", snapshot=host_receive.snapshot.name))
+
+        host_receive.snapshot.state = "writing"
+        operation = self._operations.begin_quietly(
+            host_receive.session, "offload", host_receive.pool.name, host_receive.snapshot.pages, finish
+        )
+        self._service.start(operation, job)
+
+    def _free(self, host_receive: HostReceive) -> None:
+        self._host.free(np.array([host_receive.offset]), host_receive.size_bytes)
+        self._host.index.accounts.discharge(host_receive.pool.tenant, whole_units(host_receive.size_bytes))
+
+
+def _numbered(lists: Sequence[PageList], manifest: Manifest, most_bytes: int) -> list[PageIds]:
+    """Return page ids for each list: its own, from 1 on in each page space.
+
+    Raises:
+        UnknownComponentError: the pool lacks a component.
+        OutOfMemoryError: so many pages have more than ``most_bytes``; nothing is made for them.
+    """
+    used: Counter[str] = Counter()
+    found = []
+    for index, one in enumerate(lists):
+        if component_of(manifest, one.component) is None:
+            raise UnknownComponentError(
+                f"the pool has no component {one.component!r}", field=f"lists[{index}].component"
+            )
+        space = space_of(manifest, one.component)
+        wanted = one.pages * bytes_per_page(manifest, space)
+        if wanted > most_bytes:
+            raise OutOfMemoryError(
+                f"{one.pages} pages are {wanted} bytes, the host tier has {most_bytes}", field=f"lists[{index}].pages"
+            )
+        found.append(np.arange(used[space] + 1, used[space] + 1 + one.pages))
+        used[space] += one.pages
+    return found
+
+
+def _laid_out(manifest: Manifest, lists: Sequence[PageList]) -> Manifest:
+    """Return the manifest of a pool for just these pages, from base 0 on; each space has a padding page."""
+    counts = Counter(dict.fromkeys(spaces_of(manifest), 2))  # no allocator is smaller
+    wanted: Counter[str] = Counter()
+    for one in lists:
+        wanted[space_of(manifest, one.component)] += one.pages
+    for space, count in wanted.items():
+        counts[space] = max(counts[space], count + 1)
+    entries, base = [], 0
+    for entry in manifest.entries:
+        pages = counts[space_of(manifest, entry.component)]
+        base += -base % ALIGNMENT
+        entries.append(msgspec.structs.replace(entry, base=base, pages=pages, shape=_shape_of(entry, pages)))
+        base += pages * entry.page_bytes
+    components = tuple(msgspec.structs.replace(one, pages=counts[one.space]) for one in manifest.components)
+    return msgspec.structs.replace(
+        manifest, entries=tuple(entries), components=components, pages=components[0].pages, region_bytes=base
+    )
+
+
+def _clear(region: HostRegion, manifest: Manifest) -> None:
+    """Zero what may stay unfilled: optional components, and lists that may be cut. Old bytes may be another user's."""
+    memory = region.view()
+    for entry in manifest.entries:
+        component = component_of(manifest, entry.component)
+        if component is None or component.kind != "paged" or component.name in manifest.optional_components:
+            memory[entry.base : entry.base + entry.pages * entry.page_bytes] = 0
+
+
+def _shape_of(entry: Entry, pages: int) -> tuple[int, ...] | None:
+    """Return the entry's shape with so many pages: what lands is checked by it as what comes into the pool is."""
+    return None if entry.shape is None else (entry.shape[0] // entry.pages * pages, *entry.shape[1:])
+
+
+def _moved(manifest: Manifest, offset: int, region_bytes: int) -> Manifest:
+    """Return the manifest with its entries that much further on in a region."""
+    entries = tuple(msgspec.structs.replace(one, base=one.base + offset) for one in manifest.entries)
+    return msgspec.structs.replace(manifest, entries=entries, region_bytes=region_bytes)

@@ -1,0 +1,388 @@
+"""Graph tables of all sessions, and the requests about them.
+
+The decisions are ``attention``'s: here an update waits for the replay before it, one at a time, and its copies are
+given to whoever has the memory. Tables belong to a session and go with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+import structlog
+
+from kvferry.attention.graph_tables import GraphTables
+from kvferry.attention.host_lengths import HostLengthsWriter, host_lengths_bytes
+from kvferry.attention.table_change import TableChange
+from kvferry.attention.table_layout import table_layout
+from kvferry.attention.table_shape import TableShape, table_shape
+from kvferry.attention.table_update import TableUpdate
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.control.session_socket import SessionSocket
+from kvferry.daemon.devices.registry import Devices
+from kvferry.daemon.services.event_rings import EventRings
+from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.visible_tables import DeviceTables, HostTables, VisibleTables
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.planning.manifest import component_of
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import (
+    InvalidFieldError,
+    KvferryError,
+    OverloadedError,
+    TablesBusyError,
+    TablesExistError,
+    TooLargeError,
+    UnknownComponentError,
+    UnknownTablesError,
+)
+from kvferry.protocol.ids import HOST
+from kvferry.protocol.session_messages import TablesStatus
+from kvferry.protocol.shares import Share
+from kvferry.protocol.table_messages import (
+    CreateTables,
+    DeleteTables,
+    TablesCreated,
+    TablesDeleted,
+    TablesFollow,
+    TablesUpdated,
+    UpdateTables,
+)
+
+MAX_TABLES_PER_SESSION: Final = 16
+MAX_TABLES_BYTES: Final = 256 << 20
+"""Of one set of tables: 1024 rows of 8 million tokens each; as much again, twice, is kept in host memory."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 100e-6, 5e-3
+CLOSE_PAUSE_S: Final = 0.05
+log = structlog.get_logger(__name__)
+
+
+class _Tables:
+    """One set of tables: contents, visible memory, host lengths, and the update that is under way."""
+
+    def __init__(self, session_id: int, name: str, tables: GraphTables, visible: VisibleTables) -> None:
+        self.session_id = session_id
+        self.name = name
+        self.tables = tables
+        self.visible = visible
+        batch = tables.shape.max_batch
+        self.host = HostRegion.create(f"lengths-{session_id}-{name}", host_lengths_bytes(batch))
+        self.lengths = HostLengthsWriter(self.host.view(), batch)
+        self.updates = 0
+        self.waiting: Call | None = None
+        self.copying = False
+        self.stale = False  # a copy was lost: the next one brings everything
+
+    @property
+    def busy(self) -> bool:
+        """Whether an update waits or is being copied; one whose deadline has passed waits no longer."""
+        call = self.waiting
+        return self.copying or (call is not None and call.session.is_pending(call.message_id))
+
+    def close(self) -> None:
+        self.host.close()
+        self.visible.close()
+
+
+class TableService:
+    """Owns every session's tables. Devices' tables are made and copied on a thread of their own."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        session_socket: SessionSocket,
+        pools: PoolService,
+        devices: Devices,
+        rings: EventRings,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._session_socket = session_socket
+        self._pools = pools
+        self._devices = devices
+        self._rings = rings
+        self._loop = asyncio.get_running_loop()
+        self._tables: dict[tuple[int, str], _Tables] = {}
+        self._coming: set[tuple[int, str]] = set()
+        self._executor = ThreadPoolExecutor(1, "tables")
+        dispatcher.handle("CREATE_TABLES", self._create)
+        dispatcher.handle("UPDATE_TABLES", self._update)
+        dispatcher.handle("DELETE_TABLES", self._delete)
+
+    def __repr__(self) -> str:
+        """Show how many there are."""
+        return f"<TableService {len(self._tables)}>"
+
+    def session_lost(self, session_id: int) -> None:
+        """Give a session's tables back."""
+        for key in [one for one in self._tables if one[0] == session_id]:
+            self._give_back(self._tables.pop(key))
+
+    def status(self) -> Iterator[TablesStatus]:
+        """Yield the tables as STATUS shows them."""
+        for one in self._tables.values():
+            yield TablesStatus(
+                session=one.session_id,
+                tables=one.name,
+                device=one.visible.device,
+                max_batch=one.tables.shape.max_batch,
+                columns=one.tables.shape.columns,
+                updates=one.updates,
+                waiting=int(one.busy),
+            )
+
+    def close(self) -> None:
+        """Give all memory back, but for what a device that is lost may hold for ever."""
+        self._executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
+        for one in self._tables.values():
+            one.close()
+
+    def _create(self, call: Call) -> Answer | None:
+        body = expect(call, CreateTables)
+        key = (call.session.session_id, body.tables)
+        if key in self._tables or key in self._coming:
+            raise TablesExistError(f"the session has tables {body.tables!r}", field="tables")
+        if sum(one[0] == key[0] for one in (*self._tables, *self._coming)) >= MAX_TABLES_PER_SESSION:
+            raise OverloadedError(f"the session has {MAX_TABLES_PER_SESSION} tables")
+        pool = self._pools.get(call.session.tenant, body.pool)
+        tables = _tables_for(pool, body)
+        if pool.region.device == HOST:
+            size_bytes = table_layout(tables.shape).size_bytes
+            visible = HostTables(HostRegion.create(f"tables-{key[0]}-{body.tables}", size_bytes), tables)
+            return self._created(call, _Tables(*key, tables, visible), None)
+        process_id = body.device_pid or call.session.peer.pid
+        self._coming.add(key)
+        work = self._loop.run_in_executor(self._executor, self._make, pool.region.device, tables, process_id)
+        work.add_done_callback(lambda done: self._made(call, tables, done))
+        return None
+
+    def _make(self, device: str, tables: GraphTables, process_id: int) -> tuple[DeviceTables, Share]:
+        """On the thread for tables."""
+        accelerator = self._devices.open(device)
+        region = self._devices.allocate(device, table_layout(tables.shape).size_bytes)
+        try:
+            return DeviceTables(accelerator, region, tables), region.share(process_id)
+        except BaseException:
+            region.close()
+            raise
+
+    def _made(self, call: Call, tables: GraphTables, done: asyncio.Future[tuple[DeviceTables, Share]]) -> None:
+        key = (call.session.session_id, expect(call, CreateTables).tables)
+        self._coming.discard(key)
+        try:
+            visible, share = done.result()
+            try:
+                made = _Tables(*key, tables, visible)
+            except KvferryError:
+                self._loop.run_in_executor(self._executor, visible.close)
+                raise
+            if not call.session.is_pending(call.message_id):  # its deadline has passed: nobody knows of them
+                self._give_back(made)
+                return
+            answer = self._created(call, made, share)
+        except KvferryError as error:
+            self._dispatcher.answer_error(call.session, call.message_id, error)
+        else:
+            self._dispatcher.answer(call.session, call.message_id, answer)
+
+    def _created(self, call: Call, made: _Tables, share: Share | None) -> Answer:
+        visible, shape = made.visible, made.tables.shape
+        follows = TablesFollow(message_id=call.message_id)
+        fds = [made.host.fd]
+        if isinstance(visible, DeviceTables):
+            follows = TablesFollow(message_id=call.message_id, share=share, events=visible.events)
+        elif isinstance(visible, HostTables):
+            fds.append(visible.region.fd)
+        try:
+            self._session_socket.pass_frame(call.session, follows, fds)
+        except KvferryError:
+            self._give_back(made)
+            raise
+        self._tables[made.session_id, made.name] = made
+        layout = table_layout(shape)
+        log.info("tables created", session=made.session_id, tables=made.name, device=visible.device)
+        return Answer(
+            TablesCreated(
+                tables=made.name,
+                device=visible.device,
+                columns=shape.columns,
+                page_size=shape.page_size,
+                block_tables=layout.block_tables,
+                block_tables_swa=layout.block_tables_swa,
+                seq_lens=layout.seq_lens,
+                region_bytes=layout.size_bytes,
+                host_bytes=made.host.size_bytes,
+            )
+        )
+
+    def _update(self, call: Call) -> Answer | None:
+        body = expect(call, UpdateTables)
+        one = self._get(call.session.session_id, body.tables)
+        if one.busy:
+            raise TablesBusyError(f"an update of tables {one.name!r} is under way", field="tables")
+        one.waiting = call
+        return self._rings.hold(call, body.after, self._apply, recorded=self._after(call, one) is not None)
+
+    def _after(self, call: Call, one: _Tables) -> Any | None:  # noqa: ANN401  torch.Event
+        """Return the event that the tables' stream can wait for; None where the host has to, or nobody."""
+        device_event = expect(call, UpdateTables).after
+        events = self._rings.events(call.session.session_id) if device_event is not None else None
+        if (
+            device_event is None
+            or events is None
+            or events.device != one.visible.device
+            or device_event.event >= events.slots
+        ):
+            return None
+        return events.event(device_event.event)
+
+    def _apply(self, call: Call) -> Answer | None:
+        body = expect(call, UpdateTables)
+        one = self._get(call.session.session_id, body.tables)
+        update = _update_of(body, call)
+        if isinstance(one.visible, HostTables):
+            change = one.tables.apply(update)
+            one.visible.show(one.tables, change, None)
+            return Answer(self._shown(one, update, change.replayed_rows))
+        self._apply_on_device(call, one, update, FIRST_PAUSE_S)
+        return None
+
+    def _apply_on_device(self, call: Call, one: _Tables, update: TableUpdate, pause_s: float) -> None:
+        """Apply an update once the copies of the one before are done, which may wait for an engine that is slow."""
+        if self._tables.get((one.session_id, one.name)) is not one or not call.session.is_pending(call.message_id):
+            return
+        one.copying = True
+        work = self._loop.run_in_executor(self._executor, _show_if_idle, one, update, self._after(call, one))
+
+        def shown(done: asyncio.Future[TableChange | None]) -> None:
+            one.copying = False
+            try:
+                change = done.result()
+            except KvferryError as error:
+                self._dispatcher.answer_error(call.session, call.message_id, error)
+                return
+            if change is None:
+                later_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self._loop.call_later(pause_s, self._apply_on_device, call, one, update, later_s)
+                return
+            reply = self._shown(one, update, change.replayed_rows)
+            self._dispatcher.answer(call.session, call.message_id, Answer(reply))
+
+        work.add_done_callback(shown)
+
+    def _shown(self, one: _Tables, update: TableUpdate, replayed_rows: int) -> TablesUpdated:
+        one.updates += 1
+        sequence = one.lengths.write(update.lengths, replayed_rows, update.extra_tokens)
+        return TablesUpdated(sequence=sequence, replayed_rows=replayed_rows)
+
+    def _delete(self, call: Call) -> Answer:
+        body = expect(call, DeleteTables)
+        one = self._get(call.session.session_id, body.tables)
+        if one.busy:
+            raise TablesBusyError(f"an update of tables {one.name!r} is under way", field="tables")
+        del self._tables[one.session_id, one.name]
+        self._give_back(one)
+        return Answer(TablesDeleted(tables=body.tables))
+
+    def _get(self, session_id: int, name: str) -> _Tables:
+        one = self._tables.get((session_id, name))
+        if one is None:
+            raise UnknownTablesError(f"the session has no tables {name!r}", field="tables")
+        return one
+
+    def _give_back(self, one: _Tables) -> None:
+        """Close tables: on a device after the copies that the thread has before it."""
+        if isinstance(one.visible, HostTables):
+            one.close()
+            return
+        work = self._loop.run_in_executor(self._executor, _close_if_idle, one)
+
+        def closed(done: asyncio.Future[bool]) -> None:
+            if not done.cancelled() and done.exception() is None and not done.result():
+                self._loop.call_later(CLOSE_PAUSE_S, self._give_back, one)
+
+        work.add_done_callback(closed)
+
+
+def _show_if_idle(one: _Tables, update: TableUpdate, after: Any | None) -> TableChange | None:  # noqa: ANN401
+    """On the thread for tables: apply an update and begin its copies; None, and nothing done, where it cannot yet."""
+    assert isinstance(one.visible, DeviceTables), one.visible
+    if not one.visible.is_idle():
+        return None
+    change = one.tables.apply(update)
+    if one.stale:
+        change = one.tables.everything()
+    one.stale = True
+    one.visible.show(one.tables, change, after)
+    one.stale = False
+    return change
+
+
+def _close_if_idle(one: _Tables) -> bool:
+    """On the thread for tables: unmap what no copy writes any more."""
+    assert isinstance(one.visible, DeviceTables), one.visible
+    if not one.visible.is_idle():
+        return False
+    one.close()
+    return True
+
+
+def _tables_for(pool: Pool, body: CreateTables) -> GraphTables:
+    """Return empty tables for a pool.
+
+    Raises:
+        UnknownComponentError, InvalidFieldError: what the request names is not what the pool has.
+    """
+    component = component_of(pool.manifest, body.component)
+    tokens = next((one.page_tokens for one in pool.manifest.entries if one.component == body.component), None)
+    if component is None or tokens is None:
+        raise UnknownComponentError(f"pool {pool.name!r} has no paged {body.component!r}", field="component")
+    window = component_of(pool.manifest, body.window_component) if body.window is not None else None
+    if body.window is not None and (window is None or window.kind != "window"):
+        raise UnknownComponentError(
+            f"pool {pool.name!r} has no window {body.window_component!r}", field="window_component"
+        )
+    if window is None and any(one.kind == "window" for one in pool.manifest.components):
+        raise InvalidFieldError(f"pool {pool.name!r} has window layers: give their window in tokens", field="window")
+    if window is not None and window.window not in {None, body.window}:
+        raise InvalidFieldError(
+            f"pool {pool.name!r} has a window of {window.window} tokens, not of {body.window}", field="window"
+        )
+    shape: TableShape = table_shape(
+        max_batch=body.max_batch,
+        max_context_tokens=body.max_context_tokens,
+        page_size=tokens,
+        draft_tokens=body.draft_tokens,
+        request_row_tokens=body.request_row_tokens,
+        window=body.window,
+        captured=body.captured,
+    )
+    size_bytes = table_layout(shape).size_bytes
+    if size_bytes > MAX_TABLES_BYTES:
+        raise TooLargeError(
+            f"{shape.max_batch} rows of {shape.columns} columns are {size_bytes} bytes; at most {MAX_TABLES_BYTES}",
+            field="max_batch",
+        )
+    return GraphTables(shape, component.pages, None if window is None else window.pages)
+
+
+def _update_of(body: UpdateTables, call: Call) -> TableUpdate:
+    entries, rows, bound = body.entries, body.rows, body.bound
+    counts = (body.batch, entries, entries, entries, rows, rows, body.pages, body.released, bound, bound)
+    arrays = np.split(call.ids[0], np.cumsum(counts)[:-1])
+    return TableUpdate(
+        lengths=arrays[0],
+        extra_tokens=body.extra_tokens,
+        entry_rows=arrays[1],
+        entry_columns=arrays[2],
+        entry_pages=arrays[3],
+        rows=arrays[4],
+        row_pages=arrays[5],
+        pages=arrays[6],
+        released=arrays[7],
+        bound_full=arrays[8],
+        bound_window=arrays[9],
+    )

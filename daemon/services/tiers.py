@@ -1,0 +1,150 @@
+"""The tiers put together: their memory, their threads, their services, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Executor
+
+import structlog
+
+from kvferry.daemon.config.schema import Config
+from kvferry.daemon.control.dispatch import Dispatcher
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.sessions import SessionRegistry
+from kvferry.daemon.services.cache_reports import CacheReports
+from kvferry.daemon.services.lookups import Lookups
+from kvferry.daemon.services.offload import TierService
+from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.prefix_cache import CacheService
+from kvferry.daemon.services.receive_to_host import HostReceives
+from kvferry.daemon.tiers.copier import BlockJob, TierCopier
+from kvferry.daemon.tiers.disk_tier import DiskTier
+from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.jobs import JobStarter
+from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.daemon.tiers.operations import Operations
+from kvferry.daemon.tiers.remote_store import RemoteStore
+from kvferry.daemon.tiers.remote_tier import RemoteTier
+from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.protocol.errors import ConfigError, KvferryError
+from kvferry.protocol.session_messages import OperationStatus, TierStatus
+
+log = structlog.get_logger(__name__)
+
+
+class Tiers:
+    """All of it. For the control loop.
+
+    Attributes:
+        scheduler: whose turn it is; transfers tell it when they begin and end.
+        landings: for transfers that land in the host tier.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dispatcher: Dispatcher,
+        sessions: SessionRegistry,
+        pools: PoolService,
+        executor: Executor,
+        counters: Counters,
+    ) -> None:
+        """Put it together; ``executor`` may wait for devices."""
+        self._config = config.tiers
+        self._counters = counters
+        self.scheduler = Scheduler(
+            dict.fromkeys(OperationClass, config.tiers.max_in_flight_bytes), patience_s=config.tiers.patience_s
+        )
+        self._host = HostTier(config.tiers, counters)
+        self._copier = TierCopier(
+            asyncio.get_running_loop(), self._job_done, self.scheduler, threads=config.tiers.copy_threads
+        )
+        self._operations = Operations(dispatcher, sessions, counters, self._copier)
+        jobs = JobStarter(self._operations, self._host, executor, checksums=config.tiers.checksums)
+        self._service = TierService(
+            dispatcher, pools, self._host, self._operations, jobs, grace_s=config.tiers.snapshot_grace_s
+        )
+        self.host_receives = HostReceives(self._host, self._service, self._operations)
+        self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
+        self._lookups = Lookups(dispatcher, pools, sessions, self._host, self._lower, counters)
+        self._cache = CacheService(
+            dispatcher, pools, self._host, self._operations, jobs, self._lower, self._lookups, counters
+        )
+        self._reports = CacheReports(dispatcher, self._host, self._lower)
+
+    def __repr__(self) -> str:
+        """Show the live counts."""
+        return f"<Tiers {self._host!r} {self._operations!r} {self._lower!r}>"
+
+    async def start(self) -> None:
+        """Begin to work on what lies in the tiers below, and take the first memory.
+
+        Raises:
+            ConfigError: a tier cannot be had as it is configured.
+        """
+        await self._lower.start()
+        self._host.populate(0)
+
+    def session_lost(self, session_id: int) -> None:
+        """Stop what died with a session, and give back what it held."""
+        self._operations.session_lost(session_id)
+        self._lookups.session_lost(session_id)
+        self._service.session_lost(session_id)
+        self._reports.session_lost(session_id)
+
+    def drain(self) -> None:
+        """Take no new work."""
+        self._operations.drain()
+
+    async def drained(self) -> None:
+        """Return once no operation is live."""
+        await self._operations.drained()
+
+    def operations_of(self, session_id: int) -> int:
+        """Return how many operations of a session are live, or over and not acknowledged."""
+        return self._operations.live(session_id)
+
+    def status(self) -> list[TierStatus]:
+        """Return the tiers as STATUS shows them."""
+        return [self._host.status(len(self._service.snapshots)), *self._lower.status()]
+
+    def operations(self) -> Iterator[OperationStatus]:
+        """Yield the live operations as STATUS shows them."""
+        return self._operations.status()
+
+    async def close(self) -> None:
+        """End everything; no byte of an operation moves after it."""
+        self.scheduler.close()
+        await self._lookups.close()
+        await self._cache.close()
+        await self._reports.close()
+        await self._lower.close()
+        self._copier.close()
+        self._host.close()
+
+    def _job_done(self, job: BlockJob, error: KvferryError | None) -> None:
+        self._operations.job_done(job, error)
+
+    def _disk(self) -> DiskTier | None:
+        config = self._config
+        if config.disk.path is None:
+            return None
+        if not self._host.enabled:
+            raise ConfigError("the disk tier needs the host tier: tiers.host_bytes is 0", field="tiers.disk.path")
+        return DiskTier(config.disk, config.policy, self._host, self.scheduler, self._counters)
+
+    def _remote(self, config: Config) -> RemoteTier | None:
+        remote = config.tiers.remote
+        if remote.transport == "none":
+            return None
+        if not self._host.enabled:
+            raise ConfigError(
+                "the remote tier needs the host tier: tiers.host_bytes is 0", field="tiers.remote.transport"
+            )
+        address = remote.address or config.network.address
+        if address is None:
+            raise ConfigError("say by which address other nodes reach this one", field="tiers.remote.address")
+        region = self._host.region
+        store = RemoteStore(remote, address, region.fd, region.size_bytes, self._counters)
+        return RemoteTier(store, self._host, self.scheduler, self._counters, shared=remote.shared)

@@ -1,0 +1,399 @@
+"""The shell around the transfer state machine: requests in, transports and events out, one timer for all deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import structlog
+
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.control.sessions import Session, SessionRegistry
+from kvferry.daemon.services.event_rings import EventRings
+from kvferry.daemon.services.peer_transfers import PeerService
+from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.receive_to_host import HostReceives
+from kvferry.daemon.services.transfer_reports import record_finished, warn_trimmed
+from kvferry.daemon.tiers.scheduler import Scheduler
+from kvferry.daemon.transfer.effects import Effect, Notify, StartOp, StopOp, WarnTrimmed
+from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveRequest, SendChunk, State
+from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges
+from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
+from kvferry.daemon.transfer.tombstones import Tombstones
+from kvferry.daemon.transports.base import Transport
+from kvferry.daemon.transports.remote import RemoteTransports
+from kvferry.protocol.errors import (
+    InternalError,
+    InvalidFieldError,
+    KvferryError,
+    OverloadedError,
+    ShuttingDownError,
+)
+from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.session_messages import TransferStatus
+from kvferry.protocol.transfer_messages import Cancel, Cancelled, Receive, Result, Send
+
+log = structlog.get_logger(__name__)
+
+
+class TransferService:
+    """Drives the state machine on the control loop's clock."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        pools: PoolService,
+        sessions: SessionRegistry,
+        limits: Limits,
+        counters: Counters,
+        whole_below_bytes: int,
+        tombstones: Tombstones | None = None,
+    ) -> None:
+        self.draining = False
+        self._dispatcher = dispatcher
+        self._pools = pools
+        self._sessions = sessions
+        self._limits = limits
+        self._counters = counters
+        self._state_machine = TransferStateMachine(whole_below_bytes, tombstones)
+        self._transport: Transport | None = None
+        self._remote: RemoteTransports | None = None
+        self._peers: PeerService | None = None
+        self._rings: EventRings | None = None
+        self._host_receives: HostReceives | None = None
+        self._scheduler: Scheduler | None = None
+        self._under_way: set[int] = set()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._cancels: dict[tuple[int, EndpointKey], list[tuple[Call, bool]]] = {}
+        self._executing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        dispatcher.handle("SEND", self._send)
+        dispatcher.handle("RECEIVE", self._receive)
+        dispatcher.handle("CANCEL", self._cancel)
+        dispatcher.handle("RESULT", self._result)
+        dispatcher.on_acknowledged = self._acknowledged
+
+    @property
+    def state_machine(self) -> TransferStateMachine:
+        """Return the state machine, for the parts of the daemon that other daemons speak to."""
+        return self._state_machine
+
+    def connect(
+        self,
+        transport: Transport,
+        remote: RemoteTransports,
+        peers: PeerService,
+        rings: EventRings,
+        host_receives: HostReceives | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        """Copy by these transports, speak to other daemons by ``peers``, know by ``rings`` what engines have done.
+
+        ``host_receives`` is for receive requests whose bytes become snapshots; ``scheduler`` is told while transfer ops
+        are under way.
+        """
+        self._host_receives = host_receives
+        self._scheduler = scheduler
+        if scheduler is not None:
+            self._state_machine.peers.on_sending = lambda began: (
+                scheduler.transfer_began() if began else scheduler.transfer_ended()
+            )
+        self._rings = rings
+        self._transport = transport
+        self._remote = remote
+        self._peers = peers
+
+    def events_reached(self, session_id: int, values: list[int]) -> None:
+        """Take the counters of a session's event ring."""
+        if self._state_machine.waits_for_events(session_id):
+            self._state_machine.events_reached(session_id, values, time.monotonic())
+            self.execute()
+
+    def session_opened(self, session: Session) -> None:
+        """Keep the session's results from now on."""
+        self._state_machine.results.open_session(session.session_id)
+
+    def session_lost(self, session: Session) -> None:
+        """Fail what died with the session."""
+        self._state_machine.session_lost(session.session_id, time.monotonic())
+        for key in [one for one in self._cancels if one[0] == session.session_id]:
+            del self._cancels[key]
+        self.execute()
+
+    def op_done(self, op_id: int, error: KvferryError | None) -> None:
+        """Take the end of a copy from a transport."""
+        self._op_ended(op_id)
+        if self._remote is not None:
+            self._remote.forget(op_id)
+        if op_id not in self._state_machine.endpoints.ops:  # it was ended because its transport raised
+            self._counters.add("transfers.ops_over")
+            return
+        try:
+            self._state_machine.op_done(op_id, error, time.monotonic())
+        finally:
+            self.execute()
+
+    async def drained(self) -> None:
+        """Return once no transfer is live and the events of the last ones are on their way."""
+        await self._idle.wait()
+        await asyncio.sleep(0)
+
+    def live(self, session_id: int) -> int:
+        """Return how many sides of a session are live, or settled and not acknowledged."""
+        return self._state_machine.results.count(session_id)
+
+    def drain(self) -> None:
+        """Take no new transfers, and fail those that wait for one."""
+        self.draining = True
+        self._state_machine.drain(time.monotonic())
+        self.execute()
+
+    def status(self) -> tuple[TransferStatus, ...]:
+        """Return the live sides as STATUS shows them."""
+        now = time.monotonic()
+        return tuple(
+            TransferStatus(
+                request=endpoint.request_id,
+                request_id=endpoint.request_id,
+                direction=endpoint.direction,
+                pool=endpoint.source_or_destination.name,
+                state=endpoint.state.value,
+                age_ms=round((now - endpoint.created_at) * 1000),
+                pages=endpoint.pages,
+                arrived=endpoint.arrived_pages if isinstance(endpoint, ReceiveRequest) else 0,
+                waits_for=endpoint.waits_for(),
+            )
+            for endpoint in self._state_machine.endpoints
+        )
+
+    def _send(self, call: Call) -> Answer:
+        body = expect(call, Send)
+        sender = self._sender(call, body)
+        manifest = sender.pool.manifest
+        ranges = page_ranges(body.lists, call.ids, manifest, may_end_inside=body.last, may_lack=not body.last)
+        chunk = SendChunk(ranges, body.last, body.first_token, body.payload, body.steps)
+        reached = self._reached(sender.session_id, body)
+        accepted = self._state_machine.send(sender, chunk, body.destinations)
+        if body.steps:
+            self._state_machine.events_reached(sender.session_id, reached, time.monotonic())
+        self.execute()
+        return Answer(accepted)
+
+    def _reached(self, session_id: int, body: Send) -> list[int]:
+        """Return how far the session's events are; only where steps wait for them."""
+        if not body.steps or self._rings is None:
+            return []
+        reached = self._rings.values(session_id)
+        beyond = max(step.event for step in body.steps)
+        if beyond >= len(reached):
+            raise InvalidFieldError(f"event {beyond}; the session's ring has {len(reached)}", field="steps")
+        return reached
+
+    def _receive(self, call: Call) -> Answer | None:
+        after = expect(call, Receive).after
+        return self._begin_receive(call) if self._rings is None else self._rings.hold(call, after, self._begin_receive)
+
+    def _begin_receive(self, call: Call) -> Answer:
+        body = expect(call, Receive)
+        sender = self._sender(call, body)
+        if body.into == "host":
+            return self._receive_to_host(call, body, sender)
+        ranges = page_ranges(body.lists, call.ids, sender.pool.manifest, may_end_inside=True)
+        return self._begin_receive_into(sender, ranges, body)
+
+    def _receive_to_host(self, call: Call, body: Receive, sender: Sender) -> Answer:
+        """Make a receive request whose bytes become a snapshot."""
+        if self._host_receives is None:
+            raise InternalError("no host tier is connected")
+        host_receive = self._host_receives.make(call, body, sender.pool)
+        try:
+            return self._begin_receive_into(sender._replace(pool=host_receive.pool), host_receive.ranges, body)
+        except Exception as cause:
+            error = cause if isinstance(cause, KvferryError) else InternalError(f"no room was made: {cause!r}")
+            self._host_receives.refused(host_receive, error)
+            raise
+
+    def _begin_receive_into(self, sender: Sender, ranges: tuple[PageRange, ...], body: Receive) -> Answer:
+        daemons = body.source_daemons
+        if daemons and self._peers is not None:
+            daemons = self._peers.source_daemons(daemons)
+        accepted = self._state_machine.receive(sender, ranges, body.sources, daemons, any_model=body.any_model)
+        self.execute()
+        return Answer(accepted)
+
+    def _gave_up_held(self, session_id: int, body: Cancel) -> bool:
+        """Give up a RECEIVE that waits for its event still: it would make its room later, in pages given to others."""
+
+        def is_it(held: Call) -> bool:
+            asked = held.body
+            return isinstance(asked, Receive) and (asked.request_id, asked.pool) == (body.request_id, body.pool)
+
+        return self._rings is not None and self._rings.give_up(session_id, is_it)
+
+    def _cancel(self, call: Call) -> Answer | None:
+        body = expect(call, Cancel)
+        key = EndpointKey(call.session.tenant, body.request_id, body.pool, body.direction)
+        session_id = call.session.session_id
+        endpoint = self._state_machine.endpoint(session_id, key)
+        if endpoint is None and body.direction == "receive" and self._gave_up_held(session_id, body):
+            return Answer(Cancelled(was_finished=False))
+        if endpoint is None and self._state_machine.result(session_id, key).settled is not None:
+            return Answer(Cancelled(was_finished=True))
+        was_finished = endpoint is not None and endpoint.state is not State.OPEN
+        waiting = self._cancels.setdefault((session_id, key), [])
+        waiting.append((call, was_finished))
+        self._state_machine.cancel(session_id, key, time.monotonic())
+        self.execute()
+        return None
+
+    def _result(self, call: Call) -> Answer:
+        body = expect(call, Result)
+        key = EndpointKey(call.session.tenant, body.request_id, body.pool, body.direction)
+        return Answer(self._state_machine.result(call.session.session_id, key))
+
+    def _sender(self, call: Call, body: Send | Receive) -> Sender:
+        if self.draining:
+            raise ShuttingDownError("the daemon ends and takes no new transfer")
+        pool = self._pools.get(call.session.tenant, body.pool)
+        session_id = call.session.session_id
+        key = EndpointKey(pool.tenant, body.request_id, body.pool, "send" if isinstance(body, Send) else "receive")
+        if self._state_machine.endpoint(session_id, key) is None:  # what has begun may always go on
+            self._check_limits(call.session)
+        now = time.monotonic()
+        return Sender(session_id, pool, body.request_id, Clocked(now, now + call.deadline_s))
+
+    def _check_limits(self, session: Session) -> None:
+        most = self._limits.max_transfers_per_session
+        if self.live(session.session_id) >= most:
+            raise OverloadedError(f"{most} transfers of the session are live or unacknowledged")
+        if len(session.unacknowledged) >= 2 * most:  # possible where request ids are used again and again
+            raise OverloadedError(f"{len(session.unacknowledged)} events of the session are unacknowledged")
+        if self._state_machine.results.total >= self._limits.max_transfers:
+            raise OverloadedError(f"{self._limits.max_transfers} transfers of all sessions are live or unacknowledged")
+
+    def _acknowledged(self, session: Session, event: Settled) -> None:
+        key = EndpointKey(session.tenant, event.request_id, event.pool, event.direction)
+        known = self._state_machine.results.get(session.session_id, key)
+        if known is not None and known.settled is not None and known.settled.generation == event.generation:
+            self._state_machine.results.forget(session.session_id, key)
+
+    def execute(self) -> None:
+        """Do what the state machine asks, in its order; what that leads to comes after it, not in between."""
+        if self._executing:
+            return
+        self._executing = True
+        try:
+            while effects := self._state_machine.effects():
+                self._do(effects)
+        finally:
+            self._executing = False
+            self._set_timer()
+            if any(True for _ in self._state_machine.endpoints):
+                self._idle.clear()
+            else:
+                self._idle.set()
+
+    def _do(self, effects: list[Effect]) -> None:
+        notified: dict[int, Session] = {}
+        not_started: dict[int, KvferryError] = {}
+        for effect in effects:
+            try:
+                self._do_one(effect, notified)
+            except Exception as cause:  # a bug in one transfer must not become the end of the others
+                self._counters.add("transfers.effects_failed")
+                log.exception("an effect failed", effect=type(effect).__name__, cause=str(cause), **about(effect))
+                if isinstance(effect, StartOp):
+                    known = cause if isinstance(cause, KvferryError) else None
+                    not_started[effect.op_id] = known or InternalError(f"no copy began: {cause!r}")
+        for op_id, error in not_started.items():
+            self._not_started(op_id, error)
+        # After the reply that this call may still give: events never overtake their request's reply.
+        for session in notified.values():
+            self._loop.call_soon(self._dispatcher.push_events, session)
+
+    def _do_one(self, effect: Effect, notified: dict[int, Session]) -> None:
+        if isinstance(effect, Notify):
+            session = self._notify(effect)
+            if session is not None:
+                notified[session.session_id] = session
+        elif isinstance(effect, StartOp):
+            self._start(effect)
+        elif isinstance(effect, StopOp):
+            self._stop(effect.op_id)
+        elif isinstance(effect, WarnTrimmed):
+            warn_trimmed(effect, self._counters)
+        elif self._peers is not None:
+            self._peers.execute(effect)
+
+    def _not_started(self, op_id: int, error: KvferryError) -> None:
+        """End a transfer op whose transport raised when it was to begin: no byte of it moves."""
+        with contextlib.suppress(Exception):  # it may know the transfer op all the same, and go on with it
+            self._stop(op_id)
+        self._op_ended(op_id)
+        if self._remote is not None:
+            self._remote.forget(op_id)
+        self._state_machine.op_done(op_id, error, time.monotonic())
+
+    def _op_ended(self, op_id: int) -> None:
+        if op_id in self._under_way:
+            self._under_way.remove(op_id)
+            if self._scheduler is not None:
+                self._scheduler.transfer_ended()
+
+    def _start(self, effect: StartOp) -> None:
+        if self._scheduler is not None:
+            self._under_way.add(effect.op_id)
+            self._scheduler.transfer_began()
+        op = self._state_machine.endpoints.ops[effect.op_id]
+        if op.send_request.origin is not None and self._remote is not None:
+            self._remote.start(op)
+        elif self._transport is not None:
+            self._transport.start(effect)
+
+    def _stop(self, op_id: int) -> None:
+        op = self._state_machine.endpoints.ops[op_id]
+        if op.send_request.origin is not None and self._remote is not None:
+            self._remote.stop(op_id)
+        elif self._transport is not None:
+            self._transport.stop(op_id)
+
+    def _notify(self, effect: Notify) -> Session | None:
+        event = effect.event
+        if isinstance(event, Finished):
+            record_finished(event, self._counters)
+        if self._host_receives is not None:
+            self._host_receives.on_event(effect.session_id, event)
+        session = self._sessions.get(effect.session_id)
+        if session is None:
+            return None
+        session.add_event(event)
+        if isinstance(event, Settled):
+            key = (session.session_id, EndpointKey(session.tenant, event.request_id, event.pool, event.direction))
+            for call, was_finished in self._cancels.pop(key, ()):
+                self._dispatcher.answer(session, call.message_id, Answer(Cancelled(was_finished=was_finished)))
+        return session
+
+    def _set_timer(self) -> None:
+        deadline = self._state_machine.next_deadline()
+        if self._timer is not None:
+            if deadline is not None and self._timer_at <= deadline:
+                return  # early at worst: _expire sets the next one
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            self._timer_at = deadline
+            self._timer = self._loop.call_later(max(0.0, deadline - time.monotonic()), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        try:
+            self._state_machine.expire(time.monotonic())
+        finally:
+            self.execute()

@@ -1,0 +1,127 @@
+"""What an entry from outside says of itself: whether its fields can all be true of one array.
+
+Our own layouts derive every field from a spec. What an operator writes for ``kvferry plan``, or another daemon says of
+its pool, is only as good as whoever wrote it; addresses and cuts by heads are reckoned from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from kvferry.pools.layouts.mla import is_packed
+from kvferry.pools.layouts.parts import FIA_NZ, ND
+from kvferry.pools.planning.geometry import PAGE_HEADS, dtype_bytes, page_bytes_of, page_rows
+from kvferry.pools.planning.scales import check_scales
+from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError
+from kvferry.protocol.manifests import Entry
+
+MAX_ADDRESS = (1 << 63) - 1
+STATE_ROLES = ("conv", "ssm")
+"""Arrays ``(slots, window, channels)`` and ``(slots, heads, ...)``, without tokens."""
+
+_TOKENS = {"page_tokens": 1, "heads": 2}
+"""Of ``(pages, page_size, heads, dim)``, as keys, values and packed rows are, and of the indexer's scales."""
+
+_FRACTALS = {"page_tokens": 3, "heads": 1}
+"""Of ``(pages, heads, dim / n, page_size, n)``."""
+
+
+def check_entry(entry: Entry, field: str) -> None:
+    """Check that an entry does not contradict itself; fields that are left out contradict nothing.
+
+    Raises:
+        InvalidFieldError: it ends beyond any address, has heads beyond the model's, an unknown dtype, or scales that
+            are none.
+        GeometryMismatchError: ``page_bytes``, ``page_tokens``, ``heads``, ``dtype`` and ``shape`` do not go together.
+    """
+    if entry.base + entry.pages * entry.page_bytes > MAX_ADDRESS:
+        raise InvalidFieldError(f"{entry.name} ends beyond address {MAX_ADDRESS}", field=f"{field}.base")
+    heads = (entry.head_start or 0) + (entry.heads or 0)
+    if entry.total_heads is not None and heads > entry.total_heads:
+        raise InvalidFieldError(f"{entry.name} has heads up to {heads} of {entry.total_heads}", field=f"{field}.heads")
+    check_scales(entry, field)
+    try:
+        _check_page(entry)
+        _check_shape(entry)
+    except KvferryError as cause:
+        raise type(cause)(cause.detail, field=f"{field}.{cause.field}") from cause
+
+
+def _check_page(entry: Entry) -> None:
+    """Check that a page divides into its elements, and into its tokens' heads."""
+    element_bytes = 1 if entry.dtype is None else dtype_bytes(entry.dtype)
+    if entry.shape is not None:
+        _check_elements(entry, entry.shape)
+    rows = page_rows(entry)
+    cells = 1 if rows is None or _is_of_pages(entry) else rows * (entry.heads or 1)
+    if entry.page_bytes % (cells * element_bytes):
+        dtype = f" of {entry.dtype}" if entry.dtype else ""
+        parts = f"{rows} tokens x {entry.heads or 1} heads" if cells > 1 else "elements"
+        raise GeometryMismatchError(
+            f"{entry.name}: {entry.page_bytes} bytes do not divide into {parts}{dtype}", field="page_bytes"
+        )
+
+
+def _check_elements(entry: Entry, shape: tuple[int, ...]) -> None:
+    """Check that a page has the bytes of its share of the array's elements, of whatever size where nobody says it."""
+    if entry.dtype is not None:
+        page_bytes_of(shape, entry.dtype, entry.pages, entry.page_bytes, entry.name)
+        return
+    elements, rest = divmod(math.prod(shape), entry.pages)
+    if rest or entry.page_bytes % elements:
+        raise GeometryMismatchError(
+            f"{entry.name}: {entry.page_bytes} bytes a page are no whole number for each of its elements, "
+            f"{math.prod(shape) / entry.pages:g} by its shape",
+            field="page_bytes",
+        )
+
+
+def _check_shape(entry: Entry) -> None:
+    """Check that the shape has the pages, tokens and heads that the entry says, where its axes are known."""
+    if entry.shape is None:
+        return
+    axes = _axes(entry, entry.shape)
+    for field, axis in axes.items():
+        said = getattr(entry, field)
+        if said is not None and entry.shape[axis] != said:
+            raise GeometryMismatchError(
+                f"{entry.name}: its shape {list(entry.shape)} says {field} are {entry.shape[axis]}, not {said}",
+                field="shape",
+            )
+
+
+def _axes(entry: Entry, shape: tuple[int, ...]) -> Mapping[str, int]:
+    """Return at which axis of the shape which field stands; none of an array whose form is not one of ours."""
+    if not shape or (entry.format not in {None, ND, FIA_NZ, PAGE_HEADS} and not is_packed(entry.format)):
+        return {}
+    if _is_of_tokens(entry, shape):
+        return {"heads": 2} if entry.page_tokens else {}
+    return {"pages": 0, **_page_axes(entry, len(shape))}
+
+
+def _page_axes(entry: Entry, axes: int) -> Mapping[str, int]:
+    """Return the same of what follows the pages; of an array without tokens only its role tells it."""
+    if entry.format == FIA_NZ:
+        return _FRACTALS if axes == 5 else {}  # noqa: PLR2004  see _FRACTALS
+    if entry.format == PAGE_HEADS:
+        return {"heads": 1} if axes == 2 else {}  # noqa: PLR2004  (pages, heads)
+    if entry.role in STATE_ROLES:
+        return {"heads": 1} if entry.role == "ssm" and axes > 1 else {}
+    return _TOKENS if entry.page_tokens and axes == (3 if entry.role == "index_scale" else 4) else {}
+
+
+def _is_of_tokens(entry: Entry, shape: tuple[int, ...]) -> bool:
+    """Return whether the shape may be fused infer attention's view, in which a row is a token, not a page."""
+    if len(shape) != 4 or shape[1] != 1:  # noqa: PLR2004  (tokens, 1, heads, dim)
+        return False
+    if entry.format not in {None, ND} or entry.role in STATE_ROLES:
+        return False
+    if entry.page_tokens is None:
+        return shape[0] % entry.pages == 0
+    return shape[0] == entry.pages * entry.page_tokens
+
+
+def _is_of_pages(entry: Entry) -> bool:
+    """Return whether the array has a row a page, and no axis of tokens: scales of whole pages, say."""
+    return entry.shape is not None and len(entry.shape) <= 2  # noqa: PLR2004  (pages, something)

@@ -1,0 +1,233 @@
+"""Coverage: which cells (entry, head interval, logical page) of a transfer are required, planned by a SEND, and there.
+
+Each cell is counted exactly once: a second planned copy is an overlap, unless its sender is one of several that hold
+the same content; then the first to come sends it, whatever its rank, and the others send the rest, if there is any.
+Heads are told apart from the first planned copy on that is of a part of an entry's heads: before that an entry's page
+is one cell.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.pairing import Pair
+from kvferry.protocol.errors import IncompleteError, PageOverlapError, UncoveredEntryError
+from kvferry.protocol.manifests import Entry
+
+Rows: TypeAlias = npt.NDArray[np.bool_]
+"""``(rows,)`` bool: some of the rows of ``Cells``."""
+
+_Grid: TypeAlias = npt.NDArray[np.bool_]
+"""``(entries, heads, pages)`` bool."""
+
+
+class Cells(NamedTuple):
+    """Every combination of some entries (``(rows,)`` indices) and a range of a transfer's pages, from its first on.
+
+    ``heads`` has what part of each entry it is, by the entry's own numbers; None for all heads, of one row or of all.
+    """
+
+    entries: npt.NDArray[np.intp]
+    start: int
+    stop: int
+    heads: tuple[Heads | None, ...] | None = None
+
+    def of(self, rows: Rows) -> Cells:
+        """Return the cells of some rows."""
+        heads = None if self.heads is None else tuple(itertools.compress(self.heads, rows.tolist()))
+        return self._replace(entries=self.entries[rows], heads=heads)
+
+
+class Extent(NamedTuple):
+    """Some rows of ``Cells``, and a range of pages on which none of them has a sender."""
+
+    rows: Rows
+    start: int
+    stop: int
+
+
+def cells_of(pairs: Sequence[Pair], start: int, stop: int) -> Cells:
+    """Return the cells that pairs fill on a range of pages; a row for each pair."""
+    entries = np.array([pair.destination_index for pair in pairs], np.intp)
+    if not any(pair.heads for pair in pairs):
+        return Cells(entries, start, stop)
+    heads = (Heads(pair.heads.destination, pair.heads.count) if pair.heads else None for pair in pairs)
+    return Cells(entries, start, stop, tuple(heads))
+
+
+class Coverage:
+    """The cells of one component of one transfer.
+
+    The head axis of its grids has length 1 until heads are told apart, and then that of the entry with the most; an
+    entry's last head has the rest of the axis to itself.
+    """
+
+    def __init__(self, entries: Sequence[Entry], pages: int, optional_components: Collection[str]) -> None:
+        """Require every entry of a component that is not optional.
+
+        Args:
+            entries: the destination's entries of this component, in their order.
+            pages: how many logical pages the transfer has.
+            optional_components: components that no source has to cover.
+        """
+        self._entries = entries
+        self._required = np.array([entry.component not in optional_components for entry in entries], np.bool_)
+        self._planned, self._arrived, self._excused = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
+
+    def free_extents(self, cells: Cells, replicated: Rows) -> tuple[Extent, ...]:
+        """Return what has no sender yet: no row twice. A source's own chunks never overlap: admission sees to that.
+
+        Args:
+            cells: what a source could send.
+            replicated: the rows whose content other sources hold as well; some of their pages may be taken, but not
+                some of the heads of a page, and what is left is in one extent.
+
+        Raises:
+            PageOverlapError: names the first cell that has a sender already, and may not have one.
+        """
+        bounds = np.tile([cells.start, cells.stop], (len(cells.entries), 1))
+        for rows, heads in self._parts(cells):
+            taken = self._planned[cells.entries[rows], heads, cells.start : cells.stop]
+            if not taken.any():
+                continue
+            pages: npt.NDArray[np.bool_] = np.any(taken, axis=1)
+            left = cells.stop - cells.start - pages.sum(axis=1)
+            first, behind = pages.argmin(axis=1), pages[:, ::-1].argmin(axis=1)
+            in_one = (left == 0) | (first + left + behind == cells.stop - cells.start)
+            whole = np.all(taken.all(axis=1) == pages, axis=1)
+            wrong = np.flatnonzero(pages.any(axis=1) & ~(replicated[rows] & in_one & whole))
+            if len(wrong):
+                raise self._overlap(cells, int(rows[wrong[0]]), heads.start or 0, taken[wrong[0]])
+            bounds[rows] = cells.start + np.stack([first, first + left], axis=1)
+        found = np.unique(bounds, axis=0) if (bounds != bounds[:1]).any() else bounds[:1]
+        return tuple(
+            Extent((bounds == (start, stop)).all(axis=1), start, stop) for start, stop in found.tolist() if start < stop
+        )
+
+    def plan(self, cells: Cells) -> None:
+        """Count the cells as planned; ``free_extents`` has found all of them free."""
+        self._tell_heads_apart(cells)
+        self._set(self._planned, cells, value=True)
+
+    def withdraw(self, cells: Cells) -> None:
+        """Undo ``plan``."""
+        self._set(self._planned, cells, value=False)
+
+    def arrive(self, cells: Cells) -> None:
+        """Count the cells as there."""
+        self._set(self._arrived, cells, value=True)
+
+    def excuse(self, cells: Cells) -> None:
+        """Require these cells no longer: nobody has them, and both sides were told."""
+        self._tell_heads_apart(cells)
+        self._set(self._excused, cells, value=True)
+
+    def check_planned(self, excused: Iterable[Cells] = ()) -> None:
+        """Check that every required cell has a sender, but for those that are excused or would be.
+
+        Raises:
+            UncoveredEntryError: names the first entry of which no page has one.
+            IncompleteError: names the first cell without one and counts them.
+        """
+        extra = tuple(excused)
+        for cells in extra:
+            self._tell_heads_apart(cells)
+        settled = self._planned | self._excused
+        for cells in extra:
+            self._set(settled, cells, value=True)
+        bare = np.flatnonzero(self._required & ~settled.any(axis=(1, 2)))
+        if len(bare) and settled.shape[2]:
+            raise UncoveredEntryError(
+                f"no source entry for {self._entries[bare[0]].name} ({len(bare)} entries uncovered)", field="lists"
+            )
+        missing = ~settled & (self._counted() & self._required[:, None])[:, :, None]
+        count = int(np.count_nonzero(missing))
+        if count:
+            entry, head, page = (int(one) for one in np.argwhere(missing)[0])
+            heads = self._head_range(entry, head, missing[entry, head:, page])
+            raise IncompleteError(
+                f"{self._entries[entry].name}: transfer page {page}{heads} has no sender ({count} cells missing)",
+                field="lists",
+            )
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every required and every planned cell is there."""
+        required = self._required[:, None, None] & ~self._excused
+        return not ((self._planned | required) & ~self._arrived).any()
+
+    @property
+    def arrived_pages(self) -> int:
+        """Return how many pages are there in every required entry, with all heads; excused ones are not there."""
+        return int((self._arrived | ~self._required[:, None, None]).all(axis=(0, 1)).sum())
+
+    def _parts(self, cells: Cells) -> Iterator[tuple[npt.NDArray[np.intp], slice]]:
+        """Yield the rows that have the same part of the head axis, and that part."""
+        if cells.heads is None:
+            yield np.arange(len(cells.entries)), slice(None)
+            return
+        parts: dict[tuple[int, int], list[int]] = {}
+        for row, (entry, heads) in enumerate(zip(cells.entries.tolist(), cells.heads, strict=True)):
+            held = self._heads_of(entry)
+            part = (0, -1) if heads is None else (heads.start, -1 if heads.stop >= held else heads.stop)
+            parts.setdefault(part, []).append(row)
+        for (start, stop), rows in parts.items():
+            yield np.array(rows, np.intp), self._on_axis(start, stop)
+
+    def _on_axis(self, start: int, stop: int) -> slice:
+        """Return a part of the head axis; a stop of -1 is its end."""
+        if self._planned.shape[1] == 1:
+            return slice(None)
+        return slice(start, None if stop < 0 else stop)
+
+    def _set(self, grid: _Grid, cells: Cells, *, value: bool) -> None:
+        for rows, heads in self._parts(cells):
+            grid[cells.entries[rows], heads, cells.start : cells.stop] = value
+
+    def _tell_heads_apart(self, cells: Cells) -> None:
+        """Give the arrays their head axis, if any of the cells is of a part of its entry's heads."""
+        if cells.heads is None or self._planned.shape[1] > 1:
+            return
+        held = [self._heads_of(entry) for entry in cells.entries.tolist()]
+        if any(heads and heads.count < most for heads, most in zip(cells.heads, held, strict=True)):
+            most = max(self._heads_of(entry) for entry in range(len(self._entries)))
+            self._planned, self._arrived, self._excused = (
+                np.repeat(grid, most, axis=1) for grid in (self._planned, self._arrived, self._excused)
+            )
+
+    def _heads_of(self, entry: int) -> int:
+        return self._entries[entry].heads or 1
+
+    def _counted(self) -> npt.NDArray[np.bool_]:
+        """Return which places on the head axis are heads of their own: ``(entries, heads)`` bool."""
+        axis = self._planned.shape[1]
+        if axis == 1:
+            return np.ones((len(self._entries), 1), np.bool_)
+        held = [self._heads_of(entry) for entry in range(len(self._entries))]
+        return np.arange(axis) < np.array(held)[:, None]
+
+    def _overlap(self, cells: Cells, row: int, start: int, taken: npt.NDArray[np.bool_]) -> PageOverlapError:
+        """Return the error that names the first cell of a row that is taken: ``(heads, pages)`` bool."""
+        entry = int(cells.entries[row])
+        head, page = (int(one) for one in np.argwhere(taken)[0])
+        heads = self._head_range(entry, start + head, taken[head:, page])
+        return PageOverlapError(
+            f"{self._entries[entry].name}: transfer page {cells.start + page}{heads} has a sender already",
+            field="lists",
+        )
+
+    def _head_range(self, entry: int, first: int, wrong: Rows) -> str:
+        """Say which heads are wrong, by the model's numbers: from ``first`` on as long as ``wrong`` is true."""
+        one = self._entries[entry]
+        held = self._heads_of(entry)
+        if self._planned.shape[1] == 1 or held == 1:
+            return ""
+        stop = first + (len(wrong) if wrong.all() else int(np.argmin(wrong)))
+        start = one.head_start or 0
+        return f", heads {start + first}..{start + min(stop, held) - 1},"

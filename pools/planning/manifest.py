@@ -1,0 +1,144 @@
+"""Manifests: laying entries out in a region, checking them, and the layout digest.
+
+Two pools with one digest hold the same things in pages of the same form: a page of one is a page of the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+
+from kvferry.pools.planning.geometry import dtype_bytes
+from kvferry.pools.planning.scales import canonical
+from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError
+from kvferry.protocol.manifests import Component, Entry, Manifest
+
+MAX_REGION_BYTES = 1 << 50
+DIGEST_BYTES = 16
+OPTIONAL_COMPONENTS = ("draft",)
+
+
+def lay_out(
+    entries: Sequence[Entry],
+    components: Sequence[Component] = (),
+    optional_components: Sequence[str] = OPTIONAL_COMPONENTS,
+) -> Manifest:
+    """Return the manifest with these entries one after another from base 0, in the order given.
+
+    Each begins at a multiple of its element's size, without which no tensor can be made of it.
+
+    Args:
+        entries: at least one.
+        components: what each component is; by default all are paged, on the pages of the first.
+        optional_components: those that no source of a transfer has to cover.
+
+    Raises:
+        InvalidFieldError: more bytes than a region can have, or components are optional that are unknown, or all.
+        DuplicateEntryError: two entries of one (component, role, layer).
+    """
+    placed = []
+    base = 0
+    for entry in entries:
+        base += -base % (dtype_bytes(entry.dtype) if entry.dtype else 1)
+        placed.append(msgspec.structs.replace(entry, base=base))
+        base += entry.pages * entry.page_bytes
+        if base > MAX_REGION_BYTES:
+            raise InvalidFieldError(f"the region would exceed {MAX_REGION_BYTES} bytes", field="tokens")
+    check_unique(placed, "entries")
+    check_optional({entry.component for entry in placed}, optional_components, "optional_components")
+    return Manifest(
+        pages=entries[0].pages,
+        region_bytes=base,
+        layout_digest=layout_digest(placed),
+        entries=tuple(placed),
+        optional_components=tuple(optional_components),
+        components=tuple(components) or _one_space(placed),
+    )
+
+
+def component_of(manifest: Manifest, name: str) -> Component | None:
+    """Return the component of that name, or None."""
+    return next((one for one in manifest.components if one.name == name), None)
+
+
+def spaces_of(manifest: Manifest) -> dict[str, int]:
+    """Return each page space's pages, the padding page included, in the components' order."""
+    return {one.space: one.pages for one in manifest.components}
+
+
+def windows_of(manifest: Manifest) -> dict[str, int | None]:
+    """Return the tokens of each sliding window, by its component's name."""
+    return {one.name: one.window for one in manifest.components if one.kind == "window"}
+
+
+def check_unique(entries: Iterable[Entry], field: str) -> None:
+    """Check that each (component, role, layer) occurs once.
+
+    Raises:
+        DuplicateEntryError: the second of two, by its index in ``field``.
+    """
+    seen: dict[tuple[str, str, int], int] = {}
+    for index, entry in enumerate(entries):
+        first = seen.setdefault(key_of(entry), index)
+        if first != index:
+            raise DuplicateEntryError(f"{entry.name} is entry {first} and entry {index}", field=f"{field}[{index}]")
+
+
+def check_optional(components: set[str], optional: Collection[str], field: str) -> None:
+    """Check that what is optional is there, or might be in any pool, and that something is not.
+
+    Raises:
+        InvalidFieldError: an optional component is unknown, or all are optional.
+    """
+    unknown = sorted(set(optional) - components - set(OPTIONAL_COMPONENTS))
+    if unknown:
+        raise InvalidFieldError(f"the pool has no component {unknown[0]!r}", field=field)
+    if components and components <= set(optional):
+        raise InvalidFieldError("a transfer must bring something: not all can be optional", field=field)
+
+
+def key_of(entry: Entry) -> tuple[str, str, int]:
+    """Return what an entry is paired by: (component, role, layer)."""
+    return (entry.component, entry.role, entry.layer)
+
+
+def layout_digest(entries: Iterable[Entry]) -> str:
+    """Return 32 hexadecimal digits over what a page of each entry is.
+
+    Covers component, role, layer, dtype, format, the geometry of a page (its bytes, tokens and heads; the shape of a
+    state's slot) and fixed scales: the same 8 bits under another scale are another number, so a page of one is no page
+    of the other. Leaves out where entries lie, how many pages there are, and how engines view them.
+    """
+    pages = sorted(
+        (
+            *(*key_of(e), e.dtype, e.format, e.page_bytes, e.page_tokens, e.head_start, e.heads, e.total_heads),
+            *(() if slot_shape(e) is None else (slot_shape(e),)),
+            *(() if e.scales is None else (canonical(e.scales),)),
+        )
+        for e in entries
+    )
+    return hashlib.blake2b(msgspec.json.encode(pages), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def slot_shape(entry: Entry) -> tuple[int, ...] | None:
+    """Return the shape of a page without tokens, a slot: windows by channels are as many bytes as channels by windows.
+
+    None where its bytes and heads say all about a page, or where the shape is not known.
+    """
+    return None if entry.page_tokens is not None or entry.shape is None else entry.shape[1:]
+
+
+def bytes_per_page(manifest: Manifest, space: str | None = None) -> int:
+    """Return the bytes of one page over all entries of a page space; by default of the first one."""
+    if space is None:
+        space = manifest.components[0].space
+    inside = {one.name for one in manifest.components if one.space == space}
+    return sum(entry.page_bytes for entry in manifest.entries if entry.component in inside)
+
+
+def _one_space(entries: Sequence[Entry]) -> tuple[Component, ...]:
+    space = entries[0].component
+    names = dict.fromkeys(entry.component for entry in entries)
+    return tuple(Component(name=name, space=space, pages=entries[0].pages) for name in names)

@@ -1,0 +1,208 @@
+"""Plans: what is copied where, all checks done, as arrays.
+
+A plan keeps entries and runs apart, since every entry has the same runs; ``blocks`` multiplies them out. Each side
+stands for itself, so that a source on another host can make its own. Addresses are offsets or absolute, as the
+entries' bases are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.pools.planning.geometry import page_rows
+from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.page_checks import check_distinct, check_equal_length, check_range
+from kvferry.pools.planning.pairing import Pairing
+from kvferry.pools.planning.runs import PageIds, Runs, coalesce
+from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
+from kvferry.protocol.manifests import Entry
+
+Blocks: TypeAlias = npt.NDArray[np.uint64]
+"""``(n, 3)`` uint64: source address, destination address, bytes."""
+
+Sizes: TypeAlias = npt.NDArray[np.uint64]
+"""``(entries,)`` uint64, in bytes unless its name says otherwise."""
+
+
+class PlanSide(msgspec.Struct, frozen=True):
+    """Where one side's bytes lie. A page is ``rows`` rows, of each of which a slice is exchanged.
+
+    A whole page is one row: then ``rows`` is 1 and the slice is the page. Else a row is one token.
+
+    Attributes:
+        base: of each entry.
+        page_bytes: from one page to the next.
+        rows: rows of a page, a number.
+        row_bytes: from one row to the next.
+        slice_offset: of the slice in its row.
+        slice_bytes: of a row.
+        ids: ``(pages,)`` int64, the side's pages in logical order; not checked here.
+    """
+
+    base: Sizes
+    page_bytes: Sizes
+    rows: Sizes
+    row_bytes: Sizes
+    slice_offset: Sizes
+    slice_bytes: Sizes
+    ids: PageIds
+
+    @property
+    def segment_bytes(self) -> Sizes:
+        """Return the bytes that one page of each entry exchanges; the same on both sides."""
+        return self.rows * self.slice_bytes
+
+    @property
+    def sliced(self) -> npt.NDArray[np.bool_]:
+        """Return which entries exchange less than whole pages: ``(entries,)`` bool."""
+        sliced: npt.NDArray[np.bool_] = self.slice_bytes != self.page_bytes
+        return sliced
+
+    def of(self, entries: npt.NDArray[np.bool_]) -> PlanSide:
+        """Return the side with some of the entries only, by a mask."""
+        return PlanSide(
+            self.base[entries],
+            self.page_bytes[entries],
+            self.rows[entries],
+            self.row_bytes[entries],
+            self.slice_offset[entries],
+            self.slice_bytes[entries],
+            self.ids,
+        )
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The copies of one SEND into one transfer; entries in the destination's order."""
+
+    source: PlanSide
+    destination: PlanSide
+    runs: Runs
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages each entry copies."""
+        return int(self.runs.pages.sum())
+
+    @property
+    def total_bytes(self) -> int:
+        """Return how many bytes are copied."""
+        return self.pages * int(self.source.segment_bytes.sum())
+
+    @property
+    def sliced(self) -> npt.NDArray[np.bool_]:
+        """Return which entries exchange less than whole pages of some side: ``(entries,)`` bool."""
+        return self.source.sliced | self.destination.sliced
+
+    def of(self, entries: npt.NDArray[np.bool_]) -> Plan:
+        """Return the plan with some of the entries only, by a mask."""
+        return Plan(self.source.of(entries), self.destination.of(entries), self.runs)
+
+    def blocks(self) -> Blocks:
+        """Return all copies, entry by entry, runs in order: ``(n, 3)`` uint64.
+
+        Whole pages have a block a run. A slice has one for each token, which is right but slow: see ``gather``.
+        """
+        sliced = self.sliced
+        if not sliced.any():
+            return _whole_blocks(self)
+        parts = []
+        for entry, cut in enumerate(sliced.tolist()):
+            alone = self.of(np.arange(len(sliced)) == entry)
+            parts.append(_token_blocks(alone) if cut else _whole_blocks(alone))
+        return np.concatenate(parts)
+
+
+def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageIds) -> Plan:
+    """Check the page lists against every pair and return the plan.
+
+    A source page may be named twice (it is only read), a destination page may not.
+
+    Raises:
+        UncoveredEntryError: no entry has a partner.
+        LengthMismatchError, EmptyPagesError, PageOutOfRangeError, DuplicatePageError: see ``page_checks``.
+    """
+    pairs = pairing.pairs
+    if not pairs:
+        raise UncoveredEntryError("no source entry has a destination", field="source.entries")
+    check_equal_length(source_pages, destination_pages, "destination_pages")
+    check_range(source_pages, min(pair.source.pages for pair in pairs), "source_pages")
+    check_range(destination_pages, min(pair.destination.pages for pair in pairs), "destination_pages")
+    check_distinct(destination_pages, "destination_pages")
+    ours = theirs = None
+    if any(pair.heads for pair in pairs):
+        ours = [Heads(pair.heads.source, pair.heads.count) if pair.heads else None for pair in pairs]
+        theirs = [Heads(pair.heads.destination, pair.heads.count) if pair.heads else None for pair in pairs]
+    return Plan(
+        make_side([pair.source for pair in pairs], ours, source_pages),
+        make_side([pair.destination for pair in pairs], theirs, destination_pages),
+        coalesce(source_pages, destination_pages),
+    )
+
+
+def make_side(entries: Sequence[Entry], heads: Sequence[Heads | None] | None, ids: PageIds) -> PlanSide:
+    """Return one side of a plan; a source alone can make its own, of its own entries.
+
+    Args:
+        entries: this side's entries of the pairs, in the destination's order.
+        heads: what each pair exchanges, by the entry's own numbers; None for whole pages, of one entry or of all.
+        ids: this side's pages, which have been checked.
+
+    Raises:
+        GeometryMismatchError: an entry cannot be cut by these heads.
+    """
+    base = np.array([entry.base for entry in entries], np.uint64)
+    page_bytes = np.array([entry.page_bytes for entry in entries], np.uint64)
+    ones, zeros = np.ones(len(entries), np.uint64), np.zeros(len(entries), np.uint64)
+    if heads is None or not any(heads):
+        return PlanSide(base, page_bytes, ones, page_bytes, zeros, page_bytes, ids)
+    shapes = np.array([_slice_of(entry, its) for entry, its in zip(entries, heads, strict=True)], np.uint64)
+    rows, row_bytes, slice_offset, slice_bytes = np.ascontiguousarray(shapes.T)
+    return PlanSide(base, page_bytes, rows, row_bytes, slice_offset, slice_bytes, ids)
+
+
+def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
+    """Return (rows, row_bytes, slice_offset, slice_bytes)."""
+    if heads is None:
+        return 1, entry.page_bytes, 0, entry.page_bytes
+    rows, held = page_rows(entry) or 0, entry.heads or 0
+    if heads.start < 0 or heads.count < 1 or heads.stop > held or rows < 1 or entry.page_bytes % (rows * held):
+        raise GeometryMismatchError(
+            f"{entry.name}: pages of {entry.page_bytes} bytes, {rows} tokens and {held} heads do not have heads "
+            f"{heads.start}..{heads.stop - 1}",
+            field="heads",
+        )
+    if heads.count == held:
+        return 1, entry.page_bytes, 0, entry.page_bytes
+    row_bytes = entry.page_bytes // rows
+    head_bytes = row_bytes // held
+    return rows, row_bytes, heads.start * head_bytes, heads.count * head_bytes
+
+
+def _whole_blocks(plan: Plan) -> Blocks:
+    sizes = plan.source.page_bytes[:, None]
+    columns = np.empty((3, len(sizes), len(plan.runs.pages)), np.uint64)  # each column in one piece
+    np.multiply(sizes, plan.runs.source.astype(np.uint64), out=columns[0])
+    np.multiply(sizes, plan.runs.destination.astype(np.uint64), out=columns[1])
+    np.multiply(sizes, plan.runs.pages.astype(np.uint64), out=columns[2])
+    columns[0] += plan.source.base[:, None]
+    columns[1] += plan.destination.base[:, None]
+    return columns.reshape(3, -1).T
+
+
+def _token_blocks(plan: Plan) -> Blocks:
+    """Return a block for each token of each page of the plan's one entry."""
+    rows = max(int(plan.source.rows[0]), int(plan.destination.rows[0]))
+    size = int(plan.source.segment_bytes[0]) // rows
+    tokens = np.arange(rows, dtype=np.uint64)
+    blocks = np.empty((len(plan.source.ids), rows, 3), np.uint64)
+    for column, side in enumerate((plan.source, plan.destination)):
+        row_bytes = int(side.row_bytes[0]) if side.sliced[0] else size  # a whole page holds its tokens in a row
+        pages = side.base + side.slice_offset + side.ids.astype(np.uint64) * side.page_bytes
+        blocks[:, :, column] = pages[:, None] + tokens * np.uint64(row_bytes)
+    blocks[:, :, 2] = size
+    return blocks.reshape(-1, 3)
