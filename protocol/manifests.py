@@ -97,7 +97,8 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     ``index_layers`` are the model's numbers of the layers that have an indexer, ascending, or how many of the first
     ones have; by default all do where ``index_head_dim`` is given. ``index_scale`` adds one float32 a token.
     ``index_dtype`` is ``dtype`` unless given. ``packed`` stores latent (float8), its scales and rope (bfloat16) of a
-    token in one row of k, without v: ``ds_mla`` in this order, ``ascend`` with the scales last.
+    token in one row of k, without v: ``ds_mla`` in this order, ``ascend`` with the scales last. ``joined`` stores
+    latent and rope of a token, both in ``dtype``, in one row of k of ``kv_lora_rank + qk_rope_head_dim`` elements.
     ``replicas`` is the number of tensor-parallel ranks: each holds the same. ``k_scale`` is the latent's and the rope
     part's, one for all or one a layer; packed tokens have their own, the indexer's keys ``index_scale``.
     """
@@ -114,6 +115,7 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     index_dtype: str | None = None
     dtype: str
     packed: Literal["ds_mla", "ascend"] | None = None
+    joined: bool = False
     view: Literal["paged", "nz"] = "paged"
     replicas: Count = 1
     draft: DraftSpec | None = None

@@ -167,6 +167,7 @@ SPECS: Final[dict[str, PoolSpec]] = {
         index_dtype="int8",
         dtype="float8_e4m3fn",
         packed="ascend",
+        joined=True,
         view="nz",
         replicas=8,
         draft=DRAFT,
