@@ -18,6 +18,9 @@ RoleName = ComponentName
 LayerNumbers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=(1 << 31) - 1)], ...], Meta(max_length=4096)]
 """The model's own numbers of layers, ascending."""
 
+LayerGroups = Annotated[tuple[LayerNumbers, ...], Meta(max_length=16)]
+"""Numbers of layers, ascending; each layer of the pool in one group. A pipeline stage may have none of a group."""
+
 ComponentNames = Annotated[tuple[ComponentName, ...], Meta(max_length=16)]
 View = Literal["paged", "fia", "nz"]
 Scale = Annotated[float, Meta(gt=0)]
@@ -71,6 +74,10 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     ``(pages, page_size, heads, dim)`` a layer, ``fia`` ``(pages * page_size, 1, heads, dim)``. ``nz`` is another order
     of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for elements of 2 bytes. ``k_scale`` and ``v_scale`` are
     those of a dtype of 8 bits.
+
+    ``groups`` are the KV cache groups of an engine that gives each of them a block table of its own, with page ids of
+    one allocator: components ``main``, ``group1``, ``group2`` and so on, all in the page space ``main``. A page is one
+    group's at a time; the layers at one place of their groups share an array.
     """
 
     layers: LayerCount
@@ -89,6 +96,7 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     optional_components: ComponentNames = ("draft",)
     k_scale: Scales | None = None
     v_scale: Scales | None = None
+    groups: LayerGroups = ()
 
 
 class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
@@ -100,7 +108,8 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     token in one row of k, without v: ``ds_mla`` in this order, ``ascend`` with the scales last. ``joined`` stores
     latent and rope of a token, both in ``dtype``, in one row of k of ``kv_lora_rank + qk_rope_head_dim`` elements.
     ``replicas`` is the number of tensor-parallel ranks: each holds the same. ``k_scale`` is the latent's and the rope
-    part's, one for all or one a layer; packed tokens have their own, the indexer's keys ``index_scale``.
+    part's, one for all or one a layer; packed tokens have their own, the indexer's keys ``index_scale``. ``groups``: as
+    ``MhaSpec`` has them.
     """
 
     layers: LayerCount
@@ -121,6 +130,7 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     draft: DraftSpec | None = None
     optional_components: ComponentNames = ("draft",)
     k_scale: Scale | LayerScales | None = None
+    groups: LayerGroups = ()
 
 
 class HybridSwaSpec(_Spec, frozen=True, kw_only=True, tag="hybrid_swa"):
@@ -241,6 +251,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``space`` names the page ids they use: components of one space have a page each under one id, and ``pages`` pages
     (the padding page included); each space is allocated from by itself. ``window`` is a window's tokens, where known.
+    A ``group`` has other pages of its space than the space's first component, and so a list of its own; what is no
+    group lies on that one's pages.
     """
 
     name: str
@@ -248,6 +260,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pages: int
     kind: ComponentKind = "paged"
     window: int | None = None
+    group: bool = False
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

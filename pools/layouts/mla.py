@@ -21,6 +21,7 @@ from typing import cast
 import msgspec
 
 from kvferry.pools.layouts.draft import check_absent, draft_components, mha_draft_entries
+from kvferry.pools.layouts.groups import lay_out_groups
 from kvferry.pools.layouts.parts import (
     DRAFT,
     ND,
@@ -29,12 +30,10 @@ from kvferry.pools.layouts.parts import (
     Paged,
     check_ascending,
     layers_from,
-    main_component,
     paged_entries,
     paged_entry,
 )
 from kvferry.pools.planning.geometry import dtype_bytes, page_count
-from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.scales import fixed_scales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
@@ -57,7 +56,7 @@ def manifest_of(spec: MlaSpec) -> Manifest:
     """Return the manifest: k, v, index_k and index_scale, each of all its layers, then the draft's.
 
     Raises:
-        InvalidFieldError: the layers, the dtypes, the size, or the packed or joined form make no sense.
+        InvalidFieldError: the layers, the dtypes, the size, the groups, or the packed or joined form make no sense.
     """
     pages = page_count(spec.tokens, spec.page_size)
     part = Paged(
@@ -69,9 +68,11 @@ def manifest_of(spec: MlaSpec) -> Manifest:
         dtype=spec.dtype,
         view=spec.view,
     )
-    return lay_out(
-        [*_attention(spec, part), *_indexer(spec, part), *_draft_entries(spec, part)],
-        [main_component(pages), *draft_components(spec.draft, pages)],
+    return lay_out_groups(
+        spec.groups,
+        part,
+        [*_attention(spec, part), *_indexer(spec, part)],
+        (_draft_entries(spec, part), draft_components(spec.draft, pages)),
         spec.optional_components,
     )
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.pools.planning.geometry import dtype_bytes
-from kvferry.pools.planning.manifest import windows_of
+from kvferry.pools.planning.manifest import each_array, key_of, windows_of
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError, PoolExistsError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry, Manifest
 
@@ -70,6 +70,8 @@ def array_of(manifest: Manifest, component: str, role: str, layer: int | None = 
 def arrays_of(manifest: Manifest, keys: Sequence[tuple[str, str, int | None]]) -> list[Array]:
     """Return what each array of a registered pool must be; together they hold every entry once.
 
+    An entry that shares the array of another one's, of an earlier group, is held with that one, under its name.
+
     Args:
         manifest: the pool's.
         keys: (component, role, layer) of each; None for all layers of the role, one after another.
@@ -79,9 +81,10 @@ def arrays_of(manifest: Manifest, keys: Sequence[tuple[str, str, int | None]]) -
         DuplicateEntryError: an entry is in two arrays.
         UncoveredEntryError: an entry is in none.
     """
-    left = {(entry.component, entry.role, entry.layer): entry for entry in manifest.entries}
+    arrays = each_array(manifest.entries)
+    left = {key_of(entry): entry for entry in arrays}
     entries_of: dict[tuple[str, str, int | None], list[Entry]] = {key: [entry] for key, entry in left.items()}
-    for entry in manifest.entries:
+    for entry in arrays:
         entries_of.setdefault((entry.component, entry.role, None), []).append(entry)
     found = []
     for number, (component, role, layer) in enumerate(keys):

@@ -153,6 +153,7 @@ SPECS: Final[dict[str, PoolSpec]] = {
         optional_components=("draft", "main"),
         k_scale=(0.5, (0.25, 0.125)),
         v_scale="page",
+        groups=((3,), (4, 5)),
     ),
     "mla": MlaSpec(
         layers=3,
@@ -173,6 +174,7 @@ SPECS: Final[dict[str, PoolSpec]] = {
         draft=DRAFT,
         optional_components=("draft", "main"),
         k_scale=(0.5, 0.25, 0.125),
+        groups=((4, 6), (5,)),
     ),
     "hybrid_swa": HybridSwaSpec(
         full_layers=(5, 11),
