@@ -64,11 +64,10 @@ class Copier:
         self._views = [one.view() for one in memory]
         self._loop = loop
         self._ended: asyncio.Future[KvferryError | None] = loop.create_future()
-        self._piece_ids = itertools.count(1)
+        self._op_ids = itertools.count(1)
         config = Config()
         self.transport = LocalTransport(
             loop,
-            lambda _piece_id, error: self._ended.set_result(error),
             threads=config.copy_threads,
             chunk_bytes=config.transfers.chunk_bytes,
             copy=best_copy(),
@@ -102,10 +101,13 @@ class Copier:
     def _copied_gigabytes_a_second(self, plan: Plan) -> float:
         return plan.total_bytes / self._loop.run_until_complete(self._copy(plan)) / 1e9
 
+    def _op_done(self, _op_id: int, error: KvferryError | None) -> None:
+        self._ended.set_result(error)
+
     async def _copy(self, plan: Plan) -> float:
         self._ended = self._loop.create_future()
         started = time.perf_counter()
-        self.transport.start(StartOp(next(self._piece_ids), self.source, self.destination, (plan,)))
+        self.transport.start(StartOp(next(self._op_ids), self.source, self.destination, (plan,)), self._op_done)
         error = await self._ended
         if error is not None:
             raise error

@@ -15,9 +15,10 @@ import structlog
 from kvferry.daemon.config.schema import Config
 from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.dispatch import Dispatcher
+from kvferry.daemon.control.hub import EndpointsChanged, EventHub, PoolRemoved, SessionEnded
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.control.sessions import Session, SessionRegistry
+from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.devices.registry import CHECK_S, Devices
 from kvferry.daemon.peers.link import Heartbeat
 from kvferry.daemon.peers.links import PeerLinks
@@ -27,18 +28,23 @@ from kvferry.daemon.process.service_manager import ServiceManager
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.lost_pools import LostPools
-from kvferry.daemon.services.peer_transfers import PeerService
+from kvferry.daemon.services.peer_transfers import PeerTransferService
+from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.pools import PoolService
 from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
-from kvferry.daemon.services.transfers import TransferService
+from kvferry.daemon.services.transfers import Movers, TransferService
+from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transfer.tombstones import Tombstones
 from kvferry.daemon.transports.local import LocalTransport, best_copy
-from kvferry.daemon.transports.network import NetworkTransport
+from kvferry.daemon.transports.network import NetworkMemory, open_network
+from kvferry.daemon.transports.network_receiver import NetworkReceiver
+from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport, fetch_region
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.base import Body
-from kvferry.protocol.errors import DeviceLostError, KvferryError, MalformedError
+from kvferry.protocol.errors import DeviceLostError, MalformedError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
 from kvferry.protocol.versions import FEATURES, agree
@@ -55,106 +61,146 @@ def daemon_version() -> str:
 
 
 class Daemon:
-    """One incarnation. Make it on its loop, ``serve`` until ``stopping`` is set. Who sees control.sock can connect."""
+    """All parts of the daemon, put together: who is built from what, and in which order they start and end."""
 
-    def __init__(self, config: Config, directory: RuntimeDirectory, stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        config: Config,
+        directory: RuntimeDirectory,
+        stopping: asyncio.Event,
+        network: NetworkMemory | None = None,
+    ) -> None:
+        """Build everything on the running loop.
+
+        Args:
+            config: the configuration.
+            directory: where to listen; locked.
+            stopping: set from outside or, where a device is lost, by the daemon itself: ``serve`` ends then.
+            network: what transfers between hosts go by; see ``open_network``. It is the daemon's from now on.
+
+        Raises:
+            ConfigError: an address cannot be listened on, or tiers lack what they need.
+        """
         self.boot_id = new_boot_id()
         self._config = config
         limits = config.limits.announced
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._started_at = time.monotonic()
         self._stopping = stopping
-        self.counters = Counters()
+        self.counters = counters = Counters()
+        hub = EventHub()
+        # -- what engines, operators and other daemons talk to
+        self._control = ControlSocket(directory.control_socket, limits, counters)
         self._sessions = SessionRegistry(limits)
-        self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, self.counters)
-        self._session_socket = SessionSocket(
-            directory.session_socket,
-            self.boot_id,
-            self._sessions,
-            self.counters,
-            self._session_opened,
-            self._session_lost,
-        )
-        self._control = ControlSocket(directory.control_socket, limits, self.counters, self._dispatcher.on_message)
-        self._dispatcher.connect(self._control.send)
-        self._devices = Devices(config.devices, self._device_lost)
-        self._pools = PoolService(
-            self._dispatcher,
-            self._session_socket,
-            self._devices,
-            LostPools(directory.path / DEVICE_POOLS_FILE),
-            max_bytes=config.max_pool_bytes,
-            populate=config.pools.populate,
-        )
-        self._transfers = TransferService(
-            self._dispatcher,
-            self._pools,
-            self._sessions,
-            limits,
-            self.counters,
-            config.transfers.whole_below_bytes,
-            Tombstones(config.limits.max_tombstones, config.limits.tombstone_s),
-        )
-        self._transport = LocalTransport(
-            self._loop,
-            self._copied,
-            threads=config.copy_threads,
-            chunk_bytes=config.transfers.chunk_bytes,
-            copy=best_copy(),
-        )
+        self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, counters, self._control.send, hub)
         self._links = PeerLinks(
             self.boot_id,
             directory.peer_socket,
             config.peers.listen,
             Heartbeat(config.peers.heartbeat_ms, config.peers.timeout_ms),
             limits,
-            self.counters,
+            counters,
+        )
+        # -- pools and devices
+        self._devices = Devices(config.devices, self._device_lost)
+        self._registry = PoolRegistry(LostPools(directory.path / DEVICE_POOLS_FILE), hub)
+        self._session_socket = SessionSocket(
+            directory.session_socket, self.boot_id, self._sessions, counters, hub, self._registry.region_of
+        )
+        self._fetcher = ThreadPoolExecutor(FETCH_THREADS, "fetch")
+        self._rings = EventRings(self._dispatcher, self._session_socket, self._devices, self._fetcher, hub)
+        self._pools = PoolService(
+            self._dispatcher,
+            self._session_socket,
+            self._devices,
+            self._registry,
+            self._rings,
+            max_bytes=config.max_pool_bytes,
+            populate=config.pools.populate,
+        )
+        # -- tiers
+        scheduler = Scheduler(
+            dict.fromkeys(OperationClass, config.tiers.max_in_flight_bytes), patience_s=config.tiers.patience_s
+        )
+        self._tiers = Tiers(
+            config,
+            self._dispatcher,
+            hub,
+            self._sessions,
+            self._registry,
+            self._rings,
+            scheduler,
+            self._fetcher,
+            counters,
+        )
+        # -- transfers
+        state_machine = TransferStateMachine(
+            config.transfers.whole_below_bytes,
+            Tombstones(config.limits.max_tombstones, config.limits.tombstone_s),
+            scheduler,
+        )
+        self._transport = LocalTransport(
+            loop, threads=config.copy_threads, chunk_bytes=config.transfers.chunk_bytes, copy=best_copy()
         )
         self._executor = ThreadPoolExecutor(config.copy_threads, "network")
-        self._fetcher = ThreadPoolExecutor(FETCH_THREADS, "fetch")  # it may wait for other daemons
-        self._pull = PullTransport(
-            self._links.send, self._transport, self._fetcher, self._transfers.op_done, fetch_region
+        self._network = network
+        self._remote = RemoteTransports(
+            PullTransport(self._links.send, self._transport, self._fetcher, fetch_region),
+            *(() if network is None else self._network_transports(network, state_machine, hub)),
         )
-        self._remote = RemoteTransports(self._pull)
-        self._peers = PeerService(
-            self._links,
-            self._transfers.state_machine.peers,
-            self._pools,
-            self._remote,
-            self._transfers.execute,
-            self.counters,
+        self._peers = PeerTransferService(self._links, state_machine.peers, self._remote, hub, counters)
+        self._transfers = TransferService(
+            self._dispatcher,
+            hub,
+            state_machine,
+            self._registry,
+            self._rings,
+            Movers(self._transport, self._remote, scheduler),
+            self._peers,
+            self._tiers.host_receives,
+            limits,
+            counters,
         )
-        self._session_socket.region_of = self._peers.region_of
-        self._pools.on_deleted.append(self._peers.pool_deleted)
-        self._rings = EventRings(
-            self._dispatcher, self._session_socket, self._devices, self._fetcher, self._transfers.events_reached
-        )
-        self._pools.hold = self._rings.hold
-        self._tiers = Tiers(config, self._dispatcher, self._sessions, self._pools, self._fetcher, self.counters)
-        self._transfers.connect(
-            self._transport, self._remote, self._peers, self._rings, self._tiers.host_receives, self._tiers.scheduler
-        )
-        self._tables = TableService(self._dispatcher, self._session_socket, self._pools, self._devices, self._rings)
-        self._network = NetworkTransport(
-            config, self._links, self._transfers, self._pools, self._executor, self.counters
-        )
+        # -- graph tables
+        self._tables = TableService(self._dispatcher, self._session_socket, self._registry, self._devices, self._rings)
+        hub.subscribe(SessionEnded, self._session_ended)
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.handle_open("PING", lambda _body: Pong())
         self._dispatcher.handle_open("STATUS", self._status)
         self._dispatcher.check_complete()
 
+    def _network_transports(
+        self, network: NetworkMemory, state_machine: TransferStateMachine, hub: EventHub
+    ) -> tuple[NetworkReceiver, NetworkSender]:
+        """Return both halves of transfers between hosts."""
+        hub.subscribe(PoolRemoved, lambda event: network.drop_pool(event.pool))
+        receiver = NetworkReceiver(
+            self._links.send, network.engine, network.bounce_buffers, self._executor, self.counters, network.pages
+        )
+        sender = NetworkSender(
+            self._links.send,
+            network.engine,
+            network.staging,
+            network.config.bounce_buffer_bytes,
+            self._executor,
+            state_machine.peers,
+            lambda: hub.publish(EndpointsChanged()),
+            self.counters,
+            network.config.write_timeout_s,
+        )
+        return receiver, sender
+
     async def serve(self, manager: ServiceManager) -> None:
         """Serve until it is stopping, then let running transfers finish and give everything back.
 
         Raises:
-            KvferryError: the transport between hosts, or a device that is to be open, cannot be had.
+            KvferryError: a device that is to be open cannot be had.
         """
         for device in self._config.devices.open:
             await self._loop.run_in_executor(self._fetcher, self._devices.open, device)
-        await self._network.start(self._remote)
         await self._tiers.start()
-        self._links.start(self._loop)
-        self._control.start(self._loop)
+        self._links.start(self._loop, self._peers)
+        self._control.start(self._loop, self._dispatcher.on_message)
         self._session_socket.start(self._loop)
         self._watch_devices()
         manager.ready(f"serving, boot id {self.boot_id}")
@@ -169,10 +215,13 @@ class Daemon:
             self._leave_if_a_device_is_lost()
             self._leave_in_any_case()
             self._remote.close()
-            await self._network.close()
+            if self._network is not None:
+                await self._network.stop()
+            await asyncio.to_thread(self._executor.shutdown)  # its threads know the network's memory by its address
+            if self._network is not None:
+                self._network.close()
             await self._tiers.close()
             self._transport.close()
-            self._executor.shutdown()
             self._fetcher.shutdown(wait=False, cancel_futures=True)
             self._links.close()
             self._control.close()  # first what was said, then the end of the sessions
@@ -218,14 +267,9 @@ class Daemon:
             timer.daemon = True
             timer.start()
 
-    def _copied(self, op_id: int, error: KvferryError | None) -> None:
-        if not self._pull.copied(op_id, error):
-            self._transfers.op_done(op_id, error)
-
-    def _session_opened(self, session: Session) -> None:
-        self._transfers.session_opened(session)
-
-    def _session_lost(self, session: Session) -> None:
+    def _session_ended(self, event: SessionEnded) -> None:
+        """Let go of what a session had: what waits for it first, its pages last."""
+        session = event.session
         self._dispatcher.forget_session(session)
         self._rings.session_lost(session.session_id)
         self._tables.session_lost(session.session_id)
@@ -244,7 +288,7 @@ class Daemon:
         )
 
     def _status(self, _body: Body) -> StatusReport:
-        owned = self._pools.pages_by_session()
+        owned = self._registry.pages_by_session()
         return StatusReport(
             daemon_version=daemon_version(),
             pid=os.getpid(),
@@ -268,7 +312,7 @@ class Daemon:
             counters=self.counters.snapshot(),
             addresses=tuple(self._links.addresses.values()),
             peers=self._peers.status(),
-            network=self._network.status(),
+            network=self._network.status(self._remote.receiver) if self._network and self._remote.receiver else None,
             devices=tuple(self._devices.status()),
             tables=tuple(self._tables.status()),
             tiers=tuple(self._tiers.status()),
@@ -281,4 +325,4 @@ async def run_daemon(config: Config, directory: RuntimeDirectory, manager: Servi
     stopping = asyncio.Event()
     with answered(asyncio.get_running_loop(), stopping):
         keep_freed_memory()
-        await Daemon(config, directory, stopping).serve(manager)
+        await Daemon(config, directory, stopping, await open_network(config)).serve(manager)

@@ -28,11 +28,7 @@ class FreedPages(NamedTuple):
 
 
 class PageAllocator:
-    """Hands out the lowest free pages, so that lists have long runs and the pool does not fragment.
-
-    Attributes:
-        on_freed: called whenever pages have become free, where somebody waits for them.
-    """
+    """Hands out the lowest free pages, so that lists have long runs and the pool does not fragment."""
 
     def __init__(self, pages: int) -> None:
         """Start with all pages but page 0 free.
@@ -49,7 +45,12 @@ class PageAllocator:
         self._readers = np.zeros(pages, np.int32)
         self._writing = np.zeros(pages, np.bool_)
         self._doomed = np.zeros(pages, np.bool_)
-        self.on_freed: Callable[[], None] | None = None
+        self._when_freed: list[Callable[[], None]] = []
+
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Call this once, when pages have become free; asked for again before that, it is called once all the same."""
+        if call not in self._when_freed:
+            self._when_freed.append(call)
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -210,8 +211,9 @@ class PageAllocator:
             self._free[idle] = True
             self._free_count += len(idle)
             self._lowest_free = min(self._lowest_free, int(idle.min()))
-            if self.on_freed is not None:
-                self.on_freed()
+            waiting, self._when_freed = self._when_freed, []
+            for waiter in waiting:
+                waiter()
         return len(idle)
 
     def _check_none(self, busy: np.typing.NDArray[np.bool_], ids: PageIds, what: str, field: str) -> None:

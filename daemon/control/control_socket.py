@@ -50,7 +50,6 @@ class ControlSocket:
         path: Path,
         limits: Limits,
         counters: Counters,
-        on_message: OnMessage,
         *,
         also: str | None = None,
         mode: int = SOCKET_MODE,
@@ -62,7 +61,7 @@ class ControlSocket:
         """
         self._limits = limits
         self._counters = counters
-        self._on_message = on_message
+        self._on_message: OnMessage | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_scheduled = False
         self._context = zmq.Context()
@@ -86,9 +85,10 @@ class ControlSocket:
         """Return what was bound last: the TCP address with its port, if there is one."""
         return cast("bytes", self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Serve on this loop."""
+    def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
+        """Serve on this loop: each message goes to ``on_message``."""
         self._loop = loop
+        self._on_message = on_message
         loop.add_reader(self._socket.FD, self._drain)
         self._schedule_drain()
 
@@ -157,7 +157,8 @@ class ControlSocket:
                     message = self._receive()
                 except zmq.Again:
                     break
-                self._on_message(message)
+                if self._on_message is not None:
+                    self._on_message(message)
         finally:
             self._drain_scheduled = False
         self._schedule_drain()

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import structlog
 
 from kvferry.daemon.control.control_socket import ReceivedMessage
+from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.request_ids import about
 from kvferry.daemon.control.sessions import Session, SessionRegistry
@@ -25,11 +26,9 @@ from kvferry.protocol.errors import (
     StaleBootError,
     TooLargeError,
 )
-from kvferry.protocol.events import Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply, ReplyBody
-from kvferry.protocol.tier_messages import TierDone
 
 RETRY_AFTER_MS = 50
 BodyT = TypeVar("BodyT", bound=Body)
@@ -73,21 +72,25 @@ class Dispatcher:
         sessions: those that live.
     """
 
-    def __init__(self, boot_id: BootId, limits: Limits, sessions: SessionRegistry, counters: Counters) -> None:
+    def __init__(
+        self,
+        boot_id: BootId,
+        limits: Limits,
+        sessions: SessionRegistry,
+        counters: Counters,
+        send: SendFrames,
+        hub: EventHub,
+    ) -> None:
+        """Send replies and events by ``send``, which returns False where the peer is gone."""
         self._boot_id = boot_id
         self._limits = limits
         self.sessions = sessions
         self._counters = counters
         self._open_handlers: dict[type[Body], OpenHandler] = {}
         self._handlers: dict[type[Body], Handler] = {}
-        self._send: SendFrames = lambda _identity, _frames: False
-        self._deadlines: dict[tuple[int, int], asyncio.TimerHandle] = {}
-        self.on_acknowledged: Callable[[Session, Settled], None] = lambda _session, _event: None
-        self.on_operation_acknowledged: Callable[[Session, TierDone], None] = lambda _session, _event: None
-
-    def connect(self, send: SendFrames) -> None:
-        """Send replies and events by this function, which returns False where the peer is gone."""
         self._send = send
+        self._hub = hub
+        self._deadlines: dict[tuple[int, int], asyncio.TimerHandle] = {}
 
     def handle_open(self, kind: str, handler: OpenHandler) -> None:
         """Let ``handler`` have the requests of a type that needs no session."""
@@ -182,10 +185,7 @@ class Dispatcher:
         """Take what comes with every request of a session: where to answer, and what it has seen."""
         session.bind(identity)
         for event in session.acknowledge(request.acknowledged):
-            if isinstance(event.body, Settled):
-                self.on_acknowledged(session, event.body)
-            elif isinstance(event.body, TierDone):
-                self.on_operation_acknowledged(session, event.body)
+            self._hub.publish(EventAcknowledged(session, event.body))
         self.push_events(session)
 
     def _handle(self, handler: Handler, session: Session, request: Request, ids: tuple[PageIds, ...]) -> None:

@@ -17,6 +17,7 @@ from typing import Final
 
 import structlog
 
+from kvferry.daemon.control.hub import EventHub, SessionBegan, SessionEnded
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import SOCKET_MODE
@@ -27,7 +28,6 @@ from kvferry.protocol.errors import (
     KvferryError,
     NoSessionError,
     OverloadedError,
-    UnknownPoolError,
 )
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.session_messages import (
@@ -65,16 +65,16 @@ class SessionSocket:
         boot_id: BootId,
         sessions: SessionRegistry,
         counters: Counters,
-        on_opened: Callable[[Session], None],
-        on_lost: Callable[[Session], None],
+        hub: EventHub,
+        region_of: Callable[[RegionRequest], Region],
     ) -> None:
+        """``region_of`` finds the memory that another daemon of this host asks for, or raises."""
         self.boot_id = boot_id
         self.sessions = sessions
         self.counters = counters
-        self.on_opened = on_opened
-        self.on_lost = on_lost
+        self.region_of = region_of
+        self._hub = hub
         self.unopened = 0
-        self.region_of: Callable[[RegionRequest], Region] = _no_region
         self._connections: dict[int, _Connection] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -128,13 +128,13 @@ class SessionSocket:
     def opened(self, connection: _Connection, session: Session) -> None:
         """Note which connection a session has."""
         self._connections[session.session_id] = connection
-        self.on_opened(session)
+        self._hub.publish(SessionBegan(session))
 
     def closed(self, session: Session) -> None:
         """Note that a session's connection is gone, and tell the owner once."""
         del self._connections[session.session_id]
         self.sessions.close(session)
-        self.on_lost(session)
+        self._hub.publish(SessionEnded(session))
 
     def _accept(self) -> None:
         while True:
@@ -299,10 +299,6 @@ class _Connection:
     def _answer(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # a peer that is gone is seen by its end-of-file
             self._channel.send(data)
-
-
-def _no_region(asked: RegionRequest) -> Region:
-    raise UnknownPoolError(f"no pool {asked.pool!r}", field="pool")
 
 
 def _peer_of(channel: socket.socket) -> Peer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -20,9 +19,10 @@ from zmq.utils.monitor import parse_monitor_message
 from kvferry.daemon.config.addresses import is_v6
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.remote import Incarnation
-from kvferry.protocol.codec import Frames
+from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.limits import Limits
+from kvferry.protocol.peer_messages import PeerBody
 
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2000
@@ -53,16 +53,31 @@ class Heartbeat(NamedTuple):
         return min(steps, MAX_TTL_STEPS) * TTL_STEP_MS
 
 
+class PeerListener(Protocol):
+    """Who hears of other daemons; called on the loop, never from within ``PeerLinks.send``."""
+
+    def on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
+        """Take a message of a peer."""
+
+    def on_up(self, peer: Incarnation) -> None:
+        """Take the incarnation of a peer that can be spoken to from now on."""
+
+    def on_lost(self, peer: Incarnation, why: str) -> None:
+        """Take an incarnation that is gone, or cut off."""
+
+    def is_needed(self, address: str) -> bool:
+        """Return whether the link to an address is to be kept although it is down."""
+
+
 class LinkOwner(Protocol):
-    """What a link needs of the links that it is one of; the callbacks are those of ``PeerLinks``."""
+    """What a link needs of the links that it is one of."""
 
     context: zmq.Context[zmq.Socket[bytes]]
     loop: asyncio.AbstractEventLoop | None
     heartbeat: Heartbeat
     limits: Limits
     counters: Counters
-    on_up: Callable[[Incarnation], None]
-    on_lost: Callable[[Incarnation, str], None]
+    listener: PeerListener | None
 
     def hello(self, address: str, *, answers: bool) -> Frames:
         """Return the frames of our PEER_HELLO."""
@@ -161,7 +176,8 @@ class PeerLink:
             self.used_at = time.monotonic()
             log.warning("peer lost", address=self.address, boot_id=peer.boot_id, cause=why)
             self._owner.counters.add("peers.lost")
-            self._owner.on_lost(peer, why)
+            if self._owner.listener is not None:
+                self._owner.listener.on_lost(peer, why)
 
     def close(self, linger_ms: int = 0) -> None:
         """End the connection; what waits is sent for so long if the peer is up, and dropped then."""
@@ -244,7 +260,8 @@ class PeerLink:
         self._up = True
         log.info("peer up", address=self.address, boot_id=self._greeter.boot_id)
         self._owner.counters.add("peers.up")
-        self._owner.on_up(self._greeter)
+        if self._owner.listener is not None:
+            self._owner.listener.on_up(self._greeter)
 
     def _clear(self) -> None:
         self._outbox.clear()

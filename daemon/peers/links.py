@@ -18,7 +18,7 @@ import asyncio
 import heapq
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -28,7 +28,7 @@ from kvferry.daemon.config.addresses import is_numeric, scheme, wrong_address, w
 from kvferry.daemon.control.control_socket import ControlSocket, ReceivedMessage
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.request_ids import about
-from kvferry.daemon.peers.link import SOCKETS_PER_LINK, Heartbeat, PeerLink
+from kvferry.daemon.peers.link import SOCKETS_PER_LINK, Heartbeat, PeerLink, PeerListener
 from kvferry.daemon.process.access import PEER_SOCKET_MODE
 from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.protocol.codec import Frames, PageIds
@@ -51,18 +51,9 @@ LAST_WORDS_MS = 300
 
 log = structlog.get_logger(__name__)
 
-OnPeerMessage = Callable[[Incarnation, PeerBody, tuple[PageIds, ...]], None]
-
 
 class PeerLinks:
-    """Serves between ``start`` and ``close``. Callbacks come on the loop, never from within ``send``.
-
-    Attributes:
-        on_message: takes what a peer says.
-        on_up: takes the incarnation of a peer that can be spoken to from now on.
-        on_lost: takes an incarnation that is gone, or cut off, and why.
-        is_needed: says whether the link to an address is to be kept although it is down.
-    """
+    """Serves between ``start`` and ``close``."""
 
     def __init__(
         self,
@@ -87,11 +78,8 @@ class PeerLinks:
         self.limits = limits
         self.counters = counters
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.on_message: OnPeerMessage = lambda _peer, _body, _ids: None
-        self.on_up: Callable[[Incarnation], None] = lambda _peer: None
-        self.on_lost: Callable[[Incarnation, str], None] = lambda _peer, _why: None
-        self.is_needed: Callable[[str], bool] = lambda _address: False
-        self._router = ControlSocket(socket_path, limits, counters, self._received, also=listen, mode=PEER_SOCKET_MODE)
+        self.listener: PeerListener | None = None
+        self._router = ControlSocket(socket_path, limits, counters, also=listen, mode=PEER_SOCKET_MODE)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed one counts a little longer
         self._most = _most_peers()
@@ -105,10 +93,11 @@ class PeerLinks:
         """Show the peers."""
         return f"<PeerLinks {list(self._links.values())}>"
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Serve on this loop."""
+    def start(self, loop: asyncio.AbstractEventLoop, listener: PeerListener) -> None:
+        """Serve on this loop, and let the listener hear of it."""
         self.loop = loop
-        self._router.start(loop)
+        self.listener = listener
+        self._router.start(loop, self._received)
         self._tidying = loop.call_later(TIDY_S, self._tidy)
 
     def close(self) -> None:
@@ -207,8 +196,8 @@ class PeerLinks:
             self.connect(envelope.address)
         elif link.peer is None or link.peer.boot_id != envelope.boot_id:
             self.counters.add("peers.stale")
-        else:
-            self.on_message(link.peer, envelope.body, incoming.ids)
+        elif self.listener is not None:
+            self.listener.on_message(link.peer, envelope.body, incoming.ids)
 
     def _greeted(self, envelope: PeerEnvelope, hello: PeerHello) -> None:
         agree(hello.protocol_min, hello.protocol_max)
@@ -253,7 +242,7 @@ class PeerLinks:
         least_s = max(quiet_s, self.heartbeat.timeout_ms / 1000)
         quiet = [link for link in self._links.values() if link.quiet_s(now) > least_s]
         for link in heapq.nsmallest(LOOKS, quiet, key=lambda one: one.used_at):
-            if self.is_needed(link.address):
+            if self.listener is not None and self.listener.is_needed(link.address):
                 link.used_at = now
                 continue
             self._links.pop(link.address).close()

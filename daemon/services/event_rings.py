@@ -21,6 +21,7 @@ import numpy as np
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler, expect
+from kvferry.daemon.control.hub import DeviceEventsReached, EventHub
 from kvferry.daemon.control.request_ids import about
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.devices.device_events import DeviceEvents
@@ -44,7 +45,6 @@ MAX_HELD = 1024
 LOOK_FROM: Final = 64
 """With so many requests held, those whose deadline has passed are looked for: each keeps its page lists."""
 
-OnReached = Callable[[int, list[int]], None]
 log = structlog.get_logger(__name__)
 
 
@@ -95,14 +95,14 @@ class EventRings:
         session_socket: SessionSocket,
         devices: Devices,
         executor: Executor,
-        on_reached: OnReached,
+        hub: EventHub,
     ) -> None:
         """Open devices' events on ``executor``."""
         self._dispatcher = dispatcher
         self._session_socket = session_socket
         self._devices = devices
         self._executor = executor
-        self._on_reached = on_reached
+        self._hub = hub
         self._loop = asyncio.get_running_loop()
         self._rings: dict[int, _Ring] = {}
         dispatcher.handle("OPEN_EVENTS", self._open)
@@ -171,7 +171,7 @@ class EventRings:
         ring = self._rings.pop(session_id, None)
         if ring is not None:
             self._loop.remove_reader(ring.eventfd)
-            self._on_reached(session_id, ring.values())
+            self._hub.publish(DeviceEventsReached(session_id, ring.values()))
             ring.close()
 
     def _ring(self, session_id: int, field: str) -> _Ring:
@@ -268,7 +268,7 @@ class EventRings:
 
     def _look(self, session_id: int, ring: _Ring) -> None:
         if self._rings.get(session_id) is ring:
-            self._on_reached(session_id, ring.values())
+            self._hub.publish(DeviceEventsReached(session_id, ring.values()))
             self._let_go(ring)
 
     def _let_go(self, ring: _Ring) -> None:

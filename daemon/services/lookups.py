@@ -11,7 +11,7 @@ import structlog
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import SessionRegistry
-from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.background import Background
 from kvferry.daemon.tiers.cached_pages import hashes_of, model_of, namespace_of
 from kvferry.daemon.tiers.host_tier import LOOKUPS, HostTier
@@ -44,7 +44,7 @@ class Lookups:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        pools: PoolService,
+        pools: PoolRegistry,
         sessions: SessionRegistry,
         host: HostTier,
         lower: LowerTiers,

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
-from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.control.hub import EventHub, PoolRemoved
+from kvferry.daemon.services.event_rings import EventRings
+from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.jobs import JobStarter
@@ -65,7 +67,7 @@ class _Restoring:
         self.release: Callable[[], None] = lambda: None
 
 
-class TierService:
+class OffloadService:
     """Answers the requests about snapshots.
 
     Attributes:
@@ -75,7 +77,9 @@ class TierService:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        pools: PoolService,
+        hub: EventHub,
+        pools: PoolRegistry,
+        rings: EventRings,
         host: HostTier,
         operations: Operations,
         jobs: JobStarter,
@@ -91,10 +95,10 @@ class TierService:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[Operation, _Restoring]] = deque()
         self._looking = False
-        pools.on_deleted.append(self._pool_deleted)
+        hub.subscribe(PoolRemoved, self._pool_removed)
         for kind, handler in (
-            ("OFFLOAD", lambda call: pools.hold(call, expect(call, Offload).after, self._offload)),
-            ("RESTORE", lambda call: pools.hold(call, expect(call, Restore).after, self._restore)),
+            ("OFFLOAD", lambda call: rings.hold(call, expect(call, Offload).after, self._offload)),
+            ("RESTORE", lambda call: rings.hold(call, expect(call, Restore).after, self._restore)),
             ("DROP_SNAPSHOT", self._drop),
             ("SNAPSHOTS", self._list),
         ):
@@ -278,7 +282,7 @@ class TierService:
                 full.add(restoring.pool)
                 self._waiting.append((operation, restoring))
                 for allocator in restoring.pool.allocators.values():
-                    allocator.on_freed = self._pages_freed
+                    allocator.when_freed(self._pages_freed)
             else:
                 self._copy_back(operation, restoring)
 
@@ -336,10 +340,10 @@ class TierService:
 
     # -- the rest
 
-    def _pool_deleted(self, pool: Pool) -> None:
+    def _pool_removed(self, event: PoolRemoved) -> None:
         for operation, restoring in list(self._waiting):
-            if restoring.pool is pool:
-                self._operations.stop(operation, _deleted(pool))
+            if restoring.pool is event.pool:
+                self._operations.stop(operation, _deleted(event.pool))
 
     def _drop(self, call: Call) -> Answer:
         snapshot = self.snapshots.get(call.session.tenant, expect(call, DropSnapshot).snapshot)

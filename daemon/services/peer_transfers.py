@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import structlog
 
+from kvferry.daemon.control.hub import EndpointsChanged, EventHub, PoolRemoved
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.links import PeerLinks
-from kvferry.daemon.services.pools import PoolService
 from kvferry.daemon.transfer.completion import name_of
 from kvferry.daemon.transfer.effects import (
     AnnounceReceive,
@@ -28,7 +28,6 @@ from kvferry.daemon.transfer.peer_forms import chunk_of, peer_send_of
 from kvferry.daemon.transfer.peer_transfers import NO_SEND, PeerTransfers
 from kvferry.daemon.transfer.remote import Incarnation, Origin, RemotePool
 from kvferry.daemon.transports.remote import RemoteTransports
-from kvferry.pools.devices.base import Region
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
@@ -36,7 +35,6 @@ from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
     OverloadedError,
-    UnknownPoolError,
     UnknownTransferError,
     raised,
 )
@@ -57,14 +55,14 @@ from kvferry.protocol.peer_messages import (
     StepReady,
     Written,
 )
-from kvferry.protocol.session_messages import PeerStatus, RegionRequest
+from kvferry.protocol.session_messages import PeerStatus
 
 MAX_REMOTE_POOLS = 4096
 LONGEST_ANNOUNCEMENT_S = 86_400.0
 log = structlog.get_logger(__name__)
 
 
-class PeerService:
+class PeerTransferService:
     """Lets send requests and receive requests of this daemon meet those of other daemons.
 
     Attributes:
@@ -75,25 +73,20 @@ class PeerService:
         self,
         links: PeerLinks,
         state_machine: PeerTransfers,
-        pools: PoolService,
         transports: RemoteTransports,
-        execute: Callable[[], None],
+        hub: EventHub,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``execute`` does what the state machine asks, after each message. ``clock`` is the state machine's."""
+        """``clock`` is the state machine's."""
         self._links = links
         self._state_machine = state_machine
-        self._pools = pools
         self._transports = transports
-        self._execute = execute
+        self._hub = hub
         self._counters = counters
         self._clock = clock
         self.remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
-        links.on_message = self._on_message
-        links.on_up = self._on_up
-        links.on_lost = self._on_lost
-        links.is_needed = lambda address: bool(state_machine.receives_expecting(address))
+        hub.subscribe(PoolRemoved, lambda event: self.pool_removed(event.pool))
 
     def source_daemons(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
         """Return the other daemons among those that a RECEIVE names, and have the links to them.
@@ -157,18 +150,7 @@ class PeerService:
             for address, state in self._links.status()
         )
 
-    def region_of(self, asked: RegionRequest) -> Region:
-        """Return the memory that another daemon of this host asks for.
-
-        Raises:
-            UnknownPoolError: there is no such pool, or it has been made anew since.
-        """
-        region = self._pools.get(asked.tenant, asked.pool).region
-        if region.identity != asked.region:
-            raise UnknownPoolError(f"pool {asked.pool!r} has been made anew", field="region")
-        return region
-
-    def pool_deleted(self, pool: Pool) -> None:
+    def pool_removed(self, pool: Pool) -> None:
         """Let other daemons give up their mappings of a pool's memory."""
         gone = PoolGone(tenant=pool.tenant, pool=pool.name, region=pool.region.identity)
         for peer in self._links.up():
@@ -200,28 +182,35 @@ class PeerService:
         left_ms = max(1, round((receive_request.deadline_at - self._clock()) * 1000))
         self._links.send(peer, Announce(receive_request=name_of(receive_request), deadline_ms=left_ms))
 
-    def _on_up(self, peer: Incarnation) -> None:
+    def is_needed(self, address: str) -> bool:
+        """See ``PeerListener.is_needed``."""
+        return bool(self._state_machine.receives_expecting(address))
+
+    def on_up(self, peer: Incarnation) -> None:
+        """See ``PeerListener.on_up``."""
         for receive_request in self._state_machine.receives_expecting(peer.address):
             receive_request.unreachable.discard(peer.address)
             self._announce(peer, receive_request)
 
-    def _on_lost(self, peer: Incarnation, why: str) -> None:
+    def on_lost(self, peer: Incarnation, why: str) -> None:
+        """See ``PeerListener.on_lost``."""
         self._transports.peer_lost(peer, why)
         self._state_machine.peer_lost(peer, why, self._clock())
         for receive_request in self._state_machine.receives_expecting(peer.address):
             receive_request.unreachable.add(peer.address)
         for key in [one for one in self.remote_pools if one[0] == peer]:
             self.remote_pools.pop(key).unmap()
-        self._execute()
+        self._hub.publish(EndpointsChanged())
 
-    def _on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
+    def on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
+        """See ``PeerListener.on_message``."""
         try:
             self._at_home(peer, body, ids)
             self._at_source(peer, body)
         except UnknownTransferError:
             self._counters.add("peers.too_late")
         finally:
-            self._execute()
+            self._hub.publish(EndpointsChanged())
 
     def _at_home(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
         now = self._clock()

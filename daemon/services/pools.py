@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import structlog
 
-from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler, expect
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.devices.registry import Devices, RegisteredSegment
-from kvferry.daemon.services.holders import holders_text, in_words, pool_full, session_text
-from kvferry.daemon.services.lost_pools import LostPools
+from kvferry.daemon.services.event_rings import EventRings
+from kvferry.daemon.services.holders import holders_text, pool_full, session_text
+from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.pool_reports import check_same, check_same_model, status_of
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
@@ -24,7 +24,6 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import arrays_of, check_form, check_storage
 from kvferry.pools.pool import Pool
-from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
@@ -33,8 +32,6 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
-    PoolLostError,
-    UnknownPoolError,
 )
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import Manifest
@@ -66,13 +63,6 @@ DEVICE_GRACE_S: Final = 0.05
 log = structlog.get_logger(__name__)
 
 
-class Hold(Protocol):
-    """Handles a request once a device event in its engine's work is reached; see ``EventRings.hold``."""
-
-    def __call__(self, call: Call, device_event: DeviceEvent | None, handle: Handler) -> Answer | None:
-        """Return the answer, or None where it is given later."""
-
-
 class _Creation(msgspec.Struct):
     """A pool whose memory is being fetched, and the requests that wait for it; the first one asked first."""
 
@@ -84,19 +74,15 @@ class _Creation(msgspec.Struct):
 
 
 class PoolService:
-    """Owns every pool. Memory is fetched on a thread of its own, one pool at a time.
-
-    Attributes:
-        on_deleted: each is called with a pool just before its memory is given back.
-        hold: how a FREE waits for work that still uses the pages.
-    """
+    """Makes and deletes pools, and allocates pages. Memory is fetched on a thread of its own, one pool at a time."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         session_socket: SessionSocket,
         devices: Devices,
-        lost_pools: LostPools,
+        pools: PoolRegistry,
+        rings: EventRings,
         *,
         max_bytes: int,
         populate: bool,
@@ -104,14 +90,12 @@ class PoolService:
         self._dispatcher = dispatcher
         self._session_socket = session_socket
         self._devices = devices
-        self._lost_pools = lost_pools
+        self._pools = pools
+        self._rings = rings
         self._max_bytes = max_bytes
         self._populating_ends = threading.Event()
         if not populate:
             self._populating_ends.set()
-        self.on_deleted: list[Callable[[Pool], None]] = []
-        self.hold: Hold = _at_once
-        self._pools: dict[tuple[int, str], Pool] = {}
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._leaving: list[Pool] = []
         self._executor = ThreadPoolExecutor(1, "populate")
@@ -126,31 +110,9 @@ class PoolService:
         ):
             dispatcher.handle(kind, handler)
 
-    def __iter__(self) -> Iterator[Pool]:
-        """Yield the pools that can be used."""
-        return iter(self._pools.values())
-
-    def get(self, tenant: int, name: str) -> Pool:
-        """Return a tenant's pool.
-
-        Raises:
-            UnknownPoolError: none of that name.
-            PoolLostError: it was there, and its memory is gone.
-        """
-        pool = self._pools.get((tenant, name))
-        if pool is None:
-            why = self._lost_pools.why(tenant, name)
-            if why is not None:
-                raise PoolLostError(f"pool {name!r} of user {tenant} {why}", field="pool")
-            others = in_words(repr(one.name) for one in self if one.tenant == tenant)
-            raise UnknownPoolError(
-                f"no pool {name!r} of user {tenant}, who has {others or 'no pool at all'}", field="pool"
-            )
-        return pool
-
     def session_lost(self, session_id: int) -> None:
         """Take back every page of a session; those in flight follow when their transfers settle."""
-        for pool in list(self):
+        for pool in list(self._pools):
             if pool.registered_by == session_id:
                 self._take_leave(pool, "was registered by an engine that is gone")
             if pool.region.device == HOST:
@@ -158,24 +120,16 @@ class PoolService:
             else:
                 asyncio.get_running_loop().call_later(DEVICE_GRACE_S, _release, pool, session_id)
 
-    def pages_by_session(self) -> Counter[int]:
-        """Return how many pages each session owns, over all pools."""
-        owned: Counter[int] = Counter()
-        for pool in self:
-            for allocator in pool.allocators.values():
-                owned.update(allocator.pages_by_owner())
-        return owned
-
     def status(self) -> tuple[PoolStatus, ...]:
         """Return the pools as STATUS shows them."""
-        return tuple(status_of(pool) for pool in self)
+        return tuple(status_of(pool) for pool in self._pools)
 
     def close(self) -> None:
         """Give all memory back, but for what a device that is lost may hold for ever."""
         self._populating_ends.set()
         for executor in (self._executor, self._device_executor):
             executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
-        for pool in (*self, *self._leaving):
+        for pool in (*self._pools, *self._leaving):
             pool.close()
 
     def _create(self, call: Call) -> Answer | None:
@@ -183,7 +137,7 @@ class PoolService:
         manifest = manifest_of(body.spec)
         key = (call.session.tenant, body.pool)
         creation = self._creations.get(key)
-        existing = self._pools.get(key)
+        existing = self._pools.find(*key)
         if (creation is not None and creation.registered_by) or (existing is not None and existing.registered_by):
             owner = (existing and existing.registered_by) or (creation and creation.registered_by) or 0
             holder = session_text(self._dispatcher.sessions, owner, call.session.session_id)
@@ -225,8 +179,8 @@ class PoolService:
                 f"{len(shares)} shares came over the session socket, REGISTER_POOL names {len(body.arrays)} arrays",
                 field="arrays",
             )
-        if key in self._creations or key in self._pools:
-            held = self._holders(self._pools.get(key), call)
+        if key in self._creations or self._pools.find(*key) is not None:
+            held = self._holders(self._pools.find(*key), call)
             raise PoolExistsError(f"pool {body.pool!r} exists{held and f'; {held}'}", field="pool")
         manifest = manifest_of(body.spec)
         registered = _registered_segments(manifest, body.arrays, shares)
@@ -259,9 +213,9 @@ class PoolService:
         if creation.registered_by is not None and not self._is_awaited(creation.waiting[0]):
             self._give_back(pool)
             return
-        self._pools[key] = pool
+        self._pools.add(pool)
         if creation.device != HOST and creation.registered_by is None:
-            self._lost_pools.made(*key, creation.device)
+            self._pools.lost.made(*key, creation.device)
         log.info(
             "pool registered" if creation.registered_by is not None else "pool created",
             pool=key[1],
@@ -283,10 +237,8 @@ class PoolService:
 
     def _take_leave(self, pool: Pool, why: str) -> None:
         """Forget a pool whose memory goes away; its mapping goes once nothing of it is in flight."""
-        del self._pools[pool.tenant, pool.name]
-        self._lost_pools.lose(pool.tenant, pool.name, why)
-        for notified in self.on_deleted:
-            notified(pool)
+        self._pools.lost.lose(pool.tenant, pool.name, why)
+        self._pools.remove(pool)
         log.warning("pool lost", pool=pool.name, tenant=pool.tenant, cause=why)
         self._leaving.append(pool)
         self._sweep()
@@ -307,7 +259,7 @@ class PoolService:
 
     def _attach(self, call: Call) -> Answer | None:
         body = expect(call, AttachPool)
-        pool = self.get(call.session.tenant, body.pool)
+        pool = self._pools.get(call.session.tenant, body.pool)
         if body.layout_digest not in {"", pool.manifest.layout_digest}:
             raise LayoutMismatchError(
                 f"pool {body.pool!r} has layout {pool.manifest.layout_digest}, not {body.layout_digest}",
@@ -338,7 +290,7 @@ class PoolService:
 
     def _delete(self, call: Call) -> Answer:
         body = expect(call, DeletePool)
-        pool = self.get(call.session.tenant, body.pool)
+        pool = self._pools.get(call.session.tenant, body.pool)
         if pool.registered_by not in {None, call.session.session_id}:
             owner = session_text(self._dispatcher.sessions, pool.registered_by or 0, call.session.session_id)
             raise PoolInUseError(f"pool {body.pool!r} is registered by {owner}", field="pool")
@@ -347,17 +299,15 @@ class PoolService:
             raise PoolInUseError(
                 f"{used} pages of pool {body.pool!r} are owned or in flight: {self._holders(pool, call)}", field="pool"
             )
-        del self._pools[pool.tenant, pool.name]
-        for notified in self.on_deleted:
-            notified(pool)
-        self._lost_pools.deleted(pool.tenant, pool.name)
+        self._pools.remove(pool)
+        self._pools.lost.deleted(pool.tenant, pool.name)
         self._give_back(pool)
         log.info("pool deleted", pool=pool.name, tenant=pool.tenant)
         return Answer(PoolDeleted(pool=body.pool))
 
     def _allocate(self, call: Call) -> Answer:
         body = expect(call, Allocate)
-        pool = self.get(call.session.tenant, body.pool)
+        pool = self._pools.get(call.session.tenant, body.pool)
         asking = call.session.session_id
         try:
             ids = pool.space(body.space).allocate(asking, body.count)
@@ -367,11 +317,11 @@ class PoolService:
 
     def _free(self, call: Call) -> Answer | None:
         after = expect(call, Free).after
-        return self.hold(call, after, self._free_now)
+        return self._rings.hold(call, after, self._free_now)
 
     def _free_now(self, call: Call) -> Answer:
         body = expect(call, Free)
-        pool = self.get(call.session.tenant, body.pool)
+        pool = self._pools.get(call.session.tenant, body.pool)
         if pool.registered_by is not None:
             raise InvalidFieldError(
                 f"pool {body.pool!r} is registered: its engine numbers its pages itself", field="pool"
@@ -386,7 +336,7 @@ class PoolService:
         return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.session_id)
 
     def _check_budget(self, manifest: Manifest) -> None:
-        made = [(pool.region.device, pool.manifest) for pool in self]
+        made = [(pool.region.device, pool.manifest) for pool in self._pools]
         coming = [(one.device, one.manifest) for one in self._creations.values() if one.manifest is not manifest]
         used = sum(one.region_bytes for device, one in (*made, *coming) if device == HOST)
         if used + manifest.region_bytes > self._max_bytes:
@@ -419,8 +369,3 @@ def _registered_segments(
         check_storage(array, share.offset_bytes, share.storage_bytes)
         parts.append(RegisteredSegment(array, share))
     return parts
-
-
-def _at_once(call: Call, device_event: DeviceEvent | None, handle: Handler) -> Answer | None:
-    del device_event
-    return handle(call)

@@ -12,8 +12,9 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.lookups import Lease, Lookups
-from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.background import Background
 from kvferry.daemon.tiers.cached_pages import hashes_of, ids_by_block, model_of, namespace_of
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
@@ -43,13 +44,14 @@ from kvferry.protocol.tier_messages import OperationStarted, TierDone
 log = structlog.get_logger(__name__)
 
 
-class CacheService:
+class PrefixCacheService:
     """Answers STORE and LOAD."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
-        pools: PoolService,
+        pools: PoolRegistry,
+        rings: EventRings,
         host: HostTier,
         operations: Operations,
         jobs: JobStarter,
@@ -66,8 +68,8 @@ class CacheService:
         self._counters = counters
         self._background = Background("a load")
         for kind, handler in (
-            ("LOAD", lambda call: pools.hold(call, expect(call, Load).after, self._load)),
-            ("STORE", lambda call: pools.hold(call, expect(call, Store).after, self._store)),
+            ("LOAD", lambda call: rings.hold(call, expect(call, Load).after, self._load)),
+            ("STORE", lambda call: rings.hold(call, expect(call, Store).after, self._store)),
         ):
             dispatcher.handle(kind, handler)
 

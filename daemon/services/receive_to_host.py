@@ -15,7 +15,7 @@ import numpy as np
 
 from kvferry.daemon.control.dispatch import Call
 from kvferry.daemon.control.sessions import Session
-from kvferry.daemon.services.offload import TierService
+from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.operations import Ending, Operation, Operations
 from kvferry.daemon.tiers.snapshots import Snapshot, space_of
@@ -58,7 +58,7 @@ class HostReceive(msgspec.Struct):
 class HostReceives:
     """Makes the pools, and takes them apart again."""
 
-    def __init__(self, host: HostTier, service: TierService, operations: Operations) -> None:
+    def __init__(self, host: HostTier, service: OffloadService, operations: Operations) -> None:
         self._host = host
         self._service = service
         self._operations = operations

@@ -24,7 +24,7 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.devices.registry import Devices
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.visible_tables import DeviceTables, HostTables, VisibleTables
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import component_of
@@ -95,7 +95,7 @@ class TableService:
         self,
         dispatcher: Dispatcher,
         session_socket: SessionSocket,
-        pools: PoolService,
+        pools: PoolRegistry,
         devices: Devices,
         rings: EventRings,
     ) -> None:

@@ -10,15 +10,17 @@ import structlog
 
 from kvferry.daemon.config.schema import Config
 from kvferry.daemon.control.dispatch import Dispatcher
+from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.services.cache_reports import CacheReports
+from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.lookups import Lookups
-from kvferry.daemon.services.offload import TierService
-from kvferry.daemon.services.pools import PoolService
-from kvferry.daemon.services.prefix_cache import CacheService
+from kvferry.daemon.services.offload import OffloadService
+from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.services.prefix_cache import PrefixCacheService
 from kvferry.daemon.services.receive_to_host import HostReceives
-from kvferry.daemon.tiers.copier import BlockJob, TierCopier
+from kvferry.daemon.tiers.copier import TierCopier
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.jobs import JobStarter
@@ -26,8 +28,8 @@ from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
-from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
-from kvferry.protocol.errors import ConfigError, KvferryError
+from kvferry.daemon.tiers.scheduler import Scheduler
+from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.session_messages import OperationStatus, TierStatus
 
 log = structlog.get_logger(__name__)
@@ -37,39 +39,37 @@ class Tiers:
     """All of it. For the control loop.
 
     Attributes:
-        scheduler: whose turn it is; transfers tell it when they begin and end.
-        landings: for transfers that land in the host tier.
+        host_receives: for transfers that are received to the host tier.
     """
 
     def __init__(
         self,
         config: Config,
         dispatcher: Dispatcher,
+        hub: EventHub,
         sessions: SessionRegistry,
-        pools: PoolService,
+        pools: PoolRegistry,
+        rings: EventRings,
+        scheduler: Scheduler,
         executor: Executor,
         counters: Counters,
     ) -> None:
         """Put it together; ``executor`` may wait for devices."""
         self._config = config.tiers
         self._counters = counters
-        self.scheduler = Scheduler(
-            dict.fromkeys(OperationClass, config.tiers.max_in_flight_bytes), patience_s=config.tiers.patience_s
-        )
+        self._scheduler = scheduler
         self._host = HostTier(config.tiers, counters)
-        self._copier = TierCopier(
-            asyncio.get_running_loop(), self._job_done, self.scheduler, threads=config.tiers.copy_threads
-        )
-        self._operations = Operations(dispatcher, sessions, counters, self._copier)
+        self._copier = TierCopier(asyncio.get_running_loop(), scheduler, threads=config.tiers.copy_threads)
+        self._operations = Operations(dispatcher, hub, sessions, counters, self._copier)
         jobs = JobStarter(self._operations, self._host, executor, checksums=config.tiers.checksums)
-        self._service = TierService(
-            dispatcher, pools, self._host, self._operations, jobs, grace_s=config.tiers.snapshot_grace_s
+        self._service = OffloadService(
+            dispatcher, hub, pools, rings, self._host, self._operations, jobs, grace_s=config.tiers.snapshot_grace_s
         )
         self.host_receives = HostReceives(self._host, self._service, self._operations)
         self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
         self._lookups = Lookups(dispatcher, pools, sessions, self._host, self._lower, counters)
-        self._cache = CacheService(
-            dispatcher, pools, self._host, self._operations, jobs, self._lower, self._lookups, counters
+        self._cache = PrefixCacheService(
+            dispatcher, pools, rings, self._host, self._operations, jobs, self._lower, self._lookups, counters
         )
         self._reports = CacheReports(dispatcher, self._host, self._lower)
 
@@ -115,7 +115,7 @@ class Tiers:
 
     async def close(self) -> None:
         """End everything; no byte of an operation moves after it."""
-        self.scheduler.close()
+        self._scheduler.close()
         await self._lookups.close()
         await self._cache.close()
         await self._reports.close()
@@ -123,16 +123,13 @@ class Tiers:
         self._copier.close()
         self._host.close()
 
-    def _job_done(self, job: BlockJob, error: KvferryError | None) -> None:
-        self._operations.job_done(job, error)
-
     def _disk(self) -> DiskTier | None:
         config = self._config
         if config.disk.path is None:
             return None
         if not self._host.enabled:
             raise ConfigError("the disk tier needs the host tier: tiers.host_bytes is 0", field="tiers.disk.path")
-        return DiskTier(config.disk, config.policy, self._host, self.scheduler, self._counters)
+        return DiskTier(config.disk, config.policy, self._host, self._scheduler, self._counters)
 
     def _remote(self, config: Config) -> RemoteTier | None:
         remote = config.tiers.remote
@@ -147,4 +144,4 @@ class Tiers:
             raise ConfigError("say by which address other nodes reach this one", field="tiers.remote.address")
         region = self._host.region
         store = RemoteStore(remote, address, region.fd, region.size_bytes, self._counters)
-        return RemoteTier(store, self._host, self.scheduler, self._counters, shared=remote.shared)
+        return RemoteTier(store, self._host, self._scheduler, self._counters, shared=remote.shared)

@@ -5,24 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import NamedTuple
 
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.control.hub import (
+    DeviceEventsReached,
+    EndpointsChanged,
+    EventAcknowledged,
+    EventHub,
+    SessionBegan,
+)
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.request_ids import about
-from kvferry.daemon.control.sessions import Session, SessionRegistry
+from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.peer_transfers import PeerService
-from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.peer_transfers import PeerTransferService
+from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.services.transfer_reports import record_finished, warn_trimmed
-from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.transfer.effects import Effect, Notify, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveRequest, SendChunk, State
 from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges
+from kvferry.daemon.transfer.peer_transfers import TransferActivity
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
-from kvferry.daemon.transfer.tombstones import Tombstones
 from kvferry.daemon.transports.base import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.errors import (
@@ -40,32 +47,43 @@ from kvferry.protocol.transfer_messages import Cancel, Cancelled, Receive, Resul
 log = structlog.get_logger(__name__)
 
 
+class Movers(NamedTuple):
+    """What moves the bytes of transfer ops: within this daemon, and from others; and who gives way meanwhile."""
+
+    local: Transport
+    remote: RemoteTransports
+    activity: TransferActivity
+
+
 class TransferService:
     """Drives the state machine on the control loop's clock."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
-        pools: PoolService,
-        sessions: SessionRegistry,
+        hub: EventHub,
+        state_machine: TransferStateMachine,
+        pools: PoolRegistry,
+        rings: EventRings,
+        movers: Movers,
+        peers: PeerTransferService,
+        host_receives: HostReceives,
         limits: Limits,
         counters: Counters,
-        whole_below_bytes: int,
-        tombstones: Tombstones | None = None,
     ) -> None:
+        """``host_receives`` is for receive requests whose bytes become snapshots."""
         self.draining = False
         self._dispatcher = dispatcher
+        self._state_machine = state_machine
         self._pools = pools
-        self._sessions = sessions
+        self._rings = rings
+        self._local = movers.local
+        self._remote = movers.remote
+        self._activity = movers.activity
+        self._peers = peers
+        self._host_receives = host_receives
         self._limits = limits
         self._counters = counters
-        self._state_machine = TransferStateMachine(whole_below_bytes, tombstones)
-        self._transport: Transport | None = None
-        self._remote: RemoteTransports | None = None
-        self._peers: PeerService | None = None
-        self._rings: EventRings | None = None
-        self._host_receives: HostReceives | None = None
-        self._scheduler: Scheduler | None = None
         self._under_way: set[int] = set()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -78,47 +96,19 @@ class TransferService:
         dispatcher.handle("RECEIVE", self._receive)
         dispatcher.handle("CANCEL", self._cancel)
         dispatcher.handle("RESULT", self._result)
-        dispatcher.on_acknowledged = self._acknowledged
+        hub.subscribe(EventAcknowledged, self._acknowledged)
+        hub.subscribe(DeviceEventsReached, self._events_reached)
+        hub.subscribe(SessionBegan, self._session_began)
+        hub.subscribe(EndpointsChanged, lambda _event: self.execute())
 
-    @property
-    def state_machine(self) -> TransferStateMachine:
-        """Return the state machine, for the parts of the daemon that other daemons speak to."""
-        return self._state_machine
-
-    def connect(
-        self,
-        transport: Transport,
-        remote: RemoteTransports,
-        peers: PeerService,
-        rings: EventRings,
-        host_receives: HostReceives | None = None,
-        scheduler: Scheduler | None = None,
-    ) -> None:
-        """Copy by these transports, speak to other daemons by ``peers``, know by ``rings`` what engines have done.
-
-        ``host_receives`` is for receive requests whose bytes become snapshots; ``scheduler`` is told while transfer ops
-        are under way.
-        """
-        self._host_receives = host_receives
-        self._scheduler = scheduler
-        if scheduler is not None:
-            self._state_machine.peers.on_sending = lambda began: (
-                scheduler.transfer_began() if began else scheduler.transfer_ended()
-            )
-        self._rings = rings
-        self._transport = transport
-        self._remote = remote
-        self._peers = peers
-
-    def events_reached(self, session_id: int, values: list[int]) -> None:
-        """Take the counters of a session's event ring."""
-        if self._state_machine.waits_for_events(session_id):
-            self._state_machine.events_reached(session_id, values, time.monotonic())
+    def _events_reached(self, event: DeviceEventsReached) -> None:
+        if self._state_machine.waits_for_events(event.session_id):
+            self._state_machine.events_reached(event.session_id, event.values, time.monotonic())
             self.execute()
 
-    def session_opened(self, session: Session) -> None:
+    def _session_began(self, event: SessionBegan) -> None:
         """Keep the session's results from now on."""
-        self._state_machine.results.open_session(session.session_id)
+        self._state_machine.results.open_session(event.session.session_id)
 
     def session_lost(self, session: Session) -> None:
         """Fail what died with the session."""
@@ -127,11 +117,10 @@ class TransferService:
             del self._cancels[key]
         self.execute()
 
-    def op_done(self, op_id: int, error: KvferryError | None) -> None:
+    def _op_done(self, op_id: int, error: KvferryError | None) -> None:
         """Take the end of a copy from a transport."""
         self._op_ended(op_id)
-        if self._remote is not None:
-            self._remote.forget(op_id)
+        self._remote.forget(op_id)
         if op_id not in self._state_machine.endpoints.ops:  # it was ended because its transport raised
             self._counters.add("transfers.ops_over")
             return
@@ -188,7 +177,7 @@ class TransferService:
 
     def _reached(self, session_id: int, body: Send) -> list[int]:
         """Return how far the session's events are; only where steps wait for them."""
-        if not body.steps or self._rings is None:
+        if not body.steps:
             return []
         reached = self._rings.values(session_id)
         beyond = max(step.event for step in body.steps)
@@ -198,7 +187,7 @@ class TransferService:
 
     def _receive(self, call: Call) -> Answer | None:
         after = expect(call, Receive).after
-        return self._begin_receive(call) if self._rings is None else self._rings.hold(call, after, self._begin_receive)
+        return self._rings.hold(call, after, self._begin_receive)
 
     def _begin_receive(self, call: Call) -> Answer:
         body = expect(call, Receive)
@@ -210,8 +199,6 @@ class TransferService:
 
     def _receive_to_host(self, call: Call, body: Receive, sender: Sender) -> Answer:
         """Make a receive request whose bytes become a snapshot."""
-        if self._host_receives is None:
-            raise InternalError("no host tier is connected")
         host_receive = self._host_receives.make(call, body, sender.pool)
         try:
             return self._begin_receive_into(sender._replace(pool=host_receive.pool), host_receive.ranges, body)
@@ -222,7 +209,7 @@ class TransferService:
 
     def _begin_receive_into(self, sender: Sender, ranges: tuple[PageRange, ...], body: Receive) -> Answer:
         daemons = body.source_daemons
-        if daemons and self._peers is not None:
+        if daemons:
             daemons = self._peers.source_daemons(daemons)
         accepted = self._state_machine.receive(sender, ranges, body.sources, daemons, any_model=body.any_model)
         self.execute()
@@ -235,7 +222,7 @@ class TransferService:
             asked = held.body
             return isinstance(asked, Receive) and (asked.request_id, asked.pool) == (body.request_id, body.pool)
 
-        return self._rings is not None and self._rings.give_up(session_id, is_it)
+        return self._rings.give_up(session_id, is_it)
 
     def _cancel(self, call: Call) -> Answer | None:
         body = expect(call, Cancel)
@@ -278,7 +265,10 @@ class TransferService:
         if self._state_machine.results.total >= self._limits.max_transfers:
             raise OverloadedError(f"{self._limits.max_transfers} transfers of all sessions are live or unacknowledged")
 
-    def _acknowledged(self, session: Session, event: Settled) -> None:
+    def _acknowledged(self, acknowledged: EventAcknowledged) -> None:
+        session, event = acknowledged
+        if not isinstance(event, Settled):
+            return
         key = EndpointKey(session.tenant, event.request_id, event.pool, event.direction)
         known = self._state_machine.results.get(session.session_id, key)
         if known is not None and known.settled is not None and known.settled.generation == event.generation:
@@ -329,7 +319,7 @@ class TransferService:
             self._stop(effect.op_id)
         elif isinstance(effect, WarnTrimmed):
             warn_trimmed(effect, self._counters)
-        elif self._peers is not None:
+        else:
             self._peers.execute(effect)
 
     def _not_started(self, op_id: int, error: KvferryError) -> None:
@@ -337,40 +327,36 @@ class TransferService:
         with contextlib.suppress(Exception):  # it may know the transfer op all the same, and go on with it
             self._stop(op_id)
         self._op_ended(op_id)
-        if self._remote is not None:
-            self._remote.forget(op_id)
+        self._remote.forget(op_id)
         self._state_machine.op_done(op_id, error, time.monotonic())
 
     def _op_ended(self, op_id: int) -> None:
         if op_id in self._under_way:
             self._under_way.remove(op_id)
-            if self._scheduler is not None:
-                self._scheduler.transfer_ended()
+            self._activity.transfer_ended()
 
     def _start(self, effect: StartOp) -> None:
-        if self._scheduler is not None:
-            self._under_way.add(effect.op_id)
-            self._scheduler.transfer_began()
+        self._under_way.add(effect.op_id)
+        self._activity.transfer_began()
         op = self._state_machine.endpoints.ops[effect.op_id]
-        if op.send_request.origin is not None and self._remote is not None:
-            self._remote.start(op)
-        elif self._transport is not None:
-            self._transport.start(effect)
+        if op.send_request.origin is not None:
+            self._remote.start(op, self._op_done)
+        else:
+            self._local.start(effect, self._op_done)
 
     def _stop(self, op_id: int) -> None:
         op = self._state_machine.endpoints.ops[op_id]
-        if op.send_request.origin is not None and self._remote is not None:
+        if op.send_request.origin is not None:
             self._remote.stop(op_id)
-        elif self._transport is not None:
-            self._transport.stop(op_id)
+        else:
+            self._local.stop(op_id)
 
     def _notify(self, effect: Notify) -> Session | None:
         event = effect.event
         if isinstance(event, Finished):
             record_finished(event, self._counters)
-        if self._host_receives is not None:
-            self._host_receives.on_event(effect.session_id, event)
-        session = self._sessions.get(effect.session_id)
+        self._host_receives.on_event(effect.session_id, event)
+        session = self._dispatcher.sessions.get(effect.session_id)
         if session is None:
             return None
         session.add_event(event)

@@ -91,10 +91,15 @@ class BlockJob:
         return sum(one.pages.total_bytes for one in self.segments)
 
 
+OnJobDone = Callable[[BlockJob, KvferryError | None], None]
+"""Called with a job and what went wrong, once for each job, on the control loop."""
+
+
 class _Running:
     """A job, its phases to come, its shards that are not over, and the first error. Guarded by the copier's lock."""
 
-    def __init__(self, job: BlockJob) -> None:
+    def __init__(self, job: BlockJob, on_done: OnJobDone) -> None:
+        self.on_done = on_done
         self.job = job
         self.arena: Arena = job.arena.view()  # keeps the memory mapped
         self.error: KvferryError | None = None
@@ -140,7 +145,6 @@ class TierCopier:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        on_done: Callable[[BlockJob, KvferryError | None], None],
         scheduler: Scheduler,
         *,
         threads: int,
@@ -148,7 +152,6 @@ class TierCopier:
     ) -> None:
         self._loop = loop
         self._clock = clock
-        self._on_done = on_done
         self._scheduler = scheduler
         self._running: dict[int, _Running] = {}
         self._queues: dict[OperationClass, deque[_Slot]] = {one: deque() for one in OperationClass}
@@ -163,13 +166,13 @@ class TierCopier:
         """Show how many jobs are under way."""
         return f"<TierCopier jobs={len(self._running)} threads={len(self._threads)}>"
 
-    def start(self, job: BlockJob) -> None:
+    def start(self, job: BlockJob, on_done: OnJobDone) -> None:
         """Run a job; ``on_done`` is called once for it on the loop, never from within this call.
 
         Errors that it reports: SnapshotDamagedError (a restore; no page was written), CancelledError (``stop``),
         DeviceLostError, InternalError. After it no byte of the job moves any more, unless the device is lost.
         """
-        running = _Running(job)
+        running = _Running(job, on_done)
         with self._changed:
             self._running[id(job)] = running
             self._go_on(running)
@@ -331,7 +334,7 @@ class TierCopier:
             return
         if running.error is None and running.made is not None:
             running.job.digests = running.made
-        self._on_done(running.job, running.error)
+        running.on_done(running.job, running.error)
 
 
 def _as_ours(cause: Exception) -> KvferryError:

@@ -17,9 +17,10 @@ import msgspec
 import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session, SessionRegistry
-from kvferry.daemon.tiers.copier import BlockJob
+from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CancelledError,
@@ -40,9 +41,9 @@ log = structlog.get_logger(__name__)
 
 
 class Copier(Protocol):
-    """Runs jobs, and reports each end to ``Operations.job_done``, never from within a call; see ``TierCopier``."""
+    """Runs jobs; see ``TierCopier``."""
 
-    def start(self, job: BlockJob) -> None:
+    def start(self, job: BlockJob, on_done: OnJobDone) -> None:
         """Run a job."""
 
     def stop(self, job: BlockJob) -> None:
@@ -86,7 +87,7 @@ class Operation:
 
     def __repr__(self) -> str:
         """Show what it is and does."""
-        return f"<Work {self.number} {self.kind} {self.pool} pages={self.pages} {self.waits_for or 'copying'}>"
+        return f"<Operation {self.number} {self.kind} {self.pool} pages={self.pages} {self.waits_for or 'copying'}>"
 
 
 Finish = Callable[[Operation, KvferryError | None], Ending]
@@ -96,7 +97,9 @@ Finish = Callable[[Operation, KvferryError | None], Ending]
 class Operations:
     """All live operations. For the control loop only."""
 
-    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry, counters: Counters, copier: Copier) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, hub: EventHub, sessions: SessionRegistry, counters: Counters, copier: Copier
+    ) -> None:
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._counters = counters
@@ -110,7 +113,7 @@ class Operations:
         self._idle = asyncio.Event()
         self._idle.set()
         dispatcher.handle("CANCEL_OPERATION", self._cancel)
-        dispatcher.on_operation_acknowledged = self._acknowledged
+        hub.subscribe(EventAcknowledged, self._acknowledged)
 
     def __iter__(self) -> Iterator[Operation]:
         """Yield the live operations, oldest first."""
@@ -118,7 +121,7 @@ class Operations:
 
     def __repr__(self) -> str:
         """Show how many are live."""
-        return f"<Works {len(self._live)}>"
+        return f"<Operations {len(self._live)}>"
 
     def check(self, session: Session) -> None:
         """Check that a session may begin another operation.
@@ -128,7 +131,7 @@ class Operations:
             OverloadedError: as many are live, or ended and not acknowledged, as a session may have.
         """
         if self._draining:
-            raise ShuttingDownError("the daemon ends and takes no new work")
+            raise ShuttingDownError("the daemon ends and takes no new operation")
         known = self._unacknowledged[session.session_id]
         if known >= MAX_OPERATIONS:
             raise OverloadedError(f"{known} operations of the session are live or unacknowledged")
@@ -163,9 +166,9 @@ class Operations:
         operation.job = job
         operation.first_copy_at = time.monotonic()
         self._of_job[job] = operation
-        self._copier.start(job)
+        self._copier.start(job, self._job_done)
 
-    def job_done(self, job: BlockJob, error: KvferryError | None) -> None:
+    def _job_done(self, job: BlockJob, error: KvferryError | None) -> None:
         """Take the end of a job from the copier."""
         operation = self._of_job.pop(job)
         operation.job = None
@@ -258,9 +261,9 @@ class Operations:
         outcome = failed.code if failed else "OK"
         self._counters.add(f"operations.{operation.kind}.{outcome.lower()}")
         if failed is None:
-            self._counters.add(f"works.{operation.kind}.moved_bytes", done.moved_bytes)
+            self._counters.add(f"operations.{operation.kind}.moved_bytes", done.moved_bytes)
         log.info(
-            "work done",
+            "operation done",
             operation=operation.number,
             kind=operation.kind,
             pool=operation.pool,
@@ -283,6 +286,6 @@ class Operations:
             return Answer(OperationCancelled(was_done=True))
         raise UnknownOperationError(f"no operation {number} of this session, live or unacknowledged", field="operation")
 
-    def _acknowledged(self, session: Session, event: TierDone) -> None:
-        del event
-        self._unacknowledged[session.session_id] -= 1
+    def _acknowledged(self, event: EventAcknowledged) -> None:
+        if isinstance(event.body, TierDone):
+            self._unacknowledged[event.session.session_id] -= 1

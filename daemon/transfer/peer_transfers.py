@@ -18,7 +18,8 @@ was ended by its receiver
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 from kvferry.daemon.transfer.completion import Completion, listener_of
 from kvferry.daemon.transfer.effects import NotifyChunk, NotifyEnded, RefuseSend
@@ -57,19 +58,37 @@ NO_SESSION = 0
 """The session number of send requests from other daemons: nobody here is told of them."""
 
 
+class TransferActivity(Protocol):
+    """Who gives way to transfers: is told when bytes of a transfer op begin to move, and when none can any more."""
+
+    def transfer_began(self) -> None:
+        """Count a transfer op that is under way."""
+
+    def transfer_ended(self) -> None:
+        """Count it no longer."""
+
+
+class NoActivity:
+    """See ``TransferActivity``, where nothing gives way."""
+
+    def transfer_began(self) -> None:
+        """See ``TransferActivity``."""
+
+    def transfer_ended(self) -> None:
+        """See ``TransferActivity``."""
+
+
 class PeerTransfers:
-    """Takes what other daemons say. Part of the transfer state machine, which executes its effects.
+    """Takes what other daemons say. Part of the transfer state machine, which executes its effects."""
 
-    Attributes:
-        on_sending: called whenever the writing of a transfer op to another daemon begins (True) or is over (False).
-    """
-
-    def __init__(self, endpoints: Endpoints, completion: Completion, scheduling: CopyScheduler) -> None:
+    def __init__(
+        self, endpoints: Endpoints, completion: Completion, scheduling: CopyScheduler, activity: TransferActivity
+    ) -> None:
         self._endpoints = endpoints
         self._completion = completion
         self._copy_scheduler = scheduling
         self._remote_numbers = itertools.count(1)
-        self.on_sending: Callable[[bool], None] = _nobody
+        self._activity = activity
 
     # -- at the home: send requests of other daemons for receive requests here
 
@@ -278,7 +297,7 @@ class PeerTransfers:
     def begin_sending(self, remote_endpoint: RemoteEndpoint, op: int, now: float) -> None:
         """Note that a transfer op of the remote endpoint's send request is being written to its home."""
         if op not in remote_endpoint.sending:
-            self.on_sending(True)  # noqa: FBT003
+            self._activity.transfer_began()
         remote_endpoint.sending.add(op)
         if remote_endpoint.send_request.first_copy_at is None:
             remote_endpoint.send_request.first_copy_at = now
@@ -286,7 +305,7 @@ class PeerTransfers:
     def sending_done(self, remote_endpoint: RemoteEndpoint, op: int) -> None:
         """Note that no byte of a transfer op can move any more."""
         if op in remote_endpoint.sending:
-            self.on_sending(False)  # noqa: FBT003
+            self._activity.transfer_ended()
         remote_endpoint.sending.discard(op)
         self._completion.settle_remote(remote_endpoint)
 
@@ -361,10 +380,6 @@ class PeerTransfers:
         self._endpoints.withdraw(announcement)
         for remote_endpoint in list(announcement.remote_endpoints):
             self._completion.close_remote(remote_endpoint, error, now)
-
-
-def _nobody(began: bool) -> None:  # noqa: FBT001  a callback's only argument
-    """Tell nobody: no scheduler is connected."""
 
 
 def _whatever_epoch(name: ReceiveName) -> tuple[str, str, int]:

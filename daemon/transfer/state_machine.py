@@ -49,7 +49,7 @@ from kvferry.daemon.transfer.endpoints import (
     State,
 )
 from kvferry.daemon.transfer.page_ranges import PageRange
-from kvferry.daemon.transfer.peer_transfers import PeerTransfers
+from kvferry.daemon.transfer.peer_transfers import NoActivity, PeerTransfers, TransferActivity
 from kvferry.daemon.transfer.registry import Endpoints
 from kvferry.daemon.transfer.results import Generations, Results
 from kvferry.daemon.transfer.scheduling import CopyScheduler, Fit
@@ -87,7 +87,13 @@ class TransferStateMachine:
         peers: takes what other daemons say.
     """
 
-    def __init__(self, whole_below_bytes: int = 0, tombstones: Tombstones | None = None) -> None:
+    def __init__(
+        self,
+        whole_below_bytes: int = 0,
+        tombstones: Tombstones | None = None,
+        activity: TransferActivity | None = None,
+    ) -> None:
+        """``activity`` is told while bytes of a transfer op are being written to another daemon."""
         self.results = Results()
         self.endpoints = Endpoints(Tombstones() if tombstones is None else tombstones)
         self._generations = Generations()
@@ -95,7 +101,7 @@ class TransferStateMachine:
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
         self._completion = Completion(self.endpoints, self.results)
         self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes)
-        self.peers = PeerTransfers(self.endpoints, self._completion, self._copy_scheduler)
+        self.peers = PeerTransfers(self.endpoints, self._completion, self._copy_scheduler, activity or NoActivity())
 
     def __repr__(self) -> str:
         """Show the live counts."""

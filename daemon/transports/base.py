@@ -15,11 +15,11 @@ OnOpDone = Callable[[int, KvferryError | None], None]
 class Transport(Protocol):
     """Moves transfer ops in the background. Methods are called on the control loop and return at once."""
 
-    def start(self, op: StartOp) -> None:
-        """Begin to copy; ``on_op_done`` follows exactly once, when no byte of the transfer op can move any more."""
+    def start(self, op: StartOp, on_done: OnOpDone) -> None:
+        """Begin to copy; ``on_done`` follows exactly once, when no byte of the transfer op can move any more."""
 
     def stop(self, op_id: int) -> None:
-        """Stop at the next boundary, if the transfer op is still under way; ``on_op_done`` follows all the same."""
+        """Stop at the next boundary, if the transfer op is still under way; ``on_done`` follows all the same."""
 
     def close(self) -> None:
         """Stop everything and wait until no byte moves; nothing is reported after it."""

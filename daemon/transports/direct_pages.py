@@ -49,14 +49,10 @@ class _Registered:
 
 
 class DirectPages:
-    """Which pools are registered. All methods belong on the loop.
-
-    Attributes:
-        on_change: called when a pool is no longer pending.
-    """
+    """Which pools are registered. All methods belong on the loop."""
 
     def __init__(self, registrar: Registrar) -> None:
-        self.on_change: Callable[[], None] = lambda: None
+        self._listeners: list[Callable[[], None]] = []
         self._registrar = registrar
         self._pools: dict[Pool, _Registered] = {}
         self._work: dict[_Registered, asyncio.Task[None]] = {}
@@ -66,6 +62,10 @@ class DirectPages:
         """Show how many pools are in which state."""
         states = [one.state for one in self._pools.values()]
         return f"<DirectPages ready={states.count('ready')} pending={states.count('pending')}>"
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call this whenever a pool is no longer pending."""
+        self._listeners.append(listener)
 
     def state(self, pool: Pool) -> State:
         """Return whether peers may be told to write the pool's pages; begin to register it if it is new."""
@@ -104,7 +104,8 @@ class DirectPages:
             log.warning("pages are not written directly, but through bounce buffers", pool=pool.name, cause=str(error))
         else:
             one.state = "ready"
-        self.on_change()
+        for listener in self._listeners:
+            listener()
 
     async def _unregister(self, one: _Registered, before: asyncio.Task[None] | None) -> None:
         if before is not None:

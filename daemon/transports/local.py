@@ -81,8 +81,9 @@ _Chunk = _WholePages | _Staged
 class _Job:
     """One transfer op: chunks not begun, chunks under way, and the first error. Guarded by the transport's lock."""
 
-    def __init__(self, op: StartOp) -> None:
+    def __init__(self, op: StartOp, on_done: OnOpDone) -> None:
         self.op = op
+        self.on_done = on_done
         self.expanded = False
         self.chunks: deque[_Chunk] = deque()
         self.under_way = 0
@@ -95,14 +96,12 @@ class LocalTransport:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        on_op_done: OnOpDone,
         *,
         threads: int,
         chunk_bytes: int,
         copy: CopyBlocks,
     ) -> None:
         self._loop = loop
-        self._on_op_done = on_op_done
         self._chunk_bytes = chunk_bytes
         self._copy = copy
         self._jobs: dict[int, _Job] = {}
@@ -120,9 +119,9 @@ class LocalTransport:
         """Show how many transfer ops are under way."""
         return f"<LocalTransport transfer ops={len(self._jobs)} threads={len(self._threads)}>"
 
-    def start(self, op: StartOp) -> None:
+    def start(self, op: StartOp, on_done: OnOpDone) -> None:
         """See ``Transport.start``."""
-        job = _Job(op)
+        job = _Job(op, on_done)
         with self._changed:
             self._jobs[op.op_id] = job
             self._queue.append(job)
@@ -212,11 +211,11 @@ class LocalTransport:
         if job.under_way or (job.chunks and job.error is None):
             return
         if self._jobs.pop(job.op.op_id, None) is not None:
-            self._loop.call_soon_threadsafe(self._report, job.op.op_id, job.error)
+            self._loop.call_soon_threadsafe(self._report, job)
 
-    def _report(self, op_id: int, error: KvferryError | None) -> None:
+    def _report(self, job: _Job) -> None:
         if not self._closing:
-            self._on_op_done(op_id, error)
+            job.on_done(job.op.op_id, job.error)
 
 
 def _chunks_of(op: StartOp, chunk_bytes: int) -> list[_Chunk]:

@@ -2,142 +2,103 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import Executor
 from urllib.parse import urlsplit
 
 import structlog
 
-from kvferry.daemon.config.schema import Config
-from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.peers.links import PeerLinks
-from kvferry.daemon.services.pools import PoolService
-from kvferry.daemon.services.transfers import TransferService
+from kvferry.daemon.config.schema import Config, NetworkConfig
 from kvferry.daemon.transports.bounce_buffers import BounceBuffers, FenceBounds
 from kvferry.daemon.transports.direct_pages import DirectPages
 from kvferry.daemon.transports.mooncake import MooncakeEngine
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
-from kvferry.daemon.transports.network_sender import NetworkSender
-from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.session_messages import NetworkStatus
 
 log = structlog.get_logger(__name__)
 
 
-class NetworkTransport:
-    """Nothing, where the configuration names no transport; else what ``start`` makes and ``close`` gives back."""
+class NetworkMemory:
+    """An engine that writes between hosts, and the memory that it may write to and from. Made by ``open_network``.
 
-    def __init__(
-        self,
-        config: Config,
-        links: PeerLinks,
-        receive_requests: TransferService,
-        pools: PoolService,
-        executor: Executor,
-        counters: Counters,
-    ) -> None:
-        self._config = config.network
-        self._listen = config.peers.listen
-        self._links = links
-        self._receive_requests = receive_requests
-        self._pools = pools
-        self._executor = executor
-        self._counters = counters
-        self._engine: MooncakeEngine | None = None
-        self._bounce_buffers: BounceBuffers | None = None
-        self._pages: DirectPages | None = None
-        self._receiver: NetworkReceiver | None = None
-        self._regions: list[HostRegion] = []
+    Attributes:
+        engine: Mooncake's transfer engine, listening.
+        bounce_buffers: where peers write.
+        staging: what is sent is gathered there, in buffers of ``bounce_buffer_bytes``.
+        pages: whole pages that peers may write directly; None where the configuration does not allow it.
+    """
 
-    async def start(self, transports: RemoteTransports) -> None:
-        """Begin to listen, and give ``transports`` its two halves.
-
-        Raises:
-            ConfigError: no address to listen on, or Mooncake is not installed.
-            OutOfMemoryError: no memory for bounce buffers or staging.
-            TransferFailedError: Mooncake could not begin.
-        """
-        config = self._config
-        if config.transport == "none":
-            return
-        engine = MooncakeEngine(MooncakeSettings(address=self._address(), protocol=config.protocol))
-        network = self._region("network", config.bounce_buffers)
-        staging = self._region("staging", config.staging)
-        self._engine = await engine.__aenter__()
-        # Peers may write what is registered: nothing else is, unless pages are written directly.
-        await engine.register(network.address, network.size_bytes)
-        if config.direct:
-            self._pages = DirectPages(engine)
-            self._pools.on_deleted.append(self._pages.drop)
+    def __init__(self, config: NetworkConfig, engine: MooncakeEngine, landing: HostRegion, staging: HostRegion) -> None:
         bounds = FenceBounds(
-            network.size_bytes // 2 if config.quarantined_bytes is None else config.quarantined_bytes,
+            landing.size_bytes // 2 if config.quarantined_bytes is None else config.quarantined_bytes,
             config.quarantined_s,
             config.drain_timeout_s,
         )
-        bounce_buffers = self._bounce_buffers = BounceBuffers(
-            network.address, config.bounce_buffer_bytes, config.bounce_buffers, bounds
-        )
-        transports.receiver = self._receiver = NetworkReceiver(
-            self._links.send,
-            engine,
-            bounce_buffers,
-            self._executor,
-            self._receive_requests.op_done,
-            self._counters,
-            self._pages,
-        )
-        transports.sender = NetworkSender(
-            self._links.send,
-            engine,
-            staging,
-            config.bounce_buffer_bytes,
-            self._executor,
-            self._receive_requests.state_machine.peers,
-            self._receive_requests.execute,
-            self._counters,
-            config.write_timeout_s,
-        )
-        log.info(
-            "network", transport=config.transport, session=engine.session_name, bounce_buffers=config.bounce_buffers
-        )
+        self.config = config
+        self.engine = engine
+        self.staging = staging
+        self.bounce_buffers = BounceBuffers(landing.address, config.bounce_buffer_bytes, config.bounce_buffers, bounds)
+        self.pages = DirectPages(engine) if config.direct else None
+        self._regions = (landing, staging)
 
-    def status(self) -> NetworkStatus | None:
-        """Return the bounce buffers as STATUS shows them; None without a transport between hosts."""
-        if self._engine is None or self._bounce_buffers is None or self._receiver is None:
-            return None
+    def __repr__(self) -> str:
+        """Show how peers name it."""
+        return f"<NetworkMemory {self.engine.session_name} {self.bounce_buffers!r}>"
+
+    def drop_pool(self, pool: Pool) -> None:
+        """Let peers write a pool's pages no longer, if they may."""
+        if self.pages is not None:
+            self.pages.drop(pool)
+
+    def status(self, receiver: NetworkReceiver) -> NetworkStatus:
+        """Return the bounce buffers as STATUS shows them."""
+        buffers = self.bounce_buffers
         return NetworkStatus(
-            session=self._engine.session_name,
-            bounce_buffer_bytes=self._bounce_buffers.bounce_buffer_bytes,
-            bounce_buffers=self._bounce_buffers.count,
-            free=self._bounce_buffers.free,
-            granted=self._bounce_buffers.granted,
-            quarantined=self._bounce_buffers.quarantined,
-            quarantined_bytes=self._bounce_buffers.quarantined_bytes,
-            direct=self._config.direct,
-            state=self._receiver.state,
-            held_by=self._receiver.held_by(),
+            session=self.engine.session_name,
+            bounce_buffer_bytes=buffers.bounce_buffer_bytes,
+            bounce_buffers=buffers.count,
+            free=buffers.free,
+            granted=buffers.granted,
+            quarantined=buffers.quarantined,
+            quarantined_bytes=buffers.quarantined_bytes,
+            direct=self.config.direct,
+            state=receiver.state,
+            held_by=receiver.held_by(),
         )
 
-    async def close(self) -> None:
-        """Stop listening: afterwards nothing lands, and nothing is gathered or scattered any more."""
-        if self._engine is not None:
-            await self._engine.close()
-        if self._pages is not None:
-            await self._pages.close()
-        await asyncio.to_thread(self._executor.shutdown)  # threads know the memory by its address
+    async def stop(self) -> None:
+        """Stop listening: afterwards nothing lands."""
+        await self.engine.close()
+        if self.pages is not None:
+            await self.pages.close()
+
+    def close(self) -> None:
+        """Give the memory back; no thread may gather or scatter any more."""
         for region in self._regions:
             region.close()
 
-    def _region(self, name: str, buffers: int) -> HostRegion:
-        region = HostRegion.create(name, buffers * self._config.bounce_buffer_bytes)
-        self._regions.append(region)
-        return region
 
-    def _address(self) -> str:
-        address = self._config.address or (urlsplit(self._listen).hostname if self._listen else None)
-        if not address:
-            raise ConfigError("say at which address, or set peers.listen", field="network.address")
-        return address
+async def open_network(config: Config) -> NetworkMemory | None:
+    """Begin to listen for writes of other hosts; None where the configuration names no transport between hosts.
+
+    Raises:
+        ConfigError: no address to listen on, or Mooncake is not installed.
+        OutOfMemoryError: no memory for bounce buffers or staging.
+        TransferFailedError: Mooncake could not begin.
+    """
+    network = config.network
+    if network.transport == "none":
+        return None
+    address = network.address or (urlsplit(config.peers.listen).hostname if config.peers.listen else None)
+    if not address:
+        raise ConfigError("say at which address, or set peers.listen", field="network.address")
+    engine = MooncakeEngine(MooncakeSettings(address=address, protocol=network.protocol))
+    landing = HostRegion.create("network", network.bounce_buffers * network.bounce_buffer_bytes)
+    staging = HostRegion.create("staging", network.staging * network.bounce_buffer_bytes)
+    await engine.__aenter__()
+    # Peers may write what is registered: nothing else is, unless pages are written directly.
+    await engine.register(landing.address, landing.size_bytes)
+    log.info("network", transport=network.transport, session=engine.session_name, bounce_buffers=network.bounce_buffers)
+    return NetworkMemory(network, engine, landing, staging)

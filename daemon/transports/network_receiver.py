@@ -64,7 +64,8 @@ class _IncomingOp:
     ``wanting``: it is in the row of those that a bounce buffer is sought for.
     """
 
-    def __init__(self, op: TransferOp, peer: Incarnation) -> None:
+    def __init__(self, op: TransferOp, peer: Incarnation, on_done: OnOpDone) -> None:
+        self.on_done = on_done
         self.op = op
         self.peer = peer
         self.copy_chunks: deque[tuple[int, CopyChunk]] = deque()
@@ -97,7 +98,6 @@ class NetworkReceiver:
         fence: Fence,
         bounce_buffers: BounceBuffers,
         executor: Executor,
-        on_op_done: OnOpDone,
         counters: Counters,
         pages: DirectPages | None = None,
     ) -> None:
@@ -109,7 +109,6 @@ class NetworkReceiver:
         self._fence = fence
         self._bounce_buffers = bounce_buffers
         self._executor = executor
-        self._on_op_done = on_op_done
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._incoming: dict[int, _IncomingOp] = {}
@@ -123,7 +122,7 @@ class NetworkReceiver:
         self._quarantined: dict[int, _IncomingOp] = {}  # by the number of the pages in which something may still land
         self._closed = False
         if pages is not None:
-            pages.on_change = self._pages_changed
+            pages.subscribe(self._pages_changed)
 
     def __repr__(self) -> str:
         """Show what is under way."""
@@ -131,10 +130,10 @@ class NetworkReceiver:
             f"<NetworkReceiver transfer ops={len(self._incoming)} grants={len(self._grants)} {self._bounce_buffers!r}>"
         )
 
-    def start(self, op: TransferOp) -> None:
+    def start(self, op: TransferOp, on_done: OnOpDone) -> None:
         """See ``Transport.start``."""
         assert op.send_request.origin is not None, op
-        incoming = _IncomingOp(op, op.send_request.origin.peer)
+        incoming = _IncomingOp(op, op.send_request.origin.peer, on_done)
         self._incoming[op.op_id] = incoming
         if self._watch.state == "broken":
             self._fail(incoming, TransferFailedError("nothing can land here until this daemon is restarted"))
@@ -382,4 +381,4 @@ class NetworkReceiver:
         if incoming.error is None:
             self._send(incoming.peer, OpEnded(op=incoming.op.op_id))
         if not self._closed:
-            self._loop.call_soon(self._on_op_done, incoming.op.op_id, incoming.error)
+            self._loop.call_soon(incoming.on_done, incoming.op.op_id, incoming.error)

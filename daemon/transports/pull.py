@@ -48,7 +48,8 @@ FetchRegion = Callable[[str, RegionRequest, int], HostRegion]
 class _Pull:
     """One transfer op: first mapped, then copied, then confirmed; and why it failed."""
 
-    def __init__(self, op: TransferOp, peer: Incarnation, pool: RemotePool) -> None:
+    def __init__(self, op: TransferOp, peer: Incarnation, pool: RemotePool, on_done: OnOpDone) -> None:
+        self.on_done = on_done
         self.op = op
         self.peer = peer
         self.pool = pool
@@ -61,14 +62,11 @@ class _Pull:
 class PullTransport:
     """See ``Transport``, for transfer ops of send requests that came from this host. All methods belong on the loop."""
 
-    def __init__(
-        self, send: SendToPeer, copier: Transport, executor: Executor, on_op_done: OnOpDone, fetch: FetchRegion
-    ) -> None:
+    def __init__(self, send: SendToPeer, copier: Transport, executor: Executor, fetch: FetchRegion) -> None:
         """Copy by ``copier``, which reports to ``copied``; map by ``fetch`` on ``executor``."""
         self._send = send
         self._copier = copier
         self._executor = executor
-        self._on_op_done = on_op_done
         self._fetch = fetch
         self._loop = asyncio.get_running_loop()
         self._pulls: dict[int, _Pull] = {}
@@ -79,11 +77,11 @@ class PullTransport:
         """Show what is under way."""
         return f"<PullTransport transfer ops={len(self._pulls)}>"
 
-    def start(self, op: TransferOp) -> None:
+    def start(self, op: TransferOp, on_done: OnOpDone) -> None:
         """See ``Transport.start``."""
         pool = op.send_request.pool
         assert isinstance(pool, RemotePool), op
-        pull = self._pulls[op.op_id] = _Pull(op, pool.peer, pool)
+        pull = self._pulls[op.op_id] = _Pull(op, pool.peer, pool, on_done)
         if pool.mapping is not None:
             self._copy(pull)
             return
@@ -95,26 +93,6 @@ class PullTransport:
                 self._executor, self._fetch, pool.peer.address, asked, pool.manifest.region_bytes
             )
             work.add_done_callback(lambda done: self._mapped(pool, done))
-
-    def copied(self, op_id: int, error: KvferryError | None) -> bool:
-        """Take the copier's word; return False where the transfer op is none of ours."""
-        pull = self._pulls.get(op_id)
-        if pull is None:
-            return False
-        if self._closed:
-            return True
-        pull.copying, pull.view = False, None
-        pull.error = pull.error or error
-        if pull.error is not None:
-            self._end(pull)
-            return True
-        origin = pull.op.send_request.origin
-        assert origin is not None, pull.op
-        pull.confirming = True
-        asked = Confirm(receive_request=name_of(pull.op.receive_request), send_request=origin.send_request, op=op_id)
-        if not self._send(pull.peer, asked):
-            self._fail(pull, PeerLostError(f"the daemon at {pull.peer.address} is gone"))
-        return True
 
     def confirmed(self, peer: Incarnation, message: Confirmed) -> None:
         """Take the source's word on a transfer op that was copied."""
@@ -138,6 +116,23 @@ class PullTransport:
         """See ``Transport.close``; the copier is closed by its owner, and what it still says of ours is ours."""
         self._closed = True
 
+    def _copied(self, op_id: int, error: KvferryError | None) -> None:
+        """Take the end of a copy: the bytes count once the source confirms that it has not reused the pages."""
+        pull = self._pulls.get(op_id)
+        if pull is None or self._closed:
+            return
+        pull.copying, pull.view = False, None
+        pull.error = pull.error or error
+        if pull.error is not None:
+            self._end(pull)
+            return
+        origin = pull.op.send_request.origin
+        assert origin is not None, pull.op
+        pull.confirming = True
+        asked = Confirm(receive_request=name_of(pull.op.receive_request), send_request=origin.send_request, op=op_id)
+        if not self._send(pull.peer, asked):
+            self._fail(pull, PeerLostError(f"the daemon at {pull.peer.address} is gone"))
+
     def _mapped(self, pool: RemotePool, done: asyncio.Future[HostRegion]) -> None:
         waiting = self._mapping.pop(pool)
         failed = done.exception()
@@ -159,7 +154,7 @@ class PullTransport:
         pull.copying = True
         pull.view = pull.pool.region.view()  # keeps the memory mapped until the copy has ended, whoever closes it
         plans = tuple(planned_copy.plan for planned_copy in pull.op.planned_copies)
-        self._copier.start(StartOp(pull.op.op_id, pull.pool, pull.op.receive_request.pool, plans))
+        self._copier.start(StartOp(pull.op.op_id, pull.pool, pull.op.receive_request.pool, plans), self._copied)
 
     def _fail(self, pull: _Pull, error: KvferryError) -> None:
         pull.error = pull.error or error
@@ -170,7 +165,7 @@ class PullTransport:
 
     def _end(self, pull: _Pull) -> None:
         if self._pulls.pop(pull.op.op_id, None) is not None and not self._closed:
-            self._loop.call_soon(self._on_op_done, pull.op.op_id, pull.error)
+            self._loop.call_soon(pull.on_done, pull.op.op_id, pull.error)
 
 
 def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostRegion:

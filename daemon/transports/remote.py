@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvferry.daemon.transfer.endpoints import RemoteEndpoint, TransferOp
 from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.transports.base import OnOpDone
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport
@@ -23,10 +24,12 @@ class RemoteTransports:
         receiver, sender: None where the configuration names no transport between hosts.
     """
 
-    def __init__(self, pull: PullTransport) -> None:
+    def __init__(
+        self, pull: PullTransport, receiver: NetworkReceiver | None = None, sender: NetworkSender | None = None
+    ) -> None:
         self._pull = pull
-        self.receiver: NetworkReceiver | None = None
-        self.sender: NetworkSender | None = None
+        self.receiver = receiver
+        self.sender = sender
         self._network: set[int] = set()
 
     def __repr__(self) -> str:
@@ -37,15 +40,15 @@ class RemoteTransports:
         """Return whether transfer ops can come from a daemon at this address."""
         return address.startswith(ON_THIS_HOST) or self.receiver is not None
 
-    def start(self, op: TransferOp) -> None:
+    def start(self, op: TransferOp, on_done: OnOpDone) -> None:
         """Begin to move a transfer op of another daemon's send request; see ``Transport.start``."""
         assert op.send_request.origin is not None, op
         if op.send_request.origin.peer.address.startswith(ON_THIS_HOST):
-            self._pull.start(op)
+            self._pull.start(op, on_done)
         else:
             assert self.receiver is not None, op
             self._network.add(op.op_id)
-            self.receiver.start(op)
+            self.receiver.start(op, on_done)
 
     def stop(self, op_id: int) -> None:
         """See ``Transport.stop``; unknown transfer ops are not ours."""

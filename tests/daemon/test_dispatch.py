@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 
 from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher
+from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
+from kvferry.daemon.control.sessions import Peer, SessionRegistry
 from kvferry.protocol.codec import Frames, decode_from_daemon, encode
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.errors import InternalError, PoolFullError
@@ -33,8 +35,9 @@ class Daemon:
         self.counters = Counters()
         self.sessions = SessionRegistry(LIMITS)
         self.session = self.sessions.open("engine", Peer(1, 2, 3))
-        self.dispatcher = Dispatcher(BOOT, LIMITS, self.sessions, self.counters)
-        self.dispatcher.connect(self.send)
+        self.hub = EventHub()
+        self.dispatcher = Dispatcher(BOOT, LIMITS, self.sessions, self.counters, self.send, self.hub)
+        self.said = asyncio.Event()
         self.dispatcher.handle_open("PING", lambda _body: Pong())
         self.dispatcher.handle("ALLOCATE", self.allocate)
         self.dispatcher.handle("DELETE_POOL", self.delete)
@@ -46,6 +49,7 @@ class Daemon:
 
     def send(self, identity: bytes, frames: Frames) -> bool:
         """Take a message to a client, if its queue has room."""
+        self.said.set()
         if self.accepts:
             self.sent.append((identity, decode_from_daemon([bytes(one) for one in frames]).message))
         return self.accepts
@@ -195,18 +199,10 @@ async def test_a_deferred_reply_goes_where_the_session_is_now(daemon: Daemon) ->
 
 @pytest.mark.anyio
 async def test_a_deferred_request_has_a_deadline(daemon: Daemon) -> None:
-    from asyncio import Event as AsyncEvent  # noqa: PLC0415  the name is taken by the protocol's
 
-    answered = AsyncEvent()
-    send = daemon.send
-
-    def send_and_tell(identity: bytes, frames: Frames) -> bool:
-        answered.set()
-        return send(identity, frames)
-
-    daemon.dispatcher.connect(send_and_tell)
+    daemon.said.clear()
     daemon.take(DeletePool(pool="a"), number=3)
-    await answered.wait()
+    await daemon.said.wait()
     assert error_of([daemon.sent[-1][1]]) == (3, "DEADLINE", "")
     daemon.dispatcher.answer(daemon.session, 3, Answer(PoolDeleted(pool="a")))
     assert len(daemon.sent) == 1, "the late reply is dropped"
@@ -270,13 +266,13 @@ def test_events_are_sent_again_to_a_new_peer_until_they_are_acknowledged(daemon:
 
 
 def test_what_is_acknowledged_is_reported_once(daemon: Daemon) -> None:
-    seen: list[tuple[Session, Settled]] = []
-    daemon.dispatcher.on_acknowledged = lambda session, event: seen.append((session, event))
+    seen: list[EventAcknowledged] = []
+    daemon.hub.subscribe(EventAcknowledged, seen.append)
     daemon.take(ALLOCATE, number=1)
     push(daemon, 1, 2)
     daemon.take(ALLOCATE, number=2, acknowledged=1)
     daemon.take(ALLOCATE, number=3, acknowledged=1)
-    assert seen == [(daemon.session, settled(1))]
+    assert seen == [EventAcknowledged(daemon.session, settled(1))]
 
 
 def test_a_full_queue_keeps_events_for_later_in_order(daemon: Daemon) -> None:

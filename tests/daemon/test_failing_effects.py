@@ -17,6 +17,7 @@ from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.logs import configure_logs
 from kvferry.daemon.transfer.effects import StartOp
+from kvferry.daemon.transports.base import OnOpDone
 from kvferry.daemon.transports.local import LocalTransport
 from kvferry.protocol.errors import DeadlineError, InternalError, InvalidFieldError
 from tests.scripted.recording_service_manager import RecordingServiceManager
@@ -60,10 +61,10 @@ async def test_a_copy_that_cannot_begin_fails_alone_and_gives_its_pages_back(
     asked: list[int] = []
     start = LocalTransport.start
 
-    def fails_at_first(self: LocalTransport, op: StartOp) -> None:
+    def fails_at_first(self: LocalTransport, op: StartOp, on_done: OnOpDone) -> None:
         asked.append(op.op_id)
         assert len(asked) > 1, "a bug of the transport"
-        start(self, op)
+        start(self, op, on_done)
 
     monkeypatch.setattr(LocalTransport, "start", fails_at_first)
     request_id = new_request_id()
@@ -92,8 +93,8 @@ async def test_a_late_word_of_a_transport_that_raised_changes_nothing(
 ) -> None:
     start = LocalTransport.start
 
-    def begins_and_fails(self: LocalTransport, op: StartOp) -> None:
-        start(self, op)
+    def begins_and_fails(self: LocalTransport, op: StartOp, on_done: OnOpDone) -> None:
+        start(self, op, on_done)
         monkeypatch.setattr(LocalTransport, "start", start)
         raise RuntimeError("after it began")
 

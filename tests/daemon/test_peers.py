@@ -62,10 +62,9 @@ class Daemon:
         self.up: list[Incarnation] = []
         self.lost: list[Incarnation] = []
         self.said: list[tuple[Incarnation, PeerBody]] = []
-        self.links.on_up = self._noted(self.up.append)
-        self.links.on_lost = lambda peer, _why: self._noted(self.lost.append)(peer)
-        self.links.on_message = self._heard
-        self.links.start(asyncio.get_running_loop())
+        self.in_order: list[str] = []
+        self.needed = ""
+        self.links.start(asyncio.get_running_loop(), self)
 
     @property
     def address(self) -> str:
@@ -84,16 +83,26 @@ class Daemon:
                 self.changed.clear()
                 await self.changed.wait()
 
-    def _noted(self, note: Callable[[Incarnation], None]) -> Callable[[Incarnation], None]:
-        def noted(peer: Incarnation) -> None:
-            note(peer)
-            self.changed.set()
-
-        return noted
-
-    def _heard(self, peer: Incarnation, body: PeerBody, _ids: tuple[PageIds, ...]) -> None:
-        self.said.append((peer, body))
+    def on_up(self, peer: Incarnation) -> None:
+        """See ``PeerListener.on_up``."""
+        self.up.append(peer)
         self.changed.set()
+
+    def on_lost(self, peer: Incarnation, why: str) -> None:  # noqa: ARG002  as links call it
+        """See ``PeerListener.on_lost``."""
+        self.lost.append(peer)
+        self.in_order.append("lost")
+        self.changed.set()
+
+    def on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:  # noqa: ARG002
+        """See ``PeerListener.on_message``."""
+        self.said.append((peer, body))
+        self.in_order.append("said")
+        self.changed.set()
+
+    def is_needed(self, address: str) -> bool:
+        """See ``PeerListener.is_needed``."""
+        return address == self.needed
 
 
 class Stranger:
@@ -325,7 +334,7 @@ async def test_a_peer_that_missed_our_greeting_hears_it_again(
     daemon: Daemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "TIDY_S", 0.01)
-    daemon.links.start(asyncio.get_running_loop())
+    daemon.links.start(asyncio.get_running_loop(), daemon)
     daemon.links.connect(stranger.address)
     for _ in range(3):
         assert b"PEER_HELLO" in await stranger.hears()
@@ -400,9 +409,7 @@ async def test_what_a_peer_said_before_it_ended_is_heard_before_its_end(make: Ma
     one.links.connect(other.address)
     await one.until(lambda: one.up)
     await other.until(lambda: other.up)
-    in_order: list[str] = []
-    other.links.on_message = lambda *_: in_order.append("said")
-    other.links.on_lost = lambda *_: in_order.append("lost")
+    in_order = other.in_order
     assert one.links.send(other.incarnation, OpEnded(op=1))
     one.links.close()
     await other.until(lambda: "lost" in in_order)  # a counter changes with it
@@ -463,7 +470,7 @@ async def test_the_longest_unused_link_makes_room(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(peers, "MAX_PEERS", 3)
     daemon, other = Daemon(tmp_path / "peer.sock"), Daemon(tmp_path / "other.sock")
     needed, unused, used, late = (f"ipc://{tmp_path}/{name}" for name in ("needed", "unused", "used", "late"))
-    daemon.links.is_needed = needed.__eq__
+    daemon.needed = needed
     daemon.links.connect(other.address)
     await daemon.until(lambda: daemon.up)
     for address in (needed, unused):
@@ -484,7 +491,7 @@ async def test_links_that_nobody_needs_are_dropped(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(peers, "QUIET_S", 0.0)
     daemon, other = Daemon(tmp_path / "peer.sock"), Daemon(tmp_path / "other.sock")
     needed = f"ipc://{tmp_path}/needed"
-    daemon.links.is_needed = needed.__eq__
+    daemon.needed = needed
     for address in (needed, other.address, *(f"ipc://{tmp_path}/{number}" for number in range(3))):
         daemon.links.connect(address)
     await daemon.until(lambda: daemon.counters.snapshot().get("peers.dropped") == 3)

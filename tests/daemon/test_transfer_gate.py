@@ -19,6 +19,7 @@ from kvferry.daemon.process.logs import configure_logs
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
+from kvferry.daemon.transports.base import OnOpDone
 from kvferry.daemon.transports.local import LocalTransport
 from kvferry.protocol.errors import InternalError
 from tests.scripted.recording_service_manager import RecordingServiceManager
@@ -82,9 +83,9 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         said.append("ended")
         ended(self)
 
-    def note_start(self: LocalTransport, op: StartOp) -> None:
+    def note_start(self: LocalTransport, op: StartOp, on_done: OnOpDone) -> None:
         said.append("copy")
-        start(self, op)
+        start(self, op, on_done)
 
     monkeypatch.setattr(Scheduler, "transfer_began", note_began)
     monkeypatch.setattr(Scheduler, "transfer_ended", note_ended)
@@ -151,9 +152,9 @@ async def test_a_op_whose_transport_raises_does_not_count_for_ever(
 ) -> None:
     start = LocalTransport.start
 
-    def fails(self: LocalTransport, op: StartOp) -> None:
+    def fails(self: LocalTransport, op: StartOp, on_done: OnOpDone) -> None:
         if begins:
-            start(self, op)  # its end is reported later: it counts as one end all the same
+            start(self, op, on_done)  # its end is reported later: it counts as one end all the same
         raise RuntimeError("a bug of the transport")
 
     monkeypatch.setattr(LocalTransport, "start", fails)
@@ -171,34 +172,21 @@ async def test_a_op_whose_transport_raises_does_not_count_for_ever(
         assert under_way(made) == 0
 
 
-async def test_the_book_of_other_daemons_tells_the_same_scheduler(heard: list[str], made: Made) -> None:
-    async with serving():
-        [state_machine] = made.state_machines  # only a real fabric writes to another daemon
-        state_machine.on_sending(True)  # noqa: FBT003  as PeerBook calls it
-        assert (heard, under_way(made)) == (["began"], 1)
-        state_machine.on_sending(False)  # noqa: FBT003
-        assert (heard, under_way(made)) == (["began", "ended"], 0)
-
-
 @pytest.mark.parametrize("way", ["ipc", "tcp"])
 async def test_a_source_says_when_it_writes_to_another_daemon(way: str) -> None:
     both = Transfer("tcp" if way == "tcp" else "ipc")
-    said: list[bool] = []
-    both.source.state_machine.peers.on_sending = said.append
     both.meet()
     wrote = way == "tcp"  # a home of the same host reads by itself, and its own service counts the transfer op
-    assert said == [True] * wrote
+    assert both.source.activity == ["began"] * wrote
     both.harness.run()
     assert both.told() == (["OK", "settled"], ["OK", "settled"])
-    assert said == [True, False] * wrote
+    assert both.source.activity == ["began", "ended"] * wrote
 
 
 async def test_a_writing_that_is_cut_off_is_over_once() -> None:
     both = Transfer("tcp")
-    said: list[bool] = []
-    both.source.state_machine.peers.on_sending = said.append
     both.meet()
     both.harness.pass_time(31)
     both.harness.run()
-    assert said == [True, False]
+    assert both.source.activity == ["began", "ended"]
     assert both.held() == (0, 0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import xxhash
 
-from kvferry.daemon.tiers.copier import BlockJob
+from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
 from kvferry.pools.tiers.blocks import BlockStep
 from kvferry.protocol.errors import CancelledError, KvferryError, SnapshotDamagedError
 
@@ -20,19 +18,20 @@ class ScriptedCopier:
         stopped: those that are to stop.
     """
 
-    def __init__(self, on_done: Callable[[BlockJob, KvferryError | None], None]) -> None:
+    def __init__(self) -> None:
         self.under_way: list[BlockJob] = []
         self.stopped: set[BlockJob] = set()
-        self._on_done = on_done
+        self._on_done: dict[BlockJob, OnJobDone] = {}
 
     def __repr__(self) -> str:
         """Show what is under way."""
         return f"<ScriptedCopier under_way={self.under_way} stopped={len(self.stopped)}>"
 
-    def start(self, job: BlockJob) -> None:
+    def start(self, job: BlockJob, on_done: OnJobDone) -> None:
         """See ``TierCopier.start``."""
         assert job not in self.under_way, "a job that is under way"
         self.under_way.append(job)
+        self._on_done[job] = on_done
 
     def stop(self, job: BlockJob) -> None:
         """See ``TierCopier.stop``."""
@@ -59,7 +58,7 @@ class ScriptedCopier:
         if job in self.stopped:
             self.stopped.remove(job)
             error = error or CancelledError("it was stopped before all was copied")
-        self._on_done(job, error)
+        self._on_done.pop(job)(job, error)
 
     def finish(self, job: BlockJob) -> None:
         """Move a job's bytes and report how that went; one that was stopped was done before."""

@@ -19,19 +19,20 @@ class ScriptedTransport:
         stopped: the ids of those that are to stop.
     """
 
-    def __init__(self, on_op_done: OnOpDone) -> None:
+    def __init__(self) -> None:
         self.under_way: dict[int, StartOp] = {}
         self.stopped: set[int] = set()
-        self._on_op_done = on_op_done
+        self._on_done: dict[int, OnOpDone] = {}
 
     def __repr__(self) -> str:
         """Show what is under way."""
         return f"<ScriptedTransport under_way={list(self.under_way)} stopped={sorted(self.stopped)}>"
 
-    def start(self, op: StartOp) -> None:
+    def start(self, op: StartOp, on_done: OnOpDone) -> None:
         """See ``Transport.start``."""
         assert op.op_id not in self.under_way, "a transfer op that is under way"
         self.under_way[op.op_id] = op
+        self._on_done[op.op_id] = on_done
 
     def stop(self, op_id: int) -> None:
         """See ``Transport.stop``."""
@@ -56,7 +57,7 @@ class ScriptedTransport:
         """Report the transfer op's end: no byte of it moves any more."""
         del self.under_way[op_id]
         self.stopped.discard(op_id)
-        self._on_op_done(op_id, error)
+        self._on_done.pop(op_id)(op_id, error)
 
     def finish(self, op_id: int) -> None:
         """Move the transfer op's bytes and report that all is well."""

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator, Sized
 from typing import cast
 
+from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.links import PeerLinks
-from kvferry.daemon.services.peer_transfers import PeerService
-from kvferry.daemon.services.pools import PoolService
+from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.transfer.effects import Effect, Notify, StartOp, StopOp
 from kvferry.daemon.transfer.remote import Incarnation, RemotePool
 from kvferry.daemon.transports.remote import RemoteTransports
@@ -40,18 +40,18 @@ class Node(TransferHarness):
         self._harness = harness
         self._executing = False
         self.links = ScriptedLinks(harness.network, BootId(boot_id), {"ipc": self.ipc, "tcp": self.tcp})
-        self.remote = ScriptedRemote(
-            self.links.send, self.state_machine.peers, self._op_done, self._execute, harness.memory_of
-        )
-        self.peers = PeerService(
+        self.remote = ScriptedRemote(self.links.send, self.state_machine.peers, self._execute, harness.memory_of)
+        hub = EventHub()
+        hub.subscribe(EndpointsChanged, lambda _event: self._execute())
+        self.peers = PeerTransferService(
             cast("PeerLinks", self.links),
             self.state_machine.peers,
-            cast("PoolService", None),
             cast("RemoteTransports", self.remote),
-            self._execute,
+            hub,
             Counters(),
             clock=lambda: self.now,
         )
+        self.links.listener = self.peers
 
     @property
     def ipc(self) -> str:
@@ -123,9 +123,9 @@ class Node(TransferHarness):
         elif isinstance(effect, StartOp | StopOp):
             op = self.state_machine.endpoints.ops[effect.op_id]
             if isinstance(effect, StartOp) and op.send_request.origin is not None:
-                self.remote.start(op)
+                self.remote.start(op, self._op_done)
             elif isinstance(effect, StartOp):
-                self.transport.start(effect)
+                self.transport.start(effect, self._op_done)
             elif op.send_request.origin is not None:
                 self.remote.stop(effect.op_id)
             else:

@@ -7,9 +7,9 @@ What is on a connection that breaks is lost; its owner notices later, by itself,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from kvferry.daemon.peers.links import OnPeerMessage
+from kvferry.daemon.peers.link import PeerListener
 from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import InvalidFieldError
@@ -66,13 +66,13 @@ class Connection:
             return
         self.lose("it has begun anew")
         self.peer = peer
-        self.owner.on_up(peer)
+        self.owner.told.on_up(peer)
 
     def lose(self, why: str) -> None:
         """Forget who was there."""
         peer, self.peer = self.peer, None
         if peer is not None:
-            self.owner.on_lost(peer, why)
+            self.owner.told.on_lost(peer, why)
 
 
 class ScriptedLinks:
@@ -83,10 +83,14 @@ class ScriptedLinks:
         self.addresses = addresses
         self.connections: dict[str, Connection] = {}
         self.void = 0
-        self.on_message: OnPeerMessage = lambda _peer, _body, _ids: None
-        self.on_up: Callable[[Incarnation], None] = lambda _peer: None
-        self.on_lost: Callable[[Incarnation, str], None] = lambda _peer, _why: None
+        self.listener: PeerListener | None = None
         network.links.append(self)
+
+    @property
+    def told(self) -> PeerListener:
+        """Return who hears of other daemons."""
+        assert self.listener is not None
+        return self.listener
 
     def connect(self, address: str, field: str = "address") -> Incarnation | None:  # noqa: ARG002  takes any address
         """See ``PeerLinks.connect``."""
@@ -143,7 +147,7 @@ class ScriptedLinks:
         if known is None or known.peer is None or known.peer.boot_id != envelope.boot_id:
             self.void += 1
             return
-        self.on_message(known.peer, envelope.body, incoming.ids)
+        self.told.on_message(known.peer, envelope.body, incoming.ids)
 
     def _connection(self, address: str) -> Connection:
         if address not in self.connections:

@@ -15,6 +15,7 @@ from kvferry.daemon.transfer.completion import name_of
 from kvferry.daemon.transfer.endpoints import RemoteEndpoint, State, TransferOp
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.remote import Incarnation, RemotePool
+from kvferry.daemon.transports.base import OnOpDone
 from kvferry.daemon.transports.network_receiver import SendToPeer
 from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.copies import copy_one_by_one
@@ -125,7 +126,6 @@ class ScriptedRemote:
         self,
         say: SendToPeer,
         state_machine: PeerTransfers,
-        on_op_done: Callable[[int, KvferryError | None], None],
         on_settled: Callable[[], None],
         region_of: RegionOf,
     ) -> None:
@@ -136,14 +136,15 @@ class ScriptedRemote:
         self.done: list[tuple[int, KvferryError | None]] = []
         self._say = say
         self._state_machine = state_machine
-        self._on_op_done = on_op_done
+        self._on_done: dict[int, OnOpDone] = {}
         self._on_settled = on_settled
         self._region_of = region_of
 
     def report(self) -> None:
         """Report the transfer ops that have ended: never from within ``start`` or ``stop``."""
         while self.done:
-            self._on_op_done(*self.done.pop(0))
+            op_id, error = self.done.pop(0)
+            self._on_done.pop(op_id)(op_id, error)
 
     # -- at the home
 
@@ -151,8 +152,9 @@ class ScriptedRemote:
         """See ``RemoteTransports.can_reach``."""
         return True
 
-    def start(self, op: TransferOp) -> None:
+    def start(self, op: TransferOp, on_done: OnOpDone) -> None:
         """See ``RemoteTransports.start``."""
+        self._on_done[op.op_id] = on_done
         assert op.send_request.origin is not None
         peer = op.send_request.origin.peer
         arriving = Arriving(op, peer, self._region_of)

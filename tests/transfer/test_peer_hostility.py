@@ -139,7 +139,7 @@ def test_whatever_a_peer_says_the_daemon_goes_on(
     for _ in range(data.draw(st.integers(4, 12))):
         body, ids = data.draw(sayings(meeting))
         try:
-            meeting.node.links.on_message(meeting.speaker, body, ids)
+            meeting.node.links.told.on_message(meeting.speaker, body, ids)
         except KvferryError:
             continue
         finally:

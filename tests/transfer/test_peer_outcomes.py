@@ -246,7 +246,7 @@ def test_an_announcement_that_is_said_again_changes_nothing(both: Transfer) -> N
     both.harness.deliver_until(both.home, both.source, Announce)
     peer = both.home.links.connect(both.address(both.source))
     assert peer is not None
-    both.home.links.on_up(peer)
+    both.home.links.told.on_up(peer)
     both.harness.run()
     assert both.told() == (["OK", "settled"], ["OK", "settled"])
     assert both.same_bytes()
@@ -560,7 +560,7 @@ def test_a_deleted_pools_memory_is_given_up(mapped: Transfer) -> None:
     ((key, pool),) = mapped.home.peers.remote_pools.items()
     mapped.harness.run()
     pool.mapping = region = HostRegion.create("mapped", 4096)
-    mapped.source.peers.pool_deleted(mapped.prefill_pool)
+    mapped.source.peers.pool_removed(mapped.prefill_pool)
     mapped.harness.run()
     assert region.fd == -1, "it is closed"
     assert key not in mapped.home.peers.remote_pools

@@ -61,12 +61,14 @@ class TransferHarness:
         now: the time in seconds, for tests to advance.
         told: the events each session was told, in order; a lost session is told nothing.
         warned: the lists that were cut to one length.
+        activity: ``began`` and ``ended`` of what was written to other daemons.
     """
 
     def __init__(self, whole_below_bytes: int = 0, tombstones: Tombstones | None = None) -> None:
         self.now = 100.0
-        self.state_machine = TransferStateMachine(whole_below_bytes, tombstones)
-        self.transport = ScriptedTransport(self._op_done)
+        self.activity: list[str] = []
+        self.state_machine = TransferStateMachine(whole_below_bytes, tombstones, self)
+        self.transport = ScriptedTransport()
         self.pools: list[Pool] = []
         self.told: dict[int, list[Told]] = {}
         self.warned: list[WarnTrimmed] = []
@@ -74,6 +76,14 @@ class TransferHarness:
         self._fillings = itertools.count(0xABCDEF0123456789, 0x0101010101)
 
     # -- what there is
+
+    def transfer_began(self) -> None:
+        """See ``TransferActivity``."""
+        self.activity.append("began")
+
+    def transfer_ended(self) -> None:
+        """See ``TransferActivity``."""
+        self.activity.append("ended")
 
     def session(self) -> int:
         """Open a session and return its number."""
@@ -277,7 +287,7 @@ class TransferHarness:
     def _execute(self) -> None:
         for effect in self.state_machine.effects():
             if isinstance(effect, StartOp):
-                self.transport.start(effect)
+                self.transport.start(effect, self._op_done)
             elif isinstance(effect, StopOp):
                 self.transport.stop(effect.op_id)
             elif isinstance(effect, WarnTrimmed):

@@ -36,7 +36,7 @@ class Site:
         self._news = asyncio.Event()
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 64 * MIB), patience_s=0)
         loop = asyncio.get_running_loop()
-        self.copier = TierCopier(loop, self._done, self.scheduler, threads=threads, **options)
+        self.copier = TierCopier(loop, self.scheduler, threads=threads, **options)
         self.arena = HostRegion.create("arena", 64 * MIB)
 
     async def reported(self, count: int = 1) -> list[tuple[BlockJob, KvferryError | None]]:
@@ -49,7 +49,7 @@ class Site:
 
     async def run(self, job: BlockJob) -> KvferryError | None:
         """Run a job to its end."""
-        self.copier.start(job)
+        self.copier.start(job, self.done)
         reported, error = (await self.reported(len(self.reports) + 1))[-1]
         assert reported is job
         return error
@@ -60,7 +60,8 @@ class Site:
         pages = BlockPages(LAYOUT, ids, (ids - 1) * BLOCK_BYTES)
         return BlockJob("offload", [BlockSegment(region, pages)], self.arena, checksums=False, **options)
 
-    def _done(self, job: BlockJob, error: KvferryError | None) -> None:
+    def done(self, job: BlockJob, error: KvferryError | None) -> None:
+        """Take a job's end."""
         self.reports.append((job, error))
         self._news.set()
 

@@ -172,7 +172,7 @@ async def test_several_threads_share_a_large_job() -> None:
 async def test_a_job_without_blocks_and_one_without_checksums_end_as_well() -> None:
     async with site() as one:
         empty = one.job(ScriptedRegion(), 0)
-        one.copier.start(empty)
+        one.copier.start(empty, one.done)
         assert not one.reports, "never from within the call"
         assert await one.reported() == [(empty, None)]
         assert empty.digests is None
@@ -229,10 +229,10 @@ async def test_jobs_of_one_class_take_turns_and_a_higher_one_overtakes() -> None
         gate, log = Gate(), list[str]()
         first, second, urgent = (ScriptedRegion(name, log) for name in ("a ", "b ", "c "))
         first.on_begin = gate
-        one.copier.start(one.job(first, 39))
+        one.copier.start(one.job(first, 39), one.done)
         await gate.entered()
-        one.copier.start(one.job(second, 39))
-        one.copier.start(one.job(urgent, 39, operation_class=OperationClass.RESTORE))
+        one.copier.start(one.job(second, 39), one.done)
+        one.copier.start(one.job(urgent, 39, operation_class=OperationClass.RESTORE), one.done)
         gate.open()
         reports = await one.reported(3)
         assert [id(job.segments[0].region) for job, _ in reports] == [id(urgent), id(first), id(second)]
@@ -246,7 +246,7 @@ async def test_a_restore_is_not_kept_waiting_by_threads_that_wait_for_an_offload
     async with site(threads=1) as one:
         assert one.scheduler.try_begin(OperationClass.OFFLOAD, 64 * MIB)
         offload, restore = ScriptedRegion(), ScriptedRegion()
-        one.copier.start(one.job(offload, 3))
+        one.copier.start(one.job(offload, 3), one.done)
         assert await one.run(one.job(restore, 3, operation_class=OperationClass.RESTORE)) is None
         assert not offload.log
         one.scheduler.end(OperationClass.OFFLOAD, 64 * MIB)
@@ -258,7 +258,7 @@ async def test_nothing_begins_during_a_transfer() -> None:
         region, seen = ScriptedRegion(), list[int]()
         region.on_begin = lambda _step: seen.append(one.scheduler.transfers)
         one.scheduler.transfer_began()
-        one.copier.start(one.job(region, 39))
+        one.copier.start(one.job(region, 39), one.done)
         await asyncio.get_running_loop().run_in_executor(None, lambda: None)
         one.scheduler.transfer_ended()
         assert (await one.reported())[0][1] is None
@@ -291,9 +291,9 @@ async def test_a_job_that_is_stopped_ends_after_the_step_that_has_begun() -> Non
         gate, region, waiting = Gate(), ScriptedRegion(), ScriptedRegion()
         region.on_begin = gate
         running, queued = one.job(region, 39), one.job(waiting, 39)
-        one.copier.start(running)
+        one.copier.start(running, one.done)
         await gate.entered()
-        one.copier.start(queued)
+        one.copier.start(queued, one.done)
         one.copier.stop(queued)
         one.copier.stop(running)
         [(first, error)] = await one.reported()
@@ -314,7 +314,7 @@ async def test_a_job_that_waits_for_its_turn_can_be_stopped() -> None:
         one.scheduler.transfer_began()
         jobs = [one.job(ScriptedRegion(), 39), one.job(ScriptedRegion(), 39)]
         for job in jobs:
-            one.copier.start(job)
+            one.copier.start(job, one.done)
         for job in jobs:
             one.copier.stop(job)
         assert all(isinstance(error, CancelledError) for _, error in await one.reported(2))
@@ -342,8 +342,8 @@ async def test_an_error_is_reported_once_and_ends_nobody_else(
         region = ScriptedRegion()
         region.on_wait = lambda _step: None
         setattr(region, where, fail)
-        one.copier.start(one.job(region, 39))
-        one.copier.start(one.job(ScriptedRegion(), 39))
+        one.copier.start(one.job(region, 39), one.done)
+        one.copier.start(one.job(ScriptedRegion(), 39), one.done)
         errors = [error for _, error in await one.reported(2)]
         assert sorted(map(str, map(type, errors))) == sorted(map(str, (reported, type(None))))
         begun = [line.split()[1] for line in region.log if "begin" in line]
@@ -359,10 +359,10 @@ async def test_closing_ends_threads_that_copy_and_threads_that_wait() -> None:
     async with site(threads=2) as one:
         gate, region = Gate(), ScriptedRegion()
         region.on_begin = gate
-        one.copier.start(one.job(region, 39))
+        one.copier.start(one.job(region, 39), one.done)
         await gate.entered()
         one.scheduler.transfer_began()
-        one.copier.start(one.job(ScriptedRegion(), 39))
+        one.copier.start(one.job(ScriptedRegion(), 39), one.done)
         closed = threading.Event()
 
         def close() -> None:

@@ -274,7 +274,7 @@ async def test_status_shows_the_model_and_no_salt() -> None:
     async with harness(8) as tiers:
         await new_pool(tiers, OTHER, model=msgspec.structs.replace(MODEL, salt="pepper"))
         await new_pool(tiers, SAME, model=None)
-        assert [one.model for one in tiers.pools.status()] == [MODEL, MODEL, None]
+        assert [one.model for one in tiers.pool_service.status()] == [MODEL, MODEL, None]
 
 
 # -- snapshots

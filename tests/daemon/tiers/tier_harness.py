@@ -16,18 +16,20 @@ import numpy.typing as npt
 from kvferry.daemon.config.tiers import DiskTierConfig, TiersConfig
 from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.dispatch import Dispatcher
+from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
 from kvferry.daemon.devices.registry import Devices
 from kvferry.daemon.services.cache_reports import CacheReports
+from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.lookups import Lookups
 from kvferry.daemon.services.lost_pools import LostPools
-from kvferry.daemon.services.offload import TierService
+from kvferry.daemon.services.offload import OffloadService
+from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.pools import PoolService
-from kvferry.daemon.services.prefix_cache import CacheService
+from kvferry.daemon.services.prefix_cache import PrefixCacheService
 from kvferry.daemon.services.receive_to_host import HostReceives
-from kvferry.daemon.tiers.copier import BlockJob
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.jobs import JobStarter
@@ -80,24 +82,28 @@ class Harness:
         self.counters = Counters()
         self.sessions = SessionRegistry(LIMITS)
         self.boot = new_boot_id()
-        self.dispatcher = Dispatcher(self.boot, LIMITS, self.sessions, self.counters)
-        self.dispatcher.connect(self._send)
-        self.pools = PoolService(
+        hub = EventHub()
+        self.dispatcher = Dispatcher(self.boot, LIMITS, self.sessions, self.counters, self._send, hub)
+        self.pools = PoolRegistry(LostPools(None), hub)
+        self.executor = ThreadPoolExecutor(1)
+        devices, no_socket = cast("Devices", _NoDevices()), cast("SessionSocket", None)
+        rings = EventRings(self.dispatcher, no_socket, devices, self.executor, hub)
+        self.pool_service = PoolService(
             self.dispatcher,
-            cast("SessionSocket", None),
-            cast("Devices", _NoDevices()),
-            LostPools(None),
+            no_socket,
+            devices,
+            self.pools,
+            rings,
             max_bytes=1 << 30,
             populate=False,
         )
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
         self.host = HostTier(config, self.counters)
-        self.copier = ScriptedCopier(self._job_done)
-        self.operations = Operations(self.dispatcher, self.sessions, self.counters, self.copier)
-        self.executor = ThreadPoolExecutor(1)
+        self.copier = ScriptedCopier()
+        self.operations = Operations(self.dispatcher, hub, self.sessions, self.counters, self.copier)
         jobs = JobStarter(self.operations, self.host, self.executor, checksums=config.checksums)
-        self.service = TierService(
-            self.dispatcher, self.pools, self.host, self.operations, jobs, grace_s=config.snapshot_grace_s
+        self.service = OffloadService(
+            self.dispatcher, hub, self.pools, rings, self.host, self.operations, jobs, grace_s=config.snapshot_grace_s
         )
         self.host_receives = HostReceives(self.host, self.service, self.operations)
         self.store = ScriptedStore(self.host.region) if remote else None
@@ -108,8 +114,16 @@ class Harness:
         )
         self.lower = LowerTiers(self.host, self.disk, self.remote, self.counters)
         self.lookups = Lookups(self.dispatcher, self.pools, self.sessions, self.host, self.lower, self.counters)
-        self.cache = CacheService(
-            self.dispatcher, self.pools, self.host, self.operations, jobs, self.lower, self.lookups, self.counters
+        self.cache = PrefixCacheService(
+            self.dispatcher,
+            self.pools,
+            rings,
+            self.host,
+            self.operations,
+            jobs,
+            self.lower,
+            self.lookups,
+            self.counters,
         )
         self.reports = CacheReports(self.dispatcher, self.host, self.lower)
         self.engines: dict[bytes, Engine] = {}
@@ -134,7 +148,7 @@ class Harness:
         self.lookups.session_lost(session_id)
         self.service.session_lost(session_id)
         self.reports.session_lost(session_id)
-        self.pools.session_lost(session_id)
+        self.pool_service.session_lost(session_id)
         del self.engines[engine.identity]
 
     async def close(self) -> None:
@@ -144,7 +158,7 @@ class Harness:
         await self.cache.close()
         await self.lower.close()
         await asyncio.to_thread(self.executor.shutdown)
-        await asyncio.to_thread(self.pools.close)
+        await asyncio.to_thread(self.pool_service.close)
         await asyncio.to_thread(self.host.close)
 
     def check(self) -> None:
@@ -174,9 +188,6 @@ class Harness:
         for pool in self.pools:
             assert pool.idle, pool
             assert all(one.busy_count == 0 for one in pool.allocators.values()), pool
-
-    def _job_done(self, job: BlockJob, error: KvferryError | None) -> None:
-        self.operations.job_done(job, error)
 
     def _disk(self, config: TiersConfig) -> DiskTier | None:
         if config.disk.path is None:

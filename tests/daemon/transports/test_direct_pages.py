@@ -51,7 +51,7 @@ class Harness:
         self.registrar = ScriptedRegistrar()
         self.pages = DirectPages(self.registrar)
         self.changed = asyncio.Event()
-        self.pages.on_change = self.changed.set
+        self.pages.subscribe(self.changed.set)
         manifest = manifest_of(SPEC)
         region = HostRegion.create("kv", manifest.region_bytes)
         self.pool = Pool(0, "kv", manifest, region)

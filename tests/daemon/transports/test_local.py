@@ -63,9 +63,7 @@ class Site:
         self.reports: list[tuple[int, KvferryError | None]] = []
         self.threads: set[int] = set()
         self._news = asyncio.Event()
-        self.transport = LocalTransport(
-            asyncio.get_running_loop(), self._done, threads=threads, chunk_bytes=chunk_bytes, copy=copy
-        )
+        self.transport = LocalTransport(asyncio.get_running_loop(), threads=threads, chunk_bytes=chunk_bytes, copy=copy)
 
     def op(self, number: int, first: int, count: int) -> StartOp:
         """Return a transfer op of scattered pages, filled at the source."""
@@ -73,6 +71,10 @@ class Site:
         self.harness.fill(self.source, ids)
         plan = make_plan(pair_entries(self.source.manifest.entries, self.destination.manifest.entries), ids, ids[::-1])
         return StartOp(number, self.source, self.destination, (plan,))
+
+    def start(self, op: StartOp) -> None:
+        """Start a transfer op."""
+        self.transport.start(op, self._done)
 
     def arrived(self, first: int, count: int) -> bool:
         """Return whether a transfer op's pages are at the destination."""
@@ -122,7 +124,7 @@ pytestmark = pytest.mark.anyio
 async def test_all_ops_arrive_and_are_reported_once(chunk_bytes: int, threads: int) -> None:
     async with closing(Site(best_copy(), threads=threads, chunk_bytes=chunk_bytes)) as site:
         for number in range(16):
-            site.transport.start(site.op(number, 1 + 4 * number, 4))
+            site.start(site.op(number, 1 + 4 * number, 4))
         reports = await site.reported(16)
         await let_scheduled_callbacks_run()
         assert sorted(reports) == [(number, None) for number in range(16)]
@@ -141,9 +143,7 @@ async def test_large_blocks_are_copied_in_parts() -> None:
         entry = site.source.manifest.entries[0]
         pages, size = np.arange(1, 2), 3 * local.MAX_BLOCK_BYTES + 7
         big = [type(entry)(component="main", role="k", layer=0, base=0, pages=2, page_bytes=size)]
-        site.transport.start(
-            StartOp(1, site.source, site.destination, (make_plan(pair_entries(big, big), pages, pages),))
-        )
+        site.start(StartOp(1, site.source, site.destination, (make_plan(pair_entries(big, big), pages, pages),)))
         await site.reported(1)
     assert sorted(seen) == [7, *[local.MAX_BLOCK_BYTES] * 3]
 
@@ -200,7 +200,7 @@ async def test_slices_and_whole_pages_of_one_op_arrive(
                 content[received, :, head - first] = by_head(source, role, sent)[:, :, head - own_first]
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), sent, received)
         assert plan.sliced.sum() == 2
-        site.transport.start(StartOp(1, source, destination, (plan,)))
+        site.start(StartOp(1, source, destination, (plan,)))
         assert await site.reported(1) == [(1, None)]
         for role, content in expected.items():
             assert (by_head(destination, role, np.arange(33)) == content).all()
@@ -218,7 +218,7 @@ async def test_whole_pages_do_not_go_through_staging() -> None:
         destination = site.harness.pool("sliced destination", heads_of(7, 1), pages=3)
         ids = np.arange(1, 3)
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
-        site.transport.start(StartOp(1, source, destination, (plan,)))
+        site.start(StartOp(1, source, destination, (plan,)))
         await site.reported(1)
     assert sum(sizes) == plan.total_bytes, "index_k at once, k and v from staging; numpy brought them there"
 
@@ -232,7 +232,7 @@ async def test_a_page_larger_than_the_staging_buffer(monkeypatch: pytest.MonkeyP
         fill_region(source.region, 7)
         ids = np.arange(1, 3)
         plan = make_plan(pair_entries(source.manifest.entries, destination.manifest.entries), ids, ids)
-        site.transport.start(StartOp(1, source, destination, (plan,)))
+        site.start(StartOp(1, source, destination, (plan,)))
         assert await site.reported(1) == [(1, None)]
         assert all((by_head(destination, role, ids) == 7).all() for role in ("k", "v", "index_k"))
 
@@ -242,7 +242,7 @@ async def test_a_pool_that_is_not_mapped_here_is_an_error() -> None:
     async with closing(Site(best_copy())) as site:
         op = site.op(1, 1, 2)
         far = RemotePool(7, "far", site.source.manifest, Incarnation("tcp://10.0.0.1:1", "0" * 32), 1)
-        site.transport.start(op._replace(source=far))
+        site.start(op._replace(source=far))
         ((_, error),) = await site.reported(1)
         assert error is not None
         assert (error.code, "'far' is not mapped here" in str(error)) == ("INTERNAL", True)
@@ -251,7 +251,7 @@ async def test_a_pool_that_is_not_mapped_here_is_an_error() -> None:
 async def test_a_stopped_op_ends_early_and_is_reported_once() -> None:
     copy = GatedCopy()
     async with closing(Site(copy, threads=2), copy) as site:
-        site.transport.start(site.op(1, 1, 60))
+        site.start(site.op(1, 1, 60))
         await copy.entered.wait()
         site.transport.stop(1)
         site.transport.stop(1)
@@ -261,7 +261,7 @@ async def test_a_stopped_op_ends_early_and_is_reported_once() -> None:
         assert error is not None
         assert error.code == "CANCELLED"
         site.transport.stop(1)
-        site.transport.start(site.op(2, 1, 1))
+        site.start(site.op(2, 1, 1))
         assert (await site.reported(2))[1] == (2, None)
         assert copy.calls <= 2 + 4, "two chunks under way, and the four of the second transfer op"
 
@@ -269,9 +269,9 @@ async def test_a_stopped_op_ends_early_and_is_reported_once() -> None:
 async def test_a_op_stopped_before_it_began_copies_nothing() -> None:
     copy = GatedCopy()
     async with closing(Site(copy, threads=1), copy) as site:
-        site.transport.start(site.op(1, 1, 1))
+        site.start(site.op(1, 1, 1))
         await copy.entered.wait()
-        site.transport.start(site.op(2, 10, 3))
+        site.start(site.op(2, 10, 3))
         site.transport.stop(2)
         copy.gate.set()
         reports = dict(await site.reported(2))
@@ -285,7 +285,7 @@ async def test_a_op_stopped_before_it_began_copies_nothing() -> None:
 async def test_stopping_what_is_not_under_way_does_nothing() -> None:
     async with closing(Site(best_copy())) as site:
         site.transport.stop(7)
-        site.transport.start(site.op(7, 1, 3))
+        site.start(site.op(7, 1, 3))
         assert await site.reported(1) == [(7, None)]
         site.transport.stop(7)
         await let_scheduled_callbacks_run()
@@ -299,12 +299,12 @@ async def test_a_copy_that_fails_is_reported_once(threads: int, cause: Exception
     copy.error = cause
     with capture_logs() as logs:
         async with closing(Site(copy, threads=threads), copy) as site:
-            site.transport.start(site.op(1, 1, 20))
+            site.start(site.op(1, 1, 20))
             await copy.entered.wait()
             copy.gate.set()
             ((_, error),) = await site.reported(1)
             copy.error = None
-            site.transport.start(site.op(2, 30, 20))
+            site.start(site.op(2, 30, 20))
             assert (await site.reported(2))[1] == (2, None)
             await let_scheduled_callbacks_run()
     assert len(site.reports) == 2
@@ -316,9 +316,9 @@ async def test_a_copy_that_fails_is_reported_once(threads: int, cause: Exception
 async def test_a_small_op_does_not_wait_for_a_large_one() -> None:
     copy = GatedCopy()
     async with closing(Site(copy, threads=1), copy) as site:
-        site.transport.start(site.op(1, 1, 60))
+        site.start(site.op(1, 1, 60))
         await copy.entered.wait()
-        site.transport.start(site.op(2, 61, 1))
+        site.start(site.op(2, 61, 1))
         copy.gate.set()
         assert [number for number, _ in await site.reported(2)] == [2, 1]
 
@@ -327,7 +327,7 @@ async def test_close_waits_until_no_byte_moves_and_then_nothing_is_reported() ->
     copy = GatedCopy()
     site = Site(copy, threads=2, chunk_bytes=ONE_CHUNK)
     for number in range(4):
-        site.transport.start(site.op(number, 1 + number, 1))
+        site.start(site.op(number, 1 + number, 1))
     await copy.entered.wait()
     closed = asyncio.get_running_loop().run_in_executor(None, site.transport.close)
     done, _ = await asyncio.wait({closed}, timeout=0.05)

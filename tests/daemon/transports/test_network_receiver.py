@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
 import pytest
@@ -76,7 +76,10 @@ class AllDirect(DirectPages):
     """Pools that are all registered."""
 
     def __init__(self) -> None:  # nothing of the real one is needed
-        self.on_change = lambda: None
+        pass
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """See ``DirectPages.subscribe``: nothing changes."""
 
     def state(self, pool: Pool) -> Literal["pending", "ready", "refused"]:
         """See ``DirectPages.state``."""
@@ -104,7 +107,6 @@ class Home:
             self.fence,
             self.bounce_buffers,
             self.executor,
-            self.harness.report,
             self.counters,
             AllDirect() if direct else None,
         )
@@ -112,7 +114,7 @@ class Home:
     def start(self) -> TransferOp:
         """Start a transfer op."""
         op = self.harness.op()
-        self.receiver.start(op)
+        self.receiver.start(op, self.harness.report)
         return op
 
     def grants(self, op: TransferOp) -> list[Grant]:

@@ -20,13 +20,15 @@ class Ways:
     """Both ways, and a harness on this host and one on another."""
 
     def __init__(self) -> None:
-        self.by = {way: ScriptedTransport(self._over) for way in WAYS}
+        self.by = {way: ScriptedTransport() for way in WAYS}
         self.harnesses = {way: NetworkHarness(way=way) for way in WAYS}
         self.harnesses["tcp"].op()  # so that their numbers differ
-        self.transports = RemoteTransports(cast("PullTransport", self.by["ipc"]))
-        self.transports.receiver = cast("NetworkReceiver", self.by["tcp"])
+        self.transports = RemoteTransports(
+            cast("PullTransport", self.by["ipc"]), cast("NetworkReceiver", self.by["tcp"])
+        )
 
-    def _over(self, op_id: int, error: KvferryError | None) -> None:
+    def over(self, op_id: int, error: KvferryError | None) -> None:
+        """Take the end of a transfer op."""
         del error
         self.transports.forget(op_id)
 
@@ -35,7 +37,7 @@ class Ways:
 def test_a_op_is_stopped_on_the_way_that_it_took(way: str) -> None:
     ways = Ways()
     for one in WAYS:
-        ways.transports.start(ways.harnesses[one].op())
+        ways.transports.start(ways.harnesses[one].op(), ways.over)
     [op_id] = ways.by[way].under_way
     ways.transports.stop(op_id)
     assert {one: sorted(transport.stopped) for one, transport in ways.by.items()} == {
@@ -47,7 +49,7 @@ def test_where_there_is_no_transport_between_hosts_ops_of_this_host_are_stopped_
     ways = Ways()
     ways.transports.receiver = None
     op = ways.harnesses["ipc"].op()
-    ways.transports.start(op)
+    ways.transports.start(op, ways.over)
     ways.transports.stop(op.op_id)
     assert ways.by["ipc"].stopped == {op.op_id}
     assert not ways.transports.can_reach(ways.harnesses["tcp"].source.tcp)
