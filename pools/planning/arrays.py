@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -141,6 +142,32 @@ def check_apart(held: Iterable[Held]) -> None:
                 f"{one.stop - one.start}: each page needs bytes of its own",
                 field=f"{following.name}.storage",
             )
+
+
+def check_free(held: Iterable[Held], taken: Iterable[Held]) -> None:
+    """Check that arrays have no byte in common with what is taken; either by themselves are apart.
+
+    Raises:
+        InvalidFieldError: names the first array that has.
+    """
+    both = sorted([*((one, True) for one in held), *((one, False) for one in taken)])
+    for (one, ours), (following, _) in itertools.pairwise(both):
+        if following.start < one.stop:
+            name = one.name if ours else following.name
+            raise InvalidFieldError(
+                f"{name} has bytes of another pool: each page needs bytes of its own", field=f"{name}.storage"
+            )
+
+
+def placed_at(manifest: Manifest, arrays: Sequence[Array], offsets: Sequence[int], region_bytes: int) -> Manifest:
+    """Return the manifest of a pool whose arrays, all it has, begin at these bytes of a region."""
+    by_start = sorted(zip(arrays, offsets, strict=True), key=lambda one: one[0].start)
+    starts = [array.start for array, _ in by_start]
+    placed = []
+    for entry in manifest.entries:
+        array, offset = by_start[bisect.bisect_right(starts, entry.base) - 1]
+        placed.append(msgspec.structs.replace(entry, base=entry.base - array.start + offset))
+    return msgspec.structs.replace(manifest, entries=tuple(placed), region_bytes=region_bytes)
 
 
 def viewed_as(manifest: Manifest, wanted: Manifest, name: str) -> Manifest:

@@ -153,6 +153,11 @@ def bytes_per_page(manifest: Manifest, space: str | None = None) -> int:
     return sum(entry.page_bytes for entry in each_array(manifest.entries) if entry.component in inside)
 
 
+def total_bytes(manifest: Manifest) -> int:
+    """Return the bytes of all arrays, wherever they lie."""
+    return sum(entry.pages * entry.page_bytes for entry in each_array(manifest.entries))
+
+
 def _one_space(entries: Sequence[Entry]) -> tuple[Component, ...]:
     space = entries[0].component
     names = dict.fromkeys(entry.component for entry in entries)

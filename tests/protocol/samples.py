@@ -53,6 +53,7 @@ from kvferry.protocol.session_messages import (
     EventsFollow,
     EventsOpened,
     Hello,
+    MemoryFollows,
     OpenEvents,
     Ping,
     Pong,
@@ -322,7 +323,7 @@ MESSAGES: Final[dict[str, Message]] = {
             device="npu:0",
             arrays=(
                 RegisteredArrays(component="main", role="k"),
-                RegisteredArrays(component="main", role="v", layer=4),
+                RegisteredArrays(component="main", role="v", layer=4, offset_bytes=1 << 40),
             ),
             model=MODEL,
         )
@@ -414,7 +415,17 @@ MESSAGES: Final[dict[str, Message]] = {
 }
 
 SESSION_FRAMES: Final[
-    dict[str, SessionOpen | SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow]
+    dict[
+        str,
+        SessionOpen
+        | SessionOpened
+        | SessionRefused
+        | RegionFollows
+        | EventsFollow
+        | ShareFollows
+        | MemoryFollows
+        | TablesFollow,
+    ]
 ] = {
     "OPEN": SessionOpen(protocol_min=2, protocol_max=2, name="prefill-0"),
     "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT),
@@ -438,6 +449,7 @@ SESSION_FRAMES: Final[
         ),
         events=SharedEvents(handles=(b"first", b"second")),
     ),
+    "MEMORY": MemoryFollows(message_id=7),
     "TABLES": TablesFollow(
         message_id=7,
         share=VmmShare(handle=1 << 40, size_bytes=2 << 20),
