@@ -152,7 +152,7 @@ class BounceBuffers:
         return True
 
     def quarantine(self, number: int, peer: BootId, grant_id: int, now_s: float) -> bool:
-        """End a grant whose writes may still land: the bounce buffer is quarantined. False where the grant is over already."""
+        """Quarantine the buffer of a grant whose writes may still land. False where the grant is over already."""
         if not self._is_of(self._granted.get(number), peer, grant_id):
             return False
         granted = self._granted.pop(number)
