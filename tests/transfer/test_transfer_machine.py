@@ -296,6 +296,7 @@ class TransferMachine(RuleBasedStateMachine):
     def pages_are_held_as_they_must(self) -> None:
         """Check the allocators, and what is held, free and written; see ``TransferHarness.check``."""
         self.harness.check()
+        assert not self.harness.bugs
 
     @invariant()
     def every_side_is_told_once(self) -> None:

@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import pytest
 
-from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, Key, Kind, State, Transition, as_markdown
+from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, Key, Kind, State, as_markdown
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.peer_messages import Announce
-from tests.architecture import transitions_of
 from tests.transfer.peer_harness import Node, PeerHarness
 from tests.transfer.transfer_harness import Direction
+from tests.transition_tables import SeenRows, transitions_of
 
 pytestmark = pytest.mark.any_device
 
 PAGES: Final = 3
 FAILED: Final = TransferFailedError("a copy failed")
-
-
-class Seen(UserDict[Key, Transition]):
-    """The table, and which of its rows were looked up.
-
-    Attributes:
-        rows: those.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(TRANSITIONS)
-        self.rows: set[Key] = set()
-
-    def __getitem__(self, key: Key) -> Transition:
-        """Return a row, and remember that it was reached."""
-        self.rows.add(key)
-        return super().__getitem__(key)
 
 
 class Transfer:
@@ -49,7 +31,7 @@ class Transfer:
     """
 
     def __init__(self, *daemons: str) -> None:
-        self.seen = Seen()
+        self.seen = SeenRows(TRANSITIONS)
         self.mapped = False
         self.harness = PeerHarness(*daemons, transitions=self.seen)
         self.source, self.home = self.harness.nodes[daemons[0]], self.harness.nodes[daemons[-1]]
