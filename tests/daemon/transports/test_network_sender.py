@@ -12,12 +12,8 @@ from structlog.testing import capture_logs
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import TransferOp
 from kvferry.daemon.transfer.peer_forms import op_of
-<<<<<<< HEAD
-from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate, WriteFailedError
-=======
 from kvferry.daemon.transfer.transitions import State
-from kvferry.daemon.transports.mooncake_writes import OnWriteDone, OnWriteLate, WriteFailedError
->>>>>>> t1
+from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate, WriteFailedError
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, TransferFailedError, UnknownTransferError
 from kvferry.protocol.peer_messages import Grant, OpRequest, Written
