@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.clients.arguments import mapping, pool_spec
-from kvferry.clients.devices import EngineDevices
 from kvferry.clients.elements import array_dtype, import_torch
 from kvferry.clients.shared_memory import SharedMemory, check_memory
 from kvferry.pools.layouts import manifest_of
@@ -39,14 +38,21 @@ def registered(
     spec: PoolSpec,
     tensors: Mapping[tuple[Any, ...], torch.Tensor | npt.NDArray[Any]],
     device: str,
-    devices: EngineDevices,
+    export: Callable[[str, Mapping[str, torch.Tensor], int], Sequence[ShareFollows]],
 ) -> Registered:
-    """Return how to register a pool's tensors; see ``registered_tensors`` and ``registered_memory``."""
+    """Return how to register a pool's tensors; see ``registered_tensors`` and ``registered_memory``.
+
+    Args:
+        spec: the pool's.
+        tensors: see there.
+        device: where they are.
+        export: returns the shares of a device's tensors, by name, for a message.
+    """
     if device == HOST:
         on_host, memory = registered_memory(spec, tensors)
         return Registered(on_host, lambda message_id: [MemoryFollows(message_id=message_id)], (memory.region.fd,))
     arrays, by_name = registered_tensors(spec, cast("Mapping[tuple[Any, ...], torch.Tensor]", tensors))
-    return Registered(arrays, lambda message_id: devices.export(device, by_name, message_id))
+    return Registered(arrays, lambda message_id: export(device, by_name, message_id))
 
 
 def registered_tensors(

@@ -174,7 +174,7 @@ class Client(SyncTiers):
                 field is a tensor and what of it: ``main/k.shape``, ``main/v/3.dtype``.
             DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
         """
-        arrays, said, fds = registered(spec, tensors, device, self._devices)
+        arrays, said, fds = registered(spec, tensors, device, self._devices.export)
         call = calls.register_pool(name, spec, device, arrays, model)
         _, made = self._round_trip(call, deadline_s=deadline_s, said=said, fds=fds)
         return made.manifest

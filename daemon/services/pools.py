@@ -175,7 +175,8 @@ class PoolService:
         body = expect(call, RegisterPool)
         key = (call.session.tenant, body.pool)
         if body.device == HOST:
-            return self._register_memory(call, body, key)
+            self._register_memory(call, body, key)
+            return None
         shares = self._session_socket.take_share(call.session, call.message_id).shares
         if len(shares) != len(body.arrays):
             raise InvalidFieldError(

@@ -23,6 +23,7 @@ import torch
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
 from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
+from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     ClientClosedError,
     InvalidFieldError,
@@ -360,8 +361,10 @@ def test_no_byte_is_of_two_pools(daemon: DaemonProcess, name: str, offset: int) 
 
 def test_a_pool_of_the_daemon_is_not_registered_once_more(daemon: DaemonProcess, client: Client, name: str) -> None:
     pool = client.create_pool(name, SPEC)
+    assert isinstance(pool.region, HostRegion)
+    fd = pool.region.fd
     with raw_engine(daemon.runtime_dir) as engine, pytest.raises(InvalidFieldError, match="has bytes of another pool"):
-        register(engine, f"{name}-again", Claim(lambda: os.dup(pool.region.fd)))  # type: ignore[union-attr]
+        register(engine, f"{name}-again", Claim(lambda: os.dup(fd)))
     pool.close()
 
 
