@@ -354,7 +354,7 @@ def test_no_byte_is_of_two_pools(daemon: DaemonProcess, name: str, offset: int) 
         if offset == 2 * ARRAY_BYTES:
             register(other, f"{name}-second", second)
         else:
-            with pytest.raises(InvalidFieldError, match="has bytes of another pool"):
+            with pytest.raises(InvalidFieldError, match="overlaps memory of another pool"):
                 register(other, f"{name}-second", second)
     os.close(fd)
 
@@ -363,7 +363,10 @@ def test_a_pool_of_the_daemon_is_not_registered_once_more(daemon: DaemonProcess,
     pool = client.create_pool(name, SPEC)
     assert isinstance(pool.region, HostRegion)
     fd = pool.region.fd
-    with raw_engine(daemon.runtime_dir) as engine, pytest.raises(InvalidFieldError, match="has bytes of another pool"):
+    with (
+        raw_engine(daemon.runtime_dir) as engine,
+        pytest.raises(InvalidFieldError, match="overlaps memory of another pool"),
+    ):
         register(engine, f"{name}-again", Claim(lambda: os.dup(fd)))
     pool.close()
 
