@@ -1,6 +1,6 @@
-"""The wire: messages, codec, errors, versions and the client's sans-I/O core.
+"""The wire protocol: messages, codec, errors, versions and the client's sans-I/O core.
 
-Knows no socket, no clock, no event loop and no torch. Everything else in kvferry is built on it.
+Uses no socket, clock, event loop or torch. Everything else in kvferry is built on it.
 """
 
 if __name__ != "kvferry.protocol":

@@ -1,8 +1,8 @@
 """The prefix cache: LOOKUP, LOAD, STORE, UNPIN; CACHE_LIST, CACHE_PIN, CACHE_EVICT for operators; CACHE_EVENTS.
 
 A cached block holds ``block_pages`` pages of one page space, under the 16-byte hash that the caller computes over all
-tokens up to its end (see ``kvferry.clients.hashing``). Hashes travel one after another as bytes: a message names the
-blocks it is about and no token.
+tokens up to the block's end (see ``kvferry.clients.hashing``). Hashes travel as concatenated bytes; messages carry no
+tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.protocol.ids import MAIN, ComponentName, PoolName
 HASH_BYTES = 16
 MAX_HASHES = 65_536
 Hashes = Annotated[bytes, Meta(max_length=HASH_BYTES * MAX_HASHES)]
-"""16 bytes a block, in the order of the prompt."""
+"""16 bytes per block, in prompt order."""
 
 ParentHash = Annotated[bytes, Meta(max_length=HASH_BYTES)]
 BlockPages = Annotated[int, Meta(ge=1, le=1024)]
@@ -29,10 +29,10 @@ Tier = Literal["host", "disk", "remote"]
 
 
 class Lookup(Body, frozen=True, kw_only=True, tag="LOOKUP"):
-    """Ask how many leading ones of these blocks are cached, and pin them for this session.
+    """Ask how many leading blocks of this list are cached, and pin them for this session.
 
-    Blocks of lower tiers are brought to the host tier meanwhile. The pins are a lease: they end with UNPIN, with the
-    session, or, all but those that RESTORE-class work still reads, with the daemon.
+    Blocks of lower tiers are promoted to the host tier meanwhile. The pins form a lease, which ends with UNPIN, with
+    the session or with the daemon; blocks that an operation still reads stay until it has ended.
     """
 
     pool: PoolName
@@ -40,14 +40,14 @@ class Lookup(Body, frozen=True, kw_only=True, tag="LOOKUP"):
     space: ComponentName = MAIN
     block_pages: BlockPages = 1
     lease: LeaseNumber | None = None
-    """A lease of this session to go on from: the hashes follow its last block."""
+    """A lease of this session to extend: the hashes continue after its last block."""
     pin: bool = True
 
 
 class Found(Body, frozen=True, kw_only=True, tag="FOUND"):
-    """LOOKUP's reply: the longest prefix, in blocks, and how many of them are in which best tier.
+    """LOOKUP's reply: the longest cached prefix in blocks, and how many of them have their fastest copy in each tier.
 
-    ``lease`` is 0 where nothing was pinned. A lease that was gone on from counts all its blocks in ``lease_blocks``.
+    ``lease`` is 0 if nothing was pinned; ``lease_blocks`` counts all blocks of the lease, including earlier ones.
     """
 
     blocks: int
@@ -61,8 +61,8 @@ class Found(Body, frozen=True, kw_only=True, tag="FOUND"):
 class Load(Body, frozen=True, kw_only=True, tag="LOAD"):
     """Copy blocks of a lease into pages of this session, from block ``first_block`` on, ``block_pages`` pages each.
 
-    Answered by OPERATION_STARTED; TIER_DONE follows. A block that is gone or damaged by then is CACHE_MISS, which says
-    how many blocks before it are in their pages.
+    Answered by OPERATION_STARTED; TIER_DONE follows. If a block is evicted or damaged by then, the operation fails with
+    CACHE_MISS; TIER_DONE gives how many blocks before it were loaded.
     """
 
     lease: LeaseNumber
@@ -70,9 +70,9 @@ class Load(Body, frozen=True, kw_only=True, tag="LOAD"):
     pages: PageCount
     first_block: Position = 0
     after: DeviceEvent | None = None
-    """Wait for this before the pages are written."""
+    """Device event to wait for before the pages are written."""
     unpin: bool = False
-    """End the lease with this operation, however it ends: done, failed or cancelled."""
+    """End the lease when this operation ends, whether it succeeds, fails or is cancelled."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the one list's length."""
@@ -80,21 +80,21 @@ class Load(Body, frozen=True, kw_only=True, tag="LOAD"):
 
 
 class Store(Body, frozen=True, kw_only=True, tag="STORE"):
-    """Put blocks of this session's pages into the cache: those that are not there already.
+    """Store blocks of this session's pages in the cache, except those that are cached already.
 
-    Answered by OPERATION_STARTED; TIER_DONE follows. The pages may not be written before it. A block can be found once
-    it is there as a whole.
+    Answered by OPERATION_STARTED; TIER_DONE follows, before which the pages must not be written. A block can be found
+    once it is complete.
     """
 
     pool: PoolName
     hashes: Hashes
     pages: PageCount
     parent: ParentHash = b""
-    """The hash of the block before the first one; none: the first block begins the prompt."""
+    """The hash of the block before the first one; empty if the first block begins the prompt."""
     space: ComponentName = MAIN
     block_pages: BlockPages = 1
     after: DeviceEvent | None = None
-    """Wait for this before the pages are read."""
+    """Device event to wait for before the pages are read."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the one list's length."""
@@ -108,16 +108,16 @@ class Unpin(Body, frozen=True, kw_only=True, tag="UNPIN"):
 
 
 class Unpinned(Body, frozen=True, kw_only=True, tag="UNPINNED"):
-    """UNPIN's reply: how many blocks the lease had."""
+    """UNPIN's reply: the number of blocks of the lease."""
 
     blocks: int
 
 
 class CachedBlockStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One cached block. ``hash`` and ``parent`` in hexadecimal digits.
+    """One cached block. ``hash`` and ``parent`` are hexadecimal.
 
-    ``model`` is the label of the model whose KV it is, ``NAME@REVISION+ADAPTER``, and ``identity`` 32 hexadecimal
-    digits over that and its salt: blocks of two identities never stand for each other.
+    ``model`` is the label of its model, ``NAME@REVISION+ADAPTER``; ``identity`` is 32 hexadecimal digits over the label
+    and the salt. A block of one identity is never used for another.
     """
 
     hash: str
@@ -133,9 +133,10 @@ class CachedBlockStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class CacheList(Body, frozen=True, kw_only=True, tag="CACHE_LIST"):
-    """Ask for this tenant's cached blocks, a page of the list at a time, from ``position`` 0 on.
+    """Ask for this tenant's cached blocks, ``limit`` at a time, from ``position`` 0 on.
 
-    Blocks come and go meanwhile: whoever applies the events from the first page's ``cursor`` on ends with the truth.
+    The cache changes between requests: to end with the current state, apply CACHE_EVENTS from the ``cursor`` of the
+    first reply on.
     """
 
     position: Position = 0
@@ -143,7 +144,7 @@ class CacheList(Body, frozen=True, kw_only=True, tag="CACHE_LIST"):
 
 
 class CacheListed(Body, frozen=True, kw_only=True, tag="CACHE_LISTED"):
-    """CACHE_LIST's reply. ``position`` is where the list goes on; None: this was the end."""
+    """CACHE_LIST's reply. ``position`` is where to continue; None at the end of the list."""
 
     blocks: tuple[CachedBlockStatus, ...]
     cursor: int
@@ -151,27 +152,27 @@ class CacheListed(Body, frozen=True, kw_only=True, tag="CACHE_LISTED"):
 
 
 class CachePin(Body, frozen=True, kw_only=True, tag="CACHE_PIN"):
-    """Keep blocks in the cache whatever happens, or no longer: of every model, layout and space that has the hash."""
+    """Pin blocks against eviction, or unpin them: those with these hashes of every model, layout and page space."""
 
     hashes: Hashes
     pinned: bool = True
 
 
 class CachePinned(Body, frozen=True, kw_only=True, tag="CACHE_PINNED"):
-    """CACHE_PIN's reply: how many blocks were found."""
+    """CACHE_PIN's reply: the number of blocks found."""
 
     blocks: int
 
 
 class CacheEvict(Body, frozen=True, kw_only=True, tag="CACHE_EVICT"):
-    """Drop this tenant's blocks of these hashes from every tier, or all; those that are pinned stay."""
+    """Drop this tenant's blocks with these hashes, or all of them, from every tier; pinned blocks stay."""
 
     hashes: Hashes = b""
     everything: bool = False
 
 
 class CacheEvicted(Body, frozen=True, kw_only=True, tag="CACHE_EVICTED"):
-    """CACHE_EVICT's reply: how many blocks are gone, and how many stay because they are pinned or being written."""
+    """CACHE_EVICT's reply: blocks and bytes dropped, and blocks kept because they are pinned or being written."""
 
     blocks: int
     size_bytes: int
@@ -179,10 +180,10 @@ class CacheEvicted(Body, frozen=True, kw_only=True, tag="CACHE_EVICTED"):
 
 
 class CacheEvents(Body, frozen=True, kw_only=True, tag="CACHE_EVENTS"):
-    """Ask for what has changed in this tenant's cache from ``cursor`` on; answered as soon as something has.
+    """Ask for changes of this tenant's cache from ``cursor`` on; answered as soon as there is one.
 
-    Where nothing changes within the request's deadline the answer has no change. Cursors count from 1, which is the
-    first change of all, and belong to the daemon's boot id.
+    If nothing changes within the request's deadline, the reply has no changes. Cursors count from 1, the first change
+    of this boot id of the daemon.
     """
 
     cursor: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -190,9 +191,9 @@ class CacheEvents(Body, frozen=True, kw_only=True, tag="CACHE_EVENTS"):
 
 
 class CacheChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Blocks that are in a tier from now on, or no longer. Of stored ones each is the parent of the next.
+    """Blocks that were stored in a tier or evicted from it. Of stored blocks, each is the parent of the next.
 
-    ``identity`` and ``model`` as in CACHE_LIST.
+    ``identity`` and ``model`` are as in CACHE_LIST.
     """
 
     kind: Literal["stored", "evicted"]
@@ -207,9 +208,9 @@ class CacheChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class CacheChanges(Body, frozen=True, kw_only=True, tag="CACHE_CHANGES"):
-    """CACHE_EVENTS's reply: the changes, and the cursor to ask with next.
+    """CACHE_EVENTS's reply: the changes, and the cursor of the next request.
 
-    ``lost``: some from the cursor that was asked with on are not remembered any more; list the cache anew.
+    ``lost``: some changes from the requested cursor on are no longer remembered; list the cache again.
     """
 
     changes: tuple[CacheChange, ...]

@@ -1,7 +1,7 @@
-"""The client's half of the protocol, sans I/O: numbers requests, matches replies, follows transfers.
+"""The client's half of the protocol, sans I/O: numbers requests, matches replies, tracks transfers and operations.
 
-A shell gives it the frames that arrived and sends the frames it returns; the sync and the async client are such
-shells. It never blocks, knows no clock and no socket.
+A shell passes in received frames and sends the frames returned; the sync and the async client are such shells. The core
+never blocks and uses no clock or socket.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.protocol.transfer_messages import Accepted, Receive, Send
 
 
 class TransferKey(NamedTuple):
-    """What names one side of a transfer within a session."""
+    """The key of an endpoint of a transfer within a session."""
 
     direction: Literal["send", "receive"]
     request_id: str
@@ -32,15 +32,15 @@ class TransferKey(NamedTuple):
 
 
 class Transfer:
-    """One side of a transfer, as far as the client knows.
+    """An endpoint of a transfer, as far as the client knows its state.
 
     Attributes:
-        key: what names it.
-        accepted: the reply to the latest of its messages, or None.
+        key: its key in the session.
+        accepted: the reply to its latest accepted message, or None.
         finished: the FINISHED event, or None.
         settled: the SETTLED event, or None.
         refused: why one of its messages was refused, or None.
-        conversation: what its client, and no other, has as its own ``token``.
+        conversation: the ``token`` of the client core that made it.
     """
 
     def __init__(self, key: TransferKey, conversation: object = None) -> None:
@@ -52,12 +52,12 @@ class Transfer:
         self.refused: KvferryError | None = None
 
     def __repr__(self) -> str:
-        """Show how far it is."""
+        """Show key and state."""
         return f"<Transfer {self.key.direction} {self.key.request_id} {self.state}>"
 
     @property
     def state(self) -> Literal["sent", "open", "refused", "finished", "settled"]:
-        """Return how far it is."""
+        """Return the state: sent, open, refused, finished or settled."""
         if self.settled:
             return "settled"
         if self.finished:
@@ -68,19 +68,19 @@ class Transfer:
 
     @property
     def error(self) -> KvferryError | None:
-        """Return why it failed or was refused; None while all is well."""
+        """Return why it failed or was refused; None if it has not."""
         if self.finished and self.finished.error:
             return raised(self.finished.error)
         return self.refused
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the outcome is known: the pages of a successful receive are there."""
+        """Return whether the outcome is known; the pages of a successful receive have arrived."""
         return self.finished is not None or self.refused is not None
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the daemon holds its pages no longer: they may be written or freed and used again."""
+        """Return whether the daemon has released its pages: they may be written, or freed and reused."""
         return self.settled is not None or (self.refused is not None and self.accepted is None)
 
     def outcome(self) -> Finished:
@@ -93,12 +93,12 @@ class Transfer:
         if self.error is not None:
             raise self.error
         if self.finished is None:
-            raise MisuseError(f"{self!r} is not finished: wait_finished waits for it, is_finished says whether it is")
+            raise MisuseError(f"{self!r} is not finished: call wait_finished, or check is_finished, first")
         return self.finished
 
 
 class Outgoing(NamedTuple):
-    """A request to put on the wire."""
+    """A request to send."""
 
     message_id: int
     frames: Frames
@@ -120,7 +120,7 @@ class TransferChanged(NamedTuple):
 
 
 class OperationChanged(NamedTuple):
-    """An operation of the tiers was accepted, refused, or is done."""
+    """An operation was accepted, refused, or is done."""
 
     operation: TierOperation
 
@@ -129,11 +129,11 @@ _KINDS: dict[type[Body], OperationKind] = {Offload: "offload", Restore: "restore
 
 
 class ClientCore:
-    """One conversation with one incarnation of a daemon.
+    """One conversation with one boot id of a daemon.
 
     Attributes:
-        boot_id: which incarnation; empty until it has said so.
-        token: what its transfers and operations have as their ``conversation``.
+        boot_id: the daemon's boot id; empty until its first message.
+        token: identifies this core in the ``conversation`` of its transfers and operations.
     """
 
     def __init__(self, boot_id: BootId = NO_BOOT, secret: bytes = b"") -> None:
@@ -152,7 +152,7 @@ class ClientCore:
 
     @property
     def pending(self) -> int:
-        """Return how many requests have no reply yet."""
+        """Return the number of requests without a reply."""
         return len(self._pending)
 
     def request(self, body: RequestBody, ids: Sequence[PageIds] = (), *, deadline_ms: int = 0) -> Outgoing:
@@ -161,7 +161,7 @@ class ClientCore:
         Args:
             body: the message.
             ids: its page lists, each ``(n,)`` int64, in the order in which the body names them.
-            deadline_ms: the time left to it; 0 for the daemon's default.
+            deadline_ms: time left for the request; 0 for the daemon's default.
         """
         message_id = next(self._ids)
         self._pending[message_id] = None
@@ -171,13 +171,13 @@ class ClientCore:
     def transfer(
         self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0
     ) -> tuple[Transfer, Outgoing]:
-        """Return the transfer that a SEND or RECEIVE begins or continues, and the frames of the request."""
+        """Return the transfer that a SEND or RECEIVE starts or continues, and the request."""
         key = TransferKey("send" if isinstance(body, Send) else "receive", body.request_id, body.pool)
         transfer = self._transfers.get(key)
         if transfer is None:
             transfer = self._transfers[key] = Transfer(key, self.token)
         elif transfer.finished is not None:
-            transfer = Transfer(key, self.token)  # takes the place of the one before once it is accepted
+            transfer = Transfer(key, self.token)  # replaces the previous one once it is accepted
         transfer.refused = None
         outgoing = self.request(body, ids, deadline_ms=deadline_ms)
         self._pending[outgoing.message_id] = transfer
@@ -186,21 +186,21 @@ class ClientCore:
     def operation(
         self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], *, deadline_ms: int = 0
     ) -> tuple[TierOperation, Outgoing]:
-        """Return a new work of the tiers, and the frames of its request."""
+        """Return a new operation and its request."""
         operation = TierOperation(_KINDS[type(body)], body.snapshot if isinstance(body, Restore) else "", self.token)
         outgoing = self.request(body, ids, deadline_ms=deadline_ms)
         self._pending[outgoing.message_id] = operation
         return operation, outgoing
 
     def forget(self, message_id: int) -> None:
-        """Give up waiting for a reply; one that still comes is ignored."""
+        """Stop waiting for a reply; it is ignored if it still arrives."""
         self._pending.pop(message_id, None)
 
     def feed(self, frames: Sequence[bytes]) -> ReplyArrived | TransferChanged | OperationChanged | None:
-        """Take a message from the daemon; return what it means, or None where it means nothing to us any more.
+        """Process a message from the daemon; return what it changed, or None if it is obsolete.
 
         Raises:
-            MalformedError: the bytes are no message of a daemon.
+            MalformedError: the bytes are not a message of a daemon.
         """
         incoming = decode_from_daemon(frames)
         if self.boot_id == NO_BOOT:
@@ -229,7 +229,7 @@ class ClientCore:
 
     def _transfer_answered(self, transfer: Transfer, reply: ReplyArrived) -> TransferChanged:
         if reply.error is not None:
-            reply.error.request_id = transfer.key.request_id  # BUSY does not say it
+            reply.error.request_id = transfer.key.request_id  # BUSY does not carry it
             transfer.refused = transfer.refused or reply.error
             if transfer.is_settled and self._transfers.get(transfer.key) is transfer:
                 del self._transfers[transfer.key]

@@ -1,4 +1,4 @@
-"""An operation of the tiers as its client sees it: from the request to its one event."""
+"""An operation as the client sees it: from the request to TIER_DONE."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvferry.protocol.tier_messages import OperationKind, TierDone
 
 
 class TierOperation:
-    """One OFFLOAD, RESTORE, STORE or LOAD, as far as the client knows.
+    """One OFFLOAD, RESTORE, STORE or LOAD, as far as the client knows its state.
 
     Attributes:
         kind: which of them.
-        number: the daemon's number of it; None until it is accepted.
-        snapshot: of an OFFLOAD, the snapshot's name once it is accepted; of a RESTORE, what is restored; else empty.
+        number: the operation's number at the daemon; None until it is accepted.
+        snapshot: for OFFLOAD, the snapshot's name once accepted; for RESTORE, the snapshot to restore; else empty.
         done: the TIER_DONE event, or None.
-        pages: the pages that a RESTORE without lists took, by component, once it is done: each ``(n,)`` int64.
+        pages: pages that a RESTORE with ``allocate`` allocated, by component, once it is done: each ``(n,)`` int64.
         refused: why the request was refused, or None.
-        conversation: what its client, and no other, has as its own ``token``.
+        conversation: the ``token`` of the client core that made it.
     """
 
     def __init__(self, kind: OperationKind, snapshot: str = "", conversation: object = None) -> None:
@@ -32,12 +32,12 @@ class TierOperation:
         self.refused: KvferryError | None = None
 
     def __repr__(self) -> str:
-        """Show how far it is."""
+        """Show kind, number and state."""
         return f"<TierOperation {self.kind} {self.number or ''} {self.state}>"
 
     @property
     def state(self) -> Literal["sent", "open", "refused", "done"]:
-        """Return how far it is."""
+        """Return the state: sent, open, refused or done."""
         if self.done:
             return "done"
         if self.refused:
@@ -46,12 +46,12 @@ class TierOperation:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the outcome is known: no byte of it can move any more."""
+        """Return whether the outcome is known: no byte moves after that."""
         return self.done is not None or self.refused is not None
 
     @property
     def error(self) -> KvferryError | None:
-        """Return why it failed or was refused; None while all is well."""
+        """Return why it failed or was refused; None if it has not."""
         if self.done and self.done.error:
             return raised(self.done.error)
         return self.refused
@@ -66,10 +66,10 @@ class TierOperation:
         if self.error is not None:
             raise self.error
         if self.done is None:
-            raise MisuseError(f"{self!r} is not done: wait_done waits for it, is_done says whether it is")
+            raise MisuseError(f"{self!r} is not done: call wait_done, or check is_done, first")
         return self.done
 
     def end(self, done: TierDone, ids: tuple[PageIds, ...]) -> None:
-        """Take its event; the received bytes are read-only, so the ids are copied."""
+        """Record the TIER_DONE event; page ids are copied, because received bytes are read-only."""
         self.done = done
         self.pages = {one.component: its.copy() for one, its in zip(done.lists, ids, strict=True)}

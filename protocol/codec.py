@@ -1,8 +1,8 @@
-"""Bytes to messages and back, one guard around every decode.
+"""Encoding and decoding of messages; decode errors of any kind become typed errors.
 
 A message is ``[envelope, ids…]``: one msgpack frame, then one raw little-endian int64 frame for each page list that
-the body announces. Decoding checks the number and the length of the frames; page ids are views of the received
-bytes, read-only, never copied.
+the body announces. Decoding checks the number and the length of the frames; page ids are read-only views of the
+received bytes, never copied.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class IncomingReply(NamedTuple):
 
 
 class UnreadableRequest(NamedTuple):
-    """A request that could not be decoded: what to answer, to which message (0 where that is unknown)."""
+    """A request that could not be decoded: the error to reply, and the message id (0 if unknown)."""
 
     message_id: int
     secret: bytes
@@ -59,7 +59,7 @@ class UnreadableRequest(NamedTuple):
 
 
 def encode(message: Request | Reply | Event, ids: Sequence[PageIds] = ()) -> Frames:
-    """Return the message's frames. The id frames are views of the arrays: do not write to those before the send.
+    """Return the message's frames. The id frames are views of the arrays: do not modify these before sending.
 
     Raises:
         ValueError: the lists are not those that the body announces: a bug of the caller.
@@ -68,7 +68,7 @@ def encode(message: Request | Reply | Event, ids: Sequence[PageIds] = ()) -> Fra
 
 
 def decode_request(frames: Sequence[bytes]) -> IncomingRequest | UnreadableRequest:
-    """Return the request, or what to answer where the bytes are none. Never raises for any input."""
+    """Return the request, or the error to reply if the bytes are not a request. Never raises, whatever the input."""
     try:
         request = _request_decoder.decode(frames[0])
         return IncomingRequest(request, page_lists(request.body, frames[1:]))
@@ -80,17 +80,17 @@ def decode_from_daemon(frames: Sequence[bytes]) -> IncomingReply:
     """Return the reply or event.
 
     Raises:
-        MalformedError: the bytes are neither, or their page lists are not those announced.
+        MalformedError: the bytes are neither, or the page lists are not those announced.
     """
     try:
         message = _from_daemon_decoder.decode(frames[0])
         return IncomingReply(message, page_lists(message.body, frames[1:]))
     except (msgspec.MsgspecError, ValueError, IndexError, RecursionError, MemoryError) as cause:
-        raise MalformedError(f"the daemon's message cannot be read: {cause}") from cause
+        raise MalformedError(f"the daemon's message cannot be decoded: {cause}") from cause
 
 
 def with_page_lists(head: bytes, body: Body, ids: Sequence[PageIds]) -> Frames:
-    """Return a message's frames: its head and the page lists that its body announces.
+    """Return a message's frames: the encoded envelope and the page lists that the body announces.
 
     Raises:
         ValueError: the lists are not those that the body announces: a bug of the caller.
@@ -116,11 +116,11 @@ def page_lists(body: Body, frames: Sequence[bytes]) -> tuple[PageIds, ...]:
 
 
 def _explain(envelope: bytes, cause: BaseException) -> UnreadableRequest:
-    """Say as exactly as the bytes allow why a request cannot be read."""
+    """Return the most specific error that the bytes of an undecodable request allow."""
     try:
         head = _request_head_decoder.decode(envelope)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
-        return UnreadableRequest(UNKNOWN_MESSAGE, b"", MalformedError(f"the envelope cannot be read: {cause}"))
+        return UnreadableRequest(UNKNOWN_MESSAGE, b"", MalformedError(f"the envelope cannot be decoded: {cause}"))
     if isinstance(cause, CallerError):
         return UnreadableRequest(head.message_id, head.secret, cause)
     return UnreadableRequest(head.message_id, head.secret, _explain_body(head.body, cause))
@@ -130,9 +130,9 @@ def _explain_body(body: msgspec.Raw, cause: BaseException) -> CallerError:
     try:
         kind = _body_head_decoder.decode(body).type
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
-        return MalformedError("the body is no map with a type", field="type")
+        return MalformedError("the body is not a map with a type", field="type")
     if kind not in REQUEST_TYPES:
         return UnknownTypeError(f"no request type {kind[:64]!r}", field="type")
     if isinstance(cause, msgspec.ValidationError):
         return invalid_field(cause)
-    return MalformedError(f"the body of {kind} cannot be read: {cause}")
+    return MalformedError(f"the body of {kind} cannot be decoded: {cause}")

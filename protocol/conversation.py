@@ -1,7 +1,7 @@
 """A conversation with a daemon that loads only the message types it meets, for commands that must start fast.
 
-``client_core`` knows every type, and follows transfers and operations as engines need it; loading all types takes
-longer than a ping. This only numbers requests and reads what comes. Sans I/O: knows no clock and no socket.
+``client_core`` imports every type and tracks transfers and operations for engines; importing all types takes longer
+than a ping. This only numbers requests and decodes replies and events. Sans I/O: uses no clock and no socket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.protocol.page_frames import check_frames
 from kvferry.protocol.refusals import Busy, ErrorReply
 
 EVENT = 0
-"""The message number of what came unasked."""
+"""The message id of events."""
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +55,7 @@ class Arrived(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> KvferryError | None:
-        """Return why the request was refused; None where it was not."""
+        """Return why the request was refused; None if it was not."""
         if isinstance(self.body, ErrorReply):
             return raised(self.body.error)
         if isinstance(self.body, Busy):
@@ -69,7 +69,7 @@ _head_decoder = msgspec.msgpack.Decoder(_BodyHead)
 
 
 class Conversation:
-    """Numbers requests, and reads replies and events. It acknowledges no event: RESULT tells of each until the end."""
+    """Numbers requests and decodes replies and events. It acknowledges no event, so RESULT can repeat all of them."""
 
     def __init__(self, boot_id: str = NO_BOOT, secret: bytes = b"") -> None:
         self.boot_id = boot_id
@@ -78,29 +78,29 @@ class Conversation:
         self._last_cursor = 0
 
     def request(self, body: Body, frames: Sequence[bytes] = (), *, deadline_ms: int = 0) -> tuple[int, list[bytes]]:
-        """Return a new request's number and its frames.
+        """Return a new request's message id and its frames.
 
         Args:
             body: the message.
             frames: the page lists that it announces.
-            deadline_ms: the time left to it; 0 for the daemon's default.
+            deadline_ms: time left for the request; 0 for the daemon's default.
         """
         self._last_message += 1
         envelope = _Request(self._last_message, self.boot_id, self._secret, deadline_ms, 0, body)
         return self._last_message, [_encoder.encode(envelope), *frames]
 
     def feed(self, frames: Sequence[bytes]) -> Arrived | None:
-        """Take a message from the daemon; return it, or None where it is an event that was told before.
+        """Decode a message from the daemon; return it, or None for an event that was received before.
 
         Raises:
-            MalformedError: the bytes are no message of a daemon, or of a newer one.
+            MalformedError: the bytes are not a message of a daemon, or of a newer one.
         """
         try:
             message = _decoder.decode(frames[0])
             kind = type_from_daemon(_head_decoder.decode(message.body).type)
             body = msgspec.msgpack.decode(message.body, type=kind)
         except (msgspec.MsgspecError, ValueError, IndexError, RecursionError, KvferryError) as cause:
-            raise MalformedError(f"the daemon's message cannot be read: {cause}") from cause
+            raise MalformedError(f"the daemon's message cannot be decoded: {cause}") from cause
         check_frames(body, frames[1:])
         if not self.boot_id:
             self.boot_id = message.boot_id

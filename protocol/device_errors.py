@@ -1,4 +1,4 @@
-"""What can be wrong with devices and graph tables. Import them from ``errors``, which has the tree of all."""
+"""Errors of devices and graph tables. Import them from ``errors``, which lists all."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ class UnknownTablesError(CallerError):
 
 
 class TablesExistError(CallerError):
-    """The session has graph tables of that name already."""
+    """The session already has graph tables of that name."""
 
     code = "TABLES_EXIST"
-    remedy = "take another name, or delete the old tables; captured graphs keep the addresses they were captured with"
+    remedy = "use another name, or delete the old tables; captured graphs keep the addresses they were captured with"
 
 
 class TablesBusyError(BusyError):
-    """An update of these tables waits already."""
+    """An update of these tables is already waiting."""
 
     code = "TABLES_BUSY"
-    remedy = "let the update before it end: record its replay event, then send the next one"
+    remedy = "let the waiting update complete: record the replay event it waits for, then send the next one"
 
 
 class TorchMissingError(CallerError):
-    """A tensor was asked for where torch is not installed, or is older than its dtype; the client's own, never sent."""
+    """A tensor was requested, but torch is missing or too old for its dtype; raised by the client, never sent."""
 
     code = "TORCH_MISSING"
-    remedy = "on the host use array(), which needs numpy alone; or install torch, or a newer one"
+    remedy = "on the host use array(), which needs only numpy; or install torch, or a newer version"
 
 
 class DeviceUnavailableError(DaemonError):
-    """No such device on this host, or what drives it is missing."""
+    """No such device on this host, or its driver or software is missing."""
 
     code = "DEVICE_UNAVAILABLE"
-    remedy = "run kvferry doctor: it says what is missing and how to get it"
+    remedy = "run kvferry doctor: it reports what is missing and how to get it"
 
 
 class DeviceLostError(DaemonError):
-    """A device failed, or a call to it never came back: nothing on it can be trusted any more."""
+    """A device failed, or a call to it never returned: its contents can no longer be trusted."""
 
     code = "DEVICE_LOST"
-    remedy = "the daemon ends and is started anew; create the pools again and capture graphs again"
+    remedy = "the daemon exits and is restarted; create the pools again and capture graphs again"
 
 
 class PoolLostError(DaemonError):
-    """The pool's memory is gone: with its device, the daemon's last life, or the engine that registered it."""
+    """The pool's memory was lost with its device, the previous daemon, or the engine that registered it."""
 
     code = "POOL_LOST"
-    remedy = "create or register it again, compute its contents again, and capture graphs again"
+    remedy = "create or register it again, recompute its contents, and capture graphs again"

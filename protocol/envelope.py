@@ -1,7 +1,7 @@
-"""The first frame of every message: who asks or answers what, for which incarnation, and for how long.
+"""The first frame of every message: message id, boot id, session secret, deadline and body.
 
-Envelopes are arrays (fixed order, new fields at the tail with defaults); bodies are maps, so that an error can name
-the field at fault and a newer side may add one.
+Envelopes are arrays (fixed order, new fields are appended with defaults); bodies are maps, so that an error can name
+the field at fault and a newer side may add fields.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MessageNumber = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """A client's message.
 
-    ``boot_id`` is the incarnation it expects ("" for any, before HELLO); ``secret`` the session's, or empty;
-    ``deadline_ms`` the time left to the request, 0 for the daemon's default; ``acknowledged`` the highest event cursor
-    that the client has handed to its user: the daemon forgets up to there.
+    ``boot_id`` is the boot id it expects ("" for any, before HELLO); ``secret`` is the session's, or empty;
+    ``deadline_ms`` is the time left for the request, 0 for the daemon's default; ``acknowledged`` is the highest event
+    cursor that the client has delivered to its user: the daemon drops events up to there.
     """
 
     message_id: MessageNumber
@@ -33,7 +33,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestHead(msgspec.Struct, frozen=True, array_like=True):
-    """As much of a request as can be read when its body cannot."""
+    """The part of a request that can be decoded if its body cannot."""
 
     message_id: MessageNumber
     boot_id: str
@@ -44,13 +44,13 @@ class RequestHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BodyHead(msgspec.Struct, frozen=True):
-    """As much of a body as can be read when its fields cannot."""
+    """The part of a body that can be decoded if its fields cannot."""
 
     type: str
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag="R"):
-    """The daemon's answer to message ``message_id``; 0 where the message could not be read that far."""
+    """The daemon's reply to message ``message_id``; 0 if that could not be decoded."""
 
     message_id: int
     boot_id: str
@@ -58,9 +58,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="R"):
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag="E"):
-    """Something a session is told unasked. ``cursor`` counts the session's events from 1.
+    """A message that the daemon sends without a request. ``cursor`` counts the session's events from 1.
 
-    ``lost`` counts events before this one that were dropped before the session acknowledged them; 0 in this version.
+    ``lost`` counts earlier events that were dropped before the session acknowledged them; 0 in this version.
     """
 
     cursor: int

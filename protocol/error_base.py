@@ -1,4 +1,4 @@
-"""The base of every error, and the four kinds by whose fault it is. The errors themselves are in ``errors``."""
+"""The base class of errors, and its four kinds by who is at fault. The errors themselves are in ``errors``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvferry.protocol.error_info import ErrorInfo
 
 
 class KvferryError(Exception):
-    """The base of every error here. ``detail`` says what happened, with the values concerned.
+    """The base of every kvferry error. ``detail`` describes what happened, with the values involved.
 
-    ``request_id`` is that of the transfer that it is about, by which logs are joined; empty where it is about none.
+    ``request_id`` is that of the transfer concerned, for correlating logs; empty if no transfer is concerned.
     """
 
     by_code: ClassVar[dict[str, type[KvferryError]]] = {}
@@ -33,7 +33,7 @@ class KvferryError(Exception):
         return f"{self.code}{where}: {self.detail}{self.remedy and f' ({self.remedy})'}"
 
     def info(self) -> ErrorInfo:
-        """Return the error as it travels."""
+        """Return the error in its wire form."""
         return ErrorInfo(
             code=self.code,
             detail=self.detail,
@@ -45,7 +45,7 @@ class KvferryError(Exception):
 
 
 class CallerError(KvferryError):
-    """The message or its sender is wrong; sending it again unchanged cannot help."""
+    """The message or its sender is wrong; sending it again unchanged does not help."""
 
 
 class PeerError(KvferryError):
@@ -53,7 +53,7 @@ class PeerError(KvferryError):
 
 
 class BusyError(KvferryError):
-    """The message is right and may succeed later, unchanged."""
+    """The message is valid and may succeed later, unchanged."""
 
     retryable = True
 

@@ -1,4 +1,4 @@
-"""An error as it travels: in a reply, in an event, in the output of a command."""
+"""The wire form of an error: in replies, events and the output of commands."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import msgspec
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``field`` names the message's field at fault, dotted (``lists[0].pages``), or is empty.
+    """``field`` is the path of the field at fault (``lists[0].pages``), or empty.
 
-    ``request_id``: of the transfer that it is about, whole; empty where it is about none.
+    ``request_id`` is that of the transfer concerned, in full; empty if no transfer is concerned.
     """
 
     code: str

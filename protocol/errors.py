@@ -1,77 +1,77 @@
-"""Every error kvferry raises or sends, one class a code.
+"""Every error that kvferry raises or sends, one class per code.
 
-A code is stable on the wire, ``retryable`` errors may pass later, ``remedy`` says what to do. By whose fault it is::
+A code is stable on the wire; ``retryable`` errors may succeed later; ``remedy`` says what to do. By who is at fault::
 
     KvferryError
     +-- CallerError             the message or its sender is wrong
-    |   +-- MalformedError            MALFORMED            bytes that are no message of this protocol
+    |   +-- MalformedError            MALFORMED            bytes that are not a message of this protocol
     |   +-- UnknownTypeError          UNKNOWN_TYPE         a message type this daemon does not know
     |   +-- VersionMismatchError      VERSION_MISMATCH     no common protocol version
-    |   +-- InvalidFieldError         INVALID_FIELD        a field whose value makes no sense
+    |   +-- InvalidFieldError         INVALID_FIELD        a field with an invalid value
     |   +-- TooLargeError             TOO_LARGE            over a limit that HELLO announced
     |   +-- NoSessionError            NO_SESSION           needs a session, or its secret is not known
-    |   +-- StaleBootError            STALE_BOOT           meant for another incarnation of the daemon
-    |   +-- AccessDeniedError         ACCESS_DENIED        not this user's to do
+    |   +-- StaleBootError            STALE_BOOT           meant for another boot id of the daemon
+    |   +-- AccessDeniedError         ACCESS_DENIED        not permitted to this user
     |   +-- UnknownPoolError          UNKNOWN_POOL         no pool of that name for this tenant
-    |   +-- PoolExistsError           POOL_EXISTS          that name has another layout, size, window or model
+    |   +-- PoolExistsError           POOL_EXISTS          a pool of that name has another layout, size, window or model
     |   +-- PoolInUseError            POOL_IN_USE          pages of the pool are owned or in flight
     |   +-- LayoutMismatchError       LAYOUT_MISMATCH      the layout digest is not the pool's
     |   +-- PageOutOfRangeError       PAGE_OUT_OF_RANGE    page 0, negative, or past the pool's end
-    |   +-- DuplicatePageError        DUPLICATE_PAGE       a page named twice where each may be named once
+    |   +-- DuplicatePageError        DUPLICATE_PAGE       a page listed twice where each may be listed once
     |   +-- NotOwnerError             NOT_OWNER            a page that the session does not own
     |   +-- LengthMismatchError       LENGTH_MISMATCH      lengths that must be equal are not
-    |   +-- EmptyPagesError           EMPTY_PAGES          a list that must name pages names none
+    |   +-- EmptyPagesError           EMPTY_PAGES          a page list that must not be empty is
     |   +-- UnknownComponentError     UNKNOWN_COMPONENT    a component the pool does not have
     |   +-- DuplicateEntryError       DUPLICATE_ENTRY      two entries of one (component, role, layer)
     |   +-- UncoveredEntryError       UNCOVERED_ENTRY      a destination entry that no source covers
     |   +-- GeometryMismatchError     GEOMETRY_MISMATCH    paired entries of different geometry, dtype or format
-    |   +-- ScaleMismatchError        SCALE_MISMATCH       paired entries whose 8-bit elements have other scales
+    |   +-- ScaleMismatchError        SCALE_MISMATCH       paired entries whose 8-bit elements have different scales
     |   +-- ModelMismatchError        MODEL_MISMATCH       pages of one model for a pool of another
-    |   +-- WindowMismatchError       WINDOW_MISMATCH      pages of a window that are wanted and not there
+    |   +-- WindowMismatchError       WINDOW_MISMATCH      pages of a window that are required and missing
     |   +-- EmptyStateError           EMPTY_STATE          a state that one side has and the other lacks
     |   +-- HeadsIndivisibleError     HEADS_INDIVISIBLE    KV heads that do not divide over the ranks
     |   +-- BounceBufferTooSmallError BOUNCE_BUFFER_TOO_SMALL  a page that does not fit into one bounce buffer
-    |   +-- PageOverlapError          PAGE_OVERLAP         pages that another SEND of the transfer covers already
+    |   +-- PageOverlapError          PAGE_OVERLAP         pages that another SEND of the transfer already covers
     |   +-- PageGapError              PAGE_GAP             a chunk that does not continue the one before it
     |   +-- IncompleteError           INCOMPLETE           the last SEND leaves required pages uncovered
     |   +-- UnexpectedSourceError     UNEXPECTED_SOURCE    more sources than the transfer's RECEIVE names
     |   +-- FirstTokenTwiceError      FIRST_TOKEN_TWICE    a second SEND with a first token or payload
-    |   +-- TransferExistsError           TRANSFER_EXISTS          the request id is in use
-    |   +-- UnknownTransferError          UNKNOWN_TRANSFER         no transfer of that id, side and pool
+    |   +-- TransferExistsError       TRANSFER_EXISTS      the request id is in use
+    |   +-- UnknownTransferError      UNKNOWN_TRANSFER     no transfer of that id, side and pool
     |   +-- TableOverflowError        TABLE_OVERFLOW       a row longer than the graph tables are wide
     |   +-- TableHoleError            TABLE_HOLE           a row's length needs a page that it was never given
     |   +-- CancelledError            CANCELLED            cancelled by its own side
     |   +-- UnknownTablesError        UNKNOWN_TABLES       no graph tables of that name in this session
     |   +-- TablesExistError          TABLES_EXIST         the session has graph tables of that name
-    |   +-- TorchMissingError         TORCH_MISSING        a tensor without torch, or an older one than its dtype
+    |   +-- TorchMissingError         TORCH_MISSING        a tensor without torch, or with a torch too old for its dtype
     |   +-- ConfigError               CONFIG               the daemon's configuration is wrong
     |   +-- UnknownSnapshotError      UNKNOWN_SNAPSHOT     no snapshot of that name for this tenant
     |   +-- UnknownLeaseError         UNKNOWN_LEASE        no lease of that number in this session
-    |   +-- UnknownOperationError          UNKNOWN_OPERATION         no operation of that number in this session
+    |   +-- UnknownOperationError     UNKNOWN_OPERATION    no operation of that number in this session
     |   +-- TierOffError              TIER_OFF             the daemon has no such tier
     |   +-- ClientClosedError         CLIENT_CLOSED        the client was closed
     |   +-- ConcurrentUseError        CONCURRENT_USE       a client is used by two threads at a time
     |   +-- ForkedError               FORKED               a client, or what it mapped, in a forked process
-    |   +-- MisuseError               MISUSE               a call that makes no sense where it stands
-    |   +-- NoModelError              NO_MODEL             the pool does not say whose KV it holds
+    |   +-- MisuseError               MISUSE               a call that is not valid in the current state
+    |   +-- NoModelError              NO_MODEL             the pool has no model identity
     +-- PeerError               the other side of a transfer
     |   +-- PeerLostError             PEER_LOST            its engine died or its daemon is gone
     |   +-- PeerCancelledError        PEER_CANCELLED       it cancelled
     |   +-- DeadlineError             DEADLINE             the time allowed ran out
-    +-- BusyError               right, but not now
+    +-- BusyError               valid, but not possible now
     |   +-- PoolFullError             POOL_FULL            fewer free pages than asked for
     |   +-- PageBusyError             PAGE_BUSY            a page has a reader or writer that excludes this use
-    |   +-- TablesBusyError           TABLES_BUSY          an update of these tables waits already
-    |   +-- OverloadedError           BUSY                 a bound on work in flight is reached
+    |   +-- TablesBusyError           TABLES_BUSY          an update of these tables is already waiting
+    |   +-- OverloadedError           BUSY                 a bound on requests in flight is reached
     |   +-- ShuttingDownError         SHUTTING_DOWN        the daemon is draining
-    +-- DaemonError             ours
+    +-- DaemonError             the daemon or its host
         +-- OutOfMemoryError          OUT_OF_MEMORY        the host or the device cannot give the memory
-        +-- DeviceUnavailableError    DEVICE_UNAVAILABLE   no such device, or what drives it is missing
+        +-- DeviceUnavailableError    DEVICE_UNAVAILABLE   no such device, or its driver or software is missing
         +-- DeviceLostError           DEVICE_LOST          a device failed
-        +-- PoolLostError             POOL_LOST            the pool's memory is gone
+        +-- PoolLostError             POOL_LOST            the pool's memory was lost
         +-- TransferFailedError       TRANSFER_FAILED      a copy failed
-        +-- CacheMissError            CACHE_MISS           cached blocks were gone when they were to be loaded
-        +-- SnapshotDamagedError      SNAPSHOT_DAMAGED     a block's bytes are not those that were offloaded
+        +-- CacheMissError            CACHE_MISS           cached blocks were evicted or damaged before they were loaded
+        +-- SnapshotDamagedError      SNAPSHOT_DAMAGED     a checksum does not match: the bytes have changed
         +-- DaemonLostError           DAEMON_LOST          no daemon answers, or its connection closed
         +-- InternalError             INTERNAL             a bug in the daemon
 """
@@ -201,7 +201,7 @@ __all__ = [
 
 
 class MalformedError(CallerError):
-    """Bytes that are no message of this protocol."""
+    """Bytes that are not a message of this protocol."""
 
     code = "MALFORMED"
     remedy = "send [envelope, one little-endian int64 frame for each page list]"
@@ -211,21 +211,21 @@ class UnknownTypeError(CallerError):
     """A message type that this daemon does not know."""
 
     code = "UNKNOWN_TYPE"
-    remedy = "see HELLO's features for what this daemon knows"
+    remedy = "see the features in HELLO's reply for what this daemon supports"
 
 
 class VersionMismatchError(CallerError):
     """Client and daemon have no protocol version in common."""
 
     code = "VERSION_MISMATCH"
-    remedy = "install a client and a daemon whose protocol ranges meet"
+    remedy = "install a client and a daemon whose protocol ranges overlap"
 
 
 class InvalidFieldError(CallerError):
-    """A field whose value makes no sense."""
+    """A field with an invalid value."""
 
     code = "INVALID_FIELD"
-    remedy = "correct the field that is named"
+    remedy = "correct the named field"
 
 
 class TooLargeError(CallerError):
@@ -243,31 +243,31 @@ class NoSessionError(CallerError):
 
 
 class StaleBootError(CallerError):
-    """The message expects another incarnation of the daemon."""
+    """The message expects another boot id of the daemon."""
 
     code = "STALE_BOOT"
-    remedy = "the daemon was restarted: open a new session, attach the pools again, do not replay blindly"
+    remedy = "the daemon was restarted: open a new session, attach the pools again, do not resend requests blindly"
 
 
 class AccessDeniedError(CallerError):
-    """Not this user's to do."""
+    """Not permitted to this user."""
 
     code = "ACCESS_DENIED"
-    remedy = "run as a user who may use the runtime directory, or ask for that access"
+    remedy = "run as a user with access to the runtime directory, or request that access"
 
 
 class UnknownPoolError(CallerError):
     """No pool of that name for this tenant."""
 
     code = "UNKNOWN_POOL"
-    remedy = "create it first, or name one that is there: kvferry status lists the pools"
+    remedy = "create it first, or name an existing one: kvferry status lists the pools"
 
 
 class PoolExistsError(CallerError):
-    """The name is taken by a pool of another layout, size, window or model."""
+    """A pool of that name exists with another layout, size, window or model."""
 
     code = "POOL_EXISTS"
-    remedy = "take another name, the same spec, or delete_pool first; kvferry status shows the pools and their sessions"
+    remedy = "use another name, the same spec, or delete_pool first; kvferry status shows the pools and their sessions"
 
 
 class PoolInUseError(CallerError):
@@ -293,24 +293,24 @@ class PageOutOfRangeError(CallerError):
 
 
 class DuplicatePageError(CallerError):
-    """A page named twice where each may be named once."""
+    """A page listed twice where each may be listed once."""
 
     code = "DUPLICATE_PAGE"
-    remedy = "name each page once"
+    remedy = "list each page once"
 
 
 class NotOwnerError(CallerError):
     """A page that the session does not own."""
 
     code = "NOT_OWNER"
-    remedy = "name only pages that ALLOCATE gave this session and that it has not freed"
+    remedy = "list only pages that ALLOCATE gave this session and that it has not freed"
 
 
 class ConfigError(CallerError):
     """The daemon's configuration is wrong."""
 
     code = "CONFIG"
-    remedy = "correct the key that is named"
+    remedy = "correct the named key"
 
 
 class PeerLostError(PeerError):
@@ -318,14 +318,14 @@ class PeerLostError(PeerError):
 
     code = "PEER_LOST"
     retryable = True
-    remedy = "after settled, RECEIVE again with the same pages and another source, or free them"
+    remedy = "after SETTLED, RECEIVE again with the same pages and another source, or free them"
 
 
 class PeerCancelledError(PeerError):
     """The other side cancelled."""
 
     code = "PEER_CANCELLED"
-    remedy = "free the pages after settled"
+    remedy = "free the pages after SETTLED"
 
 
 class DeadlineError(PeerError):
@@ -333,7 +333,7 @@ class DeadlineError(PeerError):
 
     code = "DEADLINE"
     retryable = True
-    remedy = "see which side was missing; allow more time or give the request up"
+    remedy = "check which side was missing; allow more time or abandon the request"
 
 
 class PoolFullError(BusyError):
@@ -347,18 +347,18 @@ class PageBusyError(BusyError):
     """A page has a reader or writer that excludes this use."""
 
     code = "PAGE_BUSY"
-    remedy = "wait for the settled event of the transfer that uses the page"
+    remedy = "wait for the SETTLED event of the transfer that uses the page"
 
 
 class OverloadedError(BusyError):
-    """A bound on work in flight is reached."""
+    """A bound on requests in flight is reached."""
 
     code = "BUSY"
     remedy = "wait for retry_after_ms, acknowledge events, keep fewer requests in flight"
 
 
 class ShuttingDownError(BusyError):
-    """The daemon is draining and takes no new work."""
+    """The daemon is draining and accepts no new requests."""
 
     code = "SHUTTING_DOWN"
     remedy = "connect again once the daemon is back"
@@ -391,11 +391,11 @@ class InternalError(DaemonError):
     """A bug in the daemon, or an error code from a newer one."""
 
     code = "INTERNAL"
-    remedy = "the daemon's log has the traceback: report it"
+    remedy = "report it with the traceback in the daemon's log"
 
 
 def raised(info: ErrorInfo) -> KvferryError:
-    """Return the exception that ``info`` describes, of its own class where the code is known."""
+    """Return the exception that ``info`` describes, of the code's class, or InternalError for an unknown code."""
     error = KvferryError.by_code.get(info.code, InternalError)(info.detail, field=info.field)
     error.code, error.retryable, error.remedy = info.code, info.retryable, info.remedy or error.remedy
     error.request_id = info.request_id

@@ -1,7 +1,4 @@
-"""Identifiers and the shapes they have on the wire.
-
-Knows nothing of what the identifiers refer to.
-"""
+"""Identifiers and their form on the wire."""
 
 from __future__ import annotations
 
@@ -11,23 +8,23 @@ from typing import Annotated, NewType
 from msgspec import Meta
 
 Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
-"""128 bits as 32 lower-case hexadecimal digits: the same on the wire, in JSON, in logs. A request id is one."""
+"""128 bits as 32 lower-case hexadecimal digits, on the wire, in JSON and in logs; for example a request id."""
 
 BootId = NewType("BootId", str)
-"""One daemon incarnation: 32 hexadecimal digits, or empty where no incarnation is expected."""
+"""One life of a daemon: 32 hexadecimal digits, or empty if any boot id is accepted."""
 
 PoolName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*\\Z", min_length=1, max_length=128)]
 PeerAddress = Annotated[str, Meta(pattern="^(tcp://[^ ]+:[0-9]+|ipc:///[^ ]+)\\Z", max_length=256)]
-"""Where a daemon listens for other daemons: ``tcp://ADDRESS:PORT``, or ``ipc://PATH`` on one host."""
+"""Where a daemon listens for other daemons: ``tcp://ADDRESS:PORT``, or ``ipc://PATH`` on the same host."""
 
 ComponentName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*\\Z", min_length=1, max_length=32)]
 
 HOST = "host"
 DeviceName = Annotated[str, Meta(pattern="^(host|(npu|cuda):[0-9]{1,3})\\Z", max_length=16)]
-"""Where a pool's memory is: ``host``, ``npu:N`` or ``cuda:N``, N as torch counts this process's devices."""
+"""Where a pool's memory is: ``host``, ``npu:N`` or ``cuda:N``; N is torch's device index in this process."""
 
 PLAIN_TEXT = "^[^\\x00-\\x1f\\x7f]*\\Z"
-"""A text that may be printed anywhere."""
+"""Text without control characters, safe to print."""
 
 PlainText = Annotated[str, Meta(pattern=PLAIN_TEXT)]
 
@@ -41,7 +38,7 @@ PATTERNS = {
     PLAIN_TEXT: "a text without control characters",
     "^[0-9a-f]{32}$": "32 hexadecimal digits in lower case",
 }
-"""What each pattern above asks for, in words for those who got it wrong."""
+"""A description of each pattern above, for error texts."""
 
 NO_BOOT = BootId("")
 

@@ -1,7 +1,7 @@
-"""Messages as JSON, for people: page lists stand where the body announces their length.
+"""Messages as JSON, for people: page lists replace the lengths that the body announces.
 
-On the wire ``{"pages": 3}`` announces a frame of three ids; in JSON it reads ``{"pages": [4, 5, 6]}``. A body that
-counts the parts of its one frame keeps the counts, and has the frame as ``ids``.
+On the wire ``{"pages": 3}`` announces a frame of three ids; in JSON it is ``{"pages": [4, 5, 6]}``. A body that counts
+the parts of a single frame keeps the counts and has the frame's numbers in ``ids``.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ class BodyWithIds(NamedTuple):
 
 
 def request_from_json(kind: str, text: bytes | str) -> BodyWithIds:
-    """Return the request of type ``kind`` whose fields are given as a JSON object.
+    """Return the request of type ``kind`` with the fields of a JSON object.
 
     Raises:
         UnknownTypeError: no such type.
-        InvalidFieldError: the text is no JSON object, or a field is unknown or wrong; names the field.
+        InvalidFieldError: the text is not a JSON object, or a field is unknown or invalid; names the field.
     """
     request_type(kind)
     return request_from_fields(kind, object_from_json(text))
 
 
 def object_from_json(text: bytes | str) -> dict[str, Any]:
-    """Return a JSON object.
+    """Return the JSON object in ``text``.
 
     Raises:
-        InvalidFieldError: the text is none.
+        InvalidFieldError: the text is not a JSON object.
     """
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
-        raise InvalidFieldError(f"the message is no JSON object: {cause}") from cause
+        raise InvalidFieldError(f"the message is not a JSON object: {cause}") from cause
 
 
 def request_from_fields(kind: str, given: dict[str, Any]) -> BodyWithIds:
-    """Return the request of type ``kind`` with these fields, as JSON has them; leaves them as they are.
+    """Return the request of type ``kind`` with these fields in JSON form; does not modify ``given``.
 
     Raises:
         UnknownTypeError: no such type.
-        InvalidFieldError: a field is unknown or wrong; names the field.
+        InvalidFieldError: a field is unknown or invalid; names the field.
     """
     request = request_type(kind)
     check_known_fields(kind, given)
@@ -67,7 +67,7 @@ def request_from_fields(kind: str, given: dict[str, Any]) -> BodyWithIds:
     frames: tuple[bytes, ...] = ()
     if request.one_frame:
         frames = (_take(fields, IDS, IDS),)
-    elif fields.get("into") != "host":  # whose lists hold counts, in JSON too
+    elif fields.get("into") != "host":  # lists of a RECEIVE into the host tier are counts in JSON too
         frames = tuple(_take_ids(fields))
     try:
         body = msgspec.convert({"type": kind, **fields}, request)
@@ -75,7 +75,7 @@ def request_from_fields(kind: str, given: dict[str, Any]) -> BodyWithIds:
         raise invalid_field(cause) from cause
     lengths, announced = tuple(len(one) // INT64_BYTES for one in frames), body.page_counts()
     if lengths != announced:
-        raise InvalidFieldError(f"{lengths[0]} ids; the counts say {announced[0]}", field=IDS)
+        raise InvalidFieldError(f"{lengths[0]} ids given; the counts require {announced[0]}", field=IDS)
     return BodyWithIds(body, frames)
 
 
@@ -85,7 +85,7 @@ def body_to_json(body: Body, frames: Sequence[bytes]) -> bytes:
 
 
 def body_to_fields(body: Body, frames: Sequence[bytes]) -> dict[str, Any]:
-    """Return a message's fields as JSON has them, page ids in place."""
+    """Return a message's fields in JSON form, page ids in place."""
     fields: dict[str, Any] = msgspec.to_builtins(body, enc_hook=str)
     if body.one_frame:
         fields[IDS] = unpack_ids(frames[0])
@@ -95,11 +95,11 @@ def body_to_fields(body: Body, frames: Sequence[bytes]) -> dict[str, Any]:
 
 
 def check_known_fields(kind: str, fields: dict[str, Any]) -> None:
-    """Check that a request of that type has these fields, whatever their values.
+    """Check that a request of that type has fields of these names; values are not checked.
 
     Raises:
         UnknownTypeError: no such type.
-        InvalidFieldError: it has not; names the field.
+        InvalidFieldError: a field is unknown; names it.
     """
     request = request_type(kind)
     unknown = sorted(set(fields) - set(request.__struct_fields__) - ({IDS} if request.one_frame else set()))
@@ -123,7 +123,7 @@ def _lists_of(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _holders(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects that may hold page ids, in frame order, and how to name them."""
+    """Yield (path prefix, object) of the objects that may hold page ids, in frame order."""
     yield "", fields
     for index, one in enumerate(_lists_of(fields)):
         yield f"lists[{index}].", one
@@ -142,7 +142,7 @@ def _take(holder: dict[str, Any], key: str, field: str) -> bytes:
     try:
         return pack_ids(msgspec.convert(holder.pop(key, []), list[int]))
     except (msgspec.ValidationError, OverflowError) as cause:
-        raise InvalidFieldError(f"page ids are a list of integers: {cause}", field=field) from cause
+        raise InvalidFieldError(f"page ids must be a list of integers: {cause}", field=field) from cause
 
 
 def _put_ids(fields: dict[str, Any], remaining: Iterator[bytes]) -> None:

@@ -1,7 +1,4 @@
-"""Bounds on what a client may send, announced by HELLO and enforced before anything is believed.
-
-Knows nothing of who enforces them.
-"""
+"""Bounds on what a client may send, announced by HELLO and enforced before a message is processed."""
 
 from __future__ import annotations
 
@@ -10,25 +7,25 @@ import msgspec
 INT64_BYTES = 8
 MAX_PAYLOAD_BYTES = 64 << 10
 EVENT_RING_SLOTS = 1024
-"""Events of a session's ring; one is used again with a higher value."""
+"""Events in a session's ring; each is reused with a higher value."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one daemon accepts. Every bound is inclusive."""
+    """The limits of one daemon. Every bound is inclusive."""
 
     max_frame_bytes: int = 4 << 20
-    """One frame; libzmq closes the connection of a peer that sends more."""
+    """Size of one frame; libzmq closes the connection of a client that sends more."""
     max_frames: int = 72
-    """Frames of one message: the envelope and its page lists."""
+    """Frames per message: the envelope and its page lists."""
     max_message_bytes: int = 16 << 20
-    """All frames of one message."""
+    """Total size of the frames of one message."""
     max_requests_per_session: int = 256
-    """Requests without a reply yet, and the replies remembered for a retry."""
+    """Requests without a reply, and also the replies kept for a retry."""
     max_transfers_per_session: int = 1024
-    """Sides of transfers that are live, or whose events are not acknowledged."""
+    """Endpoints of transfers that are live, or whose events are not acknowledged."""
     max_transfers: int = 16_384
-    """The same over all sessions."""
+    """The same, over all sessions."""
     max_sessions: int = 1024
     max_deadline_ms: int = 3_600_000
     default_deadline_ms: int = 30_000
-    """Taken where a request gives 0."""
+    """Used if a request gives 0."""

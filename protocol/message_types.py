@@ -1,6 +1,6 @@
-"""In which module a message's type is defined, by its name on the wire: for those who load only the types they meet.
+"""The module of each message type, by its name on the wire, for programs that import only the types they use.
 
-``requests`` has all of them, and importing it takes longer than a ping. A test compares the two.
+``requests`` has all types, but importing it takes longer than a ping. A test compares the two.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ WITHOUT_SESSION: Final = frozenset({"HELLO", "PING", "STATUS"})
 
 
 def request_type(name: str) -> type[Body]:
-    """Return the body of the request of that name; loads its module.
+    """Return the body type of the request of that name; imports its module.
 
     Raises:
-        UnknownTypeError: there is none.
+        UnknownTypeError: there is no such request.
     """
     if name not in REQUESTS:
-        raise UnknownTypeError(f"no request type {name!r}; there are {', '.join(REQUESTS)}", field="type")
+        raise UnknownTypeError(f"no request type {name!r}; known: {', '.join(REQUESTS)}", field="type")
     return _body(REQUESTS[name], name)
 
 
 def type_from_daemon(name: str) -> type[Body]:
-    """Return the body of the reply or event of that name; loads its module.
+    """Return the body type of the reply or event of that name; imports its module.
 
     Raises:
-        UnknownTypeError: there is none.
+        UnknownTypeError: there is no such reply or event.
     """
     if name not in FROM_DAEMON:
-        raise UnknownTypeError(f"no reply and no event of type {name[:64]!r}", field="type")
+        raise UnknownTypeError(f"no reply or event of type {name[:64]!r}", field="type")
     return _body(FROM_DAEMON[name], name)
 
 

@@ -1,4 +1,4 @@
-"""Whose KV a pool's pages hold: said once, when the pool is made, and part of every name of a cached block."""
+"""The model whose KV a pool holds: given when the pool is created, and part of every cached block's key."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvferry.protocol.ids import PlainText
 ModelName = Annotated[PlainText, Meta(min_length=1, max_length=256)]
 Qualifier = Annotated[PlainText, Meta(max_length=256)]
 COMPARED = ("name", "revision", "adapter")
-"""What two pools that exchange pages must have in common; salts are the cache's affair."""
+"""Fields that must be equal in two pools that exchange pages; salts matter only to the cache."""
 
 MAY_BE_UNKNOWN = ("revision",)
-"""What differs only where both say it. No adapter is said, too: the model's own KV is not that of a LoRA on it."""
+"""Fields compared only if both sides give them. An empty adapter is compared: a LoRA's KV is not the base model's."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which model computed what a pool's pages hold.
+    """The model that computed the KV in a pool's pages.
 
-    Pools with one identity, one layout and one user find each other's cached blocks; no others do. ``revision`` is
-    whatever tells two states of the weights apart, a commit or a checksum. ``adapter`` is the LoRA that all requests of
-    the pool run with; where each request has its own, it belongs into the blocks' hashes instead. ``salt`` keeps a
-    cache apart from others of the very same model; it is never shown.
+    Only pools with equal identity, layout and user share cached blocks. ``revision`` distinguishes versions of the
+    weights: a commit or a checksum. ``adapter`` is the LoRA that all requests of the pool use; if requests use
+    different ones, include the adapter in the blocks' hashes instead. ``salt`` separates caches of the same model; it
+    is never shown.
     """
 
     name: ModelName
@@ -38,10 +38,10 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def label(self) -> str:
-        """Return ``NAME@REVISION+ADAPTER``, as errors, logs and lists name it: without the salt."""
+        """Return ``NAME@REVISION+ADAPTER`` for errors, logs and lists; without the salt."""
         return f"{self.name}{self.revision and f'@{self.revision}'}{self.adapter and f'+{self.adapter}'}"
 
     @property
     def public(self) -> ModelIdentity:
-        """Return what others may see: all but the salt."""
+        """Return the identity without the salt, which may be shown to others."""
         return msgspec.structs.replace(self, salt="") if self.salt else self

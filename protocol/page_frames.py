@@ -1,4 +1,4 @@
-"""The frames of page ids that follow a body: raw little-endian int64, one frame a list. Knows no numpy."""
+"""The frames of page ids that follow a body: raw little-endian int64, one frame per list. Needs no numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def pack_ids(ids: Sequence[int]) -> bytes:
     """Return the ids as a frame.
 
     Raises:
-        OverflowError: one does not fit in 64 bits.
+        OverflowError: an id does not fit in 64 bits.
     """
     try:
         return struct.pack(f"<{len(ids)}q", *ids)
@@ -31,7 +31,7 @@ def check_frames(body: Body, frames: Sequence[bytes]) -> None:
     """Check that the frames are the page lists that the body announces.
 
     Raises:
-        MalformedError: they are not: their number, or the length of one.
+        MalformedError: the number of frames, or the length of one, is wrong.
     """
     counts = body.page_counts()
     if len(counts) != len(frames):

@@ -1,4 +1,4 @@
-"""Messages between daemons to bytes and back; see ``codec`` for the form of a message."""
+"""Encoding and decoding of messages between daemons; see ``codec`` for the form of a message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class IncomingPeerMessage(NamedTuple):
 
 
 def encode_peer(envelope: PeerEnvelope, ids: Sequence[PageIds] = ()) -> Frames:
-    """Return the message's frames. The id frames are views of the arrays: do not write to those before the send."""
+    """Return the message's frames. The id frames are views of the arrays: do not modify these before sending."""
     return with_page_lists(_encoder.encode(envelope), envelope.body, ids)
 
 
@@ -31,10 +31,10 @@ def decode_peer(frames: Sequence[bytes]) -> IncomingPeerMessage:
     """Return the message.
 
     Raises:
-        MalformedError: the bytes are none. Nothing else is raised for any input.
+        MalformedError: the bytes are not a message. Nothing else is raised, whatever the input.
     """
     try:
         envelope = _decoder.decode(frames[0])
         return IncomingPeerMessage(envelope, page_lists(envelope.body, frames[1:]))
     except (msgspec.MsgspecError, ValueError, IndexError, RecursionError, MemoryError) as cause:
-        raise MalformedError(f"a daemon's message cannot be read: {cause}") from cause
+        raise MalformedError(f"a daemon's message cannot be decoded: {cause}") from cause

@@ -1,7 +1,8 @@
-"""What daemons say to each other about a transfer between them.
+"""Messages between daemons about a transfer between them.
 
-The *home* is the destination's daemon: it has the room, matches send requests with it and decides what moves. The
-*source* daemon has the send requests. A message is about one epoch of a receive request; what is about another is void.
+The *home* is the daemon of the receive request: it matches send requests, plans and decides what is copied. The
+*source* daemon has the send requests. A message is about one epoch of a receive request; one about another epoch is
+ignored.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Checksum = Annotated[int, Meta(ge=0)]
 MAX_RUNS = 1 << 16
 MAX_ENTRIES = 1 << 16
 MAX_SEGMENTS = 1024
-"""One or more of a component: replicas may have sent some pages of some of its entries."""
+"""Segments per transfer op; a component may need several if replicas have sent part of its pages or entries."""
 
 
 class ReceiveName(msgspec.Struct, frozen=True, array_like=True):
-    """One epoch of a receive request. Its home numbers the epochs of all: none is ever taken for another."""
+    """One epoch of a receive request. The home numbers the epochs of all its receive requests, so each is unique."""
 
     request_id: Hex128
     pool: PoolName
@@ -36,19 +37,19 @@ class ReceiveName(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerHello(Body, frozen=True, kw_only=True, tag="PEER_HELLO"):
-    """First on every connection, and again after each reconnection: who speaks, and which protocol."""
+    """The first message on every connection, repeated after each reconnection: the sender's protocol versions."""
 
     protocol_min: int
     protocol_max: int
     dialled: PeerAddress
-    """What the sender calls the receiver. One that calls itself otherwise logs it and answers all the same, under its
-    own name: the sender then knows two daemons, and the one that it dialled never comes up."""
+    """The address that the sender used for the receiver. A receiver with another address logs that and answers under
+    its own: the sender then knows two daemons, and the one that it dialled never comes up."""
     answers: bool = False
-    """Whether this answers the other's PEER_HELLO: then it is not answered again."""
+    """Whether this is the answer to the other's PEER_HELLO, and so needs no answer."""
 
 
 class Announce(Body, frozen=True, kw_only=True, tag="ANNOUNCE"):
-    """Home to source: a receive request waits for this request. Said again after a reconnection; once is enough."""
+    """Home to source: a receive request waits for this request id. Repeated after a reconnection; idempotent."""
 
     receive_request: ReceiveName
     deadline_ms: Number
@@ -63,17 +64,17 @@ class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
     pool: PoolName
     manifest: Manifest | None = None
     region: Number = 0
-    """Which memory it is, for a home on the same host."""
+    """The number of the pool's memory region, for a home on the same host."""
     lists: PageLists
     last: bool
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
     steps: Annotated[tuple[tuple[Index, LayerCount], ...], Meta(max_length=MAX_STEPS)] = ()
-    """(first layer, layers) of each step; which events they wait for is the source's affair."""
+    """(first layer, number of layers) of each step; the device events they wait for stay at the source."""
     ready: Number = 1
-    """How many steps are ready by now; 1 for a chunk without steps."""
+    """Number of steps that are ready; 1 for a chunk without steps."""
     model: ModelIdentity | None = None
-    """Whose KV the pool holds, beside its manifest and without the salt."""
+    """The pool's model identity without the salt, sent with the manifest."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
@@ -81,7 +82,7 @@ class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
 
 
 class StepReady(Body, frozen=True, kw_only=True, tag="STEP_READY"):
-    """Source to home: so many steps of a chunk are ready."""
+    """Source to home: ``ready`` steps of a chunk are ready."""
 
     receive_request: ReceiveName
     send_request: Number
@@ -90,9 +91,9 @@ class StepReady(Body, frozen=True, kw_only=True, tag="STEP_READY"):
 
 
 class SendRefused(Body, frozen=True, kw_only=True, tag="SEND_REFUSED"):
-    """Home to source: the send request does not fit the receive request, which waits on if nothing was taken.
+    """Home to source: the send request does not fit the receive request, which keeps waiting if nothing was accepted.
 
-    Source to home, with ``send_request`` 0: the receive request is not taken note of.
+    Source to home, with ``send_request`` 0: the source has not accepted the announced receive request.
     """
 
     receive_request: ReceiveName
@@ -103,7 +104,7 @@ class SendRefused(Body, frozen=True, kw_only=True, tag="SEND_REFUSED"):
 class SendWithdrawn(Body, frozen=True, kw_only=True, tag="SEND_WITHDRAWN"):
     """Source to home: the send request has failed.
 
-    With ``send_request`` 0: send requests of this request were here and had ended when the room was announced.
+    With ``send_request`` 0: the send requests of this request id had ended before the receive request was announced.
     """
 
     receive_request: ReceiveName
@@ -112,21 +113,21 @@ class SendWithdrawn(Body, frozen=True, kw_only=True, tag="SEND_WITHDRAWN"):
 
 
 class ReceiveClosed(Body, frozen=True, kw_only=True, tag="RECEIVE_CLOSED"):
-    """Home to source: the receive request's outcome is known; nothing is granted any more."""
+    """Home to source: the receive request's outcome is known; no more grants follow."""
 
     receive_request: ReceiveName
     error: ErrorInfo | None = None
     moved: Annotated[tuple[tuple[Number, Number, Number], ...], Meta(max_length=MAX_POOLS)] = ()
     """(send request, bytes moved, pages trimmed) of each send request of this source."""
     unmet: Number = 0
-    """How many sources had not come, where the receiver ended the receive request: they are told so when they come."""
+    """Number of sources that had not sent when the receiver ended the receive request; they are told when they do."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """Some entries of the source's pool and an extent of one of the chunk's page lists.
+    """Entries of the source's pool, and an extent of one of the chunk's page lists.
 
-    ``entries`` are indices in the source's manifest. ``heads`` has (first head, heads) of each entry, counted in the
-    source's own entry, or (0, 0) for whole pages.
+    ``entries`` are indices in the source's manifest. ``heads`` has (first head, number of heads) of each entry, counted
+    within the source's entry, or (0, 0) for whole pages.
     """
 
     component: ComponentName
@@ -137,7 +138,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpRequest(Body, frozen=True, kw_only=True, tag="OP_REQUEST"):
-    """Home to source: what is to be sent by the grants that follow. Its segments are numbered segment by segment."""
+    """Home to source: the segments of a transfer op, which the following grants refer to by index."""
 
     receive_request: ReceiveName
     send_request: Number
@@ -147,10 +148,10 @@ class OpRequest(Body, frozen=True, kw_only=True, tag="OP_REQUEST"):
 
 
 class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
-    """Home to source: write these segments of a transfer op's segment into this bounce buffer.
+    """Home to source: write plan segments ``[first, stop)`` of the transfer op's segment into this bounce buffer.
 
-    With ``runs``, where homes land transfer ops in their pages directly, the segments go one after another into these
-    (address, bytes) instead, and ``address`` is the first one's.
+    With ``runs`` (``network.direct``), write them one after another into these (address, bytes) ranges of the home's
+    pages instead; ``address`` is that of the first range.
     """
 
     op: Number
@@ -165,23 +166,23 @@ class Grant(Body, frozen=True, kw_only=True, tag="GRANT"):
 
 
 class Written(Body, frozen=True, kw_only=True, tag="WRITTEN"):
-    """Source to home: the grant is used up, and its pages are not read any more; XXH3-64 of the bytes if all landed."""
+    """Source to home: the grant has ended and its pages are not read any more; XXH3-64 if all bytes were written."""
 
     grant: Number
     checksum: Checksum = 0
     error: ErrorInfo | None = None
     may_still_land: bool = False
-    """Whether bytes may still land, whatever the source does: the slot has to rest."""
+    """Whether a write may still land, whatever the source does: the home must quarantine the memory."""
 
 
 class OpEnded(Body, frozen=True, kw_only=True, tag="OP_ENDED"):
-    """Home to source: no grant of the transfer op follows. Those under way are answered all the same."""
+    """Home to source: no more grants of the transfer op follow. Outstanding grants are still answered."""
 
     op: Number
 
 
 class Confirm(Body, frozen=True, kw_only=True, tag="CONFIRM"):
-    """Home to source: a transfer op was read from the source's memory; was it the send request's all the time?"""
+    """Home to source: a transfer op was read from the source's memory; did the send request hold it throughout?"""
 
     receive_request: ReceiveName
     send_request: Number
@@ -189,14 +190,14 @@ class Confirm(Body, frozen=True, kw_only=True, tag="CONFIRM"):
 
 
 class Confirmed(Body, frozen=True, kw_only=True, tag="CONFIRMED"):
-    """Source to home: it was, where there is no error."""
+    """Source to home: the answer to CONFIRM; no error means yes."""
 
     op: Number
     error: ErrorInfo | None = None
 
 
 class PoolGone(Body, frozen=True, kw_only=True, tag="POOL_GONE"):
-    """Source to home: a pool was deleted; its memory goes back once nobody has it mapped."""
+    """Source to home: a pool was deleted; its memory is released once no process has it mapped."""
 
     tenant: Number
     pool: PoolName
@@ -222,10 +223,10 @@ PeerBody = (
 
 
 class PeerEnvelope(msgspec.Struct, frozen=True, array_like=True):
-    """Who speaks: the address at which the sender can be reached, its incarnation, and the one it speaks to."""
+    """The sender's address and boot id, the receiver's boot id, and the body."""
 
     address: PeerAddress
     boot_id: Hex128
     to_boot_id: str
-    """Empty in PEER_HELLO, which is how incarnations are learnt."""
+    """Empty in PEER_HELLO, through which boot ids become known."""
     body: PeerBody

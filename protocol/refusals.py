@@ -1,4 +1,4 @@
-"""What the daemon answers to any request that it does not execute: ERROR and BUSY."""
+"""The replies to a request that the daemon does not execute: ERROR and BUSY."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ErrorReply(Body, frozen=True, kw_only=True, tag="ERROR"):
 
 
 class Busy(Body, frozen=True, kw_only=True, tag="BUSY"):
-    """The request is right but a bound on work in flight is reached: try again, unchanged, after a while."""
+    """The request is valid but a bound on requests in flight is reached: retry it after ``retry_after_ms``."""
 
     retry_after_ms: int
     detail: str

@@ -1,4 +1,4 @@
-"""Which kvferry this is: the version in pyproject.toml, without asking the package's metadata, which takes longer."""
+"""kvferry's version, as in pyproject.toml; reading the package's metadata would take longer."""
 
 from typing import Final
 

@@ -168,7 +168,7 @@ def states(transfer: Transfer) -> tuple[str, bool, bool]:
 def test_the_life_of_a_transfer(core: ClientCore) -> None:
     transfer, outgoing = begin(core)
     assert states(transfer) == ("sent", False, False)
-    with pytest.raises(MisuseError, match="is not finished: wait_finished"):
+    with pytest.raises(MisuseError, match="is not finished: call wait_finished"):
         transfer.outcome()
     assert changed(reply(core, outgoing, Accepted(generation=1))) is transfer
     assert states(transfer) == ("open", False, False)
