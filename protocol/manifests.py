@@ -1,4 +1,4 @@
-"""Pool specs, entries and manifests as they travel. What they mean is computed in ``kvferry.pools``."""
+"""Wire structs of pool specs, entries and manifests; ``kvferry.pools`` interprets them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ Size = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Offset = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 RoleName = ComponentName
 LayerNumbers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=(1 << 31) - 1)], ...], Meta(max_length=4096)]
-"""The model's own numbers of layers, ascending."""
+"""Layer numbers of the model, ascending."""
 
 LayerGroups = Annotated[tuple[LayerNumbers, ...], Meta(max_length=16)]
-"""Numbers of layers, ascending; each layer of the pool in one group. A pipeline stage may have none of a group."""
+"""Layer numbers per group, ascending; each layer of the pool is in one group. A stage may have none of a group."""
 
 ComponentNames = Annotated[tuple[ComponentName, ...], Meta(max_length=16)]
 View = Literal["paged", "fia", "nz"]
 Scale = Annotated[float, Meta(gt=0)]
 MAX_SCALES = 4096
-"""Of one entry."""
+"""Per entry."""
 
 HeadScales = Annotated[tuple[Scale, ...], Meta(min_length=1, max_length=MAX_SCALES)]
 LayerScales = Annotated[tuple[Scale, ...], Meta(min_length=1, max_length=4096)]
 LayerHeadScales = Annotated[tuple[Scale | HeadScales, ...], Meta(min_length=1, max_length=4096)]
 Scales = Scale | LayerHeadScales | Literal["page", "page_head"]
-"""What 8-bit keys or values are to be multiplied with: one for all; one a layer; in each layer one a head held here;
-``page``, ``page_head``: float32 arrays of their own, a number a page, or a page and head, which travel with the pages.
+"""Factors that dequantize 8-bit keys or values: one for all layers, one per layer, or per layer one per head held here.
+``page`` and ``page_head`` are separate float32 arrays, one number per page or per page and head, that travel too.
 """
 
 
 class DraftSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The draft model's layers: component ``draft``, numbered from 0, on the pages of ``main``.
 
-    What is left out is as in the model itself, but for the indexer, which a draft model has only where
-    ``index_head_dim`` says so, and for scales a layer, which it must have of its own. Beside multi-head attention
-    ``kv_lora_rank`` and its like make no sense; beside MLA the draft is MLA too, unless ``kv_heads`` is given.
+    Omitted fields default to the model's, except that a draft has an indexer only with its own ``index_head_dim``, and
+    that scales per layer must be given for it. Beside multi-head attention, fields of latent attention are refused;
+    beside MLA the draft is MLA too, unless ``kv_heads`` is given.
     """
 
     layers: LayerCount
@@ -62,7 +62,7 @@ class DraftSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 class _Spec(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What every spec is: told apart by ``kind``, without fields that nobody knows."""
+    """Base of specs: tagged by ``kind``; unknown fields are refused."""
 
 
 class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
@@ -70,14 +70,14 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
 
     ``tokens`` is the capacity in tokens without the padding page, a whole number of pages; ``kv_heads`` the heads held
     here, of ``total_heads`` (default: all) starting at ``head_start``; ``first_layer`` the model's number of the first
-    layer; ``replicas`` how many ranks hold these very heads. ``view`` says how engines see the same bytes: ``paged``
-    ``(pages, page_size, heads, dim)`` a layer, ``fia`` ``(pages * page_size, 1, heads, dim)``. ``nz`` is another order
-    of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for elements of 2 bytes. ``k_scale`` and ``v_scale`` are
-    those of a dtype of 8 bits.
+    layer; ``replicas`` the number of ranks that hold the same heads. ``view`` is how engines see the same bytes, per
+    layer: ``paged`` ``(pages, page_size, heads, dim)`` or ``fia`` ``(pages * page_size, 1, heads, dim)``; ``nz`` is
+    another order of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for 2-byte elements. ``k_scale`` and
+    ``v_scale`` apply to 8-bit dtypes only.
 
-    ``groups`` are the KV cache groups of an engine that gives each of them a block table of its own, with page ids of
-    one allocator: components ``main``, ``group1``, ``group2`` and so on, all in the page space ``main``. A page is one
-    group's at a time; the layers at one place of their groups share an array.
+    ``groups`` are the KV cache groups of an engine with a block table per group and page ids from one allocator:
+    components ``main``, ``group1``, ``group2`` and so on, all in the page space ``main``. A page belongs to one group
+    at a time; the layers at the same index of their groups share an array.
     """
 
     layers: LayerCount
@@ -102,14 +102,14 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
 class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     """A pool of multi-head latent attention: the latent as k, the rope part as v, and the indexer's arrays.
 
-    ``index_layers`` are the model's numbers of the layers that have an indexer, ascending, or how many of the first
-    ones have; by default all do where ``index_head_dim`` is given. ``index_scale`` adds one float32 a token.
-    ``index_dtype`` is ``dtype`` unless given. ``packed`` stores latent (float8), its scales and rope (bfloat16) of a
-    token in one row of k, without v: ``ds_mla`` in this order, ``ascend`` with the scales last. ``joined`` stores
-    latent and rope of a token, both in ``dtype``, in one row of k of ``kv_lora_rank + qk_rope_head_dim`` elements.
-    ``replicas`` is the number of tensor-parallel ranks: each holds the same. ``k_scale`` is the latent's and the rope
-    part's, one for all or one a layer; packed tokens have their own, the indexer's keys ``index_scale``. ``groups``: as
-    ``MhaSpec`` has them.
+    ``index_layers`` are the numbers of the layers with an indexer, ascending, or the count of leading layers with one;
+    by default all layers have one if ``index_head_dim`` is given. ``index_scale`` adds one float32 per token.
+    ``index_dtype`` defaults to ``dtype``. ``packed`` stores latent (float8), its scales and rope (bfloat16) of a token
+    in one row of k, without v: ``ds_mla`` in this order, ``ascend`` with the scales last. ``joined`` stores latent and
+    rope of a token, both in ``dtype``, in one row of k of ``kv_lora_rank + qk_rope_head_dim`` elements. ``replicas`` is
+    the number of tensor-parallel ranks, which all hold the same content. ``k_scale`` applies to latent and rope, one
+    for all layers or one per layer; packed tokens contain their scales, the indexer's keys use ``index_scale``.
+    ``groups``: see ``MhaSpec``.
     """
 
     layers: LayerCount
@@ -134,11 +134,11 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
 
 
 class HybridSwaSpec(_Spec, frozen=True, kw_only=True, tag="hybrid_swa"):
-    """A pool of full and of sliding-window attention: components ``main`` and ``swa``, each with pages of its own.
+    """A pool of full and sliding-window attention: components ``main`` and ``swa``, each in its own page space.
 
     Layers keep the model's numbers; a pipeline stage may have layers of one kind only. ``window`` is the sliding window
-    in tokens, ``window_tokens`` the capacity of its pages. The window layers' heads are as the full ones' where they
-    are left out, and so are their scales, unless those are a layer's each.
+    in tokens, ``window_tokens`` the capacity of the window pages in tokens. The window layers' heads and scales default
+    to those of the full layers; scales per layer have no default.
     """
 
     full_layers: LayerNumbers = ()
@@ -170,12 +170,12 @@ class HybridSwaSpec(_Spec, frozen=True, kw_only=True, tag="hybrid_swa"):
 
 
 class MambaSpec(_Spec, frozen=True, kw_only=True, tag="mamba"):
-    """A pool of per-request state, as Mamba and gated delta nets have it, with attention layers or without.
+    """A pool of per-request state of Mamba or gated delta nets, with or without attention layers.
 
-    Component ``mamba``: a slot a request (``slots`` without the padding slot 0), conv ``(conv_window, conv_channels)``
-    and ssm ``ssm_shape`` in each state layer; either may be left out. ``ssm_shape`` begins with the heads held here, of
-    ``state_total_heads`` (default: all) starting at ``state_head_start``. The attention layers are component ``main``;
-    ``tokens``, ``page_size``, ``kv_heads`` and ``head_dim`` are theirs.
+    Component ``mamba`` has one slot per request (``slots`` excludes the padding slot 0) with conv ``(conv_window,
+    conv_channels)`` and ssm ``ssm_shape`` in each state layer; either may be omitted. ``ssm_shape`` begins with the
+    heads held here, of ``state_total_heads`` (default: all) starting at ``state_head_start``. The attention layers are
+    component ``main``; ``tokens``, ``page_size``, ``kv_heads`` and ``head_dim`` apply to them.
     """
 
     state_layers: LayerNumbers = ()
@@ -205,18 +205,17 @@ class MambaSpec(_Spec, frozen=True, kw_only=True, tag="mamba"):
 
 
 PoolSpec = MhaSpec | MlaSpec | HybridSwaSpec | MambaSpec
-"""Every kind of spec, told apart by ``kind``."""
+"""Every kind of spec, tagged by ``kind``."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One array of a pool: (component, role, layer).
 
-    ``base`` is in bytes, from the region's start in a manifest, an address in an engine's pointer list; ``layer`` is
-    the model's own number (counted from 0 in a component of its own, as draft is). Pages are ``page_bytes`` apart and
-    contiguous. The fields with a None default may be left out where an engine does not know them; what two paired
-    entries both give must agree. ``replicas``, which need not, is how many ranks hold this very content: MLA under
-    tensor parallelism, replicated KV heads. ``scales`` are those of 8-bit keys or values, one or ``heads``; a side that
-    has none differs from one that has some.
+    ``base`` is a byte offset in the region in a manifest, an address in an engine's pointer list; ``layer`` is the
+    model's number (from 0 in components like draft). Pages are contiguous, ``page_bytes`` apart. Fields with a None
+    default may be omitted if an engine does not know them; fields that two paired entries both give must agree, except
+    ``replicas``: the number of ranks that hold the same content (MLA under tensor parallelism, replicated KV heads).
+    ``scales`` are those of 8-bit keys or values, one or ``heads`` of them; none is not equal to some.
     """
 
     component: ComponentName
@@ -237,22 +236,22 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
     @property
     def name(self) -> str:
-        """Return ``component/role/layer``, as errors and logs name the entry."""
+        """Return ``component/role/layer``, the entry's name in errors and logs."""
         return f"{self.component}/{self.role}/{self.layer}"
 
 
 ComponentKind = Literal["paged", "window", "state"]
-"""``paged``: one page for each ``page_tokens`` tokens of a request from its first on; ``window``: the same, but only
-of its last tokens; ``state``: not by tokens, a few slots a request."""
+"""``paged``: one page for each ``page_tokens`` tokens of a request from its first on; ``window``: the same for its last
+tokens only; ``state``: independent of tokens, a few slots per request."""
 
 
 class Component(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the entries of one component have in common.
+    """The common properties of a component's entries.
 
-    ``space`` names the page ids they use: components of one space have a page each under one id, and ``pages`` pages
-    (the padding page included); each space is allocated from by itself. ``window`` is a window's tokens, where known.
-    A ``group`` has other pages of its space than the space's first component, and so a list of its own; what is no
-    group lies on that one's pages.
+    ``space`` names the page space: components of one space each have a page under the same id, and ``pages`` pages
+    (including the padding page); each space has its own allocator. ``window`` is the window in tokens, if known. A
+    ``group`` uses other pages of its space than the space's first component, and so has its own page list; a component
+    that is not a group uses the pages of the first one.
     """
 
     name: str
@@ -264,7 +263,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool's entries, the pages of its first space (the padding page included) and the layout digest."""
+    """A pool's entries, the number of pages of its first space (including the padding page) and the layout digest."""
 
     pages: int
     region_bytes: int

@@ -1,4 +1,4 @@
-"""The wire as an AsyncAPI 3 document, generated from the structs: ``python -m kvferry.protocol.schema``."""
+"""The wire protocol as an AsyncAPI 3 document, generated from the structs: ``python -m kvferry.protocol.schema``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def asyncapi() -> dict[str, Any]:
 
 
 def document() -> bytes:
-    """Return the document as the committed file has it."""
+    """Return the document in the form of docs/asyncapi.json."""
     return msgspec.json.format(msgspec.json.encode(asyncapi(), order="sorted"), indent=1) + b"\n"
 
 

@@ -31,21 +31,21 @@ def pack(message: SessionOpen | RegionRequest | MemoryFollows | SessionFrame) ->
 
 
 class FrameSplitter:
-    """Collects bytes as they arrive and gives whole frames back, in order."""
+    """Splits a byte stream into frames."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     @property
     def between_frames(self) -> bool:
-        """Return whether no part of a frame has come."""
+        """Return whether no partial frame is buffered."""
         return not self._pending
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take more bytes; yield the frames that are complete now.
+        """Add received bytes; yield the frames that are now complete.
 
         Raises:
-            MalformedError: a frame announces more than MAX_SESSION_FRAME_BYTES: not a peer of ours.
+            MalformedError: a frame announces more than MAX_SESSION_FRAME_BYTES.
         """
         self._pending += data
         while len(self._pending) >= _LENGTH.size:
@@ -60,39 +60,39 @@ class FrameSplitter:
 
 
 def unpack_open(frame: bytes) -> SessionOpen | RegionRequest:
-    """Return the opening frame of a client, or of another daemon.
+    """Return the first frame from a client or another daemon.
 
     Raises:
-        MalformedError: the bytes are none.
+        MalformedError: the bytes are not such a frame.
     """
     try:
         opening: SessionOpen | RegionRequest = _open_decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
-        raise MalformedError(f"no session opening: {cause}") from cause
+        raise MalformedError(f"not a session opening: {cause}") from cause
     return opening
 
 
 def unpack_said(frame: bytes) -> ShareFollows | MemoryFollows:
-    """Return a frame of an engine whose session is open.
+    """Return a later frame from an engine, after its session was opened.
 
     Raises:
-        MalformedError: the bytes are none.
+        MalformedError: the bytes are not such a frame.
     """
     try:
         message: ShareFollows | MemoryFollows = _said_decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise MalformedError("no share of memory or events") from None  # its text might hold a handle
+        raise MalformedError("not a share of memory or events") from None  # the cause's text might contain a handle
     return message
 
 
 def unpack_frame(frame: bytes) -> SessionFrame:
-    """Return a daemon's frame.
+    """Return a frame from the daemon.
 
     Raises:
-        MalformedError: the bytes are none.
+        MalformedError: the bytes are not such a frame.
     """
     try:
         message: SessionFrame = _frame_decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
-        raise MalformedError(f"no session frame: {cause}") from cause
+        raise MalformedError(f"not a session frame: {cause}") from cause
     return message

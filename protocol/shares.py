@@ -1,6 +1,6 @@
-"""Shares: what another process needs to map memory of a device. They travel over the session socket only.
+"""Shares: what another process needs to map device memory. They travel over the session socket only.
 
-Whoever has a share may be able to map the memory: a share is never logged, and its text form shows nothing of it.
+A share may allow its holder to map the memory, so it is never logged, and its repr shows nothing of it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ Handle = Annotated[bytes, Meta(max_length=512)]
 DriverHandle = Annotated[int, Meta(ge=0)]
 Offset = Annotated[int, Meta(ge=0, lt=1 << 62)]
 MAX_SHARES = 16
-"""Of one frame."""
+"""Per frame."""
 
 MAX_SHARED_EVENTS = 128
-"""Events of a session's ring on a device: their handles fit into one frame."""
+"""Events in a session's ring on a device: as many as fit their handles into one frame."""
 
 
 class _Share(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -27,9 +27,9 @@ class _Share(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class VmmShare(_Share, frozen=True, kw_only=True, tag="vmm"):
-    """A physical allocation of CANN's virtual memory management; the exporter has named who may import it.
+    """A physical allocation of CANN's virtual memory management; the exporter names the processes that may import it.
 
-    The driver counts who holds it: the memory goes with the last one, however he ends.
+    The driver counts its holders: the memory is freed with the last one, however that process ends.
     """
 
     handle: DriverHandle
@@ -37,9 +37,9 @@ class VmmShare(_Share, frozen=True, kw_only=True, tag="vmm"):
 
 
 class TorchShare(_Share, frozen=True, kw_only=True, tag="torch"):
-    """A torch storage, by the fields that torch itself hands to another process.
+    """A torch storage, with the fields that torch passes to another process.
 
-    ``offset_bytes`` is where the shared bytes begin in the storage.
+    ``offset_bytes`` is the offset of the shared bytes in the storage.
     """
 
     handle: Handle
@@ -53,11 +53,11 @@ class TorchShare(_Share, frozen=True, kw_only=True, tag="torch"):
 
 
 Share = VmmShare | TorchShare
-"""Every kind of share, told apart by ``kind``."""
+"""Every kind of share, tagged by ``kind``."""
 
 
 class SharedEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """Interprocess events of one device: whoever made them records them, whoever opens them waits."""
+    """Interprocess events of one device: the process that created them records them, those that open them wait."""
 
     handles: Annotated[tuple[Handle, ...], Meta(max_length=MAX_SHARED_EVENTS)]
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them: ``"8GiB"``. Knows nothing of what they are sizes of."""
+"""Sizes in human-readable form: ``"8GiB"``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Final
 
 UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 SIZE_FORM: Final = 'bytes as a number, or as text with a unit: KiB, MiB, GiB or TiB, as "8GiB", "512 MiB" or "1.5GiB"'
-"""What a size may look like, for those who got it wrong."""
+"""The accepted forms of a size, for error texts."""
 
 _SIZE: Final = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?(KiB|MiB|GiB|TiB)\Z", re.ASCII)
 
 
 def size_bytes(text: str) -> int:
-    """Return the bytes that a number with a unit means.
+    """Return the bytes of a number with a unit.
 
     Raises:
-        ValueError: it is none, or no whole number of bytes; says what it may look like.
+        ValueError: the text is not a size, or not a whole number of bytes; describes the accepted forms.
     """
     found = _SIZE.match(text)
     size = Fraction(found[1]) * UNITS[found[2]] if found else None
@@ -27,7 +27,7 @@ def size_bytes(text: str) -> int:
 
 
 def size_text(size: int) -> str:
-    """Return a size with the largest unit of which it is a whole number: the inverse of ``size_bytes``."""
+    """Return a size in the largest unit of which it is a multiple; plain bytes if there is none."""
     for unit, unit_bytes in reversed(UNITS.items()):
         if size and size % unit_bytes == 0:
             return f"{size // unit_bytes}{unit}"
@@ -35,7 +35,7 @@ def size_text(size: int) -> str:
 
 
 def with_sizes(table: dict[str, object]) -> dict[str, object]:
-    """Return a table of a configuration, and those in it, with each right text of a ``…_bytes`` as a number."""
+    """Return a configuration table, and the tables in it, with valid texts of ``…_bytes`` keys as numbers."""
     return {key: _as_number(key, value) for key, value in table.items()}
 
 

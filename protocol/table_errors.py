@@ -1,4 +1,4 @@
-"""What can be wrong with a graph table's update. Import them from ``errors``, which has the tree of all."""
+"""Errors in updates of graph tables. Import them from ``errors``, which lists all."""
 
 from __future__ import annotations
 

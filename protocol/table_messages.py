@@ -1,4 +1,4 @@
-"""Graph tables: CREATE_TABLES, UPDATE_TABLES, DELETE_TABLES. What they mean is computed in ``kvferry.attention``."""
+"""Graph tables: CREATE_TABLES, UPDATE_TABLES, DELETE_TABLES; ``kvferry.attention`` interprets them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ NoTokens = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class CreateTables(Body, frozen=True, kw_only=True, tag="CREATE_TABLES"):
-    """Make the tables that captured graphs of this session read, for one pool, on the pool's device.
+    """Create the tables that captured graphs of this session read, for one pool, on the pool's device.
 
-    They have ``W = ceil(max(max_context_tokens + draft_tokens, request_row_tokens) / page_size)`` columns, and
-    addresses that stay until DELETE_TABLES or the session's end. Their memory comes over the session socket before the
-    reply.
+    Their width is in docs/architecture.md, "Formulas"; their addresses are fixed until DELETE_TABLES or the session's
+    end. Their memory is sent over the session socket before the reply.
     """
 
     tables: PoolName
@@ -31,20 +30,20 @@ class CreateTables(Body, frozen=True, kw_only=True, tag="CREATE_TABLES"):
     max_context_tokens: Tokens
     draft_tokens: NoTokens = 0
     request_row_tokens: NoTokens = 0
-    """The width of the engine's own token map: wider than the context in practice."""
+    """The width of the engine's own token map, in practice wider than the context."""
     captured: Annotated[tuple[Rows, ...], Meta(max_length=1024)] = ()
-    """The batch sizes that were captured; none: every batch is replayed as it is."""
+    """The captured batch sizes; if empty, every batch is replayed with its own size."""
     component: ComponentName = MAIN
-    """The component whose pages the tables name."""
+    """The component whose pages the tables list."""
     window: Tokens | None = None
-    """The sliding window of hybrid models, in tokens, the pool's: then there are window tables too."""
+    """The pool's sliding window in tokens, for hybrid models: adds window tables."""
     window_component: ComponentName = "swa"
     device_pid: ProcessId | None = None
     """See ATTACH_POOL."""
 
 
 class TablesCreated(Body, frozen=True, kw_only=True, tag="TABLES_CREATED"):
-    """CREATE_TABLES's reply: ``(max_batch, columns)`` and ``(max_batch,)`` int32, by their offsets in bytes."""
+    """CREATE_TABLES's reply: byte offsets of the tables ``(max_batch, columns)`` and lengths ``(max_batch,)``, int32."""
 
     tables: str
     device: str
@@ -55,11 +54,11 @@ class TablesCreated(Body, frozen=True, kw_only=True, tag="TABLES_CREATED"):
     seq_lens: int
     region_bytes: int
     host_bytes: int
-    """Of the host lengths, a memory of their own."""
+    """Size of the separate memory of the host lengths."""
 
 
 class UpdateTables(Body, frozen=True, kw_only=True, tag="UPDATE_TABLES"):
-    """Change the tables for the next replay: all of it or nothing. One update of the tables may wait.
+    """Change the tables for the next replay, atomically. At most one update of the tables may wait.
 
     One frame holds, one after another: ``batch`` lengths; row, column and page of each of ``entries`` entries; number
     and page count of each of ``rows`` rows, and their ``pages`` pages; ``released`` full pages; ``bound`` full pages
@@ -71,14 +70,14 @@ class UpdateTables(Body, frozen=True, kw_only=True, tag="UPDATE_TABLES"):
     tables: PoolName
     batch: PageCount
     extra_tokens: NoTokens = 0
-    """Added to every length of this step: the draft tokens, to verify."""
+    """Added to every length of this step: the draft tokens to verify."""
     entries: PageCount = 0
     rows: PageCount = 0
     pages: PageCount = 0
     released: PageCount = 0
     bound: PageCount = 0
     after: DeviceEvent | None = None
-    """The end of the replay that still reads the tables."""
+    """Device event of the end of the replay that still reads the tables."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the length of the one frame."""
@@ -86,10 +85,10 @@ class UpdateTables(Body, frozen=True, kw_only=True, tag="UPDATE_TABLES"):
 
 
 class TablesUpdated(Body, frozen=True, kw_only=True, tag="TABLES_UPDATED"):
-    """UPDATE_TABLES's reply. On the host the tables are as they have to be.
+    """UPDATE_TABLES's reply. Tables on the host are up to date.
 
-    On a device the copies are on their way: a replay waits for the tables' event. ``sequence`` is that of the host
-    lengths, ``replayed_rows`` the captured batch size.
+    On a device the copies may still be in progress: a replay waits for the tables' event. ``sequence`` is the sequence
+    number of the host lengths, ``replayed_rows`` the captured batch size.
     """
 
     sequence: int
@@ -97,7 +96,7 @@ class TablesUpdated(Body, frozen=True, kw_only=True, tag="TABLES_UPDATED"):
 
 
 class DeleteTables(Body, frozen=True, kw_only=True, tag="DELETE_TABLES"):
-    """Give tables up; graphs that were captured over them may not be replayed any more."""
+    """Delete tables; graphs that were captured with them must not be replayed any more."""
 
     tables: PoolName
 
@@ -109,9 +108,9 @@ class TablesDeleted(Body, frozen=True, kw_only=True, tag="TABLES_DELETED"):
 
 
 class TablesFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="TABLES"):
-    """The memory of CREATE_TABLES ``message_id``: a descriptor of the host lengths; then of the tables, or their share.
+    """The memory of CREATE_TABLES ``message_id``: the descriptor of the host lengths, then of the tables, or a share.
 
-    With a share comes the event that the daemon records after each update, for replays to wait for.
+    A share comes with the event that the daemon records after each update, for replays to wait for.
     """
 
     message_id: int

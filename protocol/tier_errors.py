@@ -1,4 +1,4 @@
-"""What can be wrong with offload, restore and the prefix cache. Import them from ``errors``, which has the tree."""
+"""Errors of offload, restore and the prefix cache. Import them from ``errors``, which lists all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class UnknownSnapshotError(CallerError):
     """No snapshot of that name for this tenant."""
 
     code = "UNKNOWN_SNAPSHOT"
-    remedy = "SNAPSHOTS lists those there are; one that its session left behind is dropped after a while"
+    remedy = "SNAPSHOTS lists the existing ones; a snapshot whose session has ended is dropped after a while"
 
 
 class UnknownLeaseError(CallerError):
@@ -23,11 +23,11 @@ class UnknownOperationError(CallerError):
     """No operation of that number in this session."""
 
     code = "UNKNOWN_OPERATION"
-    remedy = "works are known until their TIER_DONE is acknowledged"
+    remedy = "operations are known until their TIER_DONE is acknowledged"
 
 
 class NoModelError(CallerError):
-    """The pool does not say whose KV it holds, so its blocks cannot be told from another model's."""
+    """The pool has no model identity, so its blocks cannot be distinguished from another model's."""
 
     code = "NO_MODEL"
     remedy = "create or register the pool with model=ModelIdentity(name=…, revision=…)"
@@ -37,18 +37,18 @@ class TierOffError(CallerError):
     """The daemon has no such tier."""
 
     code = "TIER_OFF"
-    remedy = "configure the tier that is named under [tiers], and restart the daemon"
+    remedy = "configure the named tier under [tiers], and restart the daemon"
 
 
 class CacheMissError(DaemonError):
-    """Cached blocks were gone, or damaged, when they were to be loaded."""
+    """Cached blocks were evicted or damaged before they were loaded."""
 
     code = "CACHE_MISS"
-    remedy = "compute the tokens from the block that is named; the pages of the blocks before it are filled"
+    remedy = "recompute the tokens from the named block on; the pages of the blocks before it are filled"
 
 
 class SnapshotDamagedError(DaemonError):
-    """A block's bytes are not those that were offloaded: its checksum is another one."""
+    """A checksum does not match: the bytes are not those that were offloaded."""
 
     code = "SNAPSHOT_DAMAGED"
-    remedy = "compute the request's tokens again, and look at the host's memory: the target pages are untouched"
+    remedy = "recompute the request's tokens, and check the host's memory: the target pages are unchanged"

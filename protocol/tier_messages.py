@@ -1,6 +1,6 @@
 """Offload and restore: OFFLOAD, RESTORE, DROP_SNAPSHOT, SNAPSHOTS, CANCEL_OPERATION, and the event TIER_DONE.
 
-An operation is what one OFFLOAD, RESTORE, STORE or LOAD does: accepted at once, ended by one event.
+An operation (OFFLOAD, RESTORE, STORE or LOAD) is accepted immediately and ended by one TIER_DONE.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ SomeLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=MAX_PA
 class Offload(Body, frozen=True, kw_only=True, tag="OFFLOAD"):
     """Copy these pages of this session to the host tier, as a snapshot.
 
-    Answered by OFFLOADING at once; TIER_DONE follows. The pages may not be written before it, nor freed, unless by this
-    message itself with ``release``.
+    Answered by OFFLOADING immediately; TIER_DONE follows. Until then the pages must not be written, or freed other than
+    by ``release`` of this message.
     """
 
     pool: PoolName
     lists: SomeLists
     release: bool = False
-    """Free the pages as soon as they are copied; where that fails they stay the session's."""
+    """Free the pages once they are copied; if the copy fails, the session keeps them."""
     after: DeviceEvent | None = None
-    """Wait for this before the pages are read: work that fills them is under way on a device."""
+    """Device event to wait for before the pages are read: the end of the kernels that fill them."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
@@ -41,31 +41,31 @@ class Offload(Body, frozen=True, kw_only=True, tag="OFFLOAD"):
 
 
 class Offloading(Body, frozen=True, kw_only=True, tag="OFFLOADING"):
-    """OFFLOAD's reply: the snapshot's name. It can be restored after TIER_DONE."""
+    """OFFLOAD's reply: the snapshot's name. The snapshot can be restored after TIER_DONE."""
 
     operation: int
     snapshot: str
 
 
 class Restore(Body, frozen=True, kw_only=True, tag="RESTORE"):
-    """Copy a snapshot of this tenant into pages of this session: as many as it has, of a pool of the same layout.
+    """Copy a snapshot of this tenant into as many pages of this session, in a pool of the same layout.
 
-    Answered by OPERATION_STARTED at once; TIER_DONE follows. All or nothing: where a checksum is wrong, the pages are
-    as they were; what is given up midway leaves pages that were named with anything in them.
+    Answered by OPERATION_STARTED immediately; TIER_DONE follows. If a checksum is wrong, the pages are unchanged; if
+    the operation is stopped midway, the contents of the listed pages are undefined.
     """
 
     snapshot: Hex128
     pool: PoolName
     lists: FewLists = ()
-    """As many pages for each component as the snapshot has; none with ``allocate``."""
+    """As many pages for each component as the snapshot has; empty with ``allocate``."""
     allocate: bool = False
-    """Let the daemon take the pages for this session, once enough are free; TIER_DONE has their ids."""
+    """Let the daemon allocate the pages for this session once enough are free; TIER_DONE has their ids."""
     drop: bool = False
     """Drop the snapshot once it is restored."""
     after: DeviceEvent | None = None
-    """Wait for this before the pages are written: work that still reads them is under way on a device."""
+    """Device event to wait for before the pages are written: the end of the kernels that still read them."""
     any_model: bool = False
-    """Restore into a pool of another model too: whoever asks knows that its KV fits."""
+    """Allow a pool of another model: the caller knows that its KV fits."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
@@ -73,19 +73,19 @@ class Restore(Body, frozen=True, kw_only=True, tag="RESTORE"):
 
 
 class OperationStarted(Body, frozen=True, kw_only=True, tag="OPERATION_STARTED"):
-    """The reply of RESTORE, STORE and LOAD: the checks passed, TIER_DONE follows."""
+    """The reply to RESTORE, STORE and LOAD: the checks passed, TIER_DONE follows."""
 
     operation: int
 
 
 class DropSnapshot(Body, frozen=True, kw_only=True, tag="DROP_SNAPSHOT"):
-    """Give a snapshot of this tenant up. Restores of it that are under way go on."""
+    """Drop a snapshot of this tenant. Running restores of it continue."""
 
     snapshot: Hex128
 
 
 class SnapshotDropped(Body, frozen=True, kw_only=True, tag="SNAPSHOT_DROPPED"):
-    """DROP_SNAPSHOT's reply. ``deferred``: restores read it still; its memory is free after them."""
+    """DROP_SNAPSHOT's reply. ``deferred``: restores still read it; its memory is freed after them."""
 
     snapshot: str
     deferred: bool
@@ -104,10 +104,10 @@ class SnapshotList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One snapshot. ``session`` is None where its session is gone: then it is dropped after a while.
+    """One snapshot. ``session`` is None if its session has ended: then it is dropped after a while.
 
-    ``checksum`` is XXH3-128 over the checksums (XXH3-64) of its ``chunks`` chunks, each a page of a list; empty where
-    the daemon makes none. ``state``: ``writing``, ``network`` (a transfer fills it), ``ready``.
+    ``checksum`` is XXH3-128 over the checksums (XXH3-64) of its ``chunks`` chunks, each a page of a list; empty if the
+    daemon computes none. ``state``: ``writing``, ``network`` (a transfer fills it) or ``ready``.
     """
 
     snapshot: str
@@ -122,9 +122,9 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     session: int | None
     state: str
     restores: int = 0
-    """How many are under way."""
+    """Number of running restores."""
     model: str = ""
-    """The label of the model whose pool it came from: ``NAME@REVISION+ADAPTER``; empty where that has none."""
+    """Label of the source pool's model, ``NAME@REVISION+ADAPTER``; empty if the pool has no model identity."""
 
 
 class SnapshotReport(Body, frozen=True, kw_only=True, tag="SNAPSHOT_REPORT"):
@@ -134,23 +134,23 @@ class SnapshotReport(Body, frozen=True, kw_only=True, tag="SNAPSHOT_REPORT"):
 
 
 class CancelOperation(Body, frozen=True, kw_only=True, tag="CANCEL_OPERATION"):
-    """Give up an operation of this session. Answered once no byte of it moves any more."""
+    """Cancel an operation of this session. Answered once no byte of it moves any more."""
 
     operation: OperationNumber
 
 
 class OperationCancelled(Body, frozen=True, kw_only=True, tag="OPERATION_CANCELLED"):
-    """CANCEL_OPERATION's reply. ``was_done`` says that the outcome was known before."""
+    """CANCEL_OPERATION's reply. ``was_done``: the operation had already ended."""
 
     was_done: bool
 
 
 class TierDone(Body, frozen=True, kw_only=True, tag="TIER_DONE"):
-    """An operation has ended: well exactly where ``error`` is None. No byte of it can move any more.
+    """An operation has ended, successfully if ``error`` is None. No byte of it can move any more.
 
-    ``waited_us`` runs from the request to the first copy, ``moved_us`` from there to the last one. ``stored`` blocks of
-    a STORE are new, ``present`` ones were in the cache before, or are being written. ``loaded``: how many leading
-    blocks of a LOAD are in their pages, also where it failed.
+    ``waited_us`` runs from the request to the first copy, ``moved_us`` from there to the last one. Of a STORE,
+    ``stored`` blocks are new, ``present`` blocks were already cached or are being written. ``loaded`` is the number of
+    leading blocks of a LOAD that are in their pages, even if it failed.
     """
 
     operation: int
@@ -165,7 +165,7 @@ class TierDone(Body, frozen=True, kw_only=True, tag="TIER_DONE"):
     present: int = 0
     loaded: int = 0
     lists: tuple[PageList, ...] = ()
-    """The pages that RESTORE with ``allocate`` took; their ids follow in frames."""
+    """The pages that RESTORE with ``allocate`` allocated; their ids follow in frames."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""

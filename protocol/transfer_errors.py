@@ -1,4 +1,4 @@
-"""What can be wrong with a transfer by its callers' fault. Import them from ``errors``, which has the tree of all."""
+"""Errors of transfers that a caller is responsible for. Import them from ``errors``, which lists all."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class LengthMismatchError(CallerError):
 
 
 class EmptyPagesError(CallerError):
-    """A list that must name pages names none."""
+    """A page list that must not be empty is."""
 
     code = "EMPTY_PAGES"
-    remedy = "name at least one page; leave out a transfer that moves nothing"
+    remedy = "list at least one page; omit a transfer that moves nothing"
 
 
 class UnknownComponentError(CallerError):
@@ -27,7 +27,7 @@ class UnknownComponentError(CallerError):
 
 
 class DuplicateEntryError(CallerError):
-    """Two entries of one (component, role, layer) in one manifest."""
+    """Two entries with the same (component, role, layer) in one manifest."""
 
     code = "DUPLICATE_ENTRY"
     remedy = "give each (component, role, layer) one entry"
@@ -48,31 +48,31 @@ class GeometryMismatchError(CallerError):
 
 
 class ScaleMismatchError(CallerError):
-    """Paired entries whose 8-bit elements stand for other numbers."""
+    """Paired entries whose 8-bit elements have different scales."""
 
     code = "SCALE_MISMATCH"
-    remedy = "give both pools the scales of one checkpoint: their pages are of one form, but not of one meaning"
+    remedy = "give both pools the scales of the same checkpoint: equal bytes mean different values under other scales"
 
 
 class ModelMismatchError(CallerError):
-    """Pages of one model are to go into a pool of another."""
+    """Pages of one model were sent to a pool of another."""
 
     code = "MODEL_MISMATCH"
-    remedy = "pair pools of one model, revision and adapter; any_model=true takes other KV where you know that it fits"
+    remedy = "pair pools of one model, revision and adapter; any_model=true accepts other KV if you know that it fits"
 
 
 class WindowMismatchError(CallerError):
-    """Pages of a window that are wanted and not there."""
+    """Pages of a window that are required and missing."""
 
     code = "WINDOW_MISMATCH"
-    remedy = "let both sides take the window at one sequence length, and keep its pages until they are sent"
+    remedy = "let both sides compute the window at the same sequence length, and keep its pages until they are sent"
 
 
 class EmptyStateError(CallerError):
     """A window or state of which one side gives pages and the other none."""
 
     code = "EMPTY_STATE"
-    remedy = "give the pages on both sides, or say none=true at the destination for what it does not want"
+    remedy = "give the pages on both sides, or set none=true at the destination for what it does not want"
 
 
 class HeadsIndivisibleError(CallerError):
@@ -86,11 +86,11 @@ class BounceBufferTooSmallError(CallerError):
     """A page of an entry is larger than one bounce buffer."""
 
     code = "BOUNCE_BUFFER_TOO_SMALL"
-    remedy = "raise the bounce buffers' size to the largest page_bytes at least, or make the pools' pages smaller"
+    remedy = "increase the bounce buffer size to at least the largest page_bytes, or make the pools' pages smaller"
 
 
 class PageOverlapError(CallerError):
-    """Pages that another SEND of the transfer covers already."""
+    """Pages that another SEND of the transfer already covers."""
 
     code = "PAGE_OVERLAP"
     remedy = "send each logical page of each entry once"
@@ -107,14 +107,14 @@ class IncompleteError(CallerError):
     """The last SEND leaves required pages uncovered."""
 
     code = "INCOMPLETE"
-    remedy = "send the pages that are named, or set last=false if more follow"
+    remedy = "send the named pages, or set last=false if more follow"
 
 
 class UnexpectedSourceError(CallerError):
     """More sources than the transfer's RECEIVE names."""
 
     code = "UNEXPECTED_SOURCE"
-    remedy = "RECEIVE with sources= the number of pools that send"
+    remedy = "set sources of RECEIVE to the number of pools that send"
 
 
 class FirstTokenTwiceError(CallerError):
@@ -128,7 +128,7 @@ class TransferExistsError(CallerError):
     """The request id is in use by a live transfer or by another tenant."""
 
     code = "TRANSFER_EXISTS"
-    remedy = "wait for the other transfer's settled event, or make a fresh request id"
+    remedy = "wait for the other transfer's SETTLED event, or use a new request id"
 
 
 class UnknownTransferError(CallerError):

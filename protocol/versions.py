@@ -1,6 +1,6 @@
-"""Protocol versions and the rule by which two sides agree on one.
+"""Protocol versions and how two sides agree on one.
 
-A version is raised when a message's meaning changes; a new field or type only adds a feature.
+The version increases when a message's meaning changes; a new field or type only adds a feature.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FEATURES = (
     "tiers.cache",
     "transfers.into",
 )
-"""What this version of kvferry can do, by stable names; clients ignore names they do not know."""
+"""The features of this version of kvferry, by stable names; clients ignore unknown names."""
 
 
 def agree(protocol_min: int, protocol_max: int) -> int:
     """Return the highest version both sides speak.
 
     Raises:
-        VersionMismatchError: the ranges do not meet.
+        VersionMismatchError: the ranges do not overlap.
     """
     highest = min(protocol_max, PROTOCOL_MAX)
     if highest < max(protocol_min, PROTOCOL_MIN):
