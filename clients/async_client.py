@@ -29,7 +29,7 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.events import Finished
-from kvferry.protocol.ids import HOST, MAIN
+from kvferry.protocol.ids import HOST, MAIN, PoolLifetime
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
@@ -56,6 +56,7 @@ class AsyncClient(AsyncTiers):
         runtime_dir: Path | str | None = None,
         *,
         name: str = "",
+        instance: str = "",
         session: bool = True,
         devices: Mapping[str, str] | None = None,
         timeout_s: float = 5.0,
@@ -65,6 +66,9 @@ class AsyncClient(AsyncTiers):
         Args:
             runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
             name: shown in the daemon's status and logs.
+            instance: the engine instance that this session belongs to. Sessions of this user that name the same one,
+                say of a scheduler and its workers, own pages, leases and snapshots together; these are given back when
+                the last of them ends. None: the session is an instance of its own.
             session: without one, only ping and status work.
             devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
                 ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
@@ -75,22 +79,24 @@ class AsyncClient(AsyncTiers):
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
         """
-        return Connecting(cls, cls._connect(runtime_dir, name, devices, timeout_s, session=session))
+        return Connecting(cls, cls._connect(runtime_dir, name, instance, devices, timeout_s, session=session))
 
     @classmethod
     async def _connect(
         cls,
         runtime_dir: Path | str | None,
         name: str,
+        instance: str,
         devices: Mapping[str, str] | None,
         timeout_s: float,
         *,
         session: bool,
     ) -> AsyncClient:
         hello, names = calls.hello(name), device_names(devices)
+        opening = calls.session_open(name, instance)
         timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
-        channel = await asyncio.to_thread(SessionChannel.open, directory, str(name)) if session else None
+        channel = await asyncio.to_thread(SessionChannel.open, directory, opening) if session else None
         client = cls(Connection(directory, channel, names))
         try:
             client.welcome = await client.call(hello, deadline_s=timeout_s, margin_s=0.0)
@@ -119,6 +125,7 @@ class AsyncClient(AsyncTiers):
         *,
         model: ModelIdentity | None = None,
         device: str = HOST,
+        lifetime: PoolLifetime = "daemon",
         deadline_s: float | None = None,
     ) -> AttachedPool:
         """Create a pool, or find it as it was created before, and map it.
@@ -129,15 +136,17 @@ class AsyncClient(AsyncTiers):
             model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
                 this very identity only; a transfer between two models is refused.
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
+            lifetime: ``daemon``: it stays until it is deleted; ``instance``: it is deleted when this session's instance
+                ends, though others have attached it.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
-            PoolExistsError: the name has another layout, size, window or model, or is on another device.
+            PoolExistsError: the name has another layout, size, window, model or lifetime, or is on another device.
             InvalidFieldError: the spec makes no sense.
             OutOfMemoryError: the host or the device cannot give it.
             DeviceUnavailableError: no such device, or what drives it is missing, there or here.
         """
-        created = await self.call(calls.create_pool(name, spec, device, model), deadline_s=deadline_s)
+        created = await self.call(calls.create_pool(name, spec, device, model, lifetime), deadline_s=deadline_s)
         pool = await self.attach_pool(name, created.manifest.layout_digest)
         return seen_as(pool, pool_spec(spec))
 

@@ -14,7 +14,7 @@ from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
-from kvferry.protocol.ids import MAIN
+from kvferry.protocol.ids import MAIN, PoolLifetime
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
@@ -33,7 +33,17 @@ from kvferry.protocol.pool_messages import (
     RegisterPool,
 )
 from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
+from kvferry.protocol.session_messages import (
+    EventsOpened,
+    Hello,
+    OpenEvents,
+    Ping,
+    Pong,
+    SessionOpen,
+    Status,
+    StatusReport,
+    Welcome,
+)
 from kvferry.protocol.table_messages import (
     CreateTables,
     DeleteTables,
@@ -151,6 +161,15 @@ def hello(client: str) -> Call[Welcome]:
     )
 
 
+def session_open(name: str, instance: str = "") -> SessionOpen:
+    """Return the frame that opens a session.
+
+    Raises:
+        InvalidFieldError: an argument is not what it has to be.
+    """
+    return checked(SessionOpen(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, name=str(name), instance=instance))
+
+
 def ping() -> Call[Pong]:
     """Ask whether the control loop answers."""
     return Call(Ping(), (), reply_body(Pong))
@@ -166,9 +185,15 @@ def open_events(device: str) -> Call[EventsOpened]:
     return Call(checked(OpenEvents(device=device)), (), reply_body(EventsOpened))
 
 
-def create_pool(pool: str, spec: PoolSpec, device: str, model: ModelIdentity | None = None) -> Call[PoolCreated]:
+def create_pool(
+    pool: str,
+    spec: PoolSpec,
+    device: str,
+    model: ModelIdentity | None = None,
+    lifetime: PoolLifetime = "daemon",
+) -> Call[PoolCreated]:
     """Create a pool, or find it as it was created before."""
-    body = CreatePool(pool=pool, spec=pool_spec(spec), device=device, model=model)
+    body = CreatePool(pool=pool, spec=pool_spec(spec), device=device, model=model, lifetime=lifetime)
     return Call(checked(body, NAME), (), reply_body(PoolCreated))
 
 

@@ -23,7 +23,6 @@ from kvferry.protocol.session_messages import (
 )
 from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
 from kvferry.protocol.table_messages import TablesFollow
-from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
 OPENING_TIMEOUT_S = 10.0
 _RECEIVE_BYTES = 4096
@@ -45,7 +44,7 @@ class SessionChannel:
         self._saying = threading.Lock()
 
     @classmethod
-    def open(cls, runtime_dir: str | os.PathLike[str], name: str) -> SessionChannel:
+    def open(cls, runtime_dir: str | os.PathLike[str], opening: SessionOpen) -> SessionChannel:
         """Connect and open a session; blocks for as long as the daemon takes to answer, at most ten seconds.
 
         Raises:
@@ -59,7 +58,7 @@ class SessionChannel:
         try:
             channel.settimeout(OPENING_TIMEOUT_S)
             channel.connect(path)
-            channel.sendall(pack(SessionOpen(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, name=name)))
+            channel.sendall(pack(opening))
             opened = _first_frame(channel)
         except PermissionError as cause:
             channel.close()

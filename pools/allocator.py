@@ -131,7 +131,7 @@ class PageAllocator:
         foreign = np.flatnonzero(self._owner[ids] != owner)
         if len(foreign):
             page = int(ids[foreign[0]])
-            whose = "another session's" if self._owner[page] != NOBODY else "nobody's: not allocated, or freed before"
+            whose = "another instance's" if self._owner[page] != NOBODY else "nobody's: not allocated, or freed before"
             raise NotOwnerError(f"page {page} at position {foreign[0]} is {whose}", field=field)
 
     def begin_read(self, owner: int, ids: PageIds, field: str) -> None:

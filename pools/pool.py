@@ -20,7 +20,8 @@ class Pool:
         manifest: its entries; bases are offsets in ``region``.
         region: its memory, closed by ``close``.
         allocators: the pages of each page space.
-        registered_by: the session whose engine owns the memory, and with it every page; None: the daemon owns it.
+        registered_by: the session whose process owns the memory; None: the daemon owns it.
+        ends_with: the instance that a pool of the daemon ends with; None: it outlives every instance.
         model: whose KV its pages hold; None: nobody said so.
         lands_as: the snapshot that its pages become: where a transfer lands in the host tier.
     """
@@ -33,20 +34,24 @@ class Pool:
         region: Region,
         *,
         registered_by: int | None = None,
+        owner_id: int | None = None,
+        ends_with: int | None = None,
         model: ModelIdentity | None = None,
     ) -> None:
+        """Make a pool of a region; every page of one that is registered is owned by the instance ``owner_id``."""
         self.tenant = tenant
         self.name = name
         self.manifest = manifest
         self.region = region
         self.allocators = {space: PageAllocator(pages) for space, pages in spaces_of(manifest).items()}
         self.registered_by = registered_by
+        self.ends_with = ends_with
         self.model = model
         self.lands_as = ""
         self._block_layouts: dict[str, BlockLayout] = {}
-        if registered_by is not None:
+        if owner_id is not None:
             for allocator in self.allocators.values():
-                allocator.allocate(registered_by, allocator.capacity)
+                allocator.allocate(owner_id, allocator.capacity)
 
     def __repr__(self) -> str:
         """Show the name and the live page counts."""

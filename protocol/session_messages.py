@@ -9,13 +9,14 @@ from msgspec import Meta
 
 from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.ids import HOST, DeviceName, Hex128, PoolName
+from kvferry.protocol.ids import HOST, PLAIN_TEXT, DeviceName, Hex128, PoolLifetime, PoolName
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.shares import MAX_SHARES, Share, SharedEvents
 from kvferry.protocol.table_messages import TablesFollow
 
 ClientName = Annotated[str, Meta(max_length=128)]
+InstanceName = Annotated[str, Meta(pattern=PLAIN_TEXT, max_length=128)]
 
 
 class Hello(Body, frozen=True, kw_only=True, tag="HELLO"):
@@ -76,12 +77,15 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     device: str = HOST
     registered_by: int | None = None
     """The session whose engine owns the memory; None: the daemon does."""
+    lifetime: PoolLifetime = "daemon"
+    ends_with: int | None = None
+    """The instance that it ends with, by its number (``owner`` of its sessions); None: none."""
     model: ModelIdentity | None = None
     """Whose KV its pages hold, without the salt; None: nobody said so."""
 
 
-class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One session in STATUS."""
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One session in STATUS. ``pages`` are those of its instance: sessions of one instance show the same number."""
 
     session: int
     name: str
@@ -91,6 +95,10 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     transfers: int
     unacknowledged_events: int
     connected: bool
+    instance: str = ""
+    """The instance that it named when it opened; empty: it is one of its own."""
+    owner: int = 0
+    """The number of its instance, which owns its pages: that of the instance's first session."""
 
 
 class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,11 +232,16 @@ class EventsOpened(Body, frozen=True, kw_only=True, tag="EVENTS_OPENED"):
 
 
 class SessionOpen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPEN"):
-    """The client's only frame on the session socket. The kernel says who it is (SO_PEERCRED)."""
+    """The client's only frame on the session socket. The kernel says who it is (SO_PEERCRED).
+
+    Sessions of one user that name the same ``instance`` are one owner: of pages, leases, pins and snapshots, which are
+    given back when the last of them ends. Without a name the session is an instance of its own.
+    """
 
     protocol_min: int
     protocol_max: int
     name: ClientName = ""
+    instance: InstanceName = ""
 
 
 class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REGION_REQUEST"):

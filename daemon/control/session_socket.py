@@ -17,7 +17,7 @@ from typing import Final
 
 import structlog
 
-from kvferry.daemon.control.hub import EventHub, SessionBegan, SessionEnded
+from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import SOCKET_MODE
@@ -135,6 +135,8 @@ class SessionSocket:
         del self._connections[session.session_id]
         self.sessions.close(session)
         self._hub.publish(SessionEnded(session))
+        if not self.sessions.of_instance(session.owner_id):
+            self._hub.publish(InstanceEnded(session.owner_id))
 
     def _accept(self) -> None:
         while True:
@@ -262,13 +264,20 @@ class _Connection:
         agree(opening.protocol_min, opening.protocol_max)
         peer = _peer_of(self._channel)
         self._pidfd = _pidfd_of(self._channel, peer)
-        session = self._owner.sessions.open(opening.name, peer)
+        session = self._owner.sessions.open(opening.name, peer, opening.instance)
         self._session = session
         self._timeout.cancel()
         self._owner.unopened -= 1
         self._owner.opened(self, session)
         self._owner.counters.add("sessions.opened")
-        log.info("session opened", session=session.session_id, name=session.name, pid=peer.pid, tenant=session.tenant)
+        log.info(
+            "session opened",
+            session=session.session_id,
+            name=session.name,
+            instance=session.instance,
+            pid=peer.pid,
+            tenant=session.tenant,
+        )
         self._answer(
             pack(SessionOpened(session=session.session_id, secret=session.secret, boot_id=self._owner.boot_id))
         )

@@ -40,6 +40,8 @@ def status_of(pool: Pool) -> PoolStatus:
         spaces=spaces if len(spaces) > 1 else (),
         device=pool.region.device,
         registered_by=pool.registered_by,
+        lifetime="daemon" if pool.ends_with is None else "instance",
+        ends_with=pool.ends_with,
         model=pool.model.public if pool.model else None,
     )
 

@@ -224,7 +224,7 @@ def _say_failed(done: Future[None]) -> None:
 def holder_name(holder: int) -> str:
     """Return who a holder of pins is, in words."""
     if holder > 0:
-        return f"session {holder}"
+        return f"instance {holder}"
     if holder <= OPERATIONS:
         return f"work {OPERATIONS - holder}"
     return {DEMOTION: "the way to a lower tier", LOOKUPS: "lookups"}.get(holder, "an operator (kvferry cache)")

@@ -145,10 +145,12 @@ class Harness:
         self.sessions.close(engine.session)
         self.dispatcher.forget_session(engine.session)
         self.operations.session_lost(session_id)
-        self.lookups.session_lost(session_id)
-        self.service.session_lost(session_id)
         self.reports.session_lost(session_id)
         self.pool_service.session_lost(session_id)
+        if not self.sessions.of_instance(engine.session.owner_id):
+            self.lookups.instance_lost(engine.session.owner_id)
+            self.service.instance_lost(engine.session.owner_id)
+            self.pool_service.instance_lost(engine.session.owner_id)
         del self.engines[engine.identity]
 
     async def close(self) -> None:
