@@ -45,7 +45,7 @@ class AsyncClient(AsyncTiers):
 
     What waits is awaited: ``connect``, ``wait_finished`` and all other calls but those that return at once, as they do
     in ``Client``: ``send``, ``receive``, ``offload``, ``restore``, ``store``, ``load``, ``update_tables``, ``begin``,
-    ``is_ready`` and ``close``. Any number of tasks of the event loop that connected it may use it at a time; a call on
+    ``batched``, ``is_ready`` and ``close``. Any number of tasks of the event loop that connected it may use it at a time; a call on
     another loop, or in a thread without one, raises ConcurrentUseError and sends nothing. Any thread may ``close`` it.
     A forked child has neither the session nor the pools: every call there is a ForkedError; connect and attach anew.
     """

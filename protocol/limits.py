@@ -18,8 +18,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_frame_bytes: int = 4 << 20
     """One frame; libzmq closes the connection of a peer that sends more."""
-    max_frames: int = 32
-    """Frames of one message: the envelope and its page lists."""
+    max_frames: int = 1024
+    """Frames of one message: the envelope and its page lists, of a BATCH those of all its requests."""
     max_message_bytes: int = 16 << 20
     """All frames of one message."""
     max_requests_per_session: int = 256

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvferry.protocol.base import Body
+from kvferry.protocol.batch_messages import Batch, Batched
 from kvferry.protocol.cache_messages import (
     CacheChanges,
     CacheEvents,
@@ -106,6 +107,7 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "RECEIVE": RequestType(Receive, Accepted, needs_session=True),
     "CANCEL": RequestType(Cancel, Cancelled, needs_session=True),
     "RESULT": RequestType(Result, TransferResult, needs_session=True),
+    "BATCH": RequestType(Batch, Batched, needs_session=True),
 }
 
 RequestBody = (
@@ -139,6 +141,7 @@ RequestBody = (
     | Receive
     | Cancel
     | Result
+    | Batch
 )
 ReplyBody = (
     Welcome
@@ -168,6 +171,7 @@ ReplyBody = (
     | Accepted
     | Cancelled
     | TransferResult
+    | Batched
     | ErrorReply
     | Busy
 )

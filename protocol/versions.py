@@ -30,6 +30,8 @@ FEATURES = (
     "tiers",
     "tiers.cache",
     "transfers.into",
+    "instances",
+    "batch",
 )
 """What this version of kvferry can do, by stable names; clients ignore names they do not know."""
 

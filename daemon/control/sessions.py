@@ -56,6 +56,7 @@ class Session:
         self._limits = limits
         self._next_cursor = 1
         self._replies: OrderedDict[int, Frames | None] = OrderedDict()
+        self._parts: set[int] = set()
 
     def __repr__(self) -> str:
         """Show who it is; never the secret."""
@@ -82,6 +83,23 @@ class Session:
         self._replies[message_id] = None
         return True
 
+    def check_parts(self) -> None:
+        """Check that another BATCH may begin.
+
+        Raises:
+            OverloadedError: too many requests of those before have no result yet.
+        """
+        if len(self._parts) >= self._limits.max_requests_per_session:
+            raise OverloadedError(f"{len(self._parts)} requests of the session's batches are in flight")
+
+    def begin_part(self, part_id: int) -> None:
+        """Note that a request of a BATCH is being handled; it has a number below 0, and its reply is not kept."""
+        self._parts.add(part_id)
+
+    def part_answered(self, part_id: int) -> None:
+        """Note that a request of a BATCH has its result."""
+        self._parts.discard(part_id)
+
     def answered(self, message_id: int, reply: Frames) -> bool:
         """Keep the reply for a retry; return False where the request was answered before."""
         if self._replies.get(message_id, reply) is not None:
@@ -91,7 +109,7 @@ class Session:
 
     def is_pending(self, message_id: int) -> bool:
         """Return whether the request is being handled and has no reply yet."""
-        return message_id in self._replies and self._replies[message_id] is None
+        return message_id in self._parts or (message_id in self._replies and self._replies[message_id] is None)
 
     def reply_to(self, message_id: int) -> Frames | None:
         """Return the reply that was given to a request, or None."""

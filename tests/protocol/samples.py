@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from kvferry.protocol.base import PageList
+from kvferry.protocol.batch_messages import Batch, Batched
 from kvferry.protocol.codec import PageIds, encode
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.envelope import Event, Reply, Request
@@ -396,6 +397,13 @@ MESSAGES: Final[dict[str, Message]] = {
     ),
     "TABLES_UPDATED": _reply(TablesUpdated(sequence=6, replayed_rows=4)),
     "TABLES_DELETED": _reply(TablesDeleted(tables="graph")),
+    "BATCH": _request(
+        Batch(requests=(Free(pool="decode", pages=2), Allocate(pool="decode", count=1)), deadlines_ms=(0, 1000)),
+        IDS[0],
+    ),
+    "BATCHED": _reply(
+        Batched(results=(Freed(freed=2, deferred=0), ErrorReply(error=ERROR), Allocated(pages=2))), IDS[0]
+    ),
     "ALLOCATED": _reply(Allocated(pages=2), IDS[0]),
     "FREED": _reply(Freed(freed=2, deferred=1)),
     "ACCEPTED": _reply(Accepted(generation=2, skipped_source_entries=1, skipped_source_pages=2)),

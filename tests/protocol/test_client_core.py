@@ -115,7 +115,7 @@ def test_a_reply_nobody_waits_for_means_nothing(core: ClientCore, answer: str) -
     elif answer == "after giving up":
         core.forget(outgoing.message_id)
     else:
-        outgoing = Outgoing(99, [])
+        outgoing = Outgoing(Request(99, BOOT, b"", 0, 0, Ping()))
     assert reply(core, outgoing, Pong()) is None
 
 
