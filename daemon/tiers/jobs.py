@@ -53,7 +53,7 @@ class JobStarter:
             failed = CancelledError("the daemon ends") if known.cancelled() else known.exception()
             if failed is not None:
                 error = failed if isinstance(failed, KvferryError) else InternalError(f"{device.name}: {failed!r}")
-                asyncio.get_running_loop().call_soon(self._operations.stop, operation, error)
+                asyncio.get_running_loop().call_soon(self._operations.give_up, operation, error)
                 return
         self._operations.run(operation, job)
 
