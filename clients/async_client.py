@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from kvferry.protocol.ids import HOST, MAIN, PoolLifetime
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.session_messages import ShareFollows, StatusReport
+from kvferry.protocol.session_messages import SessionOpen, ShareFollows, StatusReport
 from kvferry.protocol.transfer_messages import Cancelled, Direction, TransferResult
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ class AsyncClient(AsyncTiers):
 
     What waits is awaited: ``connect``, ``wait_finished`` and all other calls but those that return at once, as they do
     in ``Client``: ``send``, ``receive``, ``offload``, ``restore``, ``store``, ``load``, ``update_tables``, ``begin``,
-    ``batched``, ``is_ready`` and ``close``. Any number of tasks of the event loop that connected it may use it at a time; a call on
-    another loop, or in a thread without one, raises ConcurrentUseError and sends nothing. Any thread may ``close`` it.
-    A forked child has neither the session nor the pools: every call there is a ForkedError; connect and attach anew.
+    ``batched``, ``is_ready`` and ``close``. Any number of tasks of the event loop that connected it may use it at a
+    time; a call on another loop, or in a thread without one, raises ConcurrentUseError and sends nothing. Any thread
+    may ``close`` it. A forked child has neither the session nor the pools: every call there is a ForkedError; connect
+    and attach anew.
     """
 
     @classmethod
@@ -58,6 +60,8 @@ class AsyncClient(AsyncTiers):
         name: str = "",
         instance: str = "",
         session: bool = True,
+        keep: bool = False,
+        resume: bytes = b"",
         devices: Mapping[str, str] | None = None,
         timeout_s: float = 5.0,
     ) -> Connecting[AsyncClient]:
@@ -70,6 +74,9 @@ class AsyncClient(AsyncTiers):
                 say of a scheduler and its workers, own pages, leases and snapshots together; these are given back when
                 the last of them ends. None: the session is an instance of its own.
             session: without one, only ping and status work.
+            keep: where the session's socket is lost while this process lives, let the daemon keep the session for its
+                ``limits.resume_grace_ms``.
+            resume: the ``secret`` of such a session, to take it over with what it has; nothing is resumed by itself.
             devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
                 ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
             timeout_s: how long to wait for the daemon's first reply.
@@ -78,22 +85,24 @@ class AsyncClient(AsyncTiers):
             DaemonLostError: no daemon answers.
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
+            NoSessionError: there is no session to resume, or it has its socket still.
         """
-        return Connecting(cls, cls._connect(runtime_dir, name, instance, devices, timeout_s, session=session))
+        opening = functools.partial(calls.session_open, name, instance, keep=keep, resume=resume)
+        return Connecting(cls, cls._connect(runtime_dir, name, opening, devices, timeout_s, session=session))
 
     @classmethod
     async def _connect(
         cls,
         runtime_dir: Path | str | None,
         name: str,
-        instance: str,
+        open_session: Callable[[], SessionOpen],
         devices: Mapping[str, str] | None,
         timeout_s: float,
         *,
         session: bool,
     ) -> AsyncClient:
         hello, names = calls.hello(name), device_names(devices)
-        opening = calls.session_open(name, instance)
+        opening = open_session()
         timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
         channel = await asyncio.to_thread(SessionChannel.open, directory, opening) if session else None

@@ -161,13 +161,22 @@ def hello(client: str) -> Call[Welcome]:
     )
 
 
-def session_open(name: str, instance: str = "") -> SessionOpen:
+def session_open(name: str, instance: str = "", *, keep: bool = False, resume: bytes = b"") -> SessionOpen:
     """Return the frame that opens a session.
 
     Raises:
         InvalidFieldError: an argument is not what it has to be.
     """
-    return checked(SessionOpen(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, name=str(name), instance=instance))
+    return checked(
+        SessionOpen(
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            name=str(name),
+            instance=instance,
+            keep=keep,
+            resume=resume,
+        )
+    )
 
 
 def ping() -> Call[Pong]:

@@ -16,6 +16,7 @@ from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.session_messages import (
     EventsFollow,
     RegionFollows,
+    SessionEnd,
     SessionOpen,
     SessionOpened,
     SessionRefused,
@@ -33,9 +34,11 @@ FDS_OF_FRAME = {RegionFollows: 1, EventsFollow: 2, TablesFollow: 1}
 class SessionChannel:
     """An open session. Its socket is non-blocking; a shell waits until it is readable and calls ``receive``."""
 
-    def __init__(self, channel: socket.socket, opened: SessionOpened) -> None:
+    def __init__(self, channel: socket.socket, opened: SessionOpened, *, kept: bool = False) -> None:
+        """Take a socket over whose session is open; ``kept``: the daemon has to be told when it ends."""
         self.socket = channel
         self.opened = opened
+        self._kept = kept
         self._frames = FrameSplitter()
         self._fds: deque[int] = deque()
         self._passed: dict[int, list[int]] = {}
@@ -48,7 +51,7 @@ class SessionChannel:
         """Connect and open a session; blocks for as long as the daemon takes to answer, at most ten seconds.
 
         Raises:
-            DaemonLostError: no daemon listens there, or it does not answer.
+            DaemonLostError: no daemon listens there, or it does not answer, or has nothing of the session to resume.
             AccessDeniedError: this user may not connect.
             OverloadedError: too many clients connect at once.
             KvferryError: the daemon refuses the session.
@@ -59,7 +62,7 @@ class SessionChannel:
             channel.settimeout(OPENING_TIMEOUT_S)
             channel.connect(path)
             channel.sendall(pack(opening))
-            opened = _first_frame(channel)
+            opened = _opened(channel, opening)
         except PermissionError as cause:
             channel.close()
             raise AccessDeniedError(f"{path}: {cause.strerror}") from cause
@@ -73,7 +76,7 @@ class SessionChannel:
             channel.close()
             raise
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
-        return cls(channel, opened)
+        return cls(channel, opened, kept=opening.keep)
 
     def receive(self) -> None:
         """Take what has arrived, without waiting.
@@ -163,6 +166,8 @@ class SessionChannel:
     def end(self) -> None:
         """End the session: the daemon takes back what it owns, though a forked child has the socket too."""
         with contextlib.suppress(OSError):  # ended by the daemon, or closed
+            if self._kept:
+                self.socket.send(pack(SessionEnd()))
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -174,7 +179,7 @@ class SessionChannel:
         self._passed.clear()
 
 
-def _first_frame(channel: socket.socket) -> SessionOpened:
+def _opened(channel: socket.socket, opening: SessionOpen) -> SessionOpened:
     frames = FrameSplitter()
     while True:
         data = channel.recv(_RECEIVE_BYTES)
@@ -184,6 +189,8 @@ def _first_frame(channel: socket.socket) -> SessionOpened:
             message = unpack_frame(frame)
             if isinstance(message, SessionRefused):
                 raise raised(message.error)
+            if isinstance(message, SessionOpened) and opening.resume and not message.resumed:
+                raise DaemonLostError("this daemon has nothing of the session that was to be resumed")
             if isinstance(message, SessionOpened):
                 return message
             raise MalformedError(f"the daemon opened with {type(message).__name__}")

@@ -49,7 +49,9 @@ class Submissions(Submitting, OfOneProcess):
         self._channel = channel = connection.channel
         self._devices = EngineDevices(connection.devices)
         self._core = (
-            ClientCore(BootId(channel.opened.boot_id), channel.opened.secret) if channel else ClientCore(NO_BOOT)
+            ClientCore(BootId(channel.opened.boot_id), channel.opened.secret, last_message=channel.opened.last_message)
+            if channel
+            else ClientCore(NO_BOOT)
         )
         self._changed: dict[Transfer | TierOperation, None] = {}
 
@@ -62,6 +64,11 @@ class Submissions(Submitting, OfOneProcess):
     def boot_id(self) -> str:
         """Return which incarnation of the daemon this session is with."""
         return self._core.boot_id
+
+    @property
+    def secret(self) -> bytes:
+        """Return what proves that this session is ours, for ``connect(resume=…)``; never log it."""
+        return self._open_channel().opened.secret
 
     def batched(self) -> Batch:
         """Return a ``with`` block whose requests go to the daemon in one message when it ends, each for a result.

@@ -57,6 +57,8 @@ class Client(SyncTiers):
         name: str = "",
         instance: str = "",
         session: bool = True,
+        keep: bool = False,
+        resume: bytes = b"",
         devices: Mapping[str, str] | None = None,
         timeout_s: float = 5.0,
     ) -> Client:
@@ -69,6 +71,9 @@ class Client(SyncTiers):
                 say of a scheduler and its workers, own pages, leases and snapshots together; these are given back when
                 the last of them ends. None: the session is an instance of its own.
             session: without one, only ping and status work.
+            keep: where the session's socket is lost while this process lives, let the daemon keep the session for its
+                ``limits.resume_grace_ms``.
+            resume: the ``secret`` of such a session, to take it over with what it has; nothing is resumed by itself.
             devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
                 ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
             timeout_s: how long to wait for the daemon's first reply.
@@ -77,9 +82,10 @@ class Client(SyncTiers):
             DaemonLostError: no daemon answers.
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
+            NoSessionError: there is no session to resume, or it has its socket still.
         """
         hello, names = calls.hello(name), device_names(devices)
-        opening = calls.session_open(name, instance)
+        opening = calls.session_open(name, instance, keep=truth(keep, "keep"), resume=resume)
         timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = find_runtime_dir(runtime_dir)
         channel = SessionChannel.open(directory, opening) if session else None

@@ -83,7 +83,7 @@ class Daemon:
         """
         self.boot_id = new_boot_id()
         self._config = config
-        limits = config.limits.announced
+        limits = config.announced
         self._loop = loop = asyncio.get_running_loop()
         self._started_at = time.monotonic()
         self._stopping = stopping
@@ -105,7 +105,13 @@ class Daemon:
         self._devices = Devices(config.devices, self._device_lost)
         self._registry = PoolRegistry(LostPools(directory.path / DEVICE_POOLS_FILE), hub)
         self._session_socket = SessionSocket(
-            directory.session_socket, self.boot_id, self._sessions, counters, hub, self._registry.region_of
+            directory.session_socket,
+            self.boot_id,
+            self._sessions,
+            counters,
+            hub,
+            self._registry.region_of,
+            resume_grace_s=config.service.resume_grace_s,
         )
         self._fetcher = ThreadPoolExecutor(FETCH_THREADS, "fetch")
         self._rings = EventRings(self._dispatcher, self._session_socket, self._devices, self._fetcher, hub)
@@ -290,7 +296,7 @@ class Daemon:
             protocol=agree(body.protocol_min, body.protocol_max),
             daemon_version=daemon_version(),
             features=FEATURES,
-            limits=self._config.limits.announced,
+            limits=self._config.announced,
         )
 
     def _status(self, _body: Body) -> StatusReport:

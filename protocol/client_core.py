@@ -161,11 +161,12 @@ class ClientCore:
         token: what its transfers and operations have as their ``conversation``.
     """
 
-    def __init__(self, boot_id: BootId = NO_BOOT, secret: bytes = b"") -> None:
+    def __init__(self, boot_id: BootId = NO_BOOT, secret: bytes = b"", *, last_message: int = 0) -> None:
+        """Number requests from ``last_message`` on, which is that of a session that was resumed."""
         self.boot_id = boot_id
         self.token: object = object()
         self._secret = secret
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(last_message + 1)
         self._pending: dict[int, Transfer | TierOperation | None] = {}
         self._operations: dict[int, TierOperation] = {}
         self._transfers: dict[TransferKey, Transfer] = {}

@@ -32,3 +32,5 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_deadline_ms: int = 3_600_000
     default_deadline_ms: int = 30_000
     """Taken where a request gives 0."""
+    resume_grace_ms: int = 0
+    """How long a session is kept that lost its socket and said that it would resume; 0: not at all."""

@@ -17,6 +17,7 @@ from kvferry.protocol.table_messages import TablesFollow
 
 ClientName = Annotated[str, Meta(max_length=128)]
 InstanceName = Annotated[str, Meta(pattern=PLAIN_TEXT, max_length=128)]
+Secret = Annotated[bytes, Meta(max_length=32)]
 
 
 class Hello(Body, frozen=True, kw_only=True, tag="HELLO"):
@@ -232,7 +233,7 @@ class EventsOpened(Body, frozen=True, kw_only=True, tag="EVENTS_OPENED"):
 
 
 class SessionOpen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPEN"):
-    """The client's only frame on the session socket. The kernel says who it is (SO_PEERCRED).
+    """The client's first frame on the session socket. The kernel says who it is (SO_PEERCRED).
 
     Sessions of one user that name the same ``instance`` are one owner: of pages, leases, pins and snapshots, which are
     given back when the last of them ends. Without a name the session is an instance of its own.
@@ -242,6 +243,10 @@ class SessionOpen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     protocol_max: int
     name: ClientName = ""
     instance: InstanceName = ""
+    keep: bool = False
+    """Keep the session for ``limits.resume_grace_ms`` where its socket is lost and its process lives."""
+    resume: Secret = b""
+    """The secret of a session that lost its socket, to take it over; its name and instance stay as they are."""
 
 
 class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REGION_REQUEST"):
@@ -254,11 +259,22 @@ class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPENED"):
-    """The session's number, its secret for the control socket (never log it) and the daemon's boot id."""
+    """The session's number, its secret for the control socket (never log it) and the daemon's boot id.
+
+    ``resumed``: it is the session that was to be resumed; under another boot id than before a restarted daemon has
+    adopted it. Not resumed, though that was asked for: nothing of the old session is there.
+    """
 
     session: int
     secret: bytes
     boot_id: Hex128
+    resumed: bool = False
+    last_message: int = 0
+    """The highest message number that the session has used: who resumes goes on above it."""
+
+
+class SessionEnd(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="END"):
+    """A client that asked to be kept ends its session: it will not resume."""
 
 
 class SessionRefused(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REFUSED"):

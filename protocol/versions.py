@@ -32,6 +32,7 @@ FEATURES = (
     "transfers.into",
     "instances",
     "batch",
+    "sessions.resume",
 )
 """What this version of kvferry can do, by stable names; clients ignore names they do not know."""
 

@@ -37,7 +37,9 @@ class Session:
     Attributes:
         owner_id: the number of its instance, which owns its pages, leases and snapshots.
         instance: that instance's name; empty where the session is an instance of its own.
+        keep: whether it is to be kept where its socket is lost.
         ended: whether it is in the registry no longer.
+        last_message: the highest number of its requests so far.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class Session:
         self.session_id = session_id
         self.owner_id = session_id if owner_id is None else owner_id
         self.instance = instance
+        self.keep = False
         self.ended = False
+        self.last_message = 0
         self.name = name
         self.peer = peer
         self.secret = new_secret()
@@ -81,6 +85,7 @@ class Session:
                 raise OverloadedError(f"{len(self._replies)} requests of the session are in flight")
             del self._replies[answered]
         self._replies[message_id] = None
+        self.last_message = max(self.last_message, message_id)
         return True
 
     def check_parts(self) -> None:
@@ -134,6 +139,12 @@ class Session:
         if identity != self.identity:
             self.identity = identity
             self.unsent = deque(self.unacknowledged)
+
+    def resumed_by(self, peer: Peer, *, keep: bool) -> None:
+        """Be another peer's from now on, which is sent all unacknowledged events again with its first request."""
+        self.peer = peer
+        self.keep = keep
+        self.identity = None
 
 
 class SessionRegistry:

@@ -421,8 +421,10 @@ MESSAGES: Final[dict[str, Message]] = {
 SESSION_FRAMES: Final[
     dict[str, SessionOpen | SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow]
 ] = {
-    "OPEN": SessionOpen(protocol_min=2, protocol_max=2, name="prefill-0"),
-    "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT),
+    "OPEN": SessionOpen(
+        protocol_min=2, protocol_max=2, name="prefill-0", instance="engine-0", keep=True, resume=b"0123456789abcdef"
+    ),
+    "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT, resumed=True, last_message=9),
     "REFUSED": SessionRefused(error=ERROR),
     "REGION": RegionFollows(message_id=7, pool="decode"),
     "EVENTS": EventsFollow(message_id=7),
