@@ -34,6 +34,7 @@ from tests.started import started
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
 ALL = 16
 SOON_S = 20.0
+SOON_MS = 20_000
 POOL = "pool"
 
 
@@ -131,13 +132,13 @@ def test_unacknowledged_events_are_sent_again(daemon: DaemonProcess, other: Clie
         engine.ask(body, *lists)
         sent = other.send(POOL, request_id, [pages(other.allocate(POOL, 2))])
         other.wait_settled(sent)
-        assert engine.control.poll(SOON_S * 1000), "they were sent once, and nobody read them"
+        assert engine.control.poll(SOON_MS), "they were sent once, and nobody read them"
         lose_socket(engine, other)
         with resumed(daemon, engine) as again:
             known, _ = again.core.transfer(body, lists)  # as an engine that remembers its transfers
             again.control.send_multipart(again.core.request(calls.ping().body).frames)
             while not known.is_settled:
-                assert again.control.poll(SOON_S * 1000)
+                assert again.control.poll(SOON_MS)
                 again.core.feed(again.control.recv_multipart())
             assert known.outcome().pages == 2
 

@@ -137,9 +137,9 @@ class Harness:
         self.engines: dict[bytes, Engine] = {}
         self.said: list[tuple[int, str]] = []
 
-    def engine(self, uid: int = 1) -> Engine:
+    def engine(self, uid: int = 1, instance: str = "") -> Engine:
         """Return a new session of a user."""
-        one = Engine(self, uid)
+        one = Engine(self, uid, instance)
         self.engines[one.identity] = one
         return one
 
@@ -231,10 +231,10 @@ class Engine:
 
     _names = itertools.count(1)
 
-    def __init__(self, harness: Harness, uid: int) -> None:
+    def __init__(self, harness: Harness, uid: int, instance: str = "") -> None:
         self.harness = harness
         self.identity = f"engine-{next(self._names)}".encode()
-        self.session = harness.sessions.open(self.identity.decode(), Peer(1, uid, uid))
+        self.session = harness.sessions.open(self.identity.decode(), Peer(1, uid, uid), instance)
         self.replies: dict[int, tuple[Any, tuple[PageIds, ...]]] = {}
         self.events: list[tuple[EventBody, tuple[PageIds, ...]]] = []
         self.cursor = 0
