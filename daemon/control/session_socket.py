@@ -2,7 +2,8 @@
 
 A session ends at its end-of-file or at the death of the process that opened it, whichever is seen first: a forked child
 keeps the socket open, but not the process. One that asked to be kept outlives its end-of-file for a while, but not its
-process. After the opening frame an engine may only send shares of what it registers, and the end of its session.
+process. After the opening frame an engine may only send shares of what it registers, descriptors of host memory, one
+with each frame that says so, and the end of its session; other descriptors end it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     AccessDeniedError,
     KvferryError,
+    MalformedError,
     NoSessionError,
     OverloadedError,
 )
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.session_messages import (
+    MemoryFollows,
     RegionFollows,
     RegionRequest,
     SessionEnd,
@@ -50,6 +53,9 @@ BACKLOG: Final = 1024
 ACCEPT_PAUSE_S: Final = 1.0
 _RECEIVE_BYTES: Final = 4096
 MAX_MESSAGES_SHARED: Final = 16
+MAX_DESCRIPTORS: Final = 2
+"""Of what is taken at once: one that is awaited, and one by which more are noticed; the kernel closes the rest."""
+
 MAX_SHARES_SAID: Final = 16_384
 MAX_BYTES_SAID_AHEAD: Final = 8 << 20
 """More than a socket's buffer holds: of what an engine said before a message, nothing is left behind."""
@@ -133,6 +139,11 @@ class SessionSocket:
         found = connection.take_share(message_id) if connection is not None else None
         return found or ShareFollows(message_id=message_id)
 
+    def take_memory(self, session: Session, message_id: int) -> int | None:
+        """Return the descriptor that an engine passed for a message, which the caller closes; None without one."""
+        connection = self._connections.get(session.session_id)
+        return connection.take_memory(message_id) if connection is not None else None
+
     def opened(self, connection: _Connection, session: Session) -> None:
         """Note which connection a session has."""
         self._connections[session.session_id] = connection
@@ -212,17 +223,26 @@ class _Connection:
         self._served = False
         self._is_kept = False
         self._shares: dict[int, ShareFollows] = {}
+        self._fds: list[int] = []  # that have come, and of which nothing was said yet
+        self._memory: dict[int, int] = {}
         owner.unopened += 1
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         loop.add_reader(channel, self._readable)
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
 
     def take_share(self, message_id: int) -> ShareFollows | None:
+        self._hear()
+        return self._shares.pop(message_id, None)
+
+    def take_memory(self, message_id: int) -> int | None:
+        self._hear()
+        return self._memory.pop(message_id, None)
+
+    def _hear(self) -> None:
         # All of it was said before the message, in as many frames as it took; who goes on saying is not waited for.
         for _ in range(MAX_BYTES_SAID_AHEAD // _RECEIVE_BYTES):
             if self._closed or not self._readable():
                 break
-        return self._shares.pop(message_id, None)
 
     def pass_frame(self, frame: SessionFrame, fds: Sequence[int]) -> None:
         data = pack(frame)
@@ -261,7 +281,14 @@ class _Connection:
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
+        self._close_socket()
+
+    def _close_socket(self) -> None:
         self._channel.close()
+        for fd in (*self._fds, *self._memory.values()):
+            os.close(fd)
+        self._fds.clear()
+        self._memory.clear()
 
     def _lost(self, why: str) -> None:
         """Take the loss of the socket: a session that will resume is kept while its process lives, for a while."""
@@ -271,7 +298,7 @@ class _Connection:
             return
         self._is_kept = True
         self._loop.remove_reader(self._channel)
-        self._channel.close()
+        self._close_socket()
         self._timeout = self._loop.call_later(grace_s, self.close, f"not resumed within {grace_s:g} s")
         self._owner.keep(self, session)
         log.info("session kept", session=session.session_id, pid=session.peer.pid, cause=why, grace_s=grace_s)
@@ -279,12 +306,15 @@ class _Connection:
     def _readable(self) -> bool:
         """Take what has arrived; return whether there was something to take."""
         try:
-            data = self._channel.recv(_RECEIVE_BYTES)
+            data, fds, flags, _ = socket.recv_fds(
+                self._channel, _RECEIVE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return False
         except OSError as cause:
             self._lost(cause.strerror or "its socket failed")
             return False
+        self._fds += fds
         if not data:
             self._lost("its socket was closed")
             return False
@@ -294,17 +324,33 @@ class _Connection:
                     self._open(frame)
                 else:
                     self._take(unpack_said(frame))
+            self._check_descriptors(flags)
         except KvferryError as error:
             if self._session is None:
                 self._answer(pack(SessionRefused(error=error.info())))
             self.close(str(error))
         return True
 
-    def _take(self, said: ShareFollows | SessionEnd) -> None:
+    def _take(self, said: ShareFollows | MemoryFollows | SessionEnd) -> None:
         if isinstance(said, SessionEnd):
             self.close("its engine ended it")
-        else:
+        elif isinstance(said, ShareFollows):
             self._note_share(said)
+        else:
+            self._note_memory(said.message_id)
+
+    def _note_memory(self, message_id: int) -> None:
+        if not self._fds or message_id in self._memory:
+            raise MalformedError("one descriptor comes with each frame that says so, one for a message")
+        if len(self._memory) >= MAX_MESSAGES_SHARED:
+            raise OverloadedError(f"descriptors for {MAX_MESSAGES_SHARED} messages that never came")
+        self._memory[message_id] = self._fds.pop(0)
+
+    def _check_descriptors(self, flags: int) -> None:
+        """Check that no descriptor has come but one of a frame that is still coming."""
+        awaited = 0 if self._session is None or self._frames.between_frames else 1
+        if not self._closed and (len(self._fds) > awaited or flags & socket.MSG_CTRUNC):
+            raise MalformedError("descriptors came that no frame speaks of")
 
     def _note_share(self, said: ShareFollows) -> None:
         known = self._shares.get(said.message_id)
