@@ -21,6 +21,7 @@ import structlog
 from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.peer_process import peer_of, pidfd_of
+from kvferry.daemon.control.said_ahead import SaidAhead
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import SOCKET_MODE
 from kvferry.pools.devices.base import Region
@@ -52,11 +53,9 @@ MAX_UNOPENED: Final = 64
 BACKLOG: Final = 1024
 ACCEPT_PAUSE_S: Final = 1.0
 _RECEIVE_BYTES: Final = 4096
-MAX_MESSAGES_SHARED: Final = 16
 MAX_DESCRIPTORS: Final = 2
 """Of what is taken at once: one that is awaited, and one by which more are noticed; the kernel closes the rest."""
 
-MAX_SHARES_SAID: Final = 16_384
 MAX_BYTES_SAID_AHEAD: Final = 8 << 20
 """More than a socket's buffer holds: of what an engine said before a message, nothing is left behind."""
 
@@ -168,7 +167,7 @@ class SessionSocket:
             raise NoSessionError(
                 f"session {session.session_id} has its socket: there is nothing to resume", field="resume"
             )
-        kept.hand_over()
+        kept.release()
         session.resumed_by(peer, keep=opening.keep)
         self._connections[session.session_id] = connection
         return session
@@ -222,9 +221,7 @@ class _Connection:
         self._closed = False
         self._served = False
         self._is_kept = False
-        self._shares: dict[int, ShareFollows] = {}
-        self._fds: list[int] = []  # that have come, and of which nothing was said yet
-        self._memory: dict[int, int] = {}
+        self._said = SaidAhead()
         owner.unopened += 1
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         loop.add_reader(channel, self._readable)
@@ -232,11 +229,11 @@ class _Connection:
 
     def take_share(self, message_id: int) -> ShareFollows | None:
         self._hear()
-        return self._shares.pop(message_id, None)
+        return self._said.take_share(message_id)
 
     def take_memory(self, message_id: int) -> int | None:
         self._hear()
-        return self._memory.pop(message_id, None)
+        return self._said.take_memory(message_id)
 
     def _hear(self) -> None:
         # All of it was said before the message, in as many frames as it took; who goes on saying is not waited for.
@@ -259,7 +256,7 @@ class _Connection:
     def close(self, why: str) -> None:
         if self._closed:
             return
-        self._release()
+        self.release()
         if self._session is None:
             self._owner.unopened -= 1
         if self._session is None and not self._served:
@@ -269,11 +266,8 @@ class _Connection:
             log.info("session ended", session=self._session.session_id, pid=self._session.peer.pid, cause=why)
             self._owner.closed(self._session)
 
-    def hand_over(self) -> None:
-        """Let another connection have the session, which was kept."""
-        self._release()
-
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give back all but the session: another connection has it, or it ends."""
         self._closed = True
         self._timeout.cancel()
         if not self._is_kept:
@@ -285,10 +279,7 @@ class _Connection:
 
     def _close_socket(self) -> None:
         self._channel.close()
-        for fd in (*self._fds, *self._memory.values()):
-            os.close(fd)
-        self._fds.clear()
-        self._memory.clear()
+        self._said.close()
 
     def _lost(self, why: str) -> None:
         """Take the loss of the socket: a session that will resume is kept while its process lives, for a while."""
@@ -314,7 +305,7 @@ class _Connection:
         except OSError as cause:
             self._lost(cause.strerror or "its socket failed")
             return False
-        self._fds += fds
+        self._said.add_descriptors(fds)
         if not data:
             self._lost("its socket was closed")
             return False
@@ -334,34 +325,14 @@ class _Connection:
     def _take(self, said: ShareFollows | MemoryFollows | SessionEnd) -> None:
         if isinstance(said, SessionEnd):
             self.close("its engine ended it")
-        elif isinstance(said, ShareFollows):
-            self._note_share(said)
         else:
-            self._note_memory(said.message_id)
-
-    def _note_memory(self, message_id: int) -> None:
-        if not self._fds or message_id in self._memory:
-            raise MalformedError("one descriptor comes with each frame that says so, one for a message")
-        if len(self._memory) >= MAX_MESSAGES_SHARED:
-            raise OverloadedError(f"descriptors for {MAX_MESSAGES_SHARED} messages that never came")
-        self._memory[message_id] = self._fds.pop(0)
+            self._said.note(said)
 
     def _check_descriptors(self, flags: int) -> None:
         """Check that no descriptor has come but one of a frame that is still coming."""
         awaited = 0 if self._session is None or self._frames.between_frames else 1
-        if not self._closed and (len(self._fds) > awaited or flags & socket.MSG_CTRUNC):
+        if not self._closed and (self._said.unexplained > awaited or flags & socket.MSG_CTRUNC):
             raise MalformedError("descriptors came that no frame speaks of")
-
-    def _note_share(self, said: ShareFollows) -> None:
-        known = self._shares.get(said.message_id)
-        if known is not None:
-            both = (*known.shares, *said.shares)
-            said = ShareFollows(message_id=said.message_id, shares=both, events=said.events or known.events)
-        elif len(self._shares) >= MAX_MESSAGES_SHARED:
-            raise OverloadedError(f"shares for {MAX_MESSAGES_SHARED} messages that never came")
-        self._shares[said.message_id] = said
-        if sum(len(one.shares) for one in self._shares.values()) > MAX_SHARES_SAID:
-            raise OverloadedError(f"more than {MAX_SHARES_SAID} shares for messages that have not come")
 
     def _open(self, frame: bytes) -> None:
         opening = unpack_open(frame)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final
 
@@ -13,17 +13,16 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.devices.registry import Devices, RegisteredSegment
+from kvferry.daemon.devices.registry import Devices
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.holders import holders_text, owner_text, pool_full, session_text
+from kvferry.daemon.services.holders import holders_text, pool_full, session_text
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.pool_reports import check_same, check_same_model, status_of
-from kvferry.daemon.services.registered_memory import MemoryInUse, placed_in
+from kvferry.daemon.services.pool_reports import check_same, check_same_lifetime, check_same_model, status_of
+from kvferry.daemon.services.registered_memory import MemoryInUse, placed_in, registered_segments
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.arrays import arrays_of, check_form, check_storage
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
@@ -50,12 +49,11 @@ from kvferry.protocol.pool_messages import (
     PoolCreated,
     PoolDeleted,
     PoolRegistered,
-    RegisteredArrays,
     RegisterPool,
 )
 from kvferry.protocol.requests import ReplyBody
 from kvferry.protocol.session_messages import PoolStatus, RegionFollows, ShareFollows
-from kvferry.protocol.shares import Share, TorchShare
+from kvferry.protocol.shares import Share
 
 SWEEP_S: Final = 0.05
 DEVICE_GRACE_S: Final = 0.05
@@ -165,7 +163,7 @@ class PoolService:
             model = existing.model if existing else creation.model if creation else body.model
             check_same_model(model, body.model, body.pool)
             ends_with = existing.ends_with if existing else creation.ends_with if creation else None
-            self._check_same_lifetime(ends_with, call)
+            check_same_lifetime(self._dispatcher.sessions, ends_with, call.session, body)
             if creation is None:
                 return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
             creation.waiting.append(call)
@@ -198,7 +196,7 @@ class PoolService:
             )
         self._check_new(key, call)
         manifest = manifest_of(body.spec)
-        registered = _registered_segments(manifest, body.arrays, shares)
+        registered = registered_segments(manifest, body.arrays, shares)
         self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id, body.model)
         self._fetch(key, self._device_executor, self._devices.register, body.device, registered, manifest.region_bytes)
         return None
@@ -297,24 +295,6 @@ class PoolService:
             call = creation.waiting[0]
             return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
         return creation.ends_with is None or bool(self._dispatcher.sessions.of_instance(creation.ends_with))
-
-    def _check_same_lifetime(self, ends_with: int | None, call: Call) -> None:
-        """Check that a pool ends as CREATE_POOL asks for.
-
-        Raises:
-            PoolExistsError: it ends otherwise, or with another instance.
-        """
-        body = expect(call, CreatePool)
-        wanted = call.session.owner_id if body.lifetime == "instance" else None
-        if ends_with == wanted:
-            return
-        end = "the daemon"
-        if ends_with is not None:
-            end = owner_text(self._dispatcher.sessions, ends_with, call.session.owner_id)
-        raise PoolExistsError(
-            f"pool {body.pool!r} exists and ends with {end}, asked for with lifetime {body.lifetime!r}: attach it",
-            field="lifetime",
-        )
 
     def _take_leave(self, pool: Pool) -> None:
         """Forget a pool; its mapping goes once nothing of it is in flight."""
@@ -434,20 +414,3 @@ def _public(pool: Pool) -> ModelIdentity | None:
 def _release(pool: Pool, owner_id: int) -> None:
     for allocator in pool.allocators.values():
         allocator.release_owner(owner_id)
-
-
-def _registered_segments(
-    manifest: Manifest, said: Sequence[RegisteredArrays], shares: Sequence[Share]
-) -> list[RegisteredSegment]:
-    """Return what is registered, checked against the manifest; the driver is asked of the memory later."""
-    arrays = arrays_of(manifest, [(one.component, one.role, one.layer) for one in said])
-    parts = []
-    for array, one, share in zip(arrays, said, shares, strict=True):
-        check_form(array, one.shape, one.strides, one.dtype)
-        if not isinstance(share, TorchShare):  # memory by its driver handle could be a pool of ours
-            raise InvalidFieldError(
-                f"{array.name} is registered by {share!r}, not as a tensor", field=f"{array.name}.share"
-            )
-        check_storage(array, share.offset_bytes, share.storage_bytes)
-        parts.append(RegisteredSegment(array, share))
-    return parts
