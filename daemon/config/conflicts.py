@@ -144,13 +144,13 @@ def _tiers(config: Config) -> Iterator[Conflict]:
                 "the tier a part of it",
             )
     if tiers.host_bytes == 0:
-        for key, asked in (
+        for key, configured in (
             ("tiers.disk.path", tiers.disk.path is not None),
             ("tiers.remote.transport", tiers.remote.transport != "none"),
             ("tiers.tenant_bytes", bool(tiers.tenant_bytes)),
             ("tiers.quotas", any(tiers.quotas.values())),
         ):
-            if asked:
+            if configured:
                 yield Conflict(key, f"{key} with tiers.host_bytes = 0: it needs the host tier; raise tiers.host_bytes")
 
 

@@ -62,11 +62,11 @@ def ignore_but_for_libraries() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REAL_TIME)
 
 
-def end_within(span_s: float) -> None:
-    """End this process after ``span_s``, if it still runs then: by SIGALRM, which is unblocked for this."""
+def end_within(timeout_s: float) -> None:
+    """End this process after ``timeout_s``, if it still runs then: by SIGALRM, which is unblocked for this."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    signal.setitimer(signal.ITIMER_REAL, span_s)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
 
 
 @contextlib.contextmanager

@@ -103,20 +103,20 @@ class _Running:
         self.arena: Arena = job.arena.view()  # keeps the memory mapped
         self.error: KvferryError | None = None
         self.open_shards = 0
-        self.made: tuple[Digests, ...] | None = None
+        self.computed_digests: tuple[Digests, ...] | None = None
         self.phases: deque[Phase] = deque()
         if job.kind == "offload":
             self.phases.append(Phase.OFFLOAD)
             if job.checksums:
-                self.made = tuple(np.zeros(len(one.pages.ids), np.uint64) for one in job.segments)
+                self.computed_digests = tuple(np.zeros(len(one.pages.ids), np.uint64) for one in job.segments)
         else:
             self.phases.extend([Phase.RESTORE] if job.digests is None else [Phase.VERIFY, Phase.RESTORE])
 
-    def next_shards(self, most: int) -> list[Shard]:
+    def next_shards(self, max_shards: int) -> list[Shard]:
         """Return the shards of the next phase; empty after the last phase or an error."""
         while self.phases and self.error is None:
-            digests = self.made if self.job.kind == "offload" else self.job.digests
-            shards = shards_of(self.phases.popleft(), self.job.segments, self.arena, digests, most)
+            digests = self.computed_digests if self.job.kind == "offload" else self.job.digests
+            shards = shards_of(self.phases.popleft(), self.job.segments, self.arena, digests, max_shards)
             if shards:
                 return shards
         return []
@@ -240,7 +240,7 @@ class TierCopier:
     def _wait_for(self, slot: _Slot, step: ShardStep) -> bool:
         """Wait until the step may begin. Return False, with the shard released, once there is no point in waiting."""
         granted = self._scheduler.begin(
-            slot.running.job.operation_class, step.step.size_bytes, lambda: self._leaves(slot)
+            slot.running.job.operation_class, step.step.size_bytes, lambda: self._should_stop_waiting(slot)
         )
         if not granted:
             slot.shard.put_back(step)
@@ -285,7 +285,7 @@ class TierCopier:
             return FIRST_STEP_BYTES
         return int(min(max(speed * STEP_S // MIN_STEP_BYTES * MIN_STEP_BYTES, MIN_STEP_BYTES), MAX_STEP_BYTES))
 
-    def _leaves(self, slot: _Slot) -> bool:
+    def _should_stop_waiting(self, slot: _Slot) -> bool:
         """Return whether to stop waiting for a shard's turn. Called with the scheduler locked, so it takes no lock."""
         if self._closing or slot.running.error is not None:
             return True
@@ -331,8 +331,8 @@ class TierCopier:
     def _report(self, running: _Running) -> None:
         if self._closing or self._running.pop(id(running.job), None) is None:
             return
-        if running.error is None and running.made is not None:
-            running.job.digests = running.made
+        if running.error is None and running.computed_digests is not None:
+            running.job.digests = running.computed_digests
         running.on_done(running.job, running.error)
 
 

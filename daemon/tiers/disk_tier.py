@@ -125,14 +125,14 @@ class DiskTier:
             self._forget(block)
             return None
         except DiskError as error:
-            self._failed(error)
+            self._pause(error)
             return None
         self._counters.add("tiers.disk.read_blocks")
         return digests
 
     def remove(self, blocks: Sequence[CachedBlock]) -> None:
         """Delete the files of blocks, before any block that is queued after this call is written."""
-        keys = [_key(block) for block in blocks if self._leave(block)]
+        keys = [_key(block) for block in blocks if self._discard(block)]
         if keys and not self._closing.is_set():
             asyncio.get_running_loop().run_in_executor(self._writer, self._remove_all, keys)
 
@@ -150,7 +150,7 @@ class DiskTier:
         try:
             await self._scan()
         except DiskError as error:
-            self._failed(error)
+            self._pause(error)
         except Exception as cause:  # blocks on disk are lost to this daemon; new ones can still be written
             log.exception("scanning the disk tier's folder failed", cause=str(cause))
         while True:
@@ -162,7 +162,7 @@ class DiskTier:
                     self._counters.add("tiers.disk.skipped_blocks")
                 elif block.state is BlockState.READY and block.in_host and not block.on_disk:
                     try:
-                        await self._write_one(block)
+                        await self._write_block(block)
                     except Exception as cause:  # a bug with one block must not be the end of the tier
                         log.exception("writing a cached block to disk failed", cause=str(cause))
             self._wanted.clear()
@@ -174,7 +174,7 @@ class DiskTier:
                 while await asyncio.get_running_loop().run_in_executor(self._writer, self._store.sync_dirty):
                     pass
             except DiskError as error:
-                self._failed(error)
+                self._pause(error)
             except Exception as cause:  # the next attempt may succeed
                 log.exception("syncing cached blocks to disk failed", cause=str(cause))
 
@@ -204,9 +204,9 @@ class DiskTier:
             namespace, block_hash, found.parent, size_bytes, tier=Tier.DISK, digests=found.digests
         )
         self._host.know(namespace, found.page_bytes, found.model)
-        self._enter(block, found.size_bytes)
+        self._add(block, found.size_bytes)
 
-    async def _write_one(self, block: CachedBlock) -> None:
+    async def _write_block(self, block: CachedBlock) -> None:
         """Write a block, evicting others first where needed; the block is pinned meanwhile."""
         assert block.offsets is not None, block
         page_bytes = self._host.page_bytes[block.namespace]
@@ -221,16 +221,16 @@ class DiskTier:
                 self._writer, self._write, block, buffers, self._host.models.get(block.namespace.identity, "")
             )
         except DiskError as error:
-            self._failed(error)
+            self._pause(error)
             return
         finally:
             self._host.free_all(self._host.index.unpin([block], DEMOTION))
         if not written:
             return
         if self._host.index.set_on_disk(block, present=True):
-            self._enter(block, size_bytes)
+            self._add(block, size_bytes)
             self._counters.add("tiers.disk.written_blocks")
-            self._recovered()
+            self._resumed()
         else:  # it was dropped meanwhile
             await self._unlink(block)
 
@@ -278,7 +278,7 @@ class DiskTier:
                 break
             if block.pins and not block.in_host:
                 continue
-            self._leave(block)
+            self._discard(block)
             self._host.index.set_on_disk(block, present=False)
             self._counters.add("tiers.disk.evicted_blocks")
             await self._unlink(block)
@@ -288,15 +288,15 @@ class DiskTier:
         try:
             await asyncio.get_running_loop().run_in_executor(self._writer, self._store.remove, _key(block))
         except DiskError as error:
-            self._failed(error)
+            self._pause(error)
 
-    def _enter(self, block: CachedBlock, size_bytes: int) -> None:
+    def _add(self, block: CachedBlock, size_bytes: int) -> None:
         if block not in self._sizes:
             self._sizes[block] = size_bytes
             self._used_bytes += size_bytes
             self._policy.add(block)
 
-    def _leave(self, block: CachedBlock) -> bool:
+    def _discard(self, block: CachedBlock) -> bool:
         size_bytes = self._sizes.pop(block, None)
         if size_bytes is None:
             return False
@@ -305,10 +305,10 @@ class DiskTier:
         return True
 
     def _forget(self, block: CachedBlock) -> None:
-        self._leave(block)
+        self._discard(block)
         self._host.index.set_on_disk(block, present=False)
 
-    def _failed(self, error: DiskError) -> None:
+    def _pause(self, error: DiskError) -> None:
         """Pause writing for a while; log that once, not for every block."""
         full = isinstance(error, DiskFullError)
         self._counters.add("tiers.disk.full" if full else "tiers.disk.failed")
@@ -321,7 +321,7 @@ class DiskTier:
             )
         self._failure = "full" if full else f"failed: {error}"
 
-    def _recovered(self) -> None:
+    def _resumed(self) -> None:
         if self._failure:
             log.info("the disk tier works again")
             self._failure = ""

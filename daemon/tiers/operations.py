@@ -107,7 +107,7 @@ class Operations:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._live: dict[int, Operation] = {}
-        self._of_job: dict[BlockJob, Operation] = {}
+        self._by_job: dict[BlockJob, Operation] = {}
         self._unacknowledged: Counter[int] = Counter()
         self._draining = False
         self._idle = asyncio.Event()
@@ -139,19 +139,19 @@ class Operations:
     def begin(self, call: Call, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
         """Begin an operation with the deadline of its request. Raises what ``check`` does."""
         self.check(call.session)
-        operation = self._enter(call.session, kind, pool, pages, finish)
+        operation = self._add(call.session, kind, pool, pages, finish)
         self._unacknowledged[call.session.session_id] += 1
-        late = DeadlineError(f"the {kind} was not done within {call.deadline_s:g} s")
-        operation.timer = self._loop.call_later(call.deadline_s, self.stop, operation, late)
+        error = DeadlineError(f"the {kind} was not done within {call.deadline_s:g} s")
+        operation.timer = self._loop.call_later(call.deadline_s, self.stop, operation, error)
         return operation
 
     def begin_quietly(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
         """Begin an operation that continues something of a session and that no session waits for."""
-        operation = self._enter(session, kind, pool, pages, finish)
+        operation = self._add(session, kind, pool, pages, finish)
         operation.quiet = True
         return operation
 
-    def _enter(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
+    def _add(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
         operation = Operation(next(self._numbers), session, kind, pool, pages, finish)
         self._live[operation.number] = operation
         self._idle.clear()
@@ -165,11 +165,11 @@ class Operations:
         operation.waits_for = ""
         operation.job = job
         operation.first_copy_at = time.monotonic()
-        self._of_job[job] = operation
+        self._by_job[job] = operation
         self._copier.start(job, self._on_job_done)
 
     def _on_job_done(self, job: BlockJob, error: KvferryError | None) -> None:
-        operation = self._of_job.pop(job)
+        operation = self._by_job.pop(job)
         operation.job = None
         self.end(operation, error if error is None else operation.stopped or error)
 

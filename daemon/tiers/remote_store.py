@@ -250,7 +250,7 @@ class RemoteStore:
                     _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
                 writer.close()
             except (OSError, OverflowError) as error:  # also TimeoutError
-                self._away(f"its master at {self._config.master} takes no connections: {error!r}")
+                self._away(f"its master at {self._config.master} accepts no connections: {error!r}")
                 await asyncio.sleep(self._config.retry_s)
             else:
                 return

@@ -108,18 +108,18 @@ class RemoteTier:
         self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, page_bytes: int
     ) -> list[CachedBlock]:
         """Return those leading blocks that the store has, entered into the index."""
-        asked = hashes[:MAX_NAMES]
-        names = [remote_name(BlockKey(namespace, one), shared=self._shared) for one in asked]
-        there = await self._store.exists(names)
+        hashes = hashes[:MAX_NAMES]
+        names = [remote_name(BlockKey(namespace, block_hash), shared=self._shared) for block_hash in hashes]
+        exists = await self._store.exists(names)
         size_bytes = namespace.block_pages * whole_units(page_bytes)
         index, found = self._host.index, []
-        for before, one, is_there in zip((parent, *asked), asked, there, strict=False):
-            block = known = index.get(namespace, one)  # a nearer tier may have what the store lacks
-            if is_there:
-                block = index.adopt(namespace, one, before, size_bytes, tier=Tier.REMOTE)
+        for previous, block_hash, in_store in zip((parent, *hashes), hashes, exists, strict=False):
+            block = known = index.get(namespace, block_hash)  # a nearer tier may have what the store lacks
+            if in_store:
+                block = index.adopt(namespace, block_hash, previous, size_bytes, tier=Tier.REMOTE)
                 if known is None:
-                    self._know(block)
-            if block is None or block.state is not BlockState.READY:  # or being stored from here this very moment
+                    self._remember(block)
+            if block is None or block.state is not BlockState.READY:  # missing, or an engine is storing it right now
                 break
             found.append(block)
         return found
@@ -185,11 +185,11 @@ class RemoteTier:
             self._host.free_all(self._host.index.unpin([block], DEMOTION))
         if stored and self._host.index.set_in_remote(block, present=True):
             self._counters.add("tiers.remote.written_blocks")
-            self._know(block)
+            self._remember(block)
         elif stored:  # it was dropped meanwhile
             await self.remove([block])
 
-    def _know(self, block: CachedBlock) -> None:
+    def _remember(self, block: CachedBlock) -> None:
         """Remember a block of the store. Above the bound forget the oldest: a later lookup may find it again."""
         self._known.append(block)
         if len(self._known) > MAX_KNOWN:

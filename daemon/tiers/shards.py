@@ -143,11 +143,11 @@ MIN_SHARD_BYTES: Final = 4 << 20
 
 
 def shards_of(
-    phase: Phase, segments: Sequence[BlockSegment], arena: Arena, digests: Sequence[Digests] | None, most: int
+    phase: Phase, segments: Sequence[BlockSegment], arena: Arena, digests: Sequence[Digests] | None, max_shards: int
 ) -> list[Shard]:
-    """Return a job's shards for a phase: at most ``most``, with as equal numbers of blocks as possible, none empty."""
+    """Return a job's shards for a phase: at most ``max_shards``, as equal as possible, none empty."""
     total_bytes = sum(one.pages.total_bytes for one in segments)
-    count = max(1, min(most, total_bytes // MIN_SHARD_BYTES))
+    count = max(1, min(max_shards, total_bytes // MIN_SHARD_BYTES))
     sizes = [len(one.pages.ids) for one in segments]
     shards = []
     for number in range(count):

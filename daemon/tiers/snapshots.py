@@ -202,25 +202,26 @@ def ids_for(snapshot: Snapshot, lists: Sequence[PageRange]) -> list[PageIds]:
         UnknownComponentError: a segment has no list, or a list no segment.
         LengthMismatchError: a list has another number of pages or tokens than its segment.
     """
-    given = {one.component: one for one in lists}
+    by_component = {one.component: one for one in lists}
     found: list[PageIds] = []
     for segment in snapshot.segments:
-        one = given.pop(segment.component, None)
-        if one is None:
-            raise UnknownComponentError(f"the snapshot has pages of {segment.component!r}: name as many", field="lists")
-        if len(one.ids) != segment.count:
+        pages = by_component.pop(segment.component, None)
+        if pages is None:
+            raise UnknownComponentError(f"the snapshot has pages of {segment.component!r}: list as many", field="lists")
+        if len(pages.ids) != segment.count:
             raise LengthMismatchError(
-                f"{segment.component}: the snapshot has {segment.count} pages, the list {len(one.ids)}", field=one.field
+                f"{segment.component}: the snapshot has {segment.count} pages, the list {len(pages.ids)}",
+                field=pages.field,
             )
-        tokens = _tokens_of(one, snapshot.manifest)
+        tokens = _tokens_of(pages, snapshot.manifest)
         if None not in {tokens, segment.tokens} and tokens != segment.tokens:
             raise LengthMismatchError(
                 f"{segment.component}: the snapshot has {segment.tokens} tokens, the list {tokens}",
-                field=f"{one.field}.tokens",
+                field=f"{pages.field}.tokens",
             )
-        found.append(one.ids)
-    if given:
-        raise UnknownComponentError(f"the snapshot has no pages of {next(iter(given))!r}", field="lists")
+        found.append(pages.ids)
+    if by_component:
+        raise UnknownComponentError(f"the snapshot has no pages of {next(iter(by_component))!r}", field="lists")
     return found
 
 

@@ -265,10 +265,10 @@ def give_memory(store: Any, begin: Begin, memory: Memory) -> list[str]:  # noqa:
                 raise OSError(f"Mooncake's store did not register {size_bytes} bytes: {status}")
     if not begin.segment_bytes:
         return []
-    given = store.allocate_and_mount_segment(begin.segment_bytes, begin.protocol)
-    if given["ret"]:
-        raise OSError(f"Mooncake's store did not take {begin.segment_bytes} bytes: {given['ret']}")
-    segments: list[str] = given["segment_ids"]
+    mounted = store.allocate_and_mount_segment(begin.segment_bytes, begin.protocol)
+    if mounted["ret"]:
+        raise OSError(f"Mooncake's store did not mount {begin.segment_bytes} bytes: {mounted['ret']}")
+    segments: list[str] = mounted["segment_ids"]
     return segments
 
 

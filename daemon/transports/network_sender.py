@@ -77,7 +77,7 @@ class _Sending:
         self.memory = memory
         self.waiting: deque[Grant] = deque()
         self.in_flight = 0
-        self.over = False
+        self.ended = False
 
 
 class _Writing:
@@ -199,7 +199,7 @@ class NetworkSender:
             self._end(key, sending)
 
     def _end(self, key: _Key, sending: _Sending) -> None:
-        sending.over = True
+        sending.ended = True
         for grant in sending.waiting:
             sending.in_flight -= 1
             self._answer(key.peer, grant, CancelledError("the transfer is over"))
@@ -207,7 +207,7 @@ class NetworkSender:
         self._check_settled(key, sending)
 
     def _check_settled(self, key: _Key, sending: _Sending) -> None:
-        if sending.over and not sending.in_flight and self._sendings.pop(key, None) is not None:
+        if sending.ended and not sending.in_flight and self._sendings.pop(key, None) is not None:
             self._state_machine.sending_done(sending.remote_endpoint, key.op)
             self._on_settled()
 
@@ -289,7 +289,7 @@ def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
 
 def _grant_error(sending: _Sending | None, grant: Grant, staging_bytes: int) -> KvferryError | None:
     """Return why a grant is invalid, or None."""
-    if sending is None or sending.over:
+    if sending is None or sending.ended:
         return UnknownTransferError("the transfer op is over", field="op")
     if grant.segment >= len(sending.sides):
         return InvalidFieldError(f"segment {grant.segment} of {len(sending.sides)}", field="segment")
