@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class _Device:
-    """A device, its staging buffers, and the segments of its memory in use."""
+    """A device, its staging buffers, and what of its memory is in use."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator

@@ -50,7 +50,7 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     progress_timeout_s: int = 5
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables for Mooncake; they apply sockaddr the operator has not set them."""
+        """Return the environment variables for Mooncake; they apply where the operator has not set them."""
         variables = {
             "MC_LOG_LEVEL": "ERROR",  # else it warns of every connection attempt
             "MC_HANDSHAKE_CONNECT_TIMEOUT": str(max(1, round(self.contact_timeout_s))),
@@ -83,7 +83,7 @@ class NativeEngine(Protocol):
     def batch_transfer_async_write(
         self, target: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
     ) -> int:
-        """Start writes; return an id, or 0 sockaddr nothing was started. Opens the connection on first use."""
+        """Start writes; return an id, or 0 where nothing was started. Opens the connection on first use."""
 
     def transfer_check_status(self, batch_id: int, /) -> int:
         """Return 1 for done, -1 for failed (either ends the id: asking again aborts the process), 0 or -2 in flight."""
@@ -101,7 +101,7 @@ def create(settings: MooncakeSettings) -> NativeEngine:
     for name, value in settings.environment().items():
         os.environ.setdefault(name, value)
     try:
-        # An optional dependency that maps 40 MB: imported only sockaddr it is used.
+        # An optional dependency that maps 40 MB: imported only where it is used.
         from mooncake.engine import TransferEngine  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"Mooncake cannot be loaded: {error}; {INSTALL}", field="transport") from error
