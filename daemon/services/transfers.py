@@ -24,11 +24,12 @@ from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.services.transfer_reports import record_finished, warn_trimmed
-from kvferry.daemon.transfer.effects import Effect, Notify, StartOp, StopOp, WarnTrimmed
-from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveRequest, SendChunk, State
+from kvferry.daemon.transfer.effects import Effect, Notify, ReportBug, StartOp, StopOp, WarnTrimmed
+from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveRequest, SendChunk
 from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges
 from kvferry.daemon.transfer.peer_transfers import TransferActivity
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
+from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.base import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.errors import (
@@ -318,6 +319,9 @@ class TransferService:
             self._stop(effect.op_id)
         elif isinstance(effect, WarnTrimmed):
             warn_trimmed(effect, self._counters)
+        elif isinstance(effect, ReportBug):
+            self._counters.add("transfers.bugs")
+            log.error("an event that no transition expects", request_id=effect.request_id, detail=effect.detail)
         else:
             self._peers.execute(effect)
 

@@ -53,7 +53,7 @@ class JobStarter:
             cause = CancelledError("the daemon is ending") if registration.cancelled() else registration.exception()
             if cause is not None:
                 error = cause if isinstance(cause, KvferryError) else InternalError(f"{device.name}: {cause!r}")
-                asyncio.get_running_loop().call_soon(self._operations.stop, operation, error)
+                asyncio.get_running_loop().call_soon(self._operations.give_up, operation, error)
                 return
         self._operations.run(operation, job)
 

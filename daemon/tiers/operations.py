@@ -1,7 +1,7 @@
 """Operations: OFFLOAD, RESTORE, STORE and LOAD from their acceptance to the one event that reports their end.
 
-An operation may wait (for pages, for lower tiers), then runs one job of the copier, then ends. It can be stopped at any
-time, by its session, its deadline or the session's end. Its ``finish`` callback releases what it holds.
+An operation may wait (for pages, for lower tiers), then runs one job of the copier, then ends; the table in
+``transitions`` says what each event does to it. Its ``finish`` callback releases what it holds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
+from kvferry.daemon.tiers.transitions import STOPS, TRANSITIONS, Event, Outcome, State, Transitions, bug_in
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
-    CancelledError,
-    DeadlineError,
     InternalError,
     KvferryError,
     OverloadedError,
@@ -63,7 +62,8 @@ class Operation:
     Attributes:
         waits_for: what it waits for before its job begins, in words; empty while it copies.
         pages: the number of pages it covers.
-        stopped: the error it was stopped with, if any.
+        state: see ``transitions``.
+        stopped: the error it was stopped with, if any, also while its job still ends.
         quiet: no session asked for it: its end sends no event, and it outlives the session.
     """
 
@@ -79,6 +79,7 @@ class Operation:
         self.created_at = time.monotonic()
         self.first_copy_at: float | None = None
         self.waits_for = ""
+        self.state = State.WAITING
         self.stopped: KvferryError | None = None
         self.job: BlockJob | None = None
         self.cancels: list[Call] = []
@@ -98,8 +99,15 @@ class Operations:
     """All live operations. For the control loop."""
 
     def __init__(
-        self, dispatcher: Dispatcher, hub: EventHub, sessions: SessionRegistry, counters: Counters, copier: Copier
+        self,
+        dispatcher: Dispatcher,
+        hub: EventHub,
+        sessions: SessionRegistry,
+        counters: Counters,
+        copier: Copier,
+        transitions: Transitions = TRANSITIONS,
     ) -> None:
+        self._transitions = transitions
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._counters = counters
@@ -141,8 +149,8 @@ class Operations:
         self.check(call.session)
         operation = self._add(call.session, kind, pool, pages, finish)
         self._unacknowledged[call.session.session_id] += 1
-        error = DeadlineError(f"the {kind} was not done within {call.deadline_s:g} s")
-        operation.timer = self._loop.call_later(call.deadline_s, self.stop, operation, error)
+        late = f"the {kind} was not done within {call.deadline_s:g} s"
+        operation.timer = self._loop.call_later(call.deadline_s, self._apply, operation, Event.DEADLINE, late)
         return operation
 
     def begin_quietly(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
@@ -158,25 +166,53 @@ class Operations:
         return operation
 
     def run(self, operation: Operation, job: BlockJob) -> None:
-        """Run an operation's job, which ends the operation. One that was stopped meanwhile ends at once."""
-        if operation.stopped is not None:
-            self.end(operation, operation.stopped)
+        """Run an operation's job, which ends the operation. Ignored for one that has ended meanwhile."""
+        self._apply(operation, Event.BEGIN)
+        if operation.state is not State.COPYING:
             return
         operation.waits_for = ""
-        operation.job = job
         operation.first_copy_at = time.monotonic()
+        operation.job = job
         self._by_job[job] = operation
         self._copier.start(job, self._on_job_done)
 
     def _on_job_done(self, job: BlockJob, error: KvferryError | None) -> None:
         operation = self._by_job.pop(job)
         operation.job = None
-        self.end(operation, error if error is None else operation.stopped or error)
+        self._apply(operation, Event.JOB_DONE if error is None else Event.JOB_FAILED, cause=error)
 
-    def end(self, operation: Operation, error: KvferryError | None) -> None:
-        """End an operation whose job is not running: release what it held, and notify its session."""
-        if self._live.pop(operation.number, None) is None:
+    def nothing_to_do(self, operation: Operation) -> None:
+        """End an operation that needs no job."""
+        self._apply(operation, Event.NOTHING_TO_DO)
+
+    def give_up(self, operation: Operation, why: KvferryError) -> None:
+        """End an operation soon, with this error; at once where it copies nothing."""
+        self._apply(operation, Event.GIVEN_UP, cause=why)
+
+    def _apply(self, operation: Operation, event: Event, detail: str = "", cause: KvferryError | None = None) -> None:
+        """Apply an event to an operation, as the table says."""
+        row = self._transitions.get((operation.state, event))
+        if row is None:
+            detail = f"no transition of an operation that is {operation.state.value}: {event.value}"
+            log.error(
+                "unexpected event of an operation", operation=operation.number, kind=operation.kind, detail=detail
+            )
+            row = bug_in(operation.state)
+        if row.state is operation.state:
             return
+        operation.state = row.state
+        if not isinstance(row.ends, Outcome):
+            cause = row.ends(detail)
+        if event in STOPS:
+            operation.stopped = cause
+        if row.state is State.DONE:
+            self._end(operation, operation.stopped if row.ends is Outcome.STOPPED else cause)
+        elif row.state is State.STOPPING and operation.job is not None:
+            self._copier.stop(operation.job)
+
+    def _end(self, operation: Operation, error: KvferryError | None) -> None:
+        """End an operation whose job is not running: release what it held, and notify its session."""
+        del self._live[operation.number]
         if operation.timer is not None:
             operation.timer.cancel()
         ending = self._finish(operation, error)
@@ -192,28 +228,20 @@ class Operations:
         if not self._live:
             self._idle.set()
 
-    def stop(self, operation: Operation, why: KvferryError) -> None:
-        """End an operation soon, with this error; at once where it copies nothing."""
-        if operation.number not in self._live or operation.stopped is not None:
-            return
-        operation.stopped = why
-        if operation.job is not None:
-            self._copier.stop(operation.job)
-        else:
-            self.end(operation, why)
-
     def session_lost(self, session_id: int) -> None:
         """Stop a lost session's operations."""
         for operation in [live for live in self if live.session.session_id == session_id and not live.quiet]:
             operation.cancels.clear()
-            self.stop(operation, CancelledError("the session ended"))
+            if operation.state is not State.DONE:  # it may have ended with one that it waited for
+                self._apply(operation, Event.SESSION_ENDED, "the session ended")
         self._unacknowledged.pop(session_id, None)
 
     def drain(self) -> None:
         """Accept no new operations, and end those that only wait."""
         self._draining = True
-        for operation in [live for live in self if live.job is None]:
-            self.stop(operation, ShuttingDownError("the daemon is ending"))
+        for operation in list(self):
+            if operation.state is not State.DONE:  # it may have ended with one that it waited for
+                self._apply(operation, Event.DRAIN, "the daemon is ending")
 
     async def drained(self) -> None:
         """Wait until no operation is live."""
@@ -278,7 +306,7 @@ class Operations:
         operation = self._live.get(number)
         if operation is not None and operation.session is call.session and not operation.quiet:
             operation.cancels.append(call)
-            self.stop(operation, CancelledError("cancelled by its own session"))
+            self._apply(operation, Event.CANCEL, "cancelled by its own session")
             return None
         ended = (event.body for event in call.session.unacknowledged)
         if any(isinstance(body, TierDone) and body.operation == number for body in ended):

@@ -45,6 +45,13 @@ class WarnTrimmed(NamedTuple):
     trim: Trim
 
 
+class ReportBug(NamedTuple):
+    """Log that an event came to an endpoint for which the table has no row; the endpoint has failed with INTERNAL."""
+
+    request_id: str
+    detail: str
+
+
 class AnnounceReceive(NamedTuple):
     """Tell another daemon that a receive request waits for its send requests."""
 
@@ -115,6 +122,7 @@ Effect = (
     | StopOp
     | Notify
     | WarnTrimmed
+    | ReportBug
     | AnnounceReceive
     | CloseReceive
     | RefuseSend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvferry.daemon.transfer.deadlines import Deadlines
 from kvferry.daemon.transfer.effects import Effect
@@ -16,6 +16,7 @@ from kvferry.daemon.transfer.endpoints import (
 )
 from kvferry.daemon.transfer.remote import Incarnation, Origin
 from kvferry.daemon.transfer.tombstones import Tombstones
+from kvferry.daemon.transfer.transitions import State
 from kvferry.protocol.peer_messages import ReceiveName
 
 
@@ -51,6 +52,11 @@ class Endpoints:
         """Yield every side that belongs to a session here."""
         yield from self.send_requests.values()
         yield from self.receive_requests.values()
+
+    @staticmethod
+    def while_live(endpoints: Iterable[SendRequest | ReceiveRequest]) -> Iterator[SendRequest | ReceiveRequest]:
+        """Yield those that have not settled by then: what ends one may end others."""
+        yield from (one for one in list(endpoints) if one.state is not State.SETTLED)
 
     def of_request(self, request_id: str) -> list[SendRequest | ReceiveRequest]:
         """Return this daemon's sides of a request."""

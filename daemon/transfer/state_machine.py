@@ -3,20 +3,7 @@
 Methods take what happened and the time; they return what to do (``effects``), or raise, and then nothing has changed.
 One rule decides who is refused where two messages do not fit: the one that came later. What was accepted stays.
 
-What happens to an OPEN side:
-
-====================================  ==========================================  ================================
-event                                 send request (SEND side)                           receive request (RECEIVE side)
-====================================  ==========================================  ================================
-its own CANCEL                        CANCELLED                                   CANCELLED
-the other side's CANCEL               PEER_CANCELLED                              PEER_CANCELLED
-its own deadline                      DEADLINE                                    DEADLINE
-its session dies before its last SEND forgotten; pages go back                    PEER_LOST
-its session dies after its last SEND  lives on without a listener                 completes
-the receiving session dies            PEER_LOST                                   forgotten; pages go back
-a copy fails                          TRANSFER_FAILED                             TRANSFER_FAILED
-all cells there, all sources done     success                                     success
-====================================  ==========================================  ================================
+What an event does to an endpoint is the table in ``transitions``, which ``completion`` executes.
 
 A side that comes after the other one has ended by itself, so that nobody was there to be told, ends as soon as it is
 accepted, with the other's code; see ``tombstones``. A side that it has joined already is told so too.
@@ -39,29 +26,17 @@ from kvferry.daemon.transfer.admission import (
 )
 from kvferry.daemon.transfer.completion import Completion
 from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyChunk, NotifyReady
-from kvferry.daemon.transfer.endpoints import (
-    Announcement,
-    Clocked,
-    EndpointKey,
-    ReceiveRequest,
-    SendChunk,
-    SendRequest,
-    State,
-)
+from kvferry.daemon.transfer.endpoints import Announcement, Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import PageRange
 from kvferry.daemon.transfer.peer_transfers import NoActivity, PeerTransfers, TransferActivity
 from kvferry.daemon.transfer.registry import Endpoints
 from kvferry.daemon.transfer.results import Generations, Results
 from kvferry.daemon.transfer.scheduling import CopyScheduler, Fit
 from kvferry.daemon.transfer.tombstones import Half, Tombstones
+from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, State, Transitions
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
-    CancelledError,
-    DeadlineError,
     KvferryError,
-    PeerCancelledError,
-    PeerLostError,
-    ShuttingDownError,
     TransferExistsError,
     UnexpectedSourceError,
     UnknownTransferError,
@@ -92,6 +67,7 @@ class TransferStateMachine:
         whole_below_bytes: int = 0,
         tombstones: Tombstones | None = None,
         activity: TransferActivity | None = None,
+        transitions: Transitions = TRANSITIONS,
     ) -> None:
         """``activity`` is told while bytes of a transfer op are being written to another daemon."""
         self.results = Results()
@@ -99,7 +75,7 @@ class TransferStateMachine:
         self._generations = Generations()
         self._epoches = itertools.count(1)
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
-        self._completion = Completion(self.endpoints, self.results)
+        self._completion = Completion(self.endpoints, self.results, transitions)
         self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes)
         self.peers = PeerTransfers(self.endpoints, self._completion, self._copy_scheduler, activity or NoActivity())
 
@@ -181,7 +157,7 @@ class TransferStateMachine:
                 self._copy_scheduler.join(receive_request, send_request)
         self.endpoints.effects.extend(AnnounceReceive(address, receive_request) for address in source_daemons)
         if ended is not None:
-            self._completion.fail_receive(receive_request, ended, ended, now)
+            self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=ended)
         self._completion.check_done(receive_request, now)
         return _accepted(receive_request)
 
@@ -253,16 +229,15 @@ class TransferStateMachine:
         op = self.endpoints.ops.pop(op_id)
         receive_request = op.receive_request
         del receive_request.ops[op_id]
-        if receive_request.state is State.OPEN:
-            if error is not None:
-                self._completion.fail_receive(receive_request, error, error, now)
-            else:
-                for planned_copy in op.planned_copies:
-                    receive_request.coverage[planned_copy.component].arrive(planned_copy.cells)
-                    receive_request.moved_bytes += planned_copy.plan.total_bytes
-                    op.send_request.moved_bytes += planned_copy.plan.total_bytes
-                self._completion.check_done(receive_request, now)
-        self._completion.settle_receive(receive_request)
+        if error is not None:
+            self._completion.apply(receive_request, Event.COPY_FAILED, now, cause=error)
+        elif receive_request.state is State.OPEN:
+            for planned_copy in op.planned_copies:
+                receive_request.coverage[planned_copy.component].arrive(planned_copy.cells)
+                receive_request.moved_bytes += planned_copy.plan.total_bytes
+                op.send_request.moved_bytes += planned_copy.plan.total_bytes
+            self._completion.check_done(receive_request, now)
+        self._completion.check_settled(receive_request)
 
     def cancel(self, session_id: int, key: EndpointKey, now: float) -> None:
         """Fail the session's side if it is open still.
@@ -275,18 +250,16 @@ class TransferStateMachine:
             raise UnknownTransferError(
                 f"no live {key.direction} of this request in pool {key.pool!r}", field="request_id"
             )
-        if endpoint.state is State.OPEN:
-            own, peers = CancelledError("cancelled by its own side"), PeerCancelledError("the peer cancelled")
-            self._completion.end(endpoint, own, peers, now)
+        self._completion.apply(
+            endpoint, Event.CANCEL, now, detail="cancelled by its own side", peer_detail="the peer cancelled"
+        )
 
     def session_lost(self, session_id: int, now: float) -> None:
         """Fail what died with a session; send requests that are complete and ready live on."""
-        for endpoint in [one for one in self.endpoints if one.session_id == session_id]:
-            if endpoint.state is State.OPEN and not (
-                isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
-            ):
-                lost = PeerLostError(f"the engine on the {endpoint.direction} side died")
-                self._completion.end(endpoint, lost, lost, now)
+        for endpoint in self.endpoints.while_live(one for one in self.endpoints if one.session_id == session_id):
+            outlives = isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
+            event = Event.SESSION_ENDED_SENT if outlives else Event.SESSION_ENDED
+            self._completion.apply(endpoint, event, now, detail=f"the engine on the {endpoint.direction} side died")
         self._stepping.pop(session_id, None)
         self.results.forget_session(session_id)
         self._generations.forget_session(session_id)
@@ -296,19 +269,16 @@ class TransferStateMachine:
         for endpoint in self.endpoints.deadlines.due(now):
             if isinstance(endpoint, Announcement):
                 self.peers.expired(endpoint, now)
-            elif endpoint.state is State.OPEN:
-                late = DeadlineError(
-                    f"the {endpoint.direction} side's deadline passed; missing: {endpoint.waits_for()}"
-                )
-                self._completion.end(endpoint, late, late, now)
+            else:
+                late = f"the {endpoint.direction} side's deadline passed; missing: {endpoint.waits_for()}"
+                self._completion.apply(endpoint, Event.DEADLINE, now, detail=late)
 
     def drain(self, now: float) -> None:
         """Fail the open sides that wait for a message which will not be taken any more."""
-        ending = ShuttingDownError("the daemon ends")
-        for endpoint in list(self.endpoints):
+        for endpoint in self.endpoints.while_live(self.endpoints):
             complete = endpoint.all_planned if isinstance(endpoint, ReceiveRequest) else endpoint.fully_matched
-            if endpoint.state is State.OPEN and not complete:
-                self._completion.fail(endpoint, ending, ending, now)
+            if not complete:
+                self._completion.apply(endpoint, Event.DRAIN, now, detail="the daemon ends")
 
     def next_deadline(self) -> float | None:
         """Return when to call ``expire`` next, or None."""
@@ -391,7 +361,7 @@ class TransferStateMachine:
         half = Half(send_request.pool.tenant, send_request.request_id, "receive")
         ended = self.endpoints.tombstones.notices_for(half, send_request.pool.name, now)
         if ended and len(ended) >= send_request.destinations:
-            self._completion.fail(send_request, ended[0], ended[0], now)
+            self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=ended[0])
 
     def _send_to_peers(self, send_request: SendRequest, number: int) -> None:
         """Send a chunk to other daemons' receive requests; all chunks so far to those that have just been found."""

@@ -9,11 +9,12 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from kvferry.daemon.transfer.effects import Notify, StartOp, StopOp, WarnTrimmed
+from kvferry.daemon.transfer.effects import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import page_ranges
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
 from kvferry.daemon.transfer.tombstones import Tombstones
+from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
@@ -61,13 +62,20 @@ class TransferHarness:
         now: the time in seconds, for tests to advance.
         told: the events each session was told, in order; a lost session is told nothing.
         warned: the lists that were cut to one length.
+        bugs: what the table of transitions has no row for.
         activity: ``began`` and ``ended`` of what was written to other daemons.
     """
 
-    def __init__(self, whole_below_bytes: int = 0, tombstones: Tombstones | None = None) -> None:
+    def __init__(
+        self,
+        whole_below_bytes: int = 0,
+        tombstones: Tombstones | None = None,
+        transitions: Transitions = TRANSITIONS,
+    ) -> None:
         self.now = 100.0
         self.activity: list[str] = []
-        self.state_machine = TransferStateMachine(whole_below_bytes, tombstones, self)
+        self.bugs: list[str] = []
+        self.state_machine = TransferStateMachine(whole_below_bytes, tombstones, self, transitions)
         self.transport = ScriptedTransport()
         self.pools: list[Pool] = []
         self.told: dict[int, list[Told]] = {}
@@ -292,6 +300,8 @@ class TransferHarness:
                 self.transport.stop(effect.op_id)
             elif isinstance(effect, WarnTrimmed):
                 self.warned.append(effect)
+            elif isinstance(effect, ReportBug):
+                self.bugs.append(effect.detail)
             elif isinstance(effect, Notify) and effect.session_id in self.told:
                 self.told[effect.session_id].append(effect.event)
         self.check()

@@ -306,7 +306,7 @@ class _Machine(RuleBasedStateMachine):
     def a_operation_is_late(self, random: Any) -> None:  # noqa: ANN401
         operations = list(self.harness.operations)
         if operations:
-            self.run(_now(lambda: self.harness.operations.stop(random.choice(operations), DeadlineError("late"))))
+            self.run(_now(lambda: self.harness.operations.give_up(random.choice(operations), DeadlineError("late"))))
 
     @precondition(lambda self: any(True for _ in self.harness.operations))
     @rule(engine=engines, random=ANY)
