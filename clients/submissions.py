@@ -115,7 +115,7 @@ class Submissions(OfOneProcess, ABC):
         self,
         pool: str,
         request_id: str,
-        lists: Sequence[Pages],
+        lists: Sequence[Pages] = (),
         *,
         first_token: int | None = None,
         payload: bytes = b"",
@@ -132,7 +132,7 @@ class Submissions(OfOneProcess, ABC):
         Args:
             pool: the pool of the pages.
             request_id: what the receiving side names too.
-            lists: the pages, one list a component; see ``pages``.
+            lists: the pages, one list a component; see ``pages``. None for a transfer that moves no page.
             first_token: the token that prefill sampled, delivered with completion.
             payload: up to 64 KiB more to deliver with it.
             last: whether no further chunk follows.
@@ -156,7 +156,7 @@ class Submissions(OfOneProcess, ABC):
         self,
         pool: str,
         request_id: str,
-        lists: Sequence[Pages],
+        lists: Sequence[Pages] = (),
         *,
         sources: int = 1,
         source_daemons: Sequence[str] = (),
@@ -172,7 +172,8 @@ class Submissions(OfOneProcess, ABC):
         Args:
             pool: the pool of the pages.
             request_id: what the sending sides name too.
-            lists: the pages to fill, one list a component; see ``pages``.
+            lists: the pages to fill, one list a component; see ``pages``. None where only the first token and the
+                payload are wanted: what the sources have is skipped.
             sources: how many pools send.
             source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
                 none for this client's own daemon only.

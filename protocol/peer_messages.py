@@ -64,7 +64,7 @@ class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
     manifest: Manifest | None = None
     region: Number = 0
     """Which memory it is, for a home on the same host."""
-    lists: PageLists
+    lists: PageLists = ()
     last: bool
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""

@@ -19,7 +19,7 @@ ReceiveInto = Literal["pages", "host"]
 MAX_STEPS = 256
 MAX_POOLS = 1024
 Few = Annotated[int, Meta(ge=1, le=MAX_POOLS)]
-PageLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=16)]
+PageLists = Annotated[tuple[PageList, ...], Meta(max_length=16)]
 Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
 
 
@@ -50,7 +50,9 @@ class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
 
     request_id: Hex128
     pool: PoolName
-    lists: PageLists
+    lists: PageLists = ()
+    """None, or lists that are all empty: only the first token and payload are wanted. What a source has of components
+    without a list is skipped."""
     sources: Few = 1
     source_daemons: Annotated[tuple[PeerAddress, ...], Meta(max_length=64)] = ()
     """Where the sending pools are; none: with this daemon only. Its own address may be among them."""
@@ -78,7 +80,8 @@ class Send(Body, frozen=True, kw_only=True, tag="SEND"):
 
     request_id: Hex128
     pool: PoolName
-    lists: PageLists
+    lists: PageLists = ()
+    """None, or lists that are all empty: it moves no page."""
     last: bool = True
     destinations: Few = 1
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None

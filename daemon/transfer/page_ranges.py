@@ -53,6 +53,8 @@ def page_ranges(
 ) -> tuple[PageRange, ...]:
     """Return the lists with their ids; a component on the pages of another one goes with the other's list.
 
+    Lists that are all empty, or none at all, name no page, which is right for a message without pages.
+
     Args:
         lists: as the message names them.
         ids: the id frames, in the same order.
@@ -64,8 +66,9 @@ def page_ranges(
         UnknownComponentError: a component that the pool lacks, has twice here, or needs and has not here.
         EmptyPagesError, PageOutOfRangeError, LengthMismatchError, PageGapError, InvalidFieldError: a list at fault.
     """
+    no_pages = not any(len(its_ids) for its_ids in ids)
     ranges = [
-        _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=may_end_inside)
+        _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=may_end_inside, may_be_empty=no_pages)
         for index, (one, its_ids) in enumerate(zip(lists, ids, strict=True))
     ]
     named = {one.component for one in ranges}
@@ -74,7 +77,7 @@ def page_ranges(
     ranges = [*_with_shared(ranges, manifest), *_implied(ranges, manifest)]
     missing = {one.name for one in manifest.components} - {one.component for one in ranges}
     required = sorted(missing.difference(manifest.optional_components))
-    if required and not may_lack:
+    if required and not (may_lack or no_pages):
         raise UnknownComponentError(f"no list for component {required[0]!r}", field="lists")
     return tuple(ranges)
 
@@ -99,12 +102,14 @@ def page_tokens_of(manifest: Manifest, component: str) -> int | None:
     return next((entry.page_tokens for entry in manifest.entries if entry.component in inside), None)
 
 
-def _page_range(one: PageList, ids: PageIds, manifest: Manifest, field: str, *, may_end_inside: bool) -> PageRange:
+def _page_range(
+    one: PageList, ids: PageIds, manifest: Manifest, field: str, *, may_end_inside: bool, may_be_empty: bool
+) -> PageRange:
     component = component_of(manifest, one.component)
     if component is None:
         raise UnknownComponentError(f"the pool has no component {one.component!r}", field=f"{field}.component")
     _check_form(one, component, field)
-    if component.kind == "paged" or len(ids):
+    if len(ids) or (component.kind == "paged" and not may_be_empty):
         check_range(ids, component.pages, f"{field}.pages")
     first_page = 0 if component.kind == "paged" and one.first_page is None else one.first_page
     end_token = None
