@@ -11,21 +11,87 @@ An update is checked as a whole before a table changes. No array is ever replace
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
-from kvferry.attention.assigned_pages import AssignedPages
-from kvferry.attention.row_ranges import RowRanges
-from kvferry.attention.spans import NONE, Positions
-from kvferry.attention.table_change import TableChange
-from kvferry.attention.table_layout import Int32s, TableViews
-from kvferry.attention.table_shape import TableShape
-from kvferry.attention.table_step import FewMoves, ManyMoves, step_of
+from kvferry.attention.row_ranges import NONE, Positions, RowRanges, Spans, expanded, spans_of
+from kvferry.attention.table_layout import ITEM_BYTES, Int32s, TableLayout, TableShape, TableViews
+from kvferry.attention.table_step import FewMoves, ManyMoves, TouchedEntries, step_of
 from kvferry.attention.table_update import TableUpdate, check_update
-from kvferry.attention.touched_entries import TouchedEntries
-from kvferry.attention.undo import Undo
-from kvferry.attention.visible_table import VisibleTable
+from kvferry.attention.visible_table import Undo, VisibleTable
 from kvferry.attention.window_table import WindowTable
 from kvferry.protocol.errors import InvalidFieldError, TableHoleError
+
+# -- what an update changed in the visible tables, for whoever copies it there.
+#
+# A value of places only; the contents are in ``GraphTables``. Knows no device: a shell copies elements with
+# ``GraphTables.write``, or bytes of the region from a staging copy by ``byte_spans``.
+
+
+class TableChange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The elements to copy; everything else in the visible tables is as it has to be.
+
+    Attributes:
+        batch: rows in use from now on.
+        replayed_rows: rows that a replay of this batch reads; those from ``batch`` on are all zeros.
+        block_tables: flat positions in ``(max_batch, columns)``, ascending, distinct, ``(n,)`` int64.
+        block_tables_swa: the same in the window table; none without a window.
+        length_rows: how many of ``seq_lens``, from row 0 on.
+    """
+
+    batch: int
+    replayed_rows: int
+    block_tables: Positions
+    length_rows: int
+    block_tables_swa: Positions = NONE
+
+    def byte_spans(self, layout: TableLayout) -> Spans:
+        """Return the bytes of the region to copy, ascending; extents that touch are one."""
+        parts = [self.block_tables * ITEM_BYTES + layout.block_tables]
+        if layout.block_tables_swa is not None:
+            parts.append(self.block_tables_swa * ITEM_BYTES + layout.block_tables_swa)
+        tables = spans_of(np.concatenate(parts) // ITEM_BYTES)
+        starts, ends = tables.starts * ITEM_BYTES, tables.ends * ITEM_BYTES
+        lengths_end = layout.seq_lens + self.length_rows * ITEM_BYTES
+        if len(ends) and ends[-1] == layout.seq_lens:
+            return Spans(starts, np.append(ends[:-1], lengths_end))
+        if not self.length_rows:
+            return Spans(starts, ends)
+        return Spans(np.append(starts, layout.seq_lens), np.append(ends, lengths_end))
+
+
+# -- the pages that each row of the graph tables was given, visible or not.
+#
+# A row may be assigned pages ahead of its length: a page that was allocated early, pages for draft tokens. Knows
+# nothing of lengths and of windows.
+
+
+class AssignedPages:
+    """``(max_batch, columns)`` int32; 0 where a row was given no page."""
+
+    def __init__(self, shape: TableShape) -> None:
+        self._pages: Int32s = np.zeros((shape.max_batch, shape.columns), np.int32)
+        self._flat = self._pages.reshape(-1)
+        self._columns = shape.columns
+
+    def at(self, positions: Positions) -> Int32s:
+        """Return the pages at these flat positions, ``(n,)`` int32, a copy."""
+        return self._flat[positions]
+
+    def give(self, update: TableUpdate, entries: Positions, undo: Undo) -> None:
+        """Take an update's whole rows and its entries at these flat positions, which were checked."""
+        if len(update.rows):
+            undo.by(self._pages.__setitem__, update.rows, self._pages[update.rows])
+            self._pages[update.rows] = 0
+            starts = update.rows * self._columns
+            self._flat[expanded(starts, starts + update.row_pages)] = update.pages
+        if len(entries):
+            undo.by(self._flat.__setitem__, entries, self._flat[entries])
+            self._flat[entries] = update.entry_pages
+
+    def forget(self, first_row: int, end_row: int) -> None:
+        """Take all pages of these rows."""
+        self._pages[first_row:end_row] = 0
 
 
 class GraphTables:
@@ -40,7 +106,7 @@ class GraphTables:
         """Make empty tables: all zeros, no row in use.
 
         Args:
-            shape: see ``table_shape``.
+            shape: see ``table_layout``.
             pages: of the pool that ``block_tables`` names, the padding page included.
             window_pages: of the window layers' pool, the padding page included; None without a window.
 

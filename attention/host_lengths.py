@@ -15,7 +15,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from kvferry.attention.spans import Positions
+from kvferry.attention.row_ranges import Positions
 from kvferry.attention.table_layout import ITEM_BYTES, Int32s, Region, aligned
 from kvferry.protocol.errors import InternalError, LengthMismatchError
 

@@ -7,13 +7,111 @@ can touch.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.attention.table_shape import TableShape
+from kvferry.protocol.errors import InvalidFieldError
+
+# -- how large graph tables are: fixed once, before the first capture, for all tables of one captured model.
+#
+# Knows no memory and no update. The width is a formula because every narrower guess is written past its end by
+# somebody: draft tokens reach over the context's end, and an engine's own token map is wider than the context in
+# practice.
+
+
+MAX_TOKENS = (1 << 31) - 1  # lengths and pages are int32 in the tables
+
+
+class TableShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of ``block_tables (max_batch, columns)``, of the window tables and of ``seq_lens (max_batch,)``.
+
+    Attributes:
+        max_batch: rows of every table; a row is a slot of the captured batch.
+        columns: W, the pages a row can name.
+        page_size: tokens of one page.
+        draft_tokens: the most tokens that an update may add to the lengths (speculation), 0 without.
+        window: tokens of the sliding window, None without window layers.
+        captured: the captured batch sizes, ascending; () where every batch is replayed as it is.
+    """
+
+    max_batch: int
+    columns: int
+    page_size: int
+    draft_tokens: int = 0
+    window: int | None = None
+    captured: tuple[int, ...] = ()
+
+    @property
+    def row_tokens(self) -> int:
+        """Return the tokens that a row's pages hold, ``columns * page_size``."""
+        return self.columns * self.page_size
+
+    def replayed_rows(self, batch: int) -> int:
+        """Return the rows that a replay of ``batch`` rows reads: the least captured size that holds them.
+
+        The batch itself where no captured size does: it is not replayed.
+        """
+        at = bisect_left(self.captured, batch)
+        return self.captured[at] if at < len(self.captured) else batch
+
+
+def table_shape(
+    *,
+    max_batch: int,
+    max_context_tokens: int,
+    page_size: int,
+    draft_tokens: int = 0,
+    request_row_tokens: int = 0,
+    window: int | None = None,
+    captured: Sequence[int] = (),
+) -> TableShape:
+    """Return the shape: ``columns = ceil(max(max_context_tokens + draft_tokens, request_row_tokens) / page_size)``.
+
+    Args:
+        max_batch: the largest batch.
+        max_context_tokens: the longest request.
+        page_size: tokens of one page.
+        draft_tokens: the most that speculation adds to a length, 0 without.
+        request_row_tokens: the width of the engine's own token map, 0 where it has none.
+        window: tokens of the sliding window of hybrid models, else None.
+        captured: the captured batch sizes, in any order, none above ``max_batch``.
+
+    Raises:
+        InvalidFieldError: a number outside its range, or tables that int32 cannot address; the field is named.
+    """
+    _at_least(1, max_batch=max_batch, max_context_tokens=max_context_tokens, page_size=page_size)
+    _at_least(0, draft_tokens=draft_tokens, request_row_tokens=request_row_tokens)
+    if window is not None:
+        _at_least(1, window=window)
+    sizes = tuple(sorted(captured))
+    if (sizes and not 1 <= sizes[0] <= sizes[-1] <= max_batch) or len(set(sizes)) < len(sizes):
+        raise InvalidFieldError(f"{sizes}: distinct sizes of 1..{max_batch} rows are needed", field="captured")
+    row_tokens = max(max_context_tokens + draft_tokens, request_row_tokens)
+    columns = -(-row_tokens // page_size)
+    if columns * page_size > MAX_TOKENS or max_batch * columns > MAX_TOKENS:
+        raise InvalidFieldError(
+            f"{max_batch} rows of {columns} pages of {page_size} tokens; tables hold int32", field="max_context_tokens"
+        )
+    return TableShape(
+        max_batch=max_batch,
+        columns=columns,
+        page_size=page_size,
+        draft_tokens=draft_tokens,
+        window=window,
+        captured=sizes,
+    )
+
+
+def _at_least(least: int, **fields: int) -> None:
+    for field, value in fields.items():
+        if value < least:
+            raise InvalidFieldError(f"{value}, but at least {least} is needed", field=field)
+
 
 ALIGNMENT_BYTES = 512  # what NPU copies and kernels like best, and a multiple of every cache line
 ITEM_BYTES = 4

@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvferry.attention.spans import FEW, NONE, Positions
+from kvferry.attention.row_ranges import FEW, NONE, Positions
 from kvferry.attention.state_windows import StateIds
-from kvferry.attention.table_shape import TableShape
+from kvferry.attention.table_layout import TableShape
 from kvferry.protocol.errors import (
     InvalidFieldError,
     LengthMismatchError,

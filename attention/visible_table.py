@@ -5,12 +5,46 @@ Knows nothing of where its contents come from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import ParamSpec, Self
+
 import numpy as np
 
-from kvferry.attention.table_layout import Int32s
-from kvferry.attention.table_shape import TableShape
-from kvferry.attention.touched_entries import TouchedEntries
+from kvferry.attention.table_layout import Int32s, TableShape
+from kvferry.attention.table_step import TouchedEntries
 from kvferry.protocol.errors import DuplicatePageError
+
+# -- steps that take back what was done, for work that must be done as a whole or not at all.
+#
+# Like ``contextlib.ExitStack``, which takes several times as long as the little work that is to be undone here.
+
+
+Arguments = ParamSpec("Arguments")
+
+
+class Undo:
+    """A block that takes its steps back, the last one first, if it ends with an exception."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], object]] = []
+
+    def by(self, step: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        """Note a call that takes back what was just done; it must not fail."""
+        self._steps.append(partial(step, *args, **kwargs))
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Take the steps back if there is an error."""
+        if kind is not None:
+            while self._steps:
+                self._steps.pop()()
 
 
 class VisibleTable:

@@ -108,7 +108,7 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     if report.network:
         slots = report.network
         of_slots = ("session", "state", "buffer KiB", "buffers", "free", "granted")
-        of_rest = ("quarantined", "quarantined MiB", "held by")
+        of_quarantine = ("quarantined", "quarantined MiB", "held by")
         holders = ", ".join(f"{address} {count}" for address, count in slots.held_by.items()) or "-"
         row = (
             slots.session,
@@ -118,8 +118,8 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
             slots.free,
             slots.granted,
         )
-        resting = (slots.quarantined, f"{slots.quarantined_bytes / MIB:.1f}")
-        yield from table("network", (*of_slots, *of_rest), [(*row, *resting, holders)])
+        quarantined = (slots.quarantined, f"{slots.quarantined_bytes / MIB:.1f}")
+        yield from table("network", (*of_slots, *of_quarantine), [(*row, *quarantined, holders)])
     yield from table("counters", ("name", "count"), list(report.counters.items()))
 
 

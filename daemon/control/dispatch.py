@@ -10,8 +10,7 @@ import structlog
 
 from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
-from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.protocol.base import Body
 from kvferry.protocol.codec import Frames, IncomingRequest, PageIds, UnreadableRequest, decode_request, encode

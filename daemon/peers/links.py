@@ -26,8 +26,7 @@ import zmq
 
 from kvferry.daemon.config.addresses import is_numeric, scheme, wrong_address, wrong_port
 from kvferry.daemon.control.control_socket import ControlSocket, ReceivedMessage
-from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.peers.link import SOCKETS_PER_LINK, Heartbeat, PeerLink, PeerListener
 from kvferry.daemon.process.access import PEER_SOCKET_MODE
 from kvferry.daemon.transfer.remote import Incarnation

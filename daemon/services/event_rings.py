@@ -22,7 +22,7 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler, expect
 from kvferry.daemon.control.hub import DeviceEventsReached, EventHub
-from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.control.metrics import about
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.devices.device_events import DeviceEvents
 from kvferry.daemon.devices.registry import Devices

@@ -14,11 +14,9 @@ from typing import Any, Final
 import numpy as np
 import structlog
 
-from kvferry.attention.graph_tables import GraphTables
+from kvferry.attention.graph_tables import GraphTables, TableChange
 from kvferry.attention.host_lengths import HostLengthsWriter, host_lengths_bytes
-from kvferry.attention.table_change import TableChange
-from kvferry.attention.table_layout import table_layout
-from kvferry.attention.table_shape import TableShape, table_shape
+from kvferry.attention.table_layout import TableShape, table_layout, table_shape
 from kvferry.attention.table_update import TableUpdate
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket

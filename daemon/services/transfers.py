@@ -17,8 +17,7 @@ from kvferry.daemon.control.hub import (
     EventHub,
     SessionBegan,
 )
-from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService

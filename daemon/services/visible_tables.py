@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol
 
-from kvferry.attention.graph_tables import GraphTables
-from kvferry.attention.table_change import TableChange
+from kvferry.attention.graph_tables import GraphTables, TableChange
 from kvferry.attention.table_layout import table_layout, views
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion

@@ -22,9 +22,9 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.tiers.arena import Offsets, whole_units
+from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
-from kvferry.pools.tiers.disk_errors import DamagedBlockError, DiskError, DiskFullError, MissingBlockError
 from kvferry.pools.tiers.journal import Tier
 from kvferry.pools.tiers.namespaces import BlockKey
 from kvferry.pools.tiers.policies import EvictionPolicy, make_policy

@@ -113,7 +113,7 @@ class BounceBuffers:
         return self._fencing or self._draining_since_s is not None
 
     def oldest_quarantine_s(self, now_s: float) -> float:
-        """Return for how many seconds the bounce buffer longest in quarantine has rested; 0 where none rests."""
+        """Return for how many seconds the bounce buffer longest in quarantine is in it; 0 where none rests."""
         for quarantined in self._quarantined.values():
             return now_s - quarantined.since_s
         return 0.0
@@ -152,7 +152,7 @@ class BounceBuffers:
         return True
 
     def quarantine(self, number: int, peer: BootId, grant_id: int, now_s: float) -> bool:
-        """End a grant whose writes may still land: the bounce buffer rests. False where the grant is over already."""
+        """Quarantine the buffer of a grant whose writes may still land. False where the grant is over already."""
         if not self._is_of(self._granted.get(number), peer, grant_id):
             return False
         granted = self._granted.pop(number)
@@ -161,7 +161,7 @@ class BounceBuffers:
         return True
 
     def quarantine_peer(self, peer: BootId, now_s: float) -> list[int]:
-        """End all grants of a peer that is lost; return the numbers of what rests from now on."""
+        """End all grants of a peer that is lost; return the numbers of what is quarantined from now on."""
         lost = [(number, granted.grant_id) for number, granted in self._granted.items() if granted.peer == peer]
         for number, grant_id in lost:
             self.quarantine(number, peer, grant_id, now_s)
@@ -193,9 +193,9 @@ class BounceBuffers:
         return ended
 
     def fenced(self) -> int:
-        """Free all that rests: the engine has been rebuilt since. Return how many bounce buffers.
+        """Free all that is quarantined: the engine has been rebuilt since. Return how many bounce buffers.
 
-        Nothing is granted between ``fence_begins`` and here, so all that rests was granted before the fence.
+        Nothing is granted between ``fence_begins`` and here, so all that is quarantined was granted before the fence.
         """
         assert self._fencing, "a fence that did not begin"
         assert not self._granted, "a bounce buffer was granted while the engine was away"

@@ -1,4 +1,4 @@
-"""When to fence, and doing it: watches over what rests, as long as anything does.
+"""When to fence, and doing it: watches over what is quarantined, as long as anything is.
 
 A fence rebuilds the engine, which ends this daemon's own writes too: their homes would have to fence in turn. So while
 a fence waits for live grants, no write begins, and it waits for those under way as well.

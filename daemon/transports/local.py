@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.control.metrics import about
 from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transfer.endpoints import SourcePool
 from kvferry.daemon.transfer.remote import RemotePool

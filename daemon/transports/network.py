@@ -30,18 +30,18 @@ class NetworkMemory:
         pages: whole pages that peers may write directly; None where the configuration does not allow it.
     """
 
-    def __init__(self, config: NetworkConfig, engine: MooncakeEngine, landing: HostRegion, staging: HostRegion) -> None:
+    def __init__(self, config: NetworkConfig, engine: MooncakeEngine, buffers: HostRegion, staging: HostRegion) -> None:
         bounds = FenceBounds(
-            landing.size_bytes // 2 if config.quarantined_bytes is None else config.quarantined_bytes,
+            buffers.size_bytes // 2 if config.quarantined_bytes is None else config.quarantined_bytes,
             config.quarantined_s,
             config.drain_timeout_s,
         )
         self.config = config
         self.engine = engine
         self.staging = staging
-        self.bounce_buffers = BounceBuffers(landing.address, config.bounce_buffer_bytes, config.bounce_buffers, bounds)
+        self.bounce_buffers = BounceBuffers(buffers.address, config.bounce_buffer_bytes, config.bounce_buffers, bounds)
         self.pages = DirectPages(engine) if config.direct else None
-        self._regions = (landing, staging)
+        self._regions = (buffers, staging)
 
     def __repr__(self) -> str:
         """Show how peers name it."""
@@ -95,10 +95,10 @@ async def open_network(config: Config) -> NetworkMemory | None:
     if not address:
         raise ConfigError("say at which address, or set peers.listen", field="network.address")
     engine = MooncakeEngine(MooncakeSettings(address=address, protocol=network.protocol))
-    landing = HostRegion.create("network", network.bounce_buffers * network.bounce_buffer_bytes)
+    buffers = HostRegion.create("network", network.bounce_buffers * network.bounce_buffer_bytes)
     staging = HostRegion.create("staging", network.staging * network.bounce_buffer_bytes)
     await engine.__aenter__()
     # Peers may write what is registered: nothing else is, unless pages are written directly.
-    await engine.register(landing.address, landing.size_bytes)
+    await engine.register(buffers.address, buffers.size_bytes)
     log.info("network", transport=network.transport, session=engine.session_name, bounce_buffers=network.bounce_buffers)
-    return NetworkMemory(network, engine, landing, staging)
+    return NetworkMemory(network, engine, buffers, staging)

@@ -335,7 +335,7 @@ class NetworkReceiver:
         if error is not None:
             self._counters.add("network.refused")
             known = isinstance(error, KvferryError)
-            self._fail(incoming, error if known else TransferFailedError(f"landing failed: {error}"))  # type: ignore[arg-type]
+            self._fail(incoming, error if known else TransferFailedError(f"scattering failed: {error}"))  # type: ignore[arg-type]
         elif grant.place.runs:
             self._counters.add("network.direct_bytes", grant.copy_chunk.size_bytes)
         self._check_done(incoming)

@@ -18,12 +18,11 @@ from typing import NamedTuple, Protocol
 import structlog
 import xxhash
 
-from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.transfer.endpoints import RemoteEndpoint
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.remote import Incarnation
-from kvferry.daemon.transports.mooncake_writes import OnWriteDone, OnWriteLate, WriteFailedError
+from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate, WriteFailedError
 from kvferry.daemon.transports.network_receiver import SendToPeer
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion

@@ -82,12 +82,12 @@ class StagingPool:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Return how many stagings are here, registered to nobody."""
+        """Return how many stagings are here, in use by nobody."""
         return len(self._free)
 
     @contextmanager
     def take(self, size_bytes: int, parts: Sequence[Cells]) -> Iterator[Staging]:
-        """Register a staging for a copy of these cells, which ends in here."""
+        """Take a staging for a copy of these cells; the copy ends inside this context."""
         staging = self.take_buffer(size_bytes, parts)
         yield staging  # not given back where the device failed: a copy may still use it
         self.give_back(staging)
@@ -102,6 +102,6 @@ class StagingPool:
         return staging
 
     def give_back(self, staging: Staging) -> None:
-        """End a loan; the copy is done."""
+        """Take a staging back; the copy is done."""
         with self._lock:
             self._free.append(staging)

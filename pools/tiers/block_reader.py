@@ -14,8 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from kvferry.pools.tiers.block_file import ALIGNMENT, BlockHeader, NotABlockError, announced_bytes, decode_header
-from kvferry.pools.tiers.disk_errors import DamagedBlockError, MissingBlockError, disk_errors
+from kvferry.pools.tiers.block_file import (
+    ALIGNMENT,
+    BlockHeader,
+    DamagedBlockError,
+    MissingBlockError,
+    NotABlockError,
+    announced_bytes,
+    decode_header,
+    disk_errors,
+)
 from kvferry.pools.tiers.namespaces import BlockKey
 from kvferry.pools.tiers.page_bytes import Cursor, PageDigests
 

@@ -15,8 +15,7 @@ from typing import Self
 
 import msgspec
 
-from kvferry.pools.tiers.block_file import BlockHeader, encode_header, file_bytes
-from kvferry.pools.tiers.disk_errors import disk_errors
+from kvferry.pools.tiers.block_file import BlockHeader, disk_errors, encode_header, file_bytes
 from kvferry.pools.tiers.page_bytes import Cursor, PageDigests
 
 DEFAULT_STEP_BYTES = 1 << 20

@@ -25,12 +25,21 @@ from typing import Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from kvferry.pools.tiers.block_file import HASH_BYTES, BlockHeader, file_bytes, file_name, folder_of, new_header
+from kvferry.pools.tiers.block_file import (
+    HASH_BYTES,
+    BlockHeader,
+    DamagedBlockError,
+    DiskError,
+    MissingBlockError,
+    disk_errors,
+    file_bytes,
+    file_name,
+    folder_of,
+    new_header,
+)
 from kvferry.pools.tiers.block_reader import READ_FLAGS, BlockReader, ask_for_header, open_block
 from kvferry.pools.tiers.block_writer import BlockWriter
-from kvferry.pools.tiers.disk_errors import DamagedBlockError, DiskError, MissingBlockError, disk_errors
-from kvferry.pools.tiers.disk_root import lock_root
-from kvferry.pools.tiers.disk_scan import Candidate, DiskCounts, DiskWalk
+from kvferry.pools.tiers.disk_scan import Candidate, DiskCounts, DiskWalk, lock_root
 from kvferry.pools.tiers.namespaces import BlockKey, Namespace
 
 Fsync = Literal["never", "interval", "block"]

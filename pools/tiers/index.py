@@ -12,9 +12,8 @@ from typing import Final, NamedTuple
 
 from kvferry.pools.tiers.accounts import HostAccounts, TenantAccount
 from kvferry.pools.tiers.arena import Freed, Offsets
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests
+from kvferry.pools.tiers.cached_block import BlockListing, BlockState, CachedBlock, Digests, ListPage
 from kvferry.pools.tiers.journal import CacheJournal, Tier
-from kvferry.pools.tiers.listing import BlockListing, ListPage
 from kvferry.pools.tiers.namespaces import Namespace
 
 OPERATOR: Final = -1

@@ -12,10 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.attention import row_ranges, table_step
 from kvferry.attention.graph_tables import GraphTables
-from kvferry.attention.spans import Positions
+from kvferry.attention.row_ranges import Positions
 from kvferry.attention.state_windows import window_of
-from kvferry.attention.table_layout import table_layout, views
-from kvferry.attention.table_shape import TableShape, table_shape
+from kvferry.attention.table_layout import TableShape, table_layout, table_shape, views
 from kvferry.attention.table_update import TableUpdate
 from kvferry.protocol.errors import (
     DuplicatePageError,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvferry.attention.row_ranges import RowRanges, Shown
 from kvferry.attention.state_windows import window_of
-from kvferry.attention.table_shape import TableShape, table_shape
-from kvferry.attention.touched_entries import touched_by_few, touched_by_many
+from kvferry.attention.table_layout import TableShape, table_shape
+from kvferry.attention.table_step import touched_by_few, touched_by_many
 
 SHAPES = st.builds(
     lambda page_size, draft, window: table_shape(

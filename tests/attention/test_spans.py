@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.attention.spans import Positions, distinct, expanded, spans_of
+from kvferry.attention.row_ranges import Positions, distinct, expanded, spans_of
 
 POSITIONS = st.sets(st.integers(0, 40)).map(lambda found: np.array(sorted(found), np.int64))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.attention.state_windows import PageWindow, StateIds, window_of
-from kvferry.attention.swa_map import SwaMap, window_pages
+from kvferry.attention.window_table import SwaMap, window_pages
 from kvferry.protocol.errors import (
     DuplicatePageError,
     KvferryError,

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.attention.spans import NONE
-from kvferry.attention.table_change import TableChange
-from kvferry.attention.table_layout import ALIGNMENT_BYTES, table_layout, views
-from kvferry.attention.table_shape import table_shape
+from kvferry.attention.graph_tables import TableChange
+from kvferry.attention.row_ranges import NONE
+from kvferry.attention.table_layout import ALIGNMENT_BYTES, table_layout, table_shape, views
 
 
 @given(st.integers(1, 300), st.integers(1, 5000), st.sampled_from([None, 1, 512]))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.attention.table_shape import table_shape
+from kvferry.attention.table_layout import table_shape
 from kvferry.protocol.errors import InvalidFieldError
 
 

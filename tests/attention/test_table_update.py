@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.attention.spans import FEW
-from kvferry.attention.table_shape import table_shape
+from kvferry.attention.row_ranges import FEW
+from kvferry.attention.table_layout import table_shape
 from kvferry.attention.table_update import TableUpdate, check_update
 from kvferry.protocol.errors import (
     InvalidFieldError,

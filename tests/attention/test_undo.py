@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.attention.undo import Undo
+from kvferry.attention.visible_table import Undo
 
 
 def test_a_block_that_ends_well() -> None:

@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused(client: Client, pool: Filled) -> None:
 
 @pytest.mark.host_only
 @pytest.mark.parametrize("kind", ["offload", "restore", "store", "load"])
-def test_a_operation_waits_for_what_still_uses_its_pages(client: Client, pool: Filled, kind: str) -> None:
+def test_an_operation_waits_for_what_still_uses_its_pages(client: Client, pool: Filled, kind: str) -> None:
     ids = client.allocate(pool.name, 2)
     pool.write(ids, seed=31)
     names = [f"{pool.name:>15}{number}".encode()[-16:] for number in range(3)]

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
-from kvferry.daemon.control.request_ids import about
+from kvferry.daemon.control.metrics import about
 from kvferry.daemon.transfer.effects import CloseReceive, StopOp, Withdraw
 from kvferry.daemon.transfer.endpoints import Announcement, Clocked, RemoteEndpoint, SendRequest
 from kvferry.daemon.transfer.remote import Incarnation, RemotePool

@@ -115,7 +115,7 @@ def under_way(made: Made) -> int:
     return scheduler.transfers
 
 
-async def test_the_scheduler_knows_a_op_from_before_its_copy_until_after_it(heard: list[str], made: Made) -> None:
+async def test_the_scheduler_knows_an_op_from_before_its_copy_until_after_it(heard: list[str], made: Made) -> None:
     async with serving() as (client, _):
         for _ in range(2):
             request_id = new_request_id()
@@ -147,7 +147,7 @@ async def test_each_of_several_ops_counts(heard: list[str], made: Made) -> None:
 
 
 @pytest.mark.parametrize("begins", [False, True])
-async def test_a_op_whose_transport_raises_does_not_count_for_ever(
+async def test_an_op_whose_transport_raises_does_not_count_for_ever(
     heard: list[str], made: Made, monkeypatch: pytest.MonkeyPatch, *, begins: bool
 ) -> None:
     start = LocalTransport.start

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvferry.attention.state_windows import PageWindow, window_of
-from kvferry.attention.swa_map import SwaMap, window_pages
+from kvferry.attention.window_table import SwaMap, window_pages
 from kvferry.clients import Client, Pages, Transfer, pages
 from kvferry.protocol.codec import PageIds
 from tests.identity.caches import Arrays, Key

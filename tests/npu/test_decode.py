@@ -147,7 +147,7 @@ def requests() -> list[Request]:
 
 
 def test_tokens_are_those_of_a_plain_model(tmp_path: Path, device: str, requests: list[Request]) -> None:
-    DEVICE.accelerator  # noqa: B018  this process has its card
+    DEVICE.accelerator  # noqa: B018  this process has its device
     on_host = model(SEED)
     with (
         running_daemon(tmp_path, LAYER_BY_LAYER) as daemon,

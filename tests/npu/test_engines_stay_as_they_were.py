@@ -189,7 +189,7 @@ def test_an_engine_stays_as_it_was_where_that_fails(
 ) -> None:
     before = State.now()
     target, name, instead = FAULTS[fault]
-    monkeypatch.setattr(target or torch.npu, name, instead)  # type: ignore[attr-defined]  # there is one on a card only
+    monkeypatch.setattr(target or torch.npu, name, instead)  # type: ignore[attr-defined]  # there is one on a device only
     with pytest.raises(KvferryError):
         use(engine)
     monkeypatch.undo()

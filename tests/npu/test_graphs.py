@@ -27,7 +27,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """Return a daemon that serves."""
-    DEVICE.accelerator  # noqa: B018  this process has its card
+    DEVICE.accelerator  # noqa: B018  this process has its device
     with running_daemon(tmp_path_factory.mktemp("graphs")) as one:
         yield one
 

@@ -28,7 +28,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """Return a daemon whose device is open and has a pool."""
-    DEVICE.accelerator  # noqa: B018  this process has its card
+    DEVICE.accelerator  # noqa: B018  this process has its device
     with running_daemon(tmp_path_factory.mktemp("tables")) as one:
         with Client.connect(one.runtime_dir, name="first") as client:
             client.create_pool("pool", SPEC, device=DEVICE.name, deadline_s=OPENING_S)

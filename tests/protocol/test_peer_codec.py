@@ -57,7 +57,7 @@ def test_page_lists_are_read_only() -> None:
         assert not one.flags.writeable
 
 
-def test_lists_that_an_send_does_not_announce_are_a_bug() -> None:
+def test_lists_that_a_send_does_not_announce_are_a_bug() -> None:
     envelope, ids = MESSAGES["SEND_REQUEST"]
     for wrong in ((), ids[:1], ids[::-1]):
         with pytest.raises(ValueError, match="PeerSend announces"):

@@ -15,7 +15,7 @@ from typing import Final
 
 from kvferry.clients.cli.doctor.host import Host, User
 from kvferry.pools.tiers.block_file import FORM_NAME, OUTDATED_NAME, TENANT_NAME
-from kvferry.pools.tiers.disk_root import LOCK_FILE
+from kvferry.pools.tiers.disk_scan import LOCK_FILE
 
 STATE_FOLDER: Final = PurePosixPath("/var/lib/kvferry")
 """The systemd unit makes it, closed to all others (StateDirectory=)."""

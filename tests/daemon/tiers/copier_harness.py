@@ -68,7 +68,7 @@ class Site:
 
 @asynccontextmanager
 async def site(**options: Any) -> AsyncIterator[Site]:  # noqa: ANN401
-    """Register a site; its threads end with it."""
+    """Yield a site; its threads end with it."""
     made = Site(**options)
     try:
         yield made

@@ -278,7 +278,7 @@ async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: Harnes
     assert (found.blocks, found.host, found.remote) == (2, 1, 1)
 
 
-async def test_a_operation_that_ends_while_blocks_come_up_leaves_them_to_others(far: Harness) -> None:
+async def test_an_operation_that_ends_while_blocks_come_up_leaves_them_to_others(far: Harness) -> None:
     engine, other = far.engine(), far.engine()
     await put_away(far, engine, 1, 2)
     assert far.store is not None

@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 from kvferry.daemon.tiers.disk_tier import REST_S
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.daemon.tiers.scheduler import OperationClass
+from kvferry.pools.tiers.block_file import DiskFailedError, DiskFullError
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.pools.tiers.disk import DiskStore
-from kvferry.pools.tiers.disk_errors import DiskFailedError, DiskFullError
 from kvferry.protocol.cache_messages import CacheEvict, CacheEvicted
 from kvferry.protocol.errors import CacheMissError
 from tests.daemon.tiers.tier_harness import UNIT, Engine, Harness, harness, names, settle, until

@@ -45,7 +45,7 @@ async def test_the_event_comes_after_the_reply_also_where_the_operation_was_done
     assert kinds == ["reply", "TierDone", "reply", "reply", "TierDone"]
 
 
-async def test_a_operation_shows_what_it_waits_for(tiers: Harness) -> None:
+async def test_an_operation_shows_what_it_waits_for(tiers: Harness) -> None:
     engine = tiers.engine()
     snapshot = engine.offload(engine.allocate(15)).snapshot
     operation = engine.restore(snapshot)
@@ -87,7 +87,7 @@ async def test_another_session_cannot_cancel_it(tiers: Harness) -> None:
     assert engine.error(operation) is None
 
 
-async def test_a_operation_that_was_stopped_and_is_done_all_the_same_is_done(tiers: Harness) -> None:
+async def test_an_operation_that_was_stopped_and_is_done_all_the_same_is_done(tiers: Harness) -> None:
     engine = tiers.engine()
     offloading = engine.offload(engine.allocate(2))
     engine.send(CancelOperation(operation=offloading.operation))
@@ -97,7 +97,7 @@ async def test_a_operation_that_was_stopped_and_is_done_all_the_same_is_done(tie
     assert len(tiers.service.snapshots) == 1
 
 
-async def test_a_deadline_ends_a_operation_that_waits_and_one_that_copies(tiers: Harness) -> None:
+async def test_a_deadline_ends_an_operation_that_waits_and_one_that_copies(tiers: Harness) -> None:
     engine = tiers.engine()
     snapshot = engine.offload(engine.allocate(15)).snapshot
     tiers.copier.finish_all()

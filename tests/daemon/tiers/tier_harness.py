@@ -371,7 +371,7 @@ async def harness(
     transitions: Transitions = TRANSITIONS,
     **fields: Any,  # noqa: ANN401
 ) -> AsyncIterator[Harness]:
-    """Register a harness with a pool of each tenant; nothing may be left that does not add up."""
+    """Yield a harness with a pool of each tenant; nothing may be left that does not add up."""
     config = tiers_config(units, disk=DiskTierConfig(path=str(disk) if disk else None, max_bytes=disk_bytes), **fields)
     made = Harness(config, remote=remote, transitions=transitions)
     await made.lower.start()

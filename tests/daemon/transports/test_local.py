@@ -266,7 +266,7 @@ async def test_a_stopped_op_ends_early_and_is_reported_once() -> None:
         assert copy.calls <= 2 + 4, "two chunks under way, and the four of the second transfer op"
 
 
-async def test_a_op_stopped_before_it_began_copies_nothing() -> None:
+async def test_an_op_stopped_before_it_began_copies_nothing() -> None:
     copy = GatedCopy()
     async with closing(Site(copy, threads=1), copy) as site:
         site.start(site.op(1, 1, 1))

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.transports import mooncake_native
-from kvferry.daemon.transports.mooncake import MooncakeEngine
+from kvferry.daemon.transports.mooncake import MooncakeEngine, WriteFailedError
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings
-from kvferry.daemon.transports.mooncake_writes import WriteFailedError
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError, TransferFailedError
 from tests.daemon.transports.mooncake_harness import (

@@ -173,7 +173,7 @@ def home_of(
     return homes[-1]
 
 
-async def test_a_op_lands_fragment_by_fragment_in_any_order(homes: list[Home]) -> None:
+async def test_an_op_lands_fragment_by_fragment_in_any_order(homes: list[Home]) -> None:
     home = home_of(homes)
     op = home.start()
     (asked,) = home.said.of(OpRequest)
@@ -241,7 +241,7 @@ async def test_a_page_that_no_bounce_buffer_can_hold_is_refused(homes: list[Home
     assert not home.said.of(Grant)
 
 
-async def test_a_op_that_is_stopped_is_over_at_once_but_its_bounce_buffers_are_not(homes: list[Home]) -> None:
+async def test_an_op_that_is_stopped_is_over_at_once_but_its_bounce_buffers_are_not(homes: list[Home]) -> None:
     home = home_of(homes)
     op = home.start()
     before = content_at_home(op)
@@ -258,7 +258,7 @@ async def test_a_op_that_is_stopped_is_over_at_once_but_its_bounce_buffers_are_n
     assert len(home.harness.reports) == 1
 
 
-async def test_a_op_that_is_stopped_while_it_is_scattered_is_over_afterwards(homes: list[Home]) -> None:
+async def test_an_op_that_is_stopped_while_it_is_scattered_is_over_afterwards(homes: list[Home]) -> None:
     home = home_of(homes, bounce_buffer_bytes=BYTES)
     op = home.start()
     home.into(op, home.grants(op)[0])
@@ -368,7 +368,7 @@ async def test_another_peers_ops_go_on(homes: list[Home]) -> None:
     assert home.harness.outcomes == [(op.op_id, "OK")]
 
 
-async def test_a_peer_that_cannot_be_told_of_a_op_is_lost(homes: list[Home]) -> None:
+async def test_a_peer_that_cannot_be_told_of_an_op_is_lost(homes: list[Home]) -> None:
     home = home_of(homes)
     home.said.gone.add(home.harness.to_source)
     op = home.start()

@@ -13,7 +13,7 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import TransferOp
 from kvferry.daemon.transfer.peer_forms import op_of
 from kvferry.daemon.transfer.transitions import State
-from kvferry.daemon.transports.mooncake_writes import OnWriteDone, OnWriteLate, WriteFailedError
+from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate, WriteFailedError
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, TransferFailedError, UnknownTransferError
 from kvferry.protocol.peer_messages import Grant, OpRequest, Written
@@ -179,7 +179,7 @@ async def test_grants_wait_for_staging_in_their_order() -> None:
     assert source.written == [(1, "OK")]
 
 
-async def test_a_op_is_sent_until_its_last_write_has_ended(source: Source) -> None:
+async def test_an_op_is_sent_until_its_last_write_has_ended(source: Source) -> None:
     op, message = source.asked()
     source.halves(message)
     await source.executor.run()
@@ -363,7 +363,7 @@ async def test_a_grant_larger_than_staging_names_the_remedy() -> None:
         ("segments", {"pages": 0}),
     ],
 )
-async def test_a_op_that_the_send_does_not_have_is_refused(source: Source, field: str, change: dict[str, Any]) -> None:
+async def test_an_op_that_the_send_does_not_have_is_refused(source: Source, field: str, change: dict[str, Any]) -> None:
     message = op_of(source.harness.op())
     (segment,) = message.segments
     if "chunk" in change:
@@ -376,7 +376,7 @@ async def test_a_op_that_the_send_does_not_have_is_refused(source: Source, field
     assert source.sending() == set()
 
 
-async def test_grants_for_a_op_that_was_refused_are_told_why(source: Source) -> None:
+async def test_grants_for_an_op_that_was_refused_are_told_why(source: Source) -> None:
     message = op_of(source.harness.op())
     with pytest.raises(InvalidFieldError):
         source.sender.op(source.harness.to_home, msgspec.structs.replace(message, chunk=1))

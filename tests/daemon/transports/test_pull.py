@@ -85,7 +85,7 @@ async def home(anyio_backend: object) -> Home:  # noqa: ARG001  this fixture run
     return Home()
 
 
-async def test_a_op_is_mapped_copied_and_confirmed(home: Home) -> None:
+async def test_an_op_is_mapped_copied_and_confirmed(home: Home) -> None:
     op = home.start()
     assert list(home.copier.under_way) == [], "not mapped yet"
     await home.executor.run()
@@ -175,7 +175,7 @@ async def test_a_pool_that_cannot_be_mapped_fails_all_that_wait(home: Home, refu
 # -- stopped, and lost
 
 
-async def test_a_op_that_is_stopped_before_it_is_copied_is_over_at_once(home: Home) -> None:
+async def test_an_op_that_is_stopped_before_it_is_copied_is_over_at_once(home: Home) -> None:
     op = home.start()
     home.pull.stop(op.op_id)
     await turns()
@@ -186,7 +186,7 @@ async def test_a_op_that_is_stopped_before_it_is_copied_is_over_at_once(home: Ho
     assert len(home.harness.reports) == 1
 
 
-async def test_a_op_that_is_stopped_while_it_is_copied_is_over_afterwards(home: Home) -> None:
+async def test_an_op_that_is_stopped_while_it_is_copied_is_over_afterwards(home: Home) -> None:
     op = home.start()
     await home.executor.run()
     home.pull.stop(op.op_id)

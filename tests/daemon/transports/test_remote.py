@@ -34,7 +34,7 @@ class Ways:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_op_is_stopped_on_the_way_that_it_took(way: str) -> None:
+def test_an_op_is_stopped_on_the_way_that_it_took(way: str) -> None:
     ways = Ways()
     for one in WAYS:
         ways.transports.start(ways.harnesses[one].op(), ways.over)

@@ -12,8 +12,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.pools.tiers.block_file import DamagedBlockError, DiskFailedError, MissingBlockError
 from kvferry.pools.tiers.disk import DiskStore
-from kvferry.pools.tiers.disk_errors import DamagedBlockError, DiskFailedError, MissingBlockError
 from tests.pools.tiers.disk_blocks import Block, block, read, scanned
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.pools.tiers.block_file import DiskFailedError, DiskFullError, MissingBlockError
 from kvferry.pools.tiers.disk import DiskStore
-from kvferry.pools.tiers.disk_errors import DiskFailedError, DiskFullError, MissingBlockError
 from kvferry.protocol.errors import ConfigError
 from tests.pools.tiers.disk_blocks import block, files_under, read
 

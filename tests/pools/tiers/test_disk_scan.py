@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.pools.tiers.block_file import MissingBlockError
 from kvferry.pools.tiers.disk import DiskStore
-from kvferry.pools.tiers.disk_errors import MissingBlockError
 from tests.pools.tiers.disk_blocks import Block, block, files_under, read, reopened, scanned
 
 
