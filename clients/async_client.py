@@ -30,6 +30,7 @@ from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
@@ -119,6 +120,7 @@ class AsyncClient(AsyncTiers):
         *,
         model: ModelIdentity | None = None,
         device: str = HOST,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> AttachedPool:
         """Create a pool, or find it as it was created before, and map it.
@@ -129,6 +131,8 @@ class AsyncClient(AsyncTiers):
             model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
                 this very identity only; a transfer between two models is refused.
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
+            max_payload_bytes: the largest payload of a ``send`` from or to it; at most half of the daemon's
+                ``limits.max_frame_bytes``, and 8 MiB.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
@@ -137,7 +141,9 @@ class AsyncClient(AsyncTiers):
             OutOfMemoryError: the host or the device cannot give it.
             DeviceUnavailableError: no such device, or what drives it is missing, there or here.
         """
-        created = await self.call(calls.create_pool(name, spec, device, model), deadline_s=deadline_s)
+        created = await self.call(
+            calls.create_pool(name, spec, device, model, max_payload_bytes), deadline_s=deadline_s
+        )
         pool = await self.attach_pool(name, created.manifest.layout_digest)
         return seen_as(pool, pool_spec(spec))
 
@@ -164,6 +170,7 @@ class AsyncClient(AsyncTiers):
         *,
         device: str,
         model: ModelIdentity | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> Manifest:
         """Let the daemon use a pool whose memory this process owns: it ends with this session.
@@ -175,6 +182,7 @@ class AsyncClient(AsyncTiers):
                 shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
             device: where they are.
             model: whose KV it holds, as in ``create_pool``.
+            max_payload_bytes: as in ``create_pool``.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
@@ -188,7 +196,7 @@ class AsyncClient(AsyncTiers):
         def said(message_id: int) -> Sequence[ShareFollows]:
             return self._devices.export(device, by_name, message_id)
 
-        call = calls.register_pool(name, spec, device, arrays, model)
+        call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
         _, registered = await self._round_trip(call, deadline_s=deadline_s, said=said)
         return registered.manifest
 

@@ -134,7 +134,7 @@ class Submissions(OfOneProcess, ABC):
             request_id: what the receiving side names too.
             lists: the pages, one list a component; see ``pages``. None for a transfer that moves no page.
             first_token: the token that prefill sampled, delivered with completion.
-            payload: up to 64 KiB more to deliver with it.
+            payload: more to deliver with it, up to the ``max_payload_bytes`` of both pools: 64 KiB by default.
             last: whether no further chunk follows.
             destinations: how many transfers take these pages.
             steps: which layers are ready after which event, in that order; none: the pages are filled.

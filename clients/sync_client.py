@@ -31,6 +31,7 @@ from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
@@ -110,6 +111,7 @@ class Client(SyncTiers):
         *,
         model: ModelIdentity | None = None,
         device: str = HOST,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> AttachedPool:
         """Create a pool, or find it as it was created before, and map it.
@@ -120,6 +122,8 @@ class Client(SyncTiers):
             model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
                 this very identity only; a transfer between two models is refused.
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
+            max_payload_bytes: the largest payload of a ``send`` from or to it; at most half of the daemon's
+                ``limits.max_frame_bytes``, and 8 MiB.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
@@ -128,7 +132,7 @@ class Client(SyncTiers):
             OutOfMemoryError: the host or the device cannot give it.
             DeviceUnavailableError: no such device, or what drives it is missing, there or here.
         """
-        created = self.call(calls.create_pool(name, spec, device, model), deadline_s=deadline_s)
+        created = self.call(calls.create_pool(name, spec, device, model, max_payload_bytes), deadline_s=deadline_s)
         pool = self.attach_pool(name, created.manifest.layout_digest)
         return seen_as(pool, pool_spec(spec))
 
@@ -154,6 +158,7 @@ class Client(SyncTiers):
         *,
         device: str,
         model: ModelIdentity | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> Manifest:
         """Let the daemon use a pool whose memory this process owns: it ends with this session.
@@ -165,6 +170,7 @@ class Client(SyncTiers):
                 shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
             device: where they are.
             model: whose KV it holds, as in ``create_pool``.
+            max_payload_bytes: as in ``create_pool``.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
@@ -178,7 +184,7 @@ class Client(SyncTiers):
         def said(message_id: int) -> Sequence[ShareFollows]:
             return self._devices.export(device, by_name, message_id)
 
-        call = calls.register_pool(name, spec, device, arrays, model)
+        call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
         _, registered = self._round_trip(call, deadline_s=deadline_s, said=said)
         return registered.manifest
 

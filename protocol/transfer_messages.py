@@ -11,7 +11,7 @@ from kvferry.protocol.base import Body, PageList
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
-from kvferry.protocol.limits import EVENT_RING_SLOTS, MAX_PAYLOAD_BYTES
+from kvferry.protocol.limits import EVENT_RING_SLOTS, LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Index, LayerCount
 
 Direction = Literal["send", "receive"]
@@ -20,7 +20,7 @@ MAX_STEPS = 256
 MAX_POOLS = 1024
 Few = Annotated[int, Meta(ge=1, le=MAX_POOLS)]
 PageLists = Annotated[tuple[PageList, ...], Meta(max_length=16)]
-Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
+Payload = Annotated[bytes, Meta(max_length=LARGEST_PAYLOAD_BYTES)]
 
 
 class LayerStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,6 +86,7 @@ class Send(Body, frozen=True, kw_only=True, tag="SEND"):
     destinations: Few = 1
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
+    """At most what its own pool and each receiver's say as ``max_payload_bytes``."""
     steps: Annotated[tuple[LayerStep, ...], Meta(max_length=MAX_STEPS)] = ()
     """In which order, and after which events, its layers are there; none: all of them are there now."""
 

@@ -17,7 +17,7 @@ from kvferry.daemon.devices.registry import Devices, RegisteredSegment
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.holders import holders_text, pool_full, session_text
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.pool_reports import check_same, check_same_model, status_of
+from kvferry.daemon.services.pool_reports import check_same, check_same_model, check_same_payload, status_of
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -32,8 +32,10 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    TooLargeError,
 )
 from kvferry.protocol.ids import HOST
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
@@ -71,6 +73,7 @@ class _Creation(msgspec.Struct):
     waiting: list[Call]
     registered_by: int | None = None
     model: ModelIdentity | None = None
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
 
 
 class PoolService:
@@ -86,6 +89,7 @@ class PoolService:
         *,
         max_bytes: int,
         populate: bool,
+        largest_payload_bytes: int = LARGEST_PAYLOAD_BYTES,
     ) -> None:
         self._dispatcher = dispatcher
         self._session_socket = session_socket
@@ -93,6 +97,7 @@ class PoolService:
         self._pools = pools
         self._rings = rings
         self._max_bytes = max_bytes
+        self._largest_payload_bytes = largest_payload_bytes
         self._populating_ends = threading.Event()
         if not populate:
             self._populating_ends.set()
@@ -134,6 +139,7 @@ class PoolService:
 
     def _create(self, call: Call) -> Answer | None:
         body = expect(call, CreatePool)
+        self._check_payload_bound(body.max_payload_bytes)
         manifest = manifest_of(body.spec)
         key = (call.session.tenant, body.pool)
         creation = self._creations.get(key)
@@ -151,11 +157,15 @@ class PoolService:
             check_same(known, manifest, body.pool, device, body.device, held)
             model = existing.model if existing else creation.model if creation else body.model
             check_same_model(model, body.model, body.pool)
+            bound = (existing or creation or body).max_payload_bytes
+            check_same_payload(bound, body.max_payload_bytes, body.pool)
             if creation is None:
                 return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
             creation.waiting.append(call)
             return None
-        self._creations[key] = _Creation(manifest, body.device, [call], model=body.model)
+        self._creations[key] = _Creation(
+            manifest, body.device, [call], model=body.model, max_payload_bytes=body.max_payload_bytes
+        )
         try:
             if body.device == HOST:
                 self._check_budget(manifest)
@@ -172,6 +182,7 @@ class PoolService:
         body = expect(call, RegisterPool)
         if body.device == HOST:
             raise InvalidFieldError("host memory is the daemon's to give: CREATE_POOL", field="device")
+        self._check_payload_bound(body.max_payload_bytes)
         key = (call.session.tenant, body.pool)
         shares = self._session_socket.take_share(call.session, call.message_id).shares
         if len(shares) != len(body.arrays):
@@ -184,9 +195,19 @@ class PoolService:
             raise PoolExistsError(f"pool {body.pool!r} exists{held and f'; {held}'}", field="pool")
         manifest = manifest_of(body.spec)
         registered = _registered_segments(manifest, body.arrays, shares)
-        self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id, body.model)
+        self._creations[key] = _Creation(
+            manifest, body.device, [call], call.session.session_id, body.model, body.max_payload_bytes
+        )
         self._fetch(key, self._device_executor, self._devices.register, body.device, registered, manifest.region_bytes)
         return None
+
+    def _check_payload_bound(self, wanted_bytes: int) -> None:
+        if wanted_bytes > self._largest_payload_bytes:
+            raise TooLargeError(
+                f"payloads of {wanted_bytes} bytes; at most {self._largest_payload_bytes}, half of "
+                "limits.max_frame_bytes",
+                field="max_payload_bytes",
+            )
 
     def _populated(self, region: HostRegion) -> HostRegion:
         try:
@@ -209,7 +230,14 @@ class PoolService:
             for call in creation.waiting:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
             return
-        pool = Pool(*key, creation.manifest, done.result(), registered_by=creation.registered_by, model=creation.model)
+        pool = Pool(
+            *key,
+            creation.manifest,
+            done.result(),
+            registered_by=creation.registered_by,
+            model=creation.model,
+            max_payload_bytes=creation.max_payload_bytes,
+        )
         if creation.registered_by is not None and not self._is_awaited(creation.waiting[0]):
             self._give_back(pool)
             return

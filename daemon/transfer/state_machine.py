@@ -28,6 +28,7 @@ from kvferry.daemon.transfer.completion import Completion
 from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyChunk, NotifyReady
 from kvferry.daemon.transfer.endpoints import Announcement, Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import PageRange
+from kvferry.daemon.transfer.payloads import KeptPayloads, check_payload
 from kvferry.daemon.transfer.peer_transfers import NoActivity, PeerTransfers, TransferActivity
 from kvferry.daemon.transfer.registry import Endpoints
 from kvferry.daemon.transfer.results import Generations, Results
@@ -60,6 +61,7 @@ class TransferStateMachine:
         results: what sessions were told.
         sides: the live sides.
         peers: takes what other daemons say.
+        payloads: counts what is kept of them.
     """
 
     def __init__(
@@ -68,15 +70,17 @@ class TransferStateMachine:
         tombstones: Tombstones | None = None,
         activity: TransferActivity | None = None,
         transitions: Transitions = TRANSITIONS,
+        payloads: KeptPayloads | None = None,
     ) -> None:
         """``activity`` is told while bytes of a transfer op are being written to another daemon."""
-        self.results = Results()
+        self.payloads = KeptPayloads() if payloads is None else payloads
+        self.results = Results(self.payloads)
         self.endpoints = Endpoints(Tombstones() if tombstones is None else tombstones)
         self._generations = Generations()
         self._epoches = itertools.count(1)
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
-        self._completion = Completion(self.endpoints, self.results, transitions)
-        self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes)
+        self._completion = Completion(self.endpoints, self.results, self.payloads, transitions)
+        self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes, self.payloads)
         self.peers = PeerTransfers(self.endpoints, self._completion, self._copy_scheduler, activity or NoActivity())
 
     def __repr__(self) -> str:
@@ -168,6 +172,8 @@ class TransferStateMachine:
             TransferExistsError: the request id is in use, or its last SEND from this pool was accepted.
             PageGapError: the chunk does not continue the one before.
             InvalidFieldError: the steps do not name each layer once.
+            TooLargeError: the payload, for this pool or a receiver's.
+            OverloadedError: too many payloads are kept.
             KvferryError: the pages cannot be read, or a receive request does not take them: see ``match``.
         """
         self._check_tenant(sender)
@@ -176,6 +182,8 @@ class TransferStateMachine:
         number = len(send_request.chunks)
         check_continues(send_request, chunk)
         check_steps(chunk, sender.pool.manifest)
+        check_payload(chunk.payload, sender.pool)
+        self.payloads.check(sender.session_id, len(chunk.payload))
         receive_requests = [
             one for one in send_request.receive_requests if isinstance(one, ReceiveRequest) and one.state is State.OPEN
         ]
@@ -191,6 +199,7 @@ class TransferStateMachine:
                 self._copy_scheduler.withdraw(receive_request, its_fits)
             raise
         send_request.add(chunk)
+        self.payloads.keep(sender.session_id, send_request.key, len(chunk.payload))
         stepping = self._stepping.setdefault(send_request.session_id, []) if chunk.steps else []
         if send_request not in stepping:
             stepping.append(send_request)

@@ -56,6 +56,7 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    TooLargeError,
     UnknownComponentError,
     UnknownLeaseError,
     UnknownPoolError,
@@ -297,8 +298,11 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "a text for a payload": wrong(
         lambda w: w.client.send(w.p, RID, [pages([1])], payload="x"), "payload", "Expected `bytes`, got `str`"
     ),
-    "too long a payload": wrong(
-        lambda w: w.client.send(w.p, RID, [pages([1])], payload=bytes(1 << 17)), "payload", "<= 65536"
+    "too long a payload": Mistake(
+        lambda w: w.client.wait_finished(w.client.send(w.p, RID, payload=bytes(1 << 17)), SOON_S),
+        TooLargeError,
+        "payload",
+        "takes 65536: create it with a larger max_payload_bytes",
     ),
     "a token that is none": wrong(
         lambda w: w.client.send(w.p, RID, [pages([1])], first_token=1.0), "first_token", "got `float`"

@@ -29,10 +29,11 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    TooLargeError,
     UnknownPoolError,
     UnknownTransferError,
 )
-from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Limits
 from tests.daemons import DaemonProcess, running_daemon
 from tests.devices import DEVICE
 
@@ -324,8 +325,28 @@ def test_a_prefix_that_decode_has_is_not_sent_again(engines: TwoEngines) -> None
 
 def test_a_payload_that_is_too_large(engines: TwoEngines) -> None:
     with pytest.raises(InvalidFieldError) as refused:
-        engines.send(new_request_id(), payload=b"x" * (MAX_PAYLOAD_BYTES + 1))
+        engines.send(new_request_id(), payload=bytes(LARGEST_PAYLOAD_BYTES + 1))
     assert refused.value.field == "payload"
+    sending = engines.send(new_request_id(), payload=bytes(MAX_PAYLOAD_BYTES + 1))
+    with pytest.raises(TooLargeError, match=f"takes {MAX_PAYLOAD_BYTES}"):
+        engines.prefill.wait_finished(sending, SOON_S)
+
+
+def test_a_pool_says_how_large_its_payloads_may_be(client: Client, name: str, spec: MhaSpec) -> None:
+    size, most = 1 << 20, Limits().largest_payload_bytes
+    for pool in (name, f"{name}-receive"):
+        client.create_pool(pool, spec, device=DEVICE.name, max_payload_bytes=size)
+    with pytest.raises(PoolExistsError, match=f"at most {size} bytes, asked for 65536") as exists:
+        client.create_pool(name, spec, device=DEVICE.name)
+    assert exists.value.field == "max_payload_bytes"
+    with pytest.raises(TooLargeError, match=r"half of limits\.max_frame_bytes"):
+        client.create_pool(f"{name}-x", spec, device=DEVICE.name, max_payload_bytes=most + 1)
+    shown = {one.pool: one.max_payload_bytes for one in client.status().pools}
+    assert shown[name] == shown[f"{name}-receive"] == size
+    request_id, payload = new_request_id(), os.urandom(size)
+    receiving = client.receive(f"{name}-receive", request_id)
+    client.send(name, request_id, payload=payload)
+    assert client.wait_finished(receiving, SOON_S).payload == payload
 
 
 @pytest.mark.parametrize("side", ["send", "receive"])

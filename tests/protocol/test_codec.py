@@ -168,7 +168,7 @@ def test_what_is_no_envelope(frames: list[bytes]) -> None:
         ("INVALID_FIELD", "pool", with_field("ALLOCATE", "pool", "x" * 129)),
         ("INVALID_FIELD", "request_id", with_field("SEND", "request_id", "F" * 32)),
         ("INVALID_FIELD", "request_id", with_field("SEND", "request_id", "f" * 31 + "\n")),
-        ("INVALID_FIELD", "payload", with_field("SEND", "payload", b"x" * (64 * 1024 + 1))),
+        ("INVALID_FIELD", "payload", with_field("SEND", "payload", b"x" * ((8 << 20) + 1))),
         ("INVALID_FIELD", "first_token", with_field("SEND", "first_token", -1)),
         ("INVALID_FIELD", "lists", with_field("SEND", "lists", [{"pages": 2}] * 17)),
         ("INVALID_FIELD", "lists[0].pages", with_field("SEND", "lists", [{"component": "main", "pages": -1}])),

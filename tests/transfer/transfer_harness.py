@@ -12,6 +12,7 @@ import numpy as np
 from kvferry.daemon.transfer.effects import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import page_ranges
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
 from kvferry.daemon.transfer.tombstones import Tombstones
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
@@ -21,6 +22,7 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Component, Entry, Manifest
 from kvferry.protocol.transfer_messages import Accepted, LayerStep
 from tests.devices import new_region
@@ -71,11 +73,12 @@ class TransferHarness:
         whole_below_bytes: int = 0,
         tombstones: Tombstones | None = None,
         transitions: Transitions = TRANSITIONS,
+        payloads: KeptPayloads | None = None,
     ) -> None:
         self.now = 100.0
         self.activity: list[str] = []
         self.bugs: list[str] = []
-        self.state_machine = TransferStateMachine(whole_below_bytes, tombstones, self, transitions)
+        self.state_machine = TransferStateMachine(whole_below_bytes, tombstones, self, transitions, payloads)
         self.transport = ScriptedTransport()
         self.pools: list[Pool] = []
         self.told: dict[int, list[Told]] = {}
@@ -108,10 +111,13 @@ class TransferHarness:
         pages: int = 17,
         tenant: int = 7,
         components: Sequence[Component] = (),
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> Pool:
         """Make a pool with real memory; two layers by default."""
         placed = [msgspec.structs.replace(one, pages=pages) for one in (layers(2) if entries is None else entries)]
-        return self.pool_of(name, lay_out(placed, components), tenant=tenant)
+        pool = self.pool_of(name, lay_out(placed, components), tenant=tenant)
+        pool.max_payload_bytes = max_payload_bytes
+        return pool
 
     def pool_of(self, name: str, manifest: Manifest, *, tenant: int = 7) -> Pool:
         """Make a pool with real memory of this manifest."""
