@@ -255,15 +255,21 @@ class AsyncClient(AsyncTiers):
         """
         return await self.call(calls.free(pool, ids, space, after))
 
-    async def cancel(self, transfer: Transfer, *, deadline_s: float | None = None) -> Cancelled:
+    async def cancel(self, transfer: Transfer, *, wait: bool = True, deadline_s: float | None = None) -> Cancelled:
         """Give up this side; returns when no byte can move any more.
+
+        Args:
+            transfer: which.
+            wait: false returns at once; ``settled`` of what is returned, and of the transfer later, says when its pages
+                may be used again.
+            deadline_s: for the daemon's reply.
 
         Raises:
             UnknownTransferError: the daemon has no such side, or its end was acknowledged before.
         """
         self._check_transfer(transfer)
         key = transfer.key
-        return await self.call(calls.cancel(key.pool, key.request_id, key.direction), deadline_s=deadline_s)
+        return await self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
 
     async def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
         """Return a side's state by the daemon's word.

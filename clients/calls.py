@@ -285,9 +285,10 @@ def delete_tables(tables: str) -> Call[TablesDeleted]:
     return Call(checked(DeleteTables(tables=tables), TABLES), (), reply_body(TablesDeleted))
 
 
-def cancel(pool: str, request_id: str, direction: Direction) -> Call[Cancelled]:
+def cancel(pool: str, request_id: str, direction: Direction, *, wait: bool = True) -> Call[Cancelled]:
     """Give up a side of a transfer."""
-    return Call(Cancel(request_id=request_id, pool=pool, direction=direction), (), reply_body(Cancelled))
+    body = Cancel(request_id=request_id, pool=pool, direction=direction, wait=wait)
+    return Call(checked(body), (), reply_body(Cancelled))
 
 
 def result(pool: str, request_id: str, direction: Direction) -> Call[TransferResult]:

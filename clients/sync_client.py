@@ -244,15 +244,21 @@ class Client(SyncTiers):
 
     # -- transfers
 
-    def cancel(self, transfer: Transfer, *, deadline_s: float | None = None) -> Cancelled:
+    def cancel(self, transfer: Transfer, *, wait: bool = True, deadline_s: float | None = None) -> Cancelled:
         """Give up this side; returns when no byte can move any more.
+
+        Args:
+            transfer: which.
+            wait: false returns at once; ``settled`` of what is returned, and of the transfer later, says when its pages
+                may be used again.
+            deadline_s: for the daemon's reply.
 
         Raises:
             UnknownTransferError: the daemon has no such side, or its end was acknowledged before.
         """
         self._check_transfer(transfer)
         key = transfer.key
-        return self.call(calls.cancel(key.pool, key.request_id, key.direction), deadline_s=deadline_s)
+        return self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
 
     def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
         """Return a side's state by the daemon's word.

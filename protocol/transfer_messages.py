@@ -106,17 +106,21 @@ class Accepted(Body, frozen=True, kw_only=True, tag="ACCEPTED"):
 
 
 class Cancel(Body, frozen=True, kw_only=True, tag="CANCEL"):
-    """Give up this session's side of a transfer. Answered when it has settled."""
+    """Give up this session's side of a transfer. Answered when it has settled, or at once."""
 
     request_id: Hex128
     pool: PoolName
     direction: Direction
+    wait: bool = True
+    """Whether the reply waits until the side has settled; FINISHED and SETTLED come either way."""
 
 
 class Cancelled(Body, frozen=True, kw_only=True, tag="CANCELLED"):
-    """CANCEL's reply: no byte moves any more. ``was_finished`` says that the outcome was known before."""
+    """CANCEL's reply. ``was_finished`` says that the outcome was known before."""
 
     was_finished: bool
+    settled: bool = True
+    """Whether no byte moves any more; only without ``wait`` it may be that SETTLED is still to come."""
 
 
 class Result(Body, frozen=True, kw_only=True, tag="RESULT"):

@@ -234,11 +234,15 @@ class TransferService:
         if endpoint is None and self._state_machine.result(session_id, key).settled is not None:
             return Answer(Cancelled(was_finished=True))
         was_finished = endpoint is not None and endpoint.state is not State.OPEN
-        waiting = self._cancels.setdefault((session_id, key), [])
-        waiting.append((call, was_finished))
+        if body.wait:
+            self._cancels.setdefault((session_id, key), []).append((call, was_finished))
         self._state_machine.cancel(session_id, key, time.monotonic())
         self.execute()
-        return None
+        if body.wait:
+            return None
+        return Answer(
+            Cancelled(was_finished=was_finished, settled=self._state_machine.endpoint(session_id, key) is None)
+        )
 
     def _result(self, call: Call) -> Answer:
         body = expect(call, Result)

@@ -349,15 +349,17 @@ def test_a_pool_says_how_large_its_payloads_may_be(client: Client, name: str, sp
     assert client.wait_finished(receiving, SOON_S).payload == payload
 
 
+@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("side", ["send", "receive"])
-def test_cancelling(engines: TwoEngines, side: str) -> None:
+def test_cancelling(engines: TwoEngines, side: str, *, wait: bool) -> None:
     request_id = new_request_id()
     mine, engine, peer = (
         (engines.send(request_id), engines.prefill, engines.decode)
         if side == "send"
         else (engines.receive(request_id), engines.decode, engines.prefill)
     )
-    assert engine.cancel(mine).was_finished is False
+    cancelled = engine.cancel(mine, wait=wait)
+    assert (cancelled.was_finished, cancelled.settled) == (False, True)
     assert {one.busy for one in engine.status().pools if one.pool == mine.key.pool} == {0}
     engine.wait_settled(mine, SOON_S)
     with pytest.raises(CancelledError):
