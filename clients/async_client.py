@@ -35,7 +35,7 @@ from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.session_messages import ShareFollows, StatusReport
-from kvferry.protocol.transfer_messages import Cancelled, Direction, TransferResult
+from kvferry.protocol.transfer_messages import Abandoned, Cancelled, Direction, TransferResult
 
 if TYPE_CHECKING:
     import torch
@@ -270,6 +270,30 @@ class AsyncClient(AsyncTiers):
         self._check_transfer(transfer)
         key = transfer.key
         return await self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
+
+    async def abandon(
+        self,
+        request_id: str,
+        direction: Direction,
+        *,
+        daemons: Sequence[str] = (),
+        reason: str = "",
+        deadline_s: float | None = None,
+    ) -> Abandoned:
+        """Say that this user's ``send`` (or ``receive``) of a request will never come, aborted before it began.
+
+        Whoever waits for it, here and at the daemons named, fails at once with PEER_CANCELLED; who comes later hears it
+        at once. A side that exists is given up by ``cancel``.
+
+        Args:
+            request_id: of the request.
+            direction: which half does not come.
+            daemons: the addresses of the daemons at which the other half may wait, as ``receive`` takes them. Daemons
+                whose receivers wait for SENDs from here are told anyway.
+            reason: what the error says, up to 256 characters.
+            deadline_s: for the daemon's reply.
+        """
+        return await self.call(calls.abandon(request_id, direction, daemons, reason), deadline_s=deadline_s)
 
     async def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
         """Return a side's state by the daemon's word.

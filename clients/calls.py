@@ -44,6 +44,8 @@ from kvferry.protocol.table_messages import (
     UpdateTables,
 )
 from kvferry.protocol.transfer_messages import (
+    Abandon,
+    Abandoned,
     Cancel,
     Cancelled,
     Direction,
@@ -289,6 +291,14 @@ def cancel(pool: str, request_id: str, direction: Direction, *, wait: bool = Tru
     """Give up a side of a transfer."""
     body = Cancel(request_id=request_id, pool=pool, direction=direction, wait=wait)
     return Call(checked(body), (), reply_body(Cancelled))
+
+
+def abandon(request_id: str, direction: Direction, daemons: Sequence[str], reason: str) -> Call[Abandoned]:
+    """Say that a half of a request does not come."""
+    body = Abandon(
+        request_id=request_id, direction=direction, daemons=sequence(daemons, "addresses", "daemons"), reason=reason
+    )
+    return Call(checked(body), (), reply_body(Abandoned))
 
 
 def result(pool: str, request_id: str, direction: Direction) -> Call[TransferResult]:

@@ -16,7 +16,7 @@ from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
 from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
 from kvferry.protocol.model_identity import ModelIdentity
-from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, PageLists, Payload
+from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, Direction, PageLists, Payload
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Checksum = Annotated[int, Meta(ge=0)]
@@ -122,6 +122,18 @@ class ReceiveClosed(Body, frozen=True, kw_only=True, tag="RECEIVE_CLOSED"):
     """How many sources had not come, where the receiver ended the receive request: they are told so when they come."""
 
 
+class HalfAbandoned(Body, frozen=True, kw_only=True, tag="HALF_ABANDONED"):
+    """Either way: an engine gave a request up before its SENDs, or its RECEIVEs, came.
+
+    Of SENDs it concerns only receive requests that name the daemon that says so.
+    """
+
+    tenant: Number
+    request_id: Hex128
+    direction: Direction
+    error: ErrorInfo
+
+
 class Segment(msgspec.Struct, frozen=True, array_like=True):
     """Some entries of the source's pool and an extent of one of the chunk's page lists.
 
@@ -211,6 +223,7 @@ PeerBody = (
     | SendRefused
     | SendWithdrawn
     | ReceiveClosed
+    | HalfAbandoned
     | OpRequest
     | Grant
     | Written

@@ -1,4 +1,4 @@
-"""Transfers: SEND, RECEIVE, CANCEL, RESULT."""
+"""Transfers: SEND, RECEIVE, CANCEL, ABANDON, RESULT."""
 
 from __future__ import annotations
 
@@ -121,6 +121,27 @@ class Cancelled(Body, frozen=True, kw_only=True, tag="CANCELLED"):
     was_finished: bool
     settled: bool = True
     """Whether no byte moves any more; only without ``wait`` it may be that SETTLED is still to come."""
+
+
+class Abandon(Body, frozen=True, kw_only=True, tag="ABANDON"):
+    """Say that this user's SENDs (or RECEIVEs) of a request will never come: it was given up before they began.
+
+    Every RECEIVE (or SEND) of the request that waits for one fails with PEER_CANCELLED and the reason, here and at the
+    daemons named; one that comes later hears it at once, within the bounds of what is remembered of ends.
+    """
+
+    request_id: Hex128
+    direction: Direction
+    """Which half does not come."""
+    daemons: Annotated[tuple[PeerAddress, ...], Meta(max_length=64)] = ()
+    """Where the other half may wait; this daemon, and daemons whose RECEIVEs wait for it, are told anyway."""
+    reason: Annotated[str, Meta(max_length=256)] = ""
+
+
+class Abandoned(Body, frozen=True, kw_only=True, tag="ABANDONED"):
+    """ABANDON's reply: how many sides failed here; other daemons are told, and do not answer."""
+
+    failed: int
 
 
 class Result(Body, frozen=True, kw_only=True, tag="RESULT"):

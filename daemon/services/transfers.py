@@ -29,6 +29,7 @@ from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveReque
 from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges
 from kvferry.daemon.transfer.peer_transfers import TransferActivity
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
+from kvferry.daemon.transfer.tombstones import Half
 from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.base import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
@@ -37,12 +38,13 @@ from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
     OverloadedError,
+    PeerCancelledError,
     ShuttingDownError,
 )
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import TransferStatus
-from kvferry.protocol.transfer_messages import Cancel, Cancelled, Receive, Result, Send
+from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cancelled, Receive, Result, Send
 
 log = structlog.get_logger(__name__)
 
@@ -95,6 +97,7 @@ class TransferService:
         dispatcher.handle("SEND", self._send)
         dispatcher.handle("RECEIVE", self._receive)
         dispatcher.handle("CANCEL", self._cancel)
+        dispatcher.handle("ABANDON", self._abandon)
         dispatcher.handle("RESULT", self._result)
         hub.subscribe(EventAcknowledged, self._acknowledged)
         hub.subscribe(DeviceEventsReached, self._events_reached)
@@ -243,6 +246,15 @@ class TransferService:
         return Answer(
             Cancelled(was_finished=was_finished, settled=self._state_machine.endpoint(session_id, key) is None)
         )
+
+    def _abandon(self, call: Call) -> Answer:
+        body = expect(call, Abandon)
+        daemons = self._peers.other_daemons(body.daemons, "daemons")
+        half = Half(call.session.tenant, body.request_id, body.direction)
+        error = PeerCancelledError(f"the peer gave the request up{body.reason and f': {body.reason}'}")
+        failed = self._state_machine.abandon(half, error, time.monotonic(), daemons)
+        self.execute()
+        return Answer(Abandoned(failed=failed))
 
     def _result(self, call: Call) -> Answer:
         body = expect(call, Result)

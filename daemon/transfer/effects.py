@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvferry.daemon.transfer.endpoints import ReceiveRequest, RemoteEndpoint, SendRequest, SourcePool
 from kvferry.daemon.transfer.matching import Trim
 from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.transfer.tombstones import Half
 from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
@@ -111,6 +112,14 @@ class NotifyEnded(NamedTuple):
     error: KvferryError
 
 
+class NotifyAbandoned(NamedTuple):
+    """Tell another daemon that a half of a request does not come."""
+
+    address: str
+    half: Half
+    error: KvferryError
+
+
 class StopSending(NamedTuple):
     """Write no further transfer op of this remote endpoint, then report ``sending_done`` for each under way."""
 
@@ -130,5 +139,6 @@ Effect = (
     | NotifyReady
     | Withdraw
     | NotifyEnded
+    | NotifyAbandoned
     | StopSending
 )

@@ -298,6 +298,32 @@ class PeerTransfers:
 
     # -- both
 
+    def half_abandoned(self, half: Half, error: KvferryError, now: float, source: str | None = None) -> int:
+        """Fail the open sides here that wait for a half that does not come; return how many.
+
+        Args:
+            half: which.
+            error: what they fail with.
+            now: the time.
+            source: the other daemon that says so of SENDs: only receive requests that expect its SENDs believe it, and
+                later ones ask it themselves. None: an engine of this daemon.
+        """
+        waiting = [
+            one
+            for one in self._endpoints.of_request(half.request_id)
+            if one.direction != half.direction
+            and one.source_or_destination.tenant == half.tenant
+            and one.state is State.OPEN
+            and one.unmet
+            and (source is None or not isinstance(one, ReceiveRequest) or source in one.source_daemons)
+        ]
+        for endpoint in self._endpoints.while_live(waiting):
+            self._completion.apply(endpoint, Event.PEER_ABANDONED, now, cause=error)
+        if source is None or half.direction == "receive":
+            notified = [one.source_or_destination.name for one in waiting]
+            self._endpoints.tombstones.abandon(half, error, now, notified)
+        return len(waiting)
+
     def peer_lost(self, peer: Incarnation, why: str, now: float) -> None:
         """Fail what depends on an incarnation that is gone."""
         lost = f"the daemon at {peer.address} is gone: {why}"

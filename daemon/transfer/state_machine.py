@@ -15,6 +15,7 @@ What other daemons say is in ``peer_transfers``.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvferry.daemon.transfer.admission import (
@@ -25,7 +26,7 @@ from kvferry.daemon.transfer.admission import (
     hold_for_writing,
 )
 from kvferry.daemon.transfer.completion import Completion
-from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyChunk, NotifyReady
+from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyAbandoned, NotifyChunk, NotifyReady
 from kvferry.daemon.transfer.endpoints import Announcement, Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import PageRange
 from kvferry.daemon.transfer.payloads import KeptPayloads, check_payload
@@ -263,6 +264,24 @@ class TransferStateMachine:
             endpoint, Event.CANCEL, now, detail="cancelled by its own side", peer_detail="the peer cancelled"
         )
 
+    def abandon(self, half: Half, error: KvferryError, now: float, daemons: Sequence[str] = ()) -> int:
+        """Fail the sides that wait for a half that does not come, and remember it for those that come later.
+
+        Returns:
+            How many sides of sessions here failed. These daemons are told, and homes whose receive requests wait for
+            SENDs from here.
+        """
+        failed = self.peers.half_abandoned(half, error, now)
+        homes = [
+            one.home.address
+            for one in self.endpoints.announced(half.request_id)
+            if half.direction == "send" and one.receive_request.tenant == half.tenant
+        ]
+        self.endpoints.effects.extend(
+            NotifyAbandoned(address, half, error) for address in dict.fromkeys([*daemons, *homes])
+        )
+        return failed
+
     def session_lost(self, session_id: int, now: float) -> None:
         """Fail what died with a session; send requests that are complete and ready live on."""
         for endpoint in self.endpoints.while_live(one for one in self.endpoints if one.session_id == session_id):
@@ -358,16 +377,24 @@ class TransferStateMachine:
         A receive request with sources at other daemons is another matter: it may be armed again on those, after one
         here ended.
         """
-        if receive_request.source_daemons or len(send_requests) >= receive_request.sources:
+        if len(send_requests) >= receive_request.sources:
             return None
         half = Half(receive_request.pool.tenant, receive_request.request_id, "send")
+        abandoned = self.endpoints.tombstones.abandoned(half, receive_request.pool.name, now)
+        if abandoned is not None or receive_request.source_daemons:
+            return abandoned
         return next(iter(self.endpoints.tombstones.notices_for(half, receive_request.pool.name, now)), None)
 
     def _check_receivers_live(self, send_request: SendRequest, number: int, now: float) -> None:
         """End a new send request that no room takes, if as many receivers as it is for have ended."""
-        if number or send_request.receive_requests:
+        if number or not send_request.unmet:
             return
         half = Half(send_request.pool.tenant, send_request.request_id, "receive")
+        abandoned = self.endpoints.tombstones.abandoned(half, send_request.pool.name, now)
+        if abandoned is not None:
+            self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=abandoned)
+        if abandoned is not None or send_request.receive_requests:
+            return
         ended = self.endpoints.tombstones.notices_for(half, send_request.pool.name, now)
         if ended and len(ended) >= send_request.destinations:
             self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=ended[0])

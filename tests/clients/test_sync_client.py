@@ -34,6 +34,7 @@ from kvferry.protocol.errors import (
     UnknownTransferError,
 )
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Limits
+from kvferry.protocol.transfer_messages import Direction
 from tests.daemons import DaemonProcess, running_daemon
 from tests.devices import DEVICE
 
@@ -378,6 +379,23 @@ def test_the_peer_hears_of_a_cancel(engines: TwoEngines) -> None:
     with pytest.raises(PeerCancelledError):
         engines.decode.wait_finished(receiving, SOON_S)
     engines.decode.wait_settled(receiving, SOON_S)
+
+
+@pytest.mark.parametrize("gone", ["send", "receive"])
+def test_a_half_that_never_comes(engines: TwoEngines, gone: Direction) -> None:
+    request_id = new_request_id()
+    waiting, engine, other = (
+        (engines.receive(request_id), engines.decode, engines.prefill)
+        if gone == "send"
+        else (engines.send(request_id), engines.prefill, engines.decode)
+    )
+    assert engine.poll(SOON_S) == [waiting]
+    assert other.abandon(request_id, gone, reason="aborted by its client").failed == 1
+    with pytest.raises(PeerCancelledError, match="the peer gave the request up: aborted by its client"):
+        engine.wait_finished(waiting, SOON_S)
+    with pytest.raises(InvalidFieldError) as refused:
+        other.abandon(request_id, gone, daemons=["somewhere"])
+    assert refused.value.field == "daemons[0]"
 
 
 def test_results_can_be_asked_for(engines: TwoEngines) -> None:

@@ -80,6 +80,8 @@ from kvferry.protocol.table_messages import (
     UpdateTables,
 )
 from kvferry.protocol.transfer_messages import (
+    Abandon,
+    Abandoned,
     Accepted,
     Cancel,
     Cancelled,
@@ -372,6 +374,9 @@ MESSAGES: Final[dict[str, Message]] = {
     ),
     "RECEIVE": _request(Receive(request_id=REQUEST, pool="decode", lists=LISTS, sources=2, any_model=True), *IDS),
     "CANCEL": _request(Cancel(request_id=REQUEST, pool="decode", direction="receive")),
+    "ABANDON": _request(
+        Abandon(request_id=REQUEST, direction="send", daemons=("tcp://192.0.2.7:7801",), reason="aborted")
+    ),
     "RESULT": _request(Result(request_id=REQUEST, pool="decode", direction="receive")),
     "WELCOME": _reply(Welcome(protocol=1, daemon_version="0.1.0", features=("transfers.local",), limits=Limits())),
     "PONG": _reply(Pong()),
@@ -399,6 +404,7 @@ MESSAGES: Final[dict[str, Message]] = {
     "ALLOCATED": _reply(Allocated(pages=2), IDS[0]),
     "FREED": _reply(Freed(freed=2, deferred=1)),
     "ACCEPTED": _reply(Accepted(generation=2, skipped_source_entries=1, skipped_source_pages=2)),
+    "ABANDONED": _reply(Abandoned(failed=2)),
     "CANCELLED": _reply(Cancelled(was_finished=True)),
     "TRANSFER_RESULT": _reply(TransferResult(state="settled", finished=FINISHED, settled=SETTLED)),
     "ERROR": _reply(ErrorReply(error=ERROR)),

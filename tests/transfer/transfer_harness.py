@@ -14,13 +14,13 @@ from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, SendChunk, S
 from kvferry.daemon.transfer.page_ranges import page_ranges
 from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
-from kvferry.daemon.transfer.tombstones import Tombstones
+from kvferry.daemon.transfer.tombstones import Half, Tombstones
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import KvferryError, PeerCancelledError
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Component, Entry, Manifest
@@ -192,6 +192,20 @@ class TransferHarness:
         """CANCEL a side."""
         self.state_machine.cancel(session, EndpointKey(pool.tenant, request, pool.name, direction), self.now)
         self._execute()
+
+    def abandon(
+        self,
+        direction: Direction,
+        *daemons: str,
+        reason: str = "the peer gave the request up",
+        request: str = REQUEST,
+        tenant: int = 7,
+    ) -> int:
+        """ABANDON a half of a request, as the service does."""
+        half, error = Half(tenant, request, direction), PeerCancelledError(reason)
+        failed = self.state_machine.abandon(half, error, self.now, daemons)
+        self._execute()
+        return failed
 
     def lose(self, session: int) -> None:
         """Let a session's engine die: what the daemon does then, in its order."""

@@ -91,6 +91,7 @@ def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProce
         "CREATE_POOL": {"pool": name + "-new", "spec": SPEC, "model": {"name": "m", "revision": "1"}},
         "ATTACH_POOL": {"pool": name},
         "DELETE_POOL": {"pool": name + "-new"},
+        "ABANDON": {"request_id": REQUEST_ID[::-1], "direction": "send"},
         "ALLOCATE": {"pool": name, "count": 2},
         "CREATE_TABLES": {"tables": "t", "pool": name, "max_batch": 2, "max_context_tokens": 256},
         "LOOKUP": {"pool": name, "hashes": HASH},
