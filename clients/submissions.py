@@ -122,6 +122,7 @@ class Submissions(OfOneProcess, ABC):
         last: bool = True,
         destinations: int = 1,
         steps: Sequence[LayerStep] = (),
+        wake_on_match: bool = False,
         deadline_s: float | None = None,
     ) -> Transfer:
         """Send filled pages to the request's receivers. Return at once; follow it with ``poll`` or ``wait_…``.
@@ -138,6 +139,8 @@ class Submissions(OfOneProcess, ABC):
             last: whether no further chunk follows.
             destinations: how many transfers take these pages.
             steps: which layers are ready after which event, in that order; none: the pages are filled.
+            wake_on_match: whether ``poll`` returns the transfer, too, when another receiver has come; ``matched`` of
+                the transfer counts them either way.
             deadline_s: for the whole transfer.
         """
         body, ids = calls.send_body(
@@ -150,7 +153,7 @@ class Submissions(OfOneProcess, ABC):
             payload=payload,
             steps=steps,
         )
-        return self._begin_transfer(body, ids, deadline_s)
+        return self._begin_transfer(body, ids, deadline_s, wakes_on_match=wake_on_match)
 
     def receive(
         self,
@@ -332,10 +335,12 @@ class Submissions(OfOneProcess, ABC):
         )
         return self._begin_operation(body, [array], deadline_s)
 
-    def _begin_transfer(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None) -> Transfer:
+    def _begin_transfer(
+        self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None, *, wakes_on_match: bool = False
+    ) -> Transfer:
         _, deadline_ms = self._deadline(deadline_s)
         with self._use:
-            transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms)
+            transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms, wakes_on_match=wakes_on_match)
             self._put(outgoing)
         return transfer
 

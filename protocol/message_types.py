@@ -33,7 +33,7 @@ _FROM_DAEMON: Final = {
     ),
     "cache_messages": ("FOUND", "UNPINNED", "CACHE_LISTED", "CACHE_PINNED", "CACHE_EVICTED", "CACHE_CHANGES"),
     "transfer_messages": ("ACCEPTED", "CANCELLED", "ABANDONED", "TRANSFER_RESULT"),
-    "events": ("FINISHED", "SETTLED"),
+    "events": ("MATCHED", "FINISHED", "SETTLED"),
 }  # fmt: skip
 
 REQUESTS: Final = {name: module for module, names in _REQUESTS.items() for name in names}

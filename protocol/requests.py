@@ -24,7 +24,7 @@ from kvferry.protocol.cache_messages import (
     Unpin,
     Unpinned,
 )
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -184,4 +184,4 @@ ReplyBody = (
     | ErrorReply
     | Busy
 )
-EventBody = Finished | Settled | TierDone
+EventBody = Matched | Finished | Settled | TierDone

@@ -74,6 +74,8 @@ class Send(Body, frozen=True, kw_only=True, tag="SEND"):
 
     A prompt may be sent in chunks as its prefill goes on: each SEND but the last one has ``last=false``, ends on a
     page boundary, and the next one continues it. One SEND of a request carries ``first_token`` and ``payload``.
+    One without lists, ``last=false`` and no payload asks who waits: ACCEPTED says how many receivers are there, and
+    MATCHED when another one comes.
     A SEND may come before its pages are filled: then it says by ``steps`` when which layers are.
     Answered by ACCEPTED; FINISHED and SETTLED come once for all SENDs of a request from one pool.
     """
@@ -103,6 +105,8 @@ class Accepted(Body, frozen=True, kw_only=True, tag="ACCEPTED"):
     skipped_source_pages: int = 0
     covered_source_entries: int = 0
     """Entries that another source of the transfer, a replica of this one, has sent already."""
+    matched: int = 0
+    """How many of a SEND's ``destinations``, or of a RECEIVE's ``sources``, are there."""
 
 
 class Cancel(Body, frozen=True, kw_only=True, tag="CANCEL"):
@@ -158,3 +162,5 @@ class TransferResult(Body, frozen=True, kw_only=True, tag="TRANSFER_RESULT"):
     state: Literal["open", "finished", "settled"]
     finished: Finished | None = None
     settled: Settled | None = None
+    matched: int = 0
+    """As in ACCEPTED, while it has not settled."""

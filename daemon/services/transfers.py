@@ -41,7 +41,7 @@ from kvferry.protocol.errors import (
     PeerCancelledError,
     ShuttingDownError,
 )
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import TransferStatus
 from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cancelled, Receive, Result, Send
@@ -372,10 +372,12 @@ class TransferService:
 
     def _notify(self, effect: Notify) -> Session | None:
         event = effect.event
+        session = self._dispatcher.sessions.get(effect.session_id)
+        if isinstance(event, Matched):
+            return session if session is not None and self._tell_matched(session, event) else None
         if isinstance(event, Finished):
             record_finished(event, self._counters)
         self._host_receives.on_event(effect.session_id, event)
-        session = self._dispatcher.sessions.get(effect.session_id)
         if session is None:
             return None
         session.add_event(event)
@@ -384,6 +386,15 @@ class TransferService:
             for call, was_finished in self._cancels.pop(key, ()):
                 self._dispatcher.answer(session, call.message_id, Answer(Cancelled(was_finished=was_finished)))
         return session
+
+    def _tell_matched(self, session: Session, event: Matched) -> bool:
+        """Tell a session that a receiver came; not one that acknowledges nothing: it can ask by RESULT."""
+        told = len(session.unacknowledged) < 2 * self._limits.max_transfers_per_session
+        if told:
+            session.add_event(event)
+        else:
+            self._counters.add("transfers.matched_untold")
+        return told
 
     def _set_timer(self) -> None:
         deadline = self._state_machine.next_deadline()

@@ -11,7 +11,7 @@ from kvferry.daemon.transfer.tombstones import Half
 from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.peer_messages import ReceiveName
 
 
@@ -35,7 +35,7 @@ class Notify(NamedTuple):
     """Tell a session, if it still lives."""
 
     session_id: int
-    event: Finished | Settled
+    event: Matched | Finished | Settled
 
 
 class WarnTrimmed(NamedTuple):

@@ -213,14 +213,20 @@ class PeerTransfers:
         self._endpoints.announce(announcement)
         self._endpoints.tombstones.renewed(Half(name.tenant, name.request_id, "receive"))
         for endpoint in list(endpoints):
-            if isinstance(endpoint, SendRequest) and endpoint.state is State.OPEN:
-                self.join(announcement, endpoint)
+            if not isinstance(endpoint, SendRequest) or endpoint.state is not State.OPEN:
+                continue
+            if self.join(announcement, endpoint):
+                self._endpoints.tell_matched(endpoint)
         self._notify_of_ends(announcement, now)
 
-    def join(self, announcement: Announcement, send_request: SendRequest) -> None:
-        """Send all chunks of a local send request to another daemon's receive request, if a destination is left."""
-        if len(send_request.receive_requests) >= send_request.destinations:
-            return
+    def join(self, announcement: Announcement, send_request: SendRequest) -> bool:
+        """Send all chunks of a local send request to another daemon's receive request, if a destination is left.
+
+        Returns:
+            Whether one was.
+        """
+        if not send_request.unmet:
+            return False
         remote_endpoint = RemoteEndpoint(announcement, send_request, next(self._remote_numbers), State.OPEN)
         self._endpoints.remote_endpoints[remote_endpoint.number] = remote_endpoint
         announcement.remote_endpoints.append(remote_endpoint)
@@ -228,6 +234,7 @@ class PeerTransfers:
         self._endpoints.effects.extend(
             NotifyChunk(remote_endpoint, number) for number in range(len(send_request.chunks))
         )
+        return True
 
     def closed(
         self,

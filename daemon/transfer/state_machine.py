@@ -18,6 +18,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from kvferry.daemon.transfer.admission import (
     check_continues,
     check_steps,
@@ -160,6 +162,9 @@ class TransferStateMachine:
                 self._copy_scheduler.start(receive_request, send_request, fit, now)
             elif send_request not in receive_request.send_requests:
                 self._copy_scheduler.join(receive_request, send_request)
+        if ended is None:
+            for send_request in send_requests:
+                self.endpoints.tell_matched(send_request)
         self.endpoints.effects.extend(AnnounceReceive(address, receive_request) for address in source_daemons)
         if ended is not None:
             self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=ended)
@@ -323,7 +328,8 @@ class TransferStateMachine:
             raise UnknownTransferError(
                 f"no {key.direction} of this request in pool {key.pool!r}, live or unacknowledged", field="request_id"
             )
-        return known
+        endpoint = self.endpoint(session_id, key)
+        return known if endpoint is None else msgspec.structs.replace(known, matched=endpoint.matched)
 
     def _check_tenant(self, sender: Sender) -> None:
         tenants = [one.source_or_destination.tenant for one in self.endpoints.of_request(sender.request_id)]
@@ -431,6 +437,7 @@ def _accepted(endpoint: SendRequest | ReceiveRequest) -> Accepted:
         skipped_source_entries=endpoint.skipped_source_entries,
         skipped_source_pages=endpoint.skipped_source_pages,
         covered_source_entries=endpoint.covered_source_entries,
+        matched=endpoint.matched,
     )
 
 

@@ -381,6 +381,24 @@ def test_the_peer_hears_of_a_cancel(engines: TwoEngines) -> None:
     engines.decode.wait_settled(receiving, SOON_S)
 
 
+@pytest.mark.parametrize("wake", [True, False])
+def test_a_sender_hears_who_waits_before_it_computes(engines: TwoEngines, *, wake: bool) -> None:
+    request_id, pool = new_request_id(), engines.source.name
+    sending = engines.prefill.send(pool, request_id, last=False, wake_on_match=wake)
+    assert engines.prefill.poll(SOON_S) == [sending]
+    assert sending.matched == engines.prefill.result(pool, request_id, "send").matched == 0
+    receiving = engines.receive(request_id)
+    assert engines.decode.poll(SOON_S) == [receiving]
+    assert receiving.matched == 1
+    assert engines.prefill.result(pool, request_id, "send").matched == 1  # its event has come before
+    assert sending.matched == 1
+    assert engines.prefill.poll(0) == ([sending] if wake else [])
+    assert engines.send(request_id, first_token=3) is sending
+    assert engines.decode.wait_finished(receiving, SOON_S).first_token == 3
+    engines.prefill.wait_settled(sending, SOON_S)
+    assert engines.arrived()
+
+
 @pytest.mark.parametrize("gone", ["send", "receive"])
 def test_a_half_that_never_comes(engines: TwoEngines, gone: Direction) -> None:
     request_id = new_request_id()

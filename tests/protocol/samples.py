@@ -19,7 +19,7 @@ from kvferry.protocol.codec import PageIds, encode
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import (
     Component,
@@ -410,6 +410,10 @@ MESSAGES: Final[dict[str, Message]] = {
     "ERROR": _reply(ErrorReply(error=ERROR)),
     "BUSY": _reply(Busy(retry_after_ms=50, detail="256 requests of the session are in flight")),
     "FINISHED": (Event(3, BOOT, FINISHED), ()),
+    "MATCHED": (
+        Event(2, BOOT, Matched(request_id=REQUEST, pool="prefill", direction="send", matched=1, destinations=2)),
+        (),
+    ),
     "SETTLED": (Event(4, BOOT, SETTLED), ()),
     **{name: _request(body, *IDS[: len(body.page_counts())]) for name, body in tier_samples.REQUESTS.items()},
     **{name: _reply(body) for name, body in tier_samples.REPLIES.items()},

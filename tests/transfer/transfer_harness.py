@@ -21,7 +21,7 @@ from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError, PeerCancelledError
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Component, Entry, Manifest
 from kvferry.protocol.transfer_messages import Accepted, LayerStep
@@ -64,6 +64,7 @@ class TransferHarness:
         now: the time in seconds, for tests to advance.
         told: the events each session was told, in order; a lost session is told nothing.
         warned: the lists that were cut to one length.
+        matched: who was told of receivers that came, and what.
         bugs: what the table of transitions has no row for.
         activity: ``began`` and ``ended`` of what was written to other daemons.
     """
@@ -78,6 +79,7 @@ class TransferHarness:
         self.now = 100.0
         self.activity: list[str] = []
         self.bugs: list[str] = []
+        self.matched: list[tuple[int, Matched]] = []
         self.state_machine = TransferStateMachine(whole_below_bytes, tombstones, self, transitions, payloads)
         self.transport = ScriptedTransport()
         self.pools: list[Pool] = []
@@ -322,6 +324,8 @@ class TransferHarness:
                 self.warned.append(effect)
             elif isinstance(effect, ReportBug):
                 self.bugs.append(effect.detail)
+            elif isinstance(effect, Notify) and isinstance(effect.event, Matched):
+                self.matched.append((effect.session_id, effect.event))
             elif isinstance(effect, Notify) and effect.session_id in self.told:
                 self.told[effect.session_id].append(effect.event)
         self.check()
