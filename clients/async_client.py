@@ -19,7 +19,7 @@ from kvferry.clients.connection import Connection, find_runtime_dir
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.pool import AttachedPool
-from kvferry.clients.registration import registered_tensors
+from kvferry.clients.registration import registered
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.submissions import DEFAULT_WAIT_S
 from kvferry.pools.devices.host import HostRegion
@@ -166,7 +166,7 @@ class AsyncClient(AsyncTiers):
         self,
         name: str,
         spec: PoolSpec,
-        tensors: Mapping[tuple[Any, ...], torch.Tensor],
+        tensors: Mapping[tuple[Any, ...], torch.Tensor | npt.NDArray[Any]],
         *,
         device: str,
         model: ModelIdentity | None = None,
@@ -180,7 +180,8 @@ class AsyncClient(AsyncTiers):
             spec: what it holds; ``kvferry layout`` prints the arrays that it needs.
             tensors: by (component, role), all layers one after another, or by (component, role, layer); of exactly the
                 shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
-            device: where they are.
+            device: where they are. On the ``host`` all lie in one ``SharedMemory`` of this process, as numpy arrays or
+                CPU tensors.
             model: whose KV it holds, as in ``create_pool``.
             max_payload_bytes: as in ``create_pool``.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
@@ -191,14 +192,10 @@ class AsyncClient(AsyncTiers):
                 field is a tensor and what of it: ``main/k.shape``, ``main/v/3.dtype``.
             DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
         """
-        arrays, by_name = registered_tensors(spec, tensors)
-
-        def said(message_id: int) -> Sequence[ShareFollows]:
-            return self._devices.export(device, by_name, message_id)
-
+        arrays, said, fds = registered(spec, tensors, device, self._devices.export)
         call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
-        _, registered = await self._round_trip(call, deadline_s=deadline_s, said=said)
-        return registered.manifest
+        _, made = await self._round_trip(call, deadline_s=deadline_s, said=said, fds=fds)
+        return made.manifest
 
     async def open_events(
         self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float | None = None

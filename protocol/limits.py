@@ -21,7 +21,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_frame_bytes: int = 4 << 20
     """One frame; libzmq closes the connection of a peer that sends more."""
-    max_frames: int = 32
+    max_frames: int = 72
     """Frames of one message: the envelope and its page lists."""
     max_message_bytes: int = 16 << 20
     """All frames of one message."""

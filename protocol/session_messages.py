@@ -282,4 +282,13 @@ class ShareFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     events: SharedEvents | None = None
 
 
+class MemoryFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="MEMORY"):
+    """One file descriptor comes with this frame: host memory that message ``message_id``, a REGISTER_POOL, registers.
+
+    An engine says it before the message. It is a memfd sealed against every change of its size.
+    """
+
+    message_id: int
+
+
 SessionFrame = SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow

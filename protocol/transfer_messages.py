@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.base import Body, PageList
+from kvferry.protocol.base import MAX_PAGE_LISTS, Body, PageList
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
@@ -19,7 +19,7 @@ ReceiveInto = Literal["pages", "host"]
 MAX_STEPS = 256
 MAX_POOLS = 1024
 Few = Annotated[int, Meta(ge=1, le=MAX_POOLS)]
-PageLists = Annotated[tuple[PageList, ...], Meta(max_length=16)]
+PageLists = Annotated[tuple[PageList, ...], Meta(max_length=MAX_PAGE_LISTS)]
 Payload = Annotated[bytes, Meta(max_length=LARGEST_PAYLOAD_BYTES)]
 
 

@@ -30,7 +30,14 @@ def namespace_of(pool: Pool, space: str, block_pages: int) -> Namespace:
 
     Raises:
         NoModelError: the pool does not say whose KV it holds.
+        InvalidFieldError: the space's pages are of several groups, and a hash would not say of which.
     """
+    if any(one.group for one in pool.manifest.components if one.space == space):
+        raise InvalidFieldError(
+            f"pages of pool {pool.name!r} are of several groups of layers, and a block's hash does not say of which: "
+            "offload and restore them",
+            field="pool",
+        )
     return namespaces.namespace_of(pool.tenant, pool.manifest.layout_digest, model_of(pool), space, block_pages)
 
 

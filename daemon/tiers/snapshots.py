@@ -260,6 +260,4 @@ def _difference(ours: Entry | None, theirs: Entry | None) -> str:
 
 
 def _tokens_of(one: PageRange, manifest: Manifest) -> int | None:
-    if one.end_token is None or one.first_page is None:
-        return None
-    return one.end_token - one.first_page * (page_tokens_of(manifest, one.component) or 0)
+    return None if one.first_page is None else one.held_tokens(page_tokens_of(manifest, one.component) or 0)

@@ -9,6 +9,9 @@ import numpy as np
 from kvferry.daemon.transfer.endpoints import Excused, ReceiveRequest, SendChunk, SendRequest
 from kvferry.daemon.transfer.matching import DRAFT, Match
 from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages
+from kvferry.pools.allocator import PageAllocator
+from kvferry.pools.planning.page_checks import check_distinct
+from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, KvferryError, PageGapError
 from kvferry.protocol.manifests import Manifest
 
@@ -100,8 +103,10 @@ def hold_for_writing(receive_request: ReceiveRequest) -> None:
         KvferryError: a page is not the session's, is named twice, or is busy; none is held then.
     """
     held: list[PageRange] = []
+    lists = lists_with_pages(receive_request.ranges.values())
+    _check_apart(receive_request, lists)
     try:
-        for one in lists_with_pages(receive_request.ranges.values()):
+        for one in lists:
             receive_request.pool.allocator_of(one.component).begin_write(
                 receive_request.session_id, one.ids, f"{one.field}.pages"
             )
@@ -110,6 +115,20 @@ def hold_for_writing(receive_request: ReceiveRequest) -> None:
         for one in held:
             receive_request.pool.allocator_of(one.component).end_write(one.ids)
         raise
+
+
+def _check_apart(receive_request: ReceiveRequest, lists: Iterable[PageRange]) -> None:
+    """Check that no page is in two lists: components of one space, groups say, have a page each under one id.
+
+    Raises:
+        DuplicatePageError: names the first.
+    """
+    before: dict[PageAllocator, list[PageIds]] = {}
+    for one in lists:
+        of_space = before.setdefault(receive_request.pool.allocator_of(one.component), [])
+        of_space.append(one.ids)
+        if len(of_space) > 1:
+            check_distinct(np.concatenate(of_space), f"{one.field}.pages")
 
 
 def hold_for_reading(send_request: SendRequest, chunk: SendChunk) -> None:

@@ -32,6 +32,7 @@ from kvferry.protocol.ids import HOST
 POPULATE_CHUNK_BYTES: Final = 64 << 20
 _MADV_POPULATE_WRITE: Final = 23
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_WRITE_SEALS: Final = fcntl.F_SEAL_WRITE | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -104,6 +105,21 @@ class HostRegion:
         except OSError as cause:
             os.close(fd)
             raise OutOfMemoryError(f"cannot make a region of {size_bytes} bytes: {cause}") from cause
+        return cls(fd, size_bytes)
+
+    @classmethod
+    def registered(cls, fd: int) -> HostRegion:
+        """Map memory that an engine has made, all of it, and own ``fd`` from now on, also where this raises.
+
+        Raises:
+            InvalidFieldError: it could change its size, or fault where it is written.
+            OutOfMemoryError: no address space.
+        """
+        try:
+            size_bytes = _registered_bytes(fd)
+        except BaseException:
+            os.close(fd)
+            raise
         return cls(fd, size_bytes)
 
     @property
@@ -203,6 +219,32 @@ class HostRegion:
         """
         if not self.is_ours:
             raise ForkedError(f"process {self._pid} mapped this memory, not its child {os.getpid()}")
+
+
+def _registered_bytes(fd: int) -> int:
+    """Return the size of memory that can be registered.
+
+    Raises:
+        InvalidFieldError: it cannot.
+    """
+    wrong = ""
+    if not _is_sealed(fd):
+        wrong = "it is no memfd that is sealed against every change of its size, without which its end could be cut off"
+    elif (
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _WRITE_SEALS or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR
+    ):
+        wrong = "it cannot be written"
+    elif os.fstatvfs(fd).f_bsize > mmap.PAGESIZE:
+        wrong = "it is in huge pages, where a page that the host lacks ends whoever touches it"
+    elif not os.fstat(fd).st_size:
+        wrong = "it is empty"
+    if wrong:
+        raise InvalidFieldError(
+            f"the memory cannot be registered: {wrong}. Make it by kvferry.clients.SharedMemory, or by "
+            "memfd_create(MFD_ALLOW_SEALING), ftruncate and F_ADD_SEALS of F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL",
+            field="memory",
+        )
+    return os.fstat(fd).st_size
 
 
 def _is_sealed(fd: int) -> bool:

@@ -175,7 +175,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "a list of ids for lists": wrong(lambda w: w.client.send(w.p, RID, [1, 2]), "lists[0]", "give [pages(ids)]"),
     "one Pages for lists": wrong(lambda w: w.client.receive(w.p, RID, pages([1])), "lists", "give [pages(ids)]"),
     "None for lists": wrong(lambda w: w.client.offload(w.p, None), "lists", "None is no list of Pages"),
-    "too many lists": wrong(lambda w: w.client.send(w.p, RID, [pages([1])] * 17), "lists", "length <= 16"),
+    "too many lists": wrong(lambda w: w.client.send(w.p, RID, [pages([1])] * 65), "lists", "length <= 64"),
     "a dict of lists": wrong(lambda w: w.client.restore(w.p, "0" * 32, {"main": [1]}), "lists", "is no list of Pages"),
     "Pages for ids": wrong(lambda w: w.client.free(w.p, pages([1])), "ids", "here give their ids"),
     "nested ids": wrong(lambda _: pages([[1, 2]]), "ids", "is no list of integers"),

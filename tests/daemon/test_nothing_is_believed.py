@@ -309,11 +309,11 @@ SPEC_ROWS: Final = [
         "layout_digest",
     ),
     Row(
-        "host memory as registered",
+        "host memory that did not come",
         RegisterPool(pool="new", spec=MHA, device="host", arrays=(RegisteredArrays(component="main", role="k"),)),
         (),
         "INVALID_FIELD",
-        "device",
+        "memory",
     ),
 ]
 
@@ -348,7 +348,7 @@ PAGE_ROWS: Final = [
         "UNKNOWN_COMPONENT",
         "lists[0].component",
     ),
-    Row("a component twice", send("paged", (*main(1), *main(1))), ([1], [2]), "UNKNOWN_COMPONENT", "lists"),
+    Row("a logical page twice", send("paged", (*main(1), *main(1))), ([1], [2]), "PAGE_OVERLAP", "lists[1].first_page"),
     Row("no list of a window", send("hybrid", main(1)), ([1],), "UNKNOWN_COMPONENT", "lists"),
     Row(
         "tokens of a state",

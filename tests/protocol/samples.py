@@ -53,6 +53,7 @@ from kvferry.protocol.session_messages import (
     EventsFollow,
     EventsOpened,
     Hello,
+    MemoryFollows,
     OpenEvents,
     Ping,
     Pong,
@@ -155,6 +156,7 @@ SPECS: Final[dict[str, PoolSpec]] = {
         optional_components=("draft", "main"),
         k_scale=(0.5, (0.25, 0.125)),
         v_scale="page",
+        groups=((3,), (4, 5)),
     ),
     "mla": MlaSpec(
         layers=3,
@@ -169,11 +171,13 @@ SPECS: Final[dict[str, PoolSpec]] = {
         index_dtype="int8",
         dtype="float8_e4m3fn",
         packed="ascend",
+        joined=True,
         view="nz",
         replicas=8,
         draft=DRAFT,
         optional_components=("draft", "main"),
         k_scale=(0.5, 0.25, 0.125),
+        groups=((4, 6), (5,)),
     ),
     "hybrid_swa": HybridSwaSpec(
         full_layers=(5, 11),
@@ -321,7 +325,7 @@ MESSAGES: Final[dict[str, Message]] = {
             device="npu:0",
             arrays=(
                 RegisteredArrays(component="main", role="k"),
-                RegisteredArrays(component="main", role="v", layer=4),
+                RegisteredArrays(component="main", role="v", layer=4, offset_bytes=1 << 40),
             ),
             model=MODEL,
         )
@@ -421,7 +425,17 @@ MESSAGES: Final[dict[str, Message]] = {
 }
 
 SESSION_FRAMES: Final[
-    dict[str, SessionOpen | SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow]
+    dict[
+        str,
+        SessionOpen
+        | SessionOpened
+        | SessionRefused
+        | RegionFollows
+        | EventsFollow
+        | ShareFollows
+        | MemoryFollows
+        | TablesFollow,
+    ]
 ] = {
     "OPEN": SessionOpen(protocol_min=2, protocol_max=2, name="prefill-0"),
     "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT),
@@ -445,6 +459,7 @@ SESSION_FRAMES: Final[
         ),
         events=SharedEvents(handles=(b"first", b"second")),
     ),
+    "MEMORY": MemoryFollows(message_id=7),
     "TABLES": TablesFollow(
         message_id=7,
         share=VmmShare(handle=1 << 40, size_bytes=2 << 20),

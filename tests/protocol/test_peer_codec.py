@@ -181,7 +181,7 @@ RECEIVE_REQUEST = ["f" * 32, "decode", 7, 2]
         with_field("RECEIVE_CLOSED", "moved", [[1]]),
         with_field("RECEIVE_CLOSED", "error", "PEER_LOST"),
         with_field("WRITTEN", "checksum", -1),
-        with_field("SEND_REQUEST", "lists", [{"pages": 2}] * 17),
+        with_field("SEND_REQUEST", "lists", [{"pages": 2}] * 65),
         with_field("SEND_REQUEST", "payload", b"x" * ((8 << 20) + 1)),
         with_field("SEND_REQUEST", "manifest", {"pages": 1}),
         with_field("SEND_REQUEST", "steps", [[1]]),
