@@ -115,6 +115,10 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     max_requests_per_session: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_requests_per_session
     max_transfers_per_session: Annotated[int, Meta(ge=1, le=1 << 20)] = Limits().max_transfers_per_session
     max_transfers: Annotated[int, Meta(ge=2, le=1 << 24)] = Limits().max_transfers
+    max_kept_payload_bytes_per_session: Annotated[int, Meta(ge=64 << 10, le=1 << 40)] = (
+        Limits().max_kept_payload_bytes_per_session
+    )
+    max_kept_payload_bytes: Annotated[int, Meta(ge=64 << 10, le=1 << 40)] = Limits().max_kept_payload_bytes
     max_sessions: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_sessions
     max_deadline_ms: Annotated[int, Meta(ge=1, le=7 * 86_400_000)] = Limits().max_deadline_ms
     default_deadline_ms: Annotated[int, Meta(ge=1, le=7 * 86_400_000)] = Limits().default_deadline_ms

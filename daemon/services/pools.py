@@ -17,7 +17,7 @@ from kvferry.daemon.devices.registry import Devices, RegisteredSegment
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.holders import holders_text, pool_full, session_text
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.pool_reports import check_same, check_same_model, status_of
+from kvferry.daemon.services.pool_reports import check_same, check_same_model, check_same_payload, status_of
 from kvferry.daemon.services.registered_memory import MemoryInUse, placed_in
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
@@ -34,8 +34,10 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    TooLargeError,
 )
 from kvferry.protocol.ids import HOST
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
@@ -73,6 +75,7 @@ class _Creation(msgspec.Struct):
     waiting: list[Call]
     registered_by: int | None = None
     model: ModelIdentity | None = None
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
     registered: HostRegion | None = None
 
 
@@ -89,6 +92,7 @@ class PoolService:
         *,
         max_bytes: int,
         populate: bool,
+        largest_payload_bytes: int = LARGEST_PAYLOAD_BYTES,
     ) -> None:
         self._dispatcher = dispatcher
         self._session_socket = session_socket
@@ -96,6 +100,7 @@ class PoolService:
         self._pools = pools
         self._rings = rings
         self._max_bytes = max_bytes
+        self._largest_payload_bytes = largest_payload_bytes
         self._populating_ends = threading.Event()
         if not populate:
             self._populating_ends.set()
@@ -137,6 +142,7 @@ class PoolService:
 
     def _create(self, call: Call) -> Answer | None:
         body = expect(call, CreatePool)
+        self._check_payload_bound(body.max_payload_bytes)
         manifest = manifest_of(body.spec)
         key = (call.session.tenant, body.pool)
         creation = self._creations.get(key)
@@ -154,11 +160,15 @@ class PoolService:
             check_same(known, manifest, body.pool, device, body.device, held)
             model = existing.model if existing else creation.model if creation else body.model
             check_same_model(model, body.model, body.pool)
+            bound = (existing or creation or body).max_payload_bytes
+            check_same_payload(bound, body.max_payload_bytes, body.pool)
             if creation is None:
                 return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
             creation.waiting.append(call)
             return None
-        self._creations[key] = _Creation(manifest, body.device, [call], model=body.model)
+        self._creations[key] = _Creation(
+            manifest, body.device, [call], model=body.model, max_payload_bytes=body.max_payload_bytes
+        )
         try:
             if body.device == HOST:
                 self._check_budget(manifest)
@@ -173,6 +183,7 @@ class PoolService:
 
     def _register(self, call: Call) -> Answer | None:
         body = expect(call, RegisterPool)
+        self._check_payload_bound(body.max_payload_bytes)
         key = (call.session.tenant, body.pool)
         if body.device == HOST:
             self._register_memory(call, body, key)
@@ -186,9 +197,19 @@ class PoolService:
         self._check_new(key, call)
         manifest = manifest_of(body.spec)
         registered = _registered_segments(manifest, body.arrays, shares)
-        self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id, body.model)
+        self._creations[key] = _Creation(
+            manifest, body.device, [call], call.session.session_id, body.model, body.max_payload_bytes
+        )
         self._fetch(key, self._device_executor, self._devices.register, body.device, registered, manifest.region_bytes)
         return None
+
+    def _check_payload_bound(self, wanted_bytes: int) -> None:
+        if wanted_bytes > self._largest_payload_bytes:
+            raise TooLargeError(
+                f"payloads of {wanted_bytes} bytes; at most {self._largest_payload_bytes}, half of "
+                "limits.max_frame_bytes",
+                field="max_payload_bytes",
+            )
 
     def _check_new(self, key: tuple[int, str], call: Call) -> None:
         existing = self._pools.find(*key)
@@ -211,7 +232,13 @@ class PoolService:
             manifest = placed_in(region, manifest_of(body.spec), body.arrays, self._memory_in_use())
             self._check_budget(manifest)
             self._creations[key] = _Creation(
-                manifest, HOST, [call], call.session.session_id, body.model, registered=region
+                manifest,
+                HOST,
+                [call],
+                call.session.session_id,
+                body.model,
+                body.max_payload_bytes,
+                registered=region,
             )
         except BaseException:
             region.close()
@@ -248,7 +275,14 @@ class PoolService:
             for call in creation.waiting:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
             return
-        pool = Pool(*key, creation.manifest, done.result(), registered_by=creation.registered_by, model=creation.model)
+        pool = Pool(
+            *key,
+            creation.manifest,
+            done.result(),
+            registered_by=creation.registered_by,
+            model=creation.model,
+            max_payload_bytes=creation.max_payload_bytes,
+        )
         if creation.registered_by is not None and not self._is_awaited(creation.waiting[0]):
             self._give_back(pool)
             return

@@ -19,6 +19,7 @@ from kvferry.daemon.transfer.effects import (
 )
 from kvferry.daemon.transfer.endpoints import Announcement, Endpoint, ReceiveRequest, RemoteEndpoint, SendRequest
 from kvferry.daemon.transfer.page_ranges import lists_with_pages
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.registry import Endpoints
 from kvferry.daemon.transfer.results import Results
 from kvferry.daemon.transfer.tombstones import Half
@@ -45,7 +46,10 @@ AnyEndpoint: TypeAlias = SendRequest | ReceiveRequest | RemoteEndpoint
 class Completion:
     """Ends endpoints, each together with those that end because of it."""
 
-    def __init__(self, endpoints: Endpoints, results: Results, transitions: Transitions = TRANSITIONS) -> None:
+    def __init__(
+        self, endpoints: Endpoints, results: Results, payloads: KeptPayloads, transitions: Transitions = TRANSITIONS
+    ) -> None:
+        self._payloads = payloads
         self._endpoints = endpoints
         self._results = results
         self._transitions = transitions
@@ -158,6 +162,8 @@ class Completion:
         self._endpoints.deadlines.drop(receive_request)
         event = receive_request.finished_event(own, now)
         self._notify(receive_request, TransferResult(state="finished", finished=event))
+        if own is not None:
+            self._payloads.drop(receive_request.session_id, receive_request.key)
         if row.notice is Notice.CLOSE:
             self._close_at_sources(receive_request, peers, receive_request.unmet if row.tombstone else 0)
         for op in receive_request.waiting:  # nothing of them has begun
@@ -240,6 +246,8 @@ class Completion:
             self._leave(endpoint)
 
     def _leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
+        if isinstance(endpoint, SendRequest):
+            self._payloads.drop(endpoint.session_id, endpoint.key)
         endpoint.state = State.SETTLED
         self._endpoints.leave(endpoint)
         key = endpoint.key

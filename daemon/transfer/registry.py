@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvferry.daemon.transfer.deadlines import Deadlines
-from kvferry.daemon.transfer.effects import Effect
+from kvferry.daemon.transfer.effects import Effect, Notify
 from kvferry.daemon.transfer.endpoints import (
     Announcement,
     EndpointKey,
@@ -17,6 +17,7 @@ from kvferry.daemon.transfer.endpoints import (
 from kvferry.daemon.transfer.remote import Incarnation, Origin
 from kvferry.daemon.transfer.tombstones import Tombstones
 from kvferry.daemon.transfer.transitions import State
+from kvferry.protocol.events import Matched
 from kvferry.protocol.peer_messages import ReceiveName
 
 
@@ -65,6 +66,19 @@ class Endpoints:
     def announced(self, request_id: str) -> list[Announcement]:
         """Return the receive requests of other daemons for a request, oldest first."""
         return self._announced.get(request_id, [])
+
+    def tell_matched(self, send_request: SendRequest) -> None:
+        """Tell the session of an open send request that another receive request has joined it."""
+        if send_request.origin is None:
+            matched = Matched(
+                request_id=send_request.request_id,
+                pool=send_request.pool.name,
+                direction="send",
+                generation=send_request.generation,
+                matched=send_request.matched,
+                destinations=send_request.destinations,
+            )
+            self.effects.append(Notify(send_request.session_id, matched))
 
     def announce(self, announcement: Announcement) -> None:
         """Add another daemon's receive request."""

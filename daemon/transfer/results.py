@@ -7,6 +7,7 @@ from collections import OrderedDict
 import msgspec
 
 from kvferry.daemon.transfer.endpoints import EndpointKey
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.protocol.errors import TransferExistsError
 from kvferry.protocol.transfer_messages import TransferResult
 
@@ -16,7 +17,9 @@ GENERATIONS_KEPT = 4096
 class Results:
     """What each session was, or is still to be, told. Bounded by the sessions' limit on receive requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, payloads: KeptPayloads) -> None:
+        """``payloads`` counts those of receivers' results."""
+        self._payloads = payloads
         self._by_session: dict[int, dict[EndpointKey, TransferResult]] = {}
 
     def open_session(self, session_id: int) -> None:
@@ -67,11 +70,15 @@ class Results:
 
     def forget(self, session_id: int, key: EndpointKey) -> None:
         """Drop what is known of a side: it was acknowledged, or starts anew."""
+        if key.direction == "receive":
+            self._payloads.drop(session_id, key)
         self._by_session.get(session_id, {}).pop(key, None)
 
     def forget_session(self, session_id: int) -> None:
         """Drop all of a session's results."""
-        self._by_session.pop(session_id, None)
+        for key in self._by_session.pop(session_id, {}):
+            if key.direction == "receive":
+                self._payloads.drop(session_id, key)
 
 
 class Generations:

@@ -186,6 +186,8 @@ LOCAL: Final[dict[Key, Case]] = {
     (_S, _OPEN, Event.SESSION_ENDED): lambda one: (one.send(last=False), one.lose("send")),
     (_S, _OPEN, Event.SESSION_ENDED_SENT): lambda one: (one.send(), one.lose("send")),
     (_S, _OPEN, Event.DRAIN): lambda one: (one.send(), one.source.drain()),
+    (_S, _OPEN, Event.PEER_ABANDONED): do(Transfer.send, lambda one: one.source.abandon("receive")),
+    (_R, _OPEN, Event.PEER_ABANDONED): do(Transfer.receive, lambda one: one.home.abandon("send")),
     (_S, _OPEN, Event.PEERS_ENDED_BEFORE): do(Transfer.receive, cancel_receive, Transfer.send),
     (_S, _OPEN, Event.RECEIVERS_DONE): do(Transfer.meet, Transfer.end_copy),
     (_S, _OPEN, Event.RECEIVERS_FAILED): do(Transfer.meet, cancel_receive),
