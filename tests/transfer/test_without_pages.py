@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -43,7 +44,7 @@ def engines() -> Engines:
 @NO_PAGES
 @pytest.mark.parametrize("first", ["send", "receive"])
 def test_a_payload_comes_without_pages(engines: Engines, none: Lists, first: str) -> None:
-    steps = [
+    steps: list[Callable[[], object]] = [
         lambda: engines.send(none, payload=b"logits"),
         lambda: engines.harness.receive(engines.decode, engines.destination, none),
     ]
@@ -68,7 +69,7 @@ def test_a_receive_without_pages_finishes_when_all_sources_have_sent_their_last(
 
 @pytest.mark.parametrize("first", ["send", "receive"])
 def test_what_the_receiver_has_no_list_of_is_skipped(engines: Engines, first: str) -> None:
-    steps = [
+    steps: list[Callable[[], object]] = [
         lambda: engines.send(engines.pages, payload=b"x"),
         lambda: engines.harness.receive(engines.decode, engines.destination, {}),
     ]
@@ -118,7 +119,7 @@ def test_between_daemons(none: Lists, first: str) -> None:
     source, home = harness.nodes.values()
     prefill, decode = source.session(), home.session()
     pools = source.pool("prefill"), home.pool("decode")
-    steps = [
+    steps: list[Callable[[], object]] = [
         lambda: source.send(prefill, pools[0], none, payload=b"logits"),
         lambda: home.receive(decode, pools[1], none, source_daemons=(source.tcp,)),
     ]

@@ -324,11 +324,15 @@ class TransferHarness:
                 self.warned.append(effect)
             elif isinstance(effect, ReportBug):
                 self.bugs.append(effect.detail)
-            elif isinstance(effect, Notify) and isinstance(effect.event, Matched):
-                self.matched.append((effect.session_id, effect.event))
-            elif isinstance(effect, Notify) and effect.session_id in self.told:
-                self.told[effect.session_id].append(effect.event)
+            elif isinstance(effect, Notify):
+                self._notify(effect.session_id, effect.event)
         self.check()
+
+    def _notify(self, session_id: int, event: Matched | Told) -> None:
+        if isinstance(event, Matched):
+            self.matched.append((session_id, event))
+        elif session_id in self.told:
+            self.told[session_id].append(event)
 
 
 def _lists(ids: Lists, first_page: int, tokens: int | None) -> tuple[list[PageList], list[PageIds]]:
