@@ -31,11 +31,12 @@ from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN, PoolLifetime
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.session_messages import SessionOpen, ShareFollows, StatusReport
-from kvferry.protocol.transfer_messages import Cancelled, Direction, TransferResult
+from kvferry.protocol.transfer_messages import Abandoned, Cancelled, Direction, TransferResult
 
 if TYPE_CHECKING:
     import torch
@@ -135,6 +136,7 @@ class AsyncClient(AsyncTiers):
         model: ModelIdentity | None = None,
         device: str = HOST,
         lifetime: PoolLifetime = "daemon",
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> AttachedPool:
         """Create a pool, or find it as it was created before, and map it.
@@ -147,6 +149,8 @@ class AsyncClient(AsyncTiers):
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
             lifetime: ``daemon``: it stays until it is deleted; ``instance``: it is deleted when this session's instance
                 ends, though others have attached it.
+            max_payload_bytes: the largest payload of a ``send`` from or to it; at most half of the daemon's
+                ``limits.max_frame_bytes``, and 8 MiB.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
@@ -155,7 +159,9 @@ class AsyncClient(AsyncTiers):
             OutOfMemoryError: the host or the device cannot give it.
             DeviceUnavailableError: no such device, or what drives it is missing, there or here.
         """
-        created = await self.call(calls.create_pool(name, spec, device, model, lifetime), deadline_s=deadline_s)
+        created = await self.call(
+            calls.create_pool(name, spec, device, model, lifetime, max_payload_bytes), deadline_s=deadline_s
+        )
         pool = await self.attach_pool(name, created.manifest.layout_digest)
         return seen_as(pool, pool_spec(spec))
 
@@ -182,6 +188,7 @@ class AsyncClient(AsyncTiers):
         *,
         device: str,
         model: ModelIdentity | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> Manifest:
         """Let the daemon use a pool whose memory this process owns: it ends with this session.
@@ -194,6 +201,7 @@ class AsyncClient(AsyncTiers):
             device: where they are. On the ``host`` all lie in one ``SharedMemory`` of this process, as numpy arrays or
                 CPU tensors.
             model: whose KV it holds, as in ``create_pool``.
+            max_payload_bytes: as in ``create_pool``.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
@@ -203,7 +211,7 @@ class AsyncClient(AsyncTiers):
             DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
         """
         arrays, said, fds = registered(spec, tensors, device, self._devices.export)
-        call = calls.register_pool(name, spec, device, arrays, model)
+        call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
         _, made = await self._round_trip(call, deadline_s=deadline_s, said=said, fds=fds)
         return made.manifest
 
@@ -262,15 +270,45 @@ class AsyncClient(AsyncTiers):
         """
         return await self.call(calls.free(pool, ids, space, after))
 
-    async def cancel(self, transfer: Transfer, *, deadline_s: float | None = None) -> Cancelled:
+    async def cancel(self, transfer: Transfer, *, wait: bool = True, deadline_s: float | None = None) -> Cancelled:
         """Give up this side; returns when no byte can move any more.
+
+        Args:
+            transfer: which.
+            wait: false returns at once; ``settled`` of what is returned, and of the transfer later, says when its pages
+                may be used again.
+            deadline_s: for the daemon's reply.
 
         Raises:
             UnknownTransferError: the daemon has no such side, or its end was acknowledged before.
         """
         self._check_transfer(transfer)
         key = transfer.key
-        return await self.call(calls.cancel(key.pool, key.request_id, key.direction), deadline_s=deadline_s)
+        return await self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
+
+    async def abandon(
+        self,
+        request_id: str,
+        direction: Direction,
+        *,
+        daemons: Sequence[str] = (),
+        reason: str = "",
+        deadline_s: float | None = None,
+    ) -> Abandoned:
+        """Say that this user's ``send`` (or ``receive``) of a request will never come, aborted before it began.
+
+        Whoever waits for it, here and at the daemons named, fails at once with PEER_CANCELLED; who comes later hears it
+        at once. A side that exists is given up by ``cancel``.
+
+        Args:
+            request_id: of the request.
+            direction: which half does not come.
+            daemons: the addresses of the daemons at which the other half may wait, as ``receive`` takes them. Daemons
+                whose receivers wait for SENDs from here are told anyway.
+            reason: what the error says, up to 256 characters.
+            deadline_s: for the daemon's reply.
+        """
+        return await self.call(calls.abandon(request_id, direction, daemons, reason), deadline_s=deadline_s)
 
     async def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
         """Return a side's state by the daemon's word.

@@ -7,6 +7,7 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.manifest import component_of, spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import UnknownComponentError
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 
@@ -23,6 +24,7 @@ class Pool:
         registered_by: the session whose process owns the memory; None: the daemon owns it.
         ends_with: the instance that a pool of the daemon ends with; None: it outlives every instance.
         model: whose KV its pages hold; None: nobody said so.
+        max_payload_bytes: the largest payload of a transfer from or to it.
         lands_as: the snapshot that its pages become: where a transfer lands in the host tier.
     """
 
@@ -37,6 +39,7 @@ class Pool:
         owner_id: int | None = None,
         ends_with: int | None = None,
         model: ModelIdentity | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
         """Make a pool of a region; every page of one that is registered is owned by the instance ``owner_id``."""
         self.tenant = tenant
@@ -47,6 +50,7 @@ class Pool:
         self.registered_by = registered_by
         self.ends_with = ends_with
         self.model = model
+        self.max_payload_bytes = max_payload_bytes
         self.lands_as = ""
         self._block_layouts: dict[str, BlockLayout] = {}
         if owner_id is not None:

@@ -48,7 +48,17 @@ from kvferry.protocol.tier_messages import (
     SnapshotReport,
     Snapshots,
 )
-from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive, Result, Send, TransferResult
+from kvferry.protocol.transfer_messages import (
+    Abandon,
+    Abandoned,
+    Accepted,
+    Cancel,
+    Cancelled,
+    Receive,
+    Result,
+    Send,
+    TransferResult,
+)
 
 MAX_BATCH: Final = 256
 """Requests of one BATCH."""
@@ -76,6 +86,7 @@ BatchedRequest: TypeAlias = (
     | Send
     | Receive
     | Cancel
+    | Abandon
     | Result
 )
 """All that need a session, but BATCH itself and those that pass descriptors over the session socket."""
@@ -100,6 +111,7 @@ BatchedResult: TypeAlias = (
     | CacheChanges
     | Accepted
     | Cancelled
+    | Abandoned
     | TransferResult
     | ErrorReply
     | Busy

@@ -10,10 +10,12 @@ from msgspec import Meta
 from kvferry.protocol.base import Body, PageCount
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolLifetime, PoolName, ProcessId
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Index, Manifest, Offset, PoolSpec, RoleName, Size
 from kvferry.protocol.model_identity import ModelIdentity
 
 MAX_DIMENSIONS: Final = 16
+PayloadBound = Annotated[int, Meta(ge=0, le=LARGEST_PAYLOAD_BYTES)]
 Stride = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
@@ -30,6 +32,8 @@ class CreatePool(Body, frozen=True, kw_only=True, tag="CREATE_POOL"):
 
     Until then others of the tenant may attach it, and then lose it; another instance does not create it: POOL_EXISTS.
     """
+    max_payload_bytes: PayloadBound = MAX_PAYLOAD_BYTES
+    """The largest payload of a SEND from or to it; at most half of HELLO's ``max_frame_bytes``."""
 
 
 class PoolCreated(Body, frozen=True, kw_only=True, tag="POOL_CREATED"):
@@ -83,6 +87,8 @@ class RegisterPool(Body, frozen=True, kw_only=True, tag="REGISTER_POOL"):
     """What each share holds, in their order, or the memory; together every entry of the pool, once. Each share is a
     tensor's."""
     model: ModelIdentity | None = None
+    """As in CREATE_POOL."""
+    max_payload_bytes: PayloadBound = MAX_PAYLOAD_BYTES
     """As in CREATE_POOL."""
 
 

@@ -25,7 +25,7 @@ from kvferry.protocol.cache_messages import (
     Unpin,
     Unpinned,
 )
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -63,7 +63,17 @@ from kvferry.protocol.tier_messages import (
     Snapshots,
     TierDone,
 )
-from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive, Result, Send, TransferResult
+from kvferry.protocol.transfer_messages import (
+    Abandon,
+    Abandoned,
+    Accepted,
+    Cancel,
+    Cancelled,
+    Receive,
+    Result,
+    Send,
+    TransferResult,
+)
 
 __all__ = ["REQUEST_TYPES", "Busy", "ErrorReply", "EventBody", "ReplyBody", "RequestBody", "RequestType"]
 
@@ -106,6 +116,7 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "SEND": RequestType(Send, Accepted, needs_session=True),
     "RECEIVE": RequestType(Receive, Accepted, needs_session=True),
     "CANCEL": RequestType(Cancel, Cancelled, needs_session=True),
+    "ABANDON": RequestType(Abandon, Abandoned, needs_session=True),
     "RESULT": RequestType(Result, TransferResult, needs_session=True),
     "BATCH": RequestType(Batch, Batched, needs_session=True),
 }
@@ -140,6 +151,7 @@ RequestBody = (
     | Send
     | Receive
     | Cancel
+    | Abandon
     | Result
     | Batch
 )
@@ -170,9 +182,10 @@ ReplyBody = (
     | CacheChanges
     | Accepted
     | Cancelled
+    | Abandoned
     | TransferResult
     | Batched
     | ErrorReply
     | Busy
 )
-EventBody = Finished | Settled | TierDone
+EventBody = Matched | Finished | Settled | TierDone

@@ -10,7 +10,7 @@ from msgspec import Meta
 from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import HOST, PLAIN_TEXT, DeviceName, Hex128, PoolLifetime, PoolName
-from kvferry.protocol.limits import Limits
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.shares import MAX_SHARES, Share, SharedEvents
 from kvferry.protocol.table_messages import TablesFollow
@@ -83,6 +83,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The instance that it ends with, by its number (``owner`` of its sessions); None: none."""
     model: ModelIdentity | None = None
     """Whose KV its pages hold, without the salt; None: nobody said so."""
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -39,7 +39,7 @@ number, from 1, or the name that its field "as" gives it. In later messages
 
   "$1.pages"              is a field of the reply to message 1
   "$mine.pages.0:2"       the first two of a list; .0 is the first, .-1 the last
-  "$3.TIER_DONE.lists.0"  is of its event (FINISHED, SETTLED or TIER_DONE),
+  "$3.TIER_DONE.lists.0"  is of its event (MATCHED, FINISHED, SETTLED or TIER_DONE),
                           for which the message waits
   WAIT                    as TYPE: go on when all before it has settled
 

@@ -17,7 +17,13 @@ from kvferry.daemon.devices.registry import Devices
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.holders import holders_text, pool_full, session_text
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.pool_reports import check_same, check_same_lifetime, check_same_model, status_of
+from kvferry.daemon.services.pool_reports import (
+    check_same,
+    check_same_lifetime,
+    check_same_model,
+    check_same_payload,
+    status_of,
+)
 from kvferry.daemon.services.registered_memory import MemoryInUse, placed_in, registered_segments
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
@@ -33,8 +39,10 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    TooLargeError,
 )
 from kvferry.protocol.ids import HOST
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
@@ -71,6 +79,7 @@ class _Creation(msgspec.Struct):
     waiting: list[Call]
     registered_by: int | None = None
     model: ModelIdentity | None = None
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
     ends_with: int | None = None
     registered: HostRegion | None = None
 
@@ -88,6 +97,7 @@ class PoolService:
         *,
         max_bytes: int,
         populate: bool,
+        largest_payload_bytes: int = LARGEST_PAYLOAD_BYTES,
     ) -> None:
         self._dispatcher = dispatcher
         self._session_socket = session_socket
@@ -95,6 +105,7 @@ class PoolService:
         self._pools = pools
         self._rings = rings
         self._max_bytes = max_bytes
+        self._largest_payload_bytes = largest_payload_bytes
         self._populating_ends = threading.Event()
         if not populate:
             self._populating_ends.set()
@@ -145,6 +156,7 @@ class PoolService:
 
     def _create(self, call: Call) -> Answer | None:
         body = expect(call, CreatePool)
+        self._check_payload_bound(body.max_payload_bytes)
         manifest = manifest_of(body.spec)
         key = (call.session.tenant, body.pool)
         creation = self._creations.get(key)
@@ -164,12 +176,20 @@ class PoolService:
             check_same_model(model, body.model, body.pool)
             ends_with = existing.ends_with if existing else creation.ends_with if creation else None
             check_same_lifetime(self._dispatcher.sessions, ends_with, call.session, body)
+            bound = (existing or creation or body).max_payload_bytes
+            check_same_payload(bound, body.max_payload_bytes, body.pool)
             if creation is None:
                 return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
             creation.waiting.append(call)
             return None
-        ends_with = call.session.owner_id if body.lifetime == "instance" else None
-        self._creations[key] = _Creation(manifest, body.device, [call], model=body.model, ends_with=ends_with)
+        self._creations[key] = _Creation(
+            manifest,
+            body.device,
+            [call],
+            model=body.model,
+            max_payload_bytes=body.max_payload_bytes,
+            ends_with=call.session.owner_id if body.lifetime == "instance" else None,
+        )
         try:
             if body.device == HOST:
                 self._check_budget(manifest)
@@ -184,6 +204,7 @@ class PoolService:
 
     def _register(self, call: Call) -> Answer | None:
         body = expect(call, RegisterPool)
+        self._check_payload_bound(body.max_payload_bytes)
         key = (call.session.tenant, body.pool)
         if body.device == HOST:
             self._register_memory(call, body, key)
@@ -197,9 +218,19 @@ class PoolService:
         self._check_new(key, call)
         manifest = manifest_of(body.spec)
         registered = registered_segments(manifest, body.arrays, shares)
-        self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id, body.model)
+        self._creations[key] = _Creation(
+            manifest, body.device, [call], call.session.session_id, body.model, body.max_payload_bytes
+        )
         self._fetch(key, self._device_executor, self._devices.register, body.device, registered, manifest.region_bytes)
         return None
+
+    def _check_payload_bound(self, wanted_bytes: int) -> None:
+        if wanted_bytes > self._largest_payload_bytes:
+            raise TooLargeError(
+                f"payloads of {wanted_bytes} bytes; at most {self._largest_payload_bytes}, half of "
+                "limits.max_frame_bytes",
+                field="max_payload_bytes",
+            )
 
     def _check_new(self, key: tuple[int, str], call: Call) -> None:
         existing = self._pools.find(*key)
@@ -222,7 +253,13 @@ class PoolService:
             manifest = placed_in(region, manifest_of(body.spec), body.arrays, self._memory_in_use())
             self._check_budget(manifest)
             self._creations[key] = _Creation(
-                manifest, HOST, [call], call.session.session_id, body.model, registered=region
+                manifest,
+                HOST,
+                [call],
+                call.session.session_id,
+                body.model,
+                body.max_payload_bytes,
+                registered=region,
             )
         except BaseException:
             region.close()
@@ -267,6 +304,7 @@ class PoolService:
             owner_id=creation.waiting[0].session.owner_id if creation.registered_by is not None else None,
             ends_with=creation.ends_with,
             model=creation.model,
+            max_payload_bytes=creation.max_payload_bytes,
         )
         if not self._is_wanted(creation):
             self._give_back(pool)

@@ -84,7 +84,14 @@ class HostReceives:
             self._service.filled(snapshot, None, error)
             raise
         self._host.index.accounts.charge(pool.tenant, whole_units(size_bytes))
-        made = Pool(pool.tenant, pool.name, _moved(laid_out, offset, region.size_bytes), region, model=pool.model)
+        made = Pool(
+            pool.tenant,
+            pool.name,
+            _moved(laid_out, offset, region.size_bytes),
+            region,
+            model=pool.model,
+            max_payload_bytes=pool.max_payload_bytes,
+        )
         made.lands_as = snapshot.name
         _clear(region, made.manifest)
         for allocator in made.allocators.values():

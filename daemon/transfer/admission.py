@@ -41,14 +41,16 @@ def check_continues(send_request: SendRequest, chunk: SendChunk) -> None:
 def check_steps(chunk: SendChunk, manifest: Manifest) -> None:
     """Check that each layer of the chunk's components is in exactly one step; steps may name others as well.
 
-    A layer in no step, or in two, could go before its bytes are there. Draft's layers have numbers of their own, and go
-    with the last step.
+    A layer in no step, or in two, could go before its bytes are there. Steps of no pages make no sense. Draft's layers
+    have numbers of their own, and go with the last step.
 
     Raises:
         InvalidFieldError: names the layer.
     """
     if not chunk.steps:
         return
+    if not any(len(one.ids) for one in chunk.ranges):
+        raise InvalidFieldError("steps of a SEND without pages: there is nothing to wait for", field="steps")
     listed = {one.component for one in chunk.ranges} - {DRAFT}
     layers = np.array(sorted({entry.layer for entry in manifest.entries if entry.component in listed}), np.int64)
     first, counts = np.array([(step.first_layer, step.layers) for step in chunk.steps]).T

@@ -7,10 +7,11 @@ from typing import NamedTuple
 from kvferry.daemon.transfer.endpoints import ReceiveRequest, RemoteEndpoint, SendRequest, SourcePool
 from kvferry.daemon.transfer.matching import Trim
 from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.transfer.tombstones import Half
 from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.peer_messages import ReceiveName
 
 
@@ -34,7 +35,7 @@ class Notify(NamedTuple):
     """Tell a session, if it still lives."""
 
     session_id: int
-    event: Finished | Settled
+    event: Matched | Finished | Settled
 
 
 class WarnTrimmed(NamedTuple):
@@ -111,6 +112,14 @@ class NotifyEnded(NamedTuple):
     error: KvferryError
 
 
+class NotifyAbandoned(NamedTuple):
+    """Tell another daemon that a half of a request does not come."""
+
+    address: str
+    half: Half
+    error: KvferryError
+
+
 class StopSending(NamedTuple):
     """Write no further transfer op of this remote endpoint, then report ``sending_done`` for each under way."""
 
@@ -130,5 +139,6 @@ Effect = (
     | NotifyReady
     | Withdraw
     | NotifyEnded
+    | NotifyAbandoned
     | StopSending
 )

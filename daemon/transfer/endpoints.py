@@ -156,6 +156,11 @@ class Endpoint:
         """Return how many sides it is to meet have not come."""
         raise NotImplementedError
 
+    @property
+    def matched(self) -> int:
+        """Return how many of them have come."""
+        raise NotImplementedError
+
     def waits_for(self) -> str:
         """Say what is missing, for STATUS and for a DEADLINE error."""
         raise NotImplementedError
@@ -219,6 +224,11 @@ class SendRequest(Endpoint):
     def unmet(self) -> int:
         """Return how many destinations have not come."""
         return self.destinations - len(self.receive_requests)
+
+    @property
+    def matched(self) -> int:
+        """Return how many destinations have come."""
+        return len(self.receive_requests)
 
     @property
     def holder(self) -> Pool | None:
@@ -339,6 +349,11 @@ class ReceiveRequest(Endpoint):
     def unmet(self) -> int:
         """Return how many sources have not come."""
         return max(0, self.sources - len(self.send_requests))
+
+    @property
+    def matched(self) -> int:
+        """Return how many sources have come."""
+        return len(self.send_requests)
 
     @property
     def all_planned(self) -> bool:

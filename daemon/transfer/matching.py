@@ -12,6 +12,7 @@ import numpy as np
 from kvferry.attention.state_windows import StateList, match_state
 from kvferry.daemon.transfer.endpoints import Excused, PlannedCopy, ReceiveRequest, SendChunk, SourcePool, rows_by_step
 from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
+from kvferry.daemon.transfer.payloads import check_payload
 from kvferry.pools.model_checks import check_models
 from kvferry.pools.planning.coverage import Extent, Rows, cells_of
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
@@ -78,6 +79,7 @@ def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest,
         LengthMismatchError: the chunk goes past the receive request's end, or the last tokens differ.
         WindowMismatchError, EmptyStateError: a window or state does not fit, see ``attention.state_windows``.
         PageOverlapError: a cell has a sender already.
+        TooLargeError: the receive request's pool takes no such payload.
         FirstTokenTwiceError: the receive request has a first token or payload already.
         ModelMismatchError: the pools are of two models, and the receive request does not take any.
         UncoveredEntryError, GeometryMismatchError, DuplicateEntryError: the pools do not fit.
@@ -90,6 +92,7 @@ def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest,
         raise FirstTokenTwiceError(
             "another SEND of the receive request carries the first token or payload", field="first_token"
         )
+    check_payload(chunk.payload, receive_request.pool)
     parts = [_match_component(one, chunk, source, receive_request) for one in chunk.ranges]
     planned_copies = [planned_copy for part in parts for planned_copy in part.planned_copies]
     if chunk.steps:

@@ -73,6 +73,8 @@ def page_ranges(
 ) -> tuple[PageRange, ...]:
     """Return the lists with their ids; a component on the pages of another one goes with the other's list.
 
+    Lists that are all empty, or none at all, name no page, which is right for a message without pages.
+
     Args:
         lists: as the message names them.
         ids: the id frames, in the same order.
@@ -85,17 +87,18 @@ def page_ranges(
         EmptyPagesError, PageOutOfRangeError, LengthMismatchError, PageGapError, PageOverlapError, InvalidFieldError: a
             list at fault.
     """
+    no_pages = not any(len(its_ids) for its_ids in ids)
     last = {one.component: index for index, one in enumerate(lists)}
     of_component: dict[str, list[PageRange]] = {}
     for index, (one, its_ids) in enumerate(zip(lists, ids, strict=True)):
         inside = may_end_inside and index == last[one.component]
-        found = _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=inside)
+        found = _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=inside, may_be_empty=no_pages)
         of_component.setdefault(one.component, []).append(found)
     ranges = [_in_one(one) for one in of_component.values()]
     ranges = [*_with_shared(ranges, manifest), *_implied(ranges, manifest)]
     missing = {one.name for one in manifest.components} - {one.component for one in ranges}
     required = sorted(missing.difference(manifest.optional_components))
-    if required and not may_lack:
+    if required and not (may_lack or no_pages):
         raise UnknownComponentError(f"no list for component {required[0]!r}", field="lists")
     return tuple(ranges)
 
@@ -136,12 +139,14 @@ def page_tokens_of(manifest: Manifest, component: str) -> int | None:
     return next((entry.page_tokens for entry in manifest.entries if entry.component in inside), None)
 
 
-def _page_range(one: PageList, ids: PageIds, manifest: Manifest, field: str, *, may_end_inside: bool) -> PageRange:
+def _page_range(
+    one: PageList, ids: PageIds, manifest: Manifest, field: str, *, may_end_inside: bool, may_be_empty: bool
+) -> PageRange:
     component = component_of(manifest, one.component)
     if component is None:
         raise UnknownComponentError(f"the pool has no component {one.component!r}", field=f"{field}.component")
     _check_form(one, component, field)
-    if component.kind == "paged" or len(ids):
+    if len(ids) or (component.kind == "paged" and not may_be_empty):
         check_range(ids, component.pages, f"{field}.pages")
     first_page = 0 if component.kind == "paged" and one.first_page is None else one.first_page
     end_token = None

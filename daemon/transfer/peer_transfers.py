@@ -213,14 +213,20 @@ class PeerTransfers:
         self._endpoints.announce(announcement)
         self._endpoints.tombstones.renewed(Half(name.tenant, name.request_id, "receive"))
         for endpoint in list(endpoints):
-            if isinstance(endpoint, SendRequest) and endpoint.state is State.OPEN:
-                self.join(announcement, endpoint)
+            if not isinstance(endpoint, SendRequest) or endpoint.state is not State.OPEN:
+                continue
+            if self.join(announcement, endpoint):
+                self._endpoints.tell_matched(endpoint)
         self._notify_of_ends(announcement, now)
 
-    def join(self, announcement: Announcement, send_request: SendRequest) -> None:
-        """Send all chunks of a local send request to another daemon's receive request, if a destination is left."""
-        if len(send_request.receive_requests) >= send_request.destinations:
-            return
+    def join(self, announcement: Announcement, send_request: SendRequest) -> bool:
+        """Send all chunks of a local send request to another daemon's receive request, if a destination is left.
+
+        Returns:
+            Whether one was.
+        """
+        if not send_request.unmet:
+            return False
         remote_endpoint = RemoteEndpoint(announcement, send_request, next(self._remote_numbers), State.OPEN)
         self._endpoints.remote_endpoints[remote_endpoint.number] = remote_endpoint
         announcement.remote_endpoints.append(remote_endpoint)
@@ -228,6 +234,7 @@ class PeerTransfers:
         self._endpoints.effects.extend(
             NotifyChunk(remote_endpoint, number) for number in range(len(send_request.chunks))
         )
+        return True
 
     def closed(
         self,
@@ -297,6 +304,32 @@ class PeerTransfers:
         self._completion.check_settled(remote_endpoint)
 
     # -- both
+
+    def half_abandoned(self, half: Half, error: KvferryError, now: float, source: str | None = None) -> int:
+        """Fail the open sides here that wait for a half that does not come; return how many.
+
+        Args:
+            half: which.
+            error: what they fail with.
+            now: the time.
+            source: the other daemon that says so of SENDs: only receive requests that expect its SENDs believe it, and
+                later ones ask it themselves. None: an engine of this daemon.
+        """
+        waiting = [
+            one
+            for one in self._endpoints.of_request(half.request_id)
+            if one.direction != half.direction
+            and one.source_or_destination.tenant == half.tenant
+            and one.state is State.OPEN
+            and one.unmet
+            and (source is None or not isinstance(one, ReceiveRequest) or source in one.source_daemons)
+        ]
+        for endpoint in self._endpoints.while_live(waiting):
+            self._completion.apply(endpoint, Event.PEER_ABANDONED, now, cause=error)
+        if source is None or half.direction == "receive":
+            notified = [one.source_or_destination.name for one in waiting]
+            self._endpoints.tombstones.abandon(half, error, now, notified)
+        return len(waiting)
 
     def peer_lost(self, peer: Incarnation, why: str, now: float) -> None:
         """Fail what depends on an incarnation that is gone."""

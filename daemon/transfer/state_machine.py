@@ -15,7 +15,10 @@ What other daemons say is in ``peer_transfers``.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from kvferry.daemon.transfer.admission import (
     check_continues,
@@ -24,13 +27,13 @@ from kvferry.daemon.transfer.admission import (
     hold_for_reading,
     hold_for_writing,
 )
-from kvferry.daemon.transfer.completion import Completion
-from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyChunk, NotifyReady
+from kvferry.daemon.transfer.completion import Completion, Generations, Results
+from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyAbandoned, NotifyChunk, NotifyReady
 from kvferry.daemon.transfer.endpoints import Announcement, Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import PageRange
+from kvferry.daemon.transfer.payloads import KeptPayloads, check_payload
 from kvferry.daemon.transfer.peer_transfers import NoActivity, PeerTransfers, TransferActivity
 from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.results import Generations, Results
 from kvferry.daemon.transfer.scheduling import CopyScheduler, Fit
 from kvferry.daemon.transfer.tombstones import Half, Tombstones
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, State, Transitions
@@ -61,6 +64,7 @@ class TransferStateMachine:
         results: what sessions were told.
         sides: the live sides.
         peers: takes what other daemons say.
+        payloads: counts what is kept of them.
     """
 
     def __init__(
@@ -69,15 +73,17 @@ class TransferStateMachine:
         tombstones: Tombstones | None = None,
         activity: TransferActivity | None = None,
         transitions: Transitions = TRANSITIONS,
+        payloads: KeptPayloads | None = None,
     ) -> None:
         """``activity`` is told while bytes of a transfer op are being written to another daemon."""
-        self.results = Results()
+        self.payloads = KeptPayloads() if payloads is None else payloads
+        self.results = Results(self.payloads)
         self.endpoints = Endpoints(Tombstones() if tombstones is None else tombstones)
         self._generations = Generations()
         self._epoches = itertools.count(1)
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
-        self._completion = Completion(self.endpoints, self.results, transitions)
-        self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes)
+        self._completion = Completion(self.endpoints, self.results, self.payloads, transitions)
+        self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes, self.payloads)
         self.peers = PeerTransfers(self.endpoints, self._completion, self._copy_scheduler, activity or NoActivity())
 
     def __repr__(self) -> str:
@@ -156,6 +162,9 @@ class TransferStateMachine:
                 self._copy_scheduler.start(receive_request, send_request, fit, now)
             elif send_request not in receive_request.send_requests:
                 self._copy_scheduler.join(receive_request, send_request)
+        if ended is None:
+            for send_request in send_requests:
+                self.endpoints.tell_matched(send_request)
         self.endpoints.effects.extend(AnnounceReceive(address, receive_request) for address in source_daemons)
         if ended is not None:
             self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=ended)
@@ -169,6 +178,8 @@ class TransferStateMachine:
             TransferExistsError: the request id is in use, or its last SEND from this pool was accepted.
             PageGapError: the chunk does not continue the one before.
             InvalidFieldError: the steps do not name each layer once.
+            TooLargeError: the payload, for this pool or a receiver's.
+            OverloadedError: too many payloads are kept.
             KvferryError: the pages cannot be read, or a receive request does not take them: see ``match``.
         """
         self._check_tenant(sender)
@@ -177,6 +188,8 @@ class TransferStateMachine:
         number = len(send_request.chunks)
         check_continues(send_request, chunk)
         check_steps(chunk, sender.pool.manifest)
+        check_payload(chunk.payload, sender.pool)
+        self.payloads.check(sender.session_id, len(chunk.payload))
         receive_requests = [
             one for one in send_request.receive_requests if isinstance(one, ReceiveRequest) and one.state is State.OPEN
         ]
@@ -192,6 +205,7 @@ class TransferStateMachine:
                 self._copy_scheduler.withdraw(receive_request, its_fits)
             raise
         send_request.add(chunk)
+        self.payloads.keep(sender.session_id, send_request.key, len(chunk.payload))
         stepping = self._stepping.setdefault(send_request.session_id, []) if chunk.steps else []
         if send_request not in stepping:
             stepping.append(send_request)
@@ -255,6 +269,24 @@ class TransferStateMachine:
             endpoint, Event.CANCEL, now, detail="cancelled by its own side", peer_detail="the peer cancelled"
         )
 
+    def abandon(self, half: Half, error: KvferryError, now: float, daemons: Sequence[str] = ()) -> int:
+        """Fail the sides that wait for a half that does not come, and remember it for those that come later.
+
+        Returns:
+            How many sides of sessions here failed. These daemons are told, and homes whose receive requests wait for
+            SENDs from here.
+        """
+        failed = self.peers.half_abandoned(half, error, now)
+        homes = [
+            one.home.address
+            for one in self.endpoints.announced(half.request_id)
+            if half.direction == "send" and one.receive_request.tenant == half.tenant
+        ]
+        self.endpoints.effects.extend(
+            NotifyAbandoned(address, half, error) for address in dict.fromkeys([*daemons, *homes])
+        )
+        return failed
+
     def session_lost(self, session_id: int, now: float) -> None:
         """Fail what died with a session; send requests that are complete and ready live on."""
         for endpoint in self.endpoints.while_live(one for one in self.endpoints if one.session_id == session_id):
@@ -296,7 +328,8 @@ class TransferStateMachine:
             raise UnknownTransferError(
                 f"no {key.direction} of this request in pool {key.pool!r}, live or unacknowledged", field="request_id"
             )
-        return known
+        endpoint = self.endpoint(session_id, key)
+        return known if endpoint is None else msgspec.structs.replace(known, matched=endpoint.matched)
 
     def _check_tenant(self, sender: Sender) -> None:
         tenants = [one.source_or_destination.tenant for one in self.endpoints.of_request(sender.request_id)]
@@ -350,16 +383,24 @@ class TransferStateMachine:
         A receive request with sources at other daemons is another matter: it may be armed again on those, after one
         here ended.
         """
-        if receive_request.source_daemons or len(send_requests) >= receive_request.sources:
+        if len(send_requests) >= receive_request.sources:
             return None
         half = Half(receive_request.pool.tenant, receive_request.request_id, "send")
+        abandoned = self.endpoints.tombstones.abandoned(half, receive_request.pool.name, now)
+        if abandoned is not None or receive_request.source_daemons:
+            return abandoned
         return next(iter(self.endpoints.tombstones.notices_for(half, receive_request.pool.name, now)), None)
 
     def _check_receivers_live(self, send_request: SendRequest, number: int, now: float) -> None:
         """End a new send request that no room takes, if as many receivers as it is for have ended."""
-        if number or send_request.receive_requests:
+        if number or not send_request.unmet:
             return
         half = Half(send_request.pool.tenant, send_request.request_id, "receive")
+        abandoned = self.endpoints.tombstones.abandoned(half, send_request.pool.name, now)
+        if abandoned is not None:
+            self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=abandoned)
+        if abandoned is not None or send_request.receive_requests:
+            return
         ended = self.endpoints.tombstones.notices_for(half, send_request.pool.name, now)
         if ended and len(ended) >= send_request.destinations:
             self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=ended[0])
@@ -396,6 +437,7 @@ def _accepted(endpoint: SendRequest | ReceiveRequest) -> Accepted:
         skipped_source_entries=endpoint.skipped_source_entries,
         skipped_source_pages=endpoint.skipped_source_pages,
         covered_source_entries=endpoint.covered_source_entries,
+        matched=endpoint.matched,
     )
 
 

@@ -47,6 +47,7 @@ class Event(enum.Enum):
     SESSION_ENDED = "its session ends"
     SESSION_ENDED_SENT = "its session ends after all was sent"
     DRAIN = "the daemon ends, and a message is missing"
+    PEER_ABANDONED = "the other half is given up before it came"
     PEERS_ENDED_BEFORE = "those it would wait for had ended before it came"
     PEER_FAILED = "a matched peer failed"
     RECEIVERS_DONE = "every receive request has succeeded"
@@ -121,6 +122,7 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.SESSION_ENDED: _fails(PeerLostError, PeerLostError, tombstone=True),
         Event.SESSION_ENDED_SENT: _STAYS_OPEN,
         Event.DRAIN: _fails(ShuttingDownError, ShuttingDownError),
+        Event.PEER_ABANDONED: _fails(_CAUSE, _CAUSE),
         Event.PEERS_ENDED_BEFORE: _fails(_CAUSE, _CAUSE),
         Event.RECEIVERS_FAILED: _fails(_CAUSE, Outcome.NOTHING),
         Event.RECEIVERS_DONE: Transition(State.FINISHED, Outcome.SUCCESS),
@@ -131,6 +133,7 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.DEADLINE: _fails(DeadlineError, DeadlineError, Notice.CLOSE, tombstone=True),
         Event.SESSION_ENDED: _fails(PeerLostError, PeerLostError, Notice.CLOSE, tombstone=True),
         Event.DRAIN: _fails(ShuttingDownError, ShuttingDownError, Notice.CLOSE),
+        Event.PEER_ABANDONED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
         Event.PEERS_ENDED_BEFORE: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
         Event.PEER_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
         Event.COMPLETE: Transition(State.FINISHED, Outcome.SUCCESS, Outcome.SUCCESS, notice=Notice.CLOSE),

@@ -62,6 +62,7 @@ def test_one_step_is_one_message(client: Client, name: str) -> None:
     assert requests_of(client) == before + 2, "the batch, and the question"
     assert pool.holds(ids[4:8], content)
     assert pool.holds(ids[8:10], [one[:, :2] for one in content])
+    client.drop_snapshot(out.snapshot)
     pool.close()
 
 
