@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import pytest
@@ -60,11 +61,11 @@ def test_a_payload_over_its_own_pools_bound_is_refused(engines: Engines) -> None
 @pytest.mark.parametrize("first", ["send", "receive"])
 def test_a_payload_over_a_receiving_pools_bound_is_refused(engines: Engines, first: str) -> None:
     """Whoever came later is refused; what was there waits on."""
-    steps = [lambda: engines.send(1, 61), lambda: engines.receive(1)]
-    steps = steps if first == "send" else steps[::-1]
-    steps[0]()
+    steps: list[Callable[[], object]] = [lambda: engines.send(1, 61), lambda: engines.receive(1)]
+    early, late = steps if first == "send" else steps[::-1]
+    early()
     with pytest.raises(TooLargeError, match="61 bytes; pool 'decode' takes 60") as refused:
-        steps[1]()
+        late()
     assert refused.value.field == "payload"
     assert engines.harness.outcomes(engines.prefill) == engines.harness.outcomes(engines.decode) == []
 

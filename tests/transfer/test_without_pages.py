@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -43,11 +44,11 @@ def engines() -> Engines:
 @NO_PAGES
 @pytest.mark.parametrize("first", ["send", "receive"])
 def test_a_payload_comes_without_pages(engines: Engines, none: Lists, first: str) -> None:
-    steps = [
+    steps: list[Callable[[], object]] = [
         lambda: engines.send(none, payload=b"logits"),
         lambda: engines.harness.receive(engines.decode, engines.destination, none),
     ]
-    for step in steps if first == "send" else reversed(steps):
+    for step in steps if first == "send" else steps[::-1]:
         step()
     assert not engines.harness.transport.under_way
     finished = engines.harness.finished(engines.decode)
@@ -68,11 +69,11 @@ def test_a_receive_without_pages_finishes_when_all_sources_have_sent_their_last(
 
 @pytest.mark.parametrize("first", ["send", "receive"])
 def test_what_the_receiver_has_no_list_of_is_skipped(engines: Engines, first: str) -> None:
-    steps = [
+    steps: list[Callable[[], object]] = [
         lambda: engines.send(engines.pages, payload=b"x"),
         lambda: engines.harness.receive(engines.decode, engines.destination, {}),
     ]
-    for step in steps if first == "send" else reversed(steps):
+    for step in steps if first == "send" else steps[::-1]:
         step()
     finished = engines.harness.finished(engines.decode)
     assert (finished.error, finished.payload, finished.moved_bytes) == (None, b"x", 0)
@@ -118,11 +119,11 @@ def test_between_daemons(none: Lists, first: str) -> None:
     source, home = harness.nodes.values()
     prefill, decode = source.session(), home.session()
     pools = source.pool("prefill"), home.pool("decode")
-    steps = [
+    steps: list[Callable[[], object]] = [
         lambda: source.send(prefill, pools[0], none, payload=b"logits"),
         lambda: home.receive(decode, pools[1], none, source_daemons=(source.tcp,)),
     ]
-    for step in steps if first == "send" else reversed(steps):
+    for step in steps if first == "send" else steps[::-1]:
         step()
         harness.deliver_all()
     assert home.finished(decode).payload == b"logits"
