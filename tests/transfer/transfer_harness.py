@@ -314,6 +314,12 @@ class TransferHarness:
         self.state_machine.op_done(op_id, error, self.now)
         self._execute()
 
+    def _tell(self, session: int, event: Matched | Finished | Settled) -> None:
+        if isinstance(event, Matched):
+            self.matched.append((session, event))
+        elif session in self.told:
+            self.told[session].append(event)
+
     def _execute(self) -> None:
         for effect in self.state_machine.effects():
             if isinstance(effect, StartOp):
@@ -324,10 +330,8 @@ class TransferHarness:
                 self.warned.append(effect)
             elif isinstance(effect, ReportBug):
                 self.bugs.append(effect.detail)
-            elif isinstance(effect, Notify) and isinstance(effect.event, Matched):
-                self.matched.append((effect.session_id, effect.event))
-            elif isinstance(effect, Notify) and effect.session_id in self.told:
-                self.told[effect.session_id].append(effect.event)
+            elif isinstance(effect, Notify):
+                self._tell(effect.session_id, effect.event)
         self.check()
 
 
