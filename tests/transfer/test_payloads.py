@@ -145,3 +145,13 @@ FRAMES: Final = {128 << 10: 64 << 10, 4 << 20: 2 << 20, 1 << 30: LARGEST_PAYLOAD
 def test_the_largest_payload_leaves_half_of_a_frame(frame_bytes: int) -> None:
     assert Limits(max_frame_bytes=frame_bytes).largest_payload_bytes == FRAMES[frame_bytes]
     assert Limits(max_frame_bytes=frame_bytes).largest_payload_bytes >= MAX_PAYLOAD_BYTES
+
+
+def test_a_receiver_that_fails_keeps_no_payload(engines: Engines) -> None:
+    """It had one, and waits for another source when it ends."""
+    request = f"{1:032x}"
+    engines.harness.receive(engines.decode, engines.destination, {}, sources=2, request=request)
+    engines.send(1, 50)
+    assert engines.kept == 2 * 50
+    engines.harness.cancel(engines.decode, engines.destination, "receive", request)
+    assert engines.kept == 0
