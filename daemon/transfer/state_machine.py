@@ -27,14 +27,13 @@ from kvferry.daemon.transfer.admission import (
     hold_for_reading,
     hold_for_writing,
 )
-from kvferry.daemon.transfer.completion import Completion
+from kvferry.daemon.transfer.completion import Completion, Generations, Results
 from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyAbandoned, NotifyChunk, NotifyReady
 from kvferry.daemon.transfer.endpoints import Announcement, Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import PageRange
 from kvferry.daemon.transfer.payloads import KeptPayloads, check_payload
 from kvferry.daemon.transfer.peer_transfers import NoActivity, PeerTransfers, TransferActivity
 from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.results import Generations, Results
 from kvferry.daemon.transfer.scheduling import CopyScheduler, Fit
 from kvferry.daemon.transfer.tombstones import Half, Tombstones
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, State, Transitions

@@ -26,7 +26,14 @@ from kvferry.pools.planning.gather import gather, scatter
 from kvferry.pools.planning.plan import PlanSide
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, zero_padding
 from kvferry.pools.tiers.host_copies import offload_step, restore_step
-from kvferry.protocol.errors import ClientClosedError, ForkedError, InvalidFieldError, KvferryError, OutOfMemoryError
+from kvferry.protocol.errors import (
+    AccessDeniedError,
+    ClientClosedError,
+    ForkedError,
+    InvalidFieldError,
+    KvferryError,
+    OutOfMemoryError,
+)
 from kvferry.protocol.ids import HOST
 
 POPULATE_CHUNK_BYTES: Final = 64 << 20
@@ -133,8 +140,17 @@ class HostRegion:
         return os.fstat(self._fd).st_ino
 
     def read_only_fd(self) -> int:
-        """Return a new descriptor of the region that nobody can map for writing; the caller closes it."""
-        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        """Return a new descriptor of the region that nobody can map for writing; the caller closes it.
+
+        Raises:
+            AccessDeniedError: it was registered by an engine that does not let this process open it.
+        """
+        try:
+            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError as cause:
+            raise AccessDeniedError(
+                f"the region's owner forbids to open it: {cause.strerror}", field="region"
+            ) from cause
 
     @property
     def address(self) -> int:

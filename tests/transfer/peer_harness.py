@@ -121,7 +121,7 @@ class Node(TransferHarness):
         if isinstance(effect, ReportBug):
             self.bugs.append(effect.detail)
         elif isinstance(effect, Notify):
-            self._tell(effect.session_id, effect.event)
+            self._notify(effect.session_id, effect.event)
         elif isinstance(effect, StartOp | StopOp):
             op = self.state_machine.endpoints.ops[effect.op_id]
             if isinstance(effect, StartOp) and op.send_request.origin is not None:

@@ -314,12 +314,6 @@ class TransferHarness:
         self.state_machine.op_done(op_id, error, self.now)
         self._execute()
 
-    def _tell(self, session: int, event: Matched | Finished | Settled) -> None:
-        if isinstance(event, Matched):
-            self.matched.append((session, event))
-        elif session in self.told:
-            self.told[session].append(event)
-
     def _execute(self) -> None:
         for effect in self.state_machine.effects():
             if isinstance(effect, StartOp):
@@ -331,8 +325,14 @@ class TransferHarness:
             elif isinstance(effect, ReportBug):
                 self.bugs.append(effect.detail)
             elif isinstance(effect, Notify):
-                self._tell(effect.session_id, effect.event)
+                self._notify(effect.session_id, effect.event)
         self.check()
+
+    def _notify(self, session_id: int, event: Matched | Told) -> None:
+        if isinstance(event, Matched):
+            self.matched.append((session_id, event))
+        elif session_id in self.told:
+            self.told[session_id].append(event)
 
 
 def _lists(ids: Lists, first_page: int, tokens: int | None) -> tuple[list[PageList], list[PageIds]]:
