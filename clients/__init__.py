@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvferry.clients.events import EventRing
     from kvferry.clients.hashing import block_hashes
     from kvferry.clients.pool import AttachedPool
+    from kvferry.clients.shared_memory import SharedMemory
     from kvferry.clients.slots import pages_from_slots, slots_from_pages
     from kvferry.clients.sync_client import Client
     from kvferry.clients.tables import Tables
@@ -51,6 +52,7 @@ __all__ = [
     "MlaSpec",
     "ModelIdentity",
     "Pages",
+    "SharedMemory",
     "Tables",
     "TierOperation",
     "Transfer",
@@ -69,6 +71,7 @@ _MODULES = {
     "kvferry.clients.hashing": ("block_hashes",),
     "kvferry.clients.calls": ("BlockTableEntries", "Pages", "no_pages", "pages", "pages_wanted"),
     "kvferry.clients.pool": ("AttachedPool",),
+    "kvferry.clients.shared_memory": ("SharedMemory",),
     "kvferry.clients.slots": ("pages_from_slots", "slots_from_pages"),
     "kvferry.clients.sync_client": ("Client",),
     "kvferry.clients.tables": ("Tables",),

@@ -19,7 +19,7 @@ from kvferry.clients.connection import Connection, find_runtime_dir
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.pool import AttachedPool
-from kvferry.clients.registration import registered_tensors
+from kvferry.clients.registration import registered
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.submissions import DEFAULT_WAIT_S
 from kvferry.pools.devices.host import HostRegion
@@ -30,11 +30,12 @@ from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.events import Finished
 from kvferry.protocol.ids import HOST, MAIN
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.session_messages import ShareFollows, StatusReport
-from kvferry.protocol.transfer_messages import Cancelled, Direction, TransferResult
+from kvferry.protocol.transfer_messages import Abandoned, Cancelled, Direction, TransferResult
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +120,7 @@ class AsyncClient(AsyncTiers):
         *,
         model: ModelIdentity | None = None,
         device: str = HOST,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> AttachedPool:
         """Create a pool, or find it as it was created before, and map it.
@@ -129,6 +131,8 @@ class AsyncClient(AsyncTiers):
             model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
                 this very identity only; a transfer between two models is refused.
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
+            max_payload_bytes: the largest payload of a ``send`` from or to it; at most half of the daemon's
+                ``limits.max_frame_bytes``, and 8 MiB.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
@@ -137,7 +141,9 @@ class AsyncClient(AsyncTiers):
             OutOfMemoryError: the host or the device cannot give it.
             DeviceUnavailableError: no such device, or what drives it is missing, there or here.
         """
-        created = await self.call(calls.create_pool(name, spec, device, model), deadline_s=deadline_s)
+        created = await self.call(
+            calls.create_pool(name, spec, device, model, max_payload_bytes), deadline_s=deadline_s
+        )
         pool = await self.attach_pool(name, created.manifest.layout_digest)
         return seen_as(pool, pool_spec(spec))
 
@@ -160,10 +166,11 @@ class AsyncClient(AsyncTiers):
         self,
         name: str,
         spec: PoolSpec,
-        tensors: Mapping[tuple[Any, ...], torch.Tensor],
+        tensors: Mapping[tuple[Any, ...], torch.Tensor | npt.NDArray[Any]],
         *,
         device: str,
         model: ModelIdentity | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> Manifest:
         """Let the daemon use a pool whose memory this process owns: it ends with this session.
@@ -173,8 +180,10 @@ class AsyncClient(AsyncTiers):
             spec: what it holds; ``kvferry layout`` prints the arrays that it needs.
             tensors: by (component, role), all layers one after another, or by (component, role, layer); of exactly the
                 shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
-            device: where they are.
+            device: where they are. On the ``host`` all lie in one ``SharedMemory`` of this process, as numpy arrays or
+                CPU tensors.
             model: whose KV it holds, as in ``create_pool``.
+            max_payload_bytes: as in ``create_pool``.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
@@ -183,14 +192,10 @@ class AsyncClient(AsyncTiers):
                 field is a tensor and what of it: ``main/k.shape``, ``main/v/3.dtype``.
             DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
         """
-        arrays, by_name = registered_tensors(spec, tensors)
-
-        def said(message_id: int) -> Sequence[ShareFollows]:
-            return self._devices.export(device, by_name, message_id)
-
-        call = calls.register_pool(name, spec, device, arrays, model)
-        _, registered = await self._round_trip(call, deadline_s=deadline_s, said=said)
-        return registered.manifest
+        arrays, said, fds = registered(spec, tensors, device, self._devices.export)
+        call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
+        _, made = await self._round_trip(call, deadline_s=deadline_s, said=said, fds=fds)
+        return made.manifest
 
     async def open_events(
         self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float | None = None
@@ -247,15 +252,45 @@ class AsyncClient(AsyncTiers):
         """
         return await self.call(calls.free(pool, ids, space, after))
 
-    async def cancel(self, transfer: Transfer, *, deadline_s: float | None = None) -> Cancelled:
+    async def cancel(self, transfer: Transfer, *, wait: bool = True, deadline_s: float | None = None) -> Cancelled:
         """Give up this side; returns when no byte can move any more.
+
+        Args:
+            transfer: which.
+            wait: false returns at once; ``settled`` of what is returned, and of the transfer later, says when its pages
+                may be used again.
+            deadline_s: for the daemon's reply.
 
         Raises:
             UnknownTransferError: the daemon has no such side, or its end was acknowledged before.
         """
         self._check_transfer(transfer)
         key = transfer.key
-        return await self.call(calls.cancel(key.pool, key.request_id, key.direction), deadline_s=deadline_s)
+        return await self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
+
+    async def abandon(
+        self,
+        request_id: str,
+        direction: Direction,
+        *,
+        daemons: Sequence[str] = (),
+        reason: str = "",
+        deadline_s: float | None = None,
+    ) -> Abandoned:
+        """Say that this user's ``send`` (or ``receive``) of a request will never come, aborted before it began.
+
+        Whoever waits for it, here and at the daemons named, fails at once with PEER_CANCELLED; who comes later hears it
+        at once. A side that exists is given up by ``cancel``.
+
+        Args:
+            request_id: of the request.
+            direction: which half does not come.
+            daemons: the addresses of the daemons at which the other half may wait, as ``receive`` takes them. Daemons
+                whose receivers wait for SENDs from here are told anyway.
+            reason: what the error says, up to 256 characters.
+            deadline_s: for the daemon's reply.
+        """
+        return await self.call(calls.abandon(request_id, direction, daemons, reason), deadline_s=deadline_s)
 
     async def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
         """Return a side's state by the daemon's word.

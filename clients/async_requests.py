@@ -26,7 +26,7 @@ from kvferry.clients.loop_use import LoopUse, running_loop
 from kvferry.clients.submissions import PendingReply, Submissions
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, MisuseError
-from kvferry.protocol.session_messages import ShareFollows
+from kvferry.protocol.session_messages import MemoryFollows, ShareFollows
 
 DRAIN_BOUND = 64
 NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums are slow
@@ -151,16 +151,17 @@ class AsyncRequests(Submissions):
         *,
         deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
-        said: Callable[[int], Sequence[ShareFollows]] | None = None,
+        said: Callable[[int], Sequence[ShareFollows | MemoryFollows]] | None = None,
+        fds: Sequence[int] = (),
     ) -> tuple[Outgoing, T]:
-        """Send a request and wait for its reply; ``said`` is what the session socket has to say of it before."""
+        """Send a request and wait for its reply; ``said`` is what the session socket says of it before."""
         deadline_ms, timeout_s = self._times(call, deadline_s, margin_s)
         with self._use:
             outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
             if said is not None:
                 frames = await asyncio.to_thread(said, outgoing.message_id)
                 if frames and self._channel is not None:
-                    await asyncio.to_thread(self._channel.send, frames)
+                    await asyncio.to_thread(self._channel.send, frames, fds)
             self._expect(outgoing.message_id)
             try:
                 self._put(outgoing)

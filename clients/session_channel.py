@@ -15,6 +15,7 @@ from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, Malforme
 from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.session_messages import (
     EventsFollow,
+    MemoryFollows,
     RegionFollows,
     SessionOpen,
     SessionOpened,
@@ -137,8 +138,10 @@ class SessionChannel:
             raise MalformedError(f"no tables came with the reply to message {message_id}")
         return tables
 
-    def send(self, frames: Sequence[ShareFollows]) -> None:
+    def send(self, frames: Sequence[ShareFollows | MemoryFollows], fds: Sequence[int] = ()) -> None:
         """Say what a request registers, before the request; waits where the daemon is slow to read.
+
+        ``fds`` go with the first byte; they stay the caller's.
 
         Raises:
             DaemonLostError: the daemon closed the session, or does not read.
@@ -148,7 +151,8 @@ class SessionChannel:
         with self._saying:  # what two say must not mix
             while data:
                 try:
-                    data = data[self.socket.send(data) :]
+                    sent = socket.send_fds(self.socket, [data], fds) if fds else self.socket.send(data)
+                    data, fds = data[sent:], ()
                 except BlockingIOError:
                     self._wait_until_writable(ends_at - time.monotonic())
                 except OSError as cause:

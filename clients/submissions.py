@@ -115,13 +115,14 @@ class Submissions(OfOneProcess, ABC):
         self,
         pool: str,
         request_id: str,
-        lists: Sequence[Pages],
+        lists: Sequence[Pages] = (),
         *,
         first_token: int | None = None,
         payload: bytes = b"",
         last: bool = True,
         destinations: int = 1,
         steps: Sequence[LayerStep] = (),
+        wake_on_match: bool = False,
         deadline_s: float | None = None,
     ) -> Transfer:
         """Send filled pages to the request's receivers. Return at once; follow it with ``poll`` or ``wait_…``.
@@ -132,12 +133,14 @@ class Submissions(OfOneProcess, ABC):
         Args:
             pool: the pool of the pages.
             request_id: what the receiving side names too.
-            lists: the pages, one list a component; see ``pages``.
+            lists: the pages, one list a component; see ``pages``. None for a transfer that moves no page.
             first_token: the token that prefill sampled, delivered with completion.
-            payload: up to 64 KiB more to deliver with it.
+            payload: more to deliver with it, up to the ``max_payload_bytes`` of both pools: 64 KiB by default.
             last: whether no further chunk follows.
             destinations: how many transfers take these pages.
             steps: which layers are ready after which event, in that order; none: the pages are filled.
+            wake_on_match: whether ``poll`` returns the transfer, too, when another receiver has come; ``matched`` of
+                the transfer counts them either way.
             deadline_s: for the whole transfer.
         """
         body, ids = calls.send_body(
@@ -150,13 +153,13 @@ class Submissions(OfOneProcess, ABC):
             payload=payload,
             steps=steps,
         )
-        return self._begin_transfer(body, ids, deadline_s)
+        return self._begin_transfer(body, ids, deadline_s, wakes_on_match=wake_on_match)
 
     def receive(
         self,
         pool: str,
         request_id: str,
-        lists: Sequence[Pages],
+        lists: Sequence[Pages] = (),
         *,
         sources: int = 1,
         source_daemons: Sequence[str] = (),
@@ -172,7 +175,8 @@ class Submissions(OfOneProcess, ABC):
         Args:
             pool: the pool of the pages.
             request_id: what the sending sides name too.
-            lists: the pages to fill, one list a component; see ``pages``.
+            lists: the pages to fill, one list a component; see ``pages``. None where only the first token and the
+                payload are wanted: what the sources have is skipped.
             sources: how many pools send.
             source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
                 none for this client's own daemon only.
@@ -331,10 +335,12 @@ class Submissions(OfOneProcess, ABC):
         )
         return self._begin_operation(body, [array], deadline_s)
 
-    def _begin_transfer(self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None) -> Transfer:
+    def _begin_transfer(
+        self, body: Send | Receive, ids: Sequence[PageIds], deadline_s: float | None, *, wakes_on_match: bool = False
+    ) -> Transfer:
         _, deadline_ms = self._deadline(deadline_s)
         with self._use:
-            transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms)
+            transfer, outgoing = self._core.transfer(body, ids, deadline_ms=deadline_ms, wakes_on_match=wakes_on_match)
             self._put(outgoing)
         return transfer
 

@@ -28,7 +28,7 @@ from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.clients.submissions import PendingReply, Submissions
 from kvferry.protocol.client_core import Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, MisuseError
-from kvferry.protocol.session_messages import ShareFollows
+from kvferry.protocol.session_messages import MemoryFollows, ShareFollows
 
 NOBLOCK = int(zmq.NOBLOCK)  # an enum costs a microsecond at every use
 CLOSED = "the client was closed while this call waited"
@@ -151,11 +151,12 @@ class SyncRequests(Submissions):
         *,
         deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
-        said: Callable[[int], Sequence[ShareFollows]] | None = None,
+        said: Callable[[int], Sequence[ShareFollows | MemoryFollows]] | None = None,
+        fds: Sequence[int] = (),
     ) -> tuple[Outgoing, T]:
         """Send a request and wait for its reply; see ``_exchange``."""
         with self._use:
-            return self._exchange(call, deadline_s=deadline_s, margin_s=margin_s, said=said)
+            return self._exchange(call, deadline_s=deadline_s, margin_s=margin_s, said=said, fds=fds)
 
     def _exchange(
         self,
@@ -163,18 +164,19 @@ class SyncRequests(Submissions):
         *,
         deadline_s: float | None = None,
         margin_s: float = REPLY_MARGIN_S,
-        said: Callable[[int], Sequence[ShareFollows]] | None = None,
+        said: Callable[[int], Sequence[ShareFollows | MemoryFollows]] | None = None,
+        fds: Sequence[int] = (),
     ) -> tuple[Outgoing, T]:
         """Send a request and wait for its reply, in a call that is under way.
 
-        ``said`` is what the session socket has to say of it before.
+        ``said`` is what the session socket has to say of it before, ``fds`` what goes with it.
         """
         deadline_ms, timeout_s = self._times(call, deadline_s, margin_s)
         outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
         if said is not None and self._channel is not None:
             frames = said(outgoing.message_id)
             if frames:
-                self._channel.send(frames)
+                self._channel.send(frames, fds)
         self._put(outgoing)
         return outgoing, self._reply(PendingReply(self._core.token, call, outgoing.message_id, timeout_s))
 

@@ -35,6 +35,7 @@ from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfers import Movers, TransferService
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transfer.tombstones import Tombstones
 from kvferry.daemon.transports.local import LocalTransport, best_copy
@@ -117,6 +118,7 @@ class Daemon:
             self._rings,
             max_bytes=config.max_pool_bytes,
             populate=config.pools.populate,
+            largest_payload_bytes=limits.largest_payload_bytes,
         )
         # -- tiers
         scheduler = Scheduler(
@@ -138,6 +140,7 @@ class Daemon:
             config.transfers.whole_below_bytes,
             Tombstones(config.limits.max_tombstones, config.limits.tombstone_s),
             scheduler,
+            payloads=KeptPayloads(limits.max_kept_payload_bytes_per_session, limits.max_kept_payload_bytes),
         )
         self._transport = LocalTransport(
             loop, threads=config.copy_threads, chunk_bytes=config.transfers.chunk_bytes, copy=best_copy()

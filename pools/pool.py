@@ -7,6 +7,7 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.manifest import component_of, spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import UnknownComponentError
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 
@@ -22,6 +23,7 @@ class Pool:
         allocators: the pages of each page space.
         registered_by: the session whose engine owns the memory, and with it every page; None: the daemon owns it.
         model: whose KV its pages hold; None: nobody said so.
+        max_payload_bytes: the largest payload of a transfer from or to it.
         lands_as: the snapshot that its pages become: where a transfer lands in the host tier.
     """
 
@@ -34,6 +36,7 @@ class Pool:
         *,
         registered_by: int | None = None,
         model: ModelIdentity | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
         self.tenant = tenant
         self.name = name
@@ -42,6 +45,7 @@ class Pool:
         self.allocators = {space: PageAllocator(pages) for space, pages in spaces_of(manifest).items()}
         self.registered_by = registered_by
         self.model = model
+        self.max_payload_bytes = max_payload_bytes
         self.lands_as = ""
         self._block_layouts: dict[str, BlockLayout] = {}
         if registered_by is not None:

@@ -13,6 +13,9 @@ from msgspec import Meta
 
 from kvferry.protocol.ids import MAIN, ComponentName
 
+MAX_PAGE_LISTS = 64
+"""Of one message: a list for each component, several where its logical pages have gaps."""
+
 PageCount = Annotated[int, Meta(ge=0, lt=1 << 31)]
 """Number of page ids in the frame that follows for this list."""
 
@@ -36,6 +39,9 @@ class PageList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     given, is how many tokens the pages hold: it must fill all pages but the last one, and both sides must agree where
     they end. ``none`` says that this side wants nothing of a window or state: a list that is merely empty is an error
     where the other side's is not.
+
+    A paged component may have several lists in one message, where its logical pages have gaps: each with its
+    ``first_page``, in ascending order. Only the last one may end inside a page.
     """
 
     component: ComponentName = MAIN

@@ -16,7 +16,7 @@ from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.codec import Frames, IncomingReply, PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Event, Request
 from kvferry.protocol.errors import KvferryError, MisuseError, OverloadedError, raised
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.requests import Busy, ErrorReply, RequestBody
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationKind, OperationStarted, Restore, TierDone
@@ -39,6 +39,8 @@ class Transfer:
         accepted: the reply to the latest of its messages, or None.
         finished: the FINISHED event, or None.
         settled: the SETTLED event, or None.
+        matched: how many of the destinations of a send, or sources of a receive, the daemon has said to be there.
+        wakes_on_match: whether it counts as changed when ``matched`` grows.
         refused: why one of its messages was refused, or None.
         conversation: what its client, and no other, has as its own ``token``.
     """
@@ -49,6 +51,8 @@ class Transfer:
         self.accepted: Accepted | None = None
         self.finished: Finished | None = None
         self.settled: Settled | None = None
+        self.matched = 0
+        self.wakes_on_match = False
         self.refused: KvferryError | None = None
 
     def __repr__(self) -> str:
@@ -169,7 +173,7 @@ class ClientCore:
         return Outgoing(message_id, encode(envelope, ids))
 
     def transfer(
-        self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0
+        self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0, wakes_on_match: bool = False
     ) -> tuple[Transfer, Outgoing]:
         """Return the transfer that a SEND or RECEIVE begins or continues, and the frames of the request."""
         key = TransferKey("send" if isinstance(body, Send) else "receive", body.request_id, body.pool)
@@ -179,6 +183,7 @@ class ClientCore:
         elif transfer.finished is not None:
             transfer = Transfer(key, self.token)  # takes the place of the one before once it is accepted
         transfer.refused = None
+        transfer.wakes_on_match |= wakes_on_match
         outgoing = self.request(body, ids, deadline_ms=deadline_ms)
         self._pending[outgoing.message_id] = transfer
         return transfer, outgoing
@@ -235,6 +240,7 @@ class ClientCore:
                 del self._transfers[transfer.key]
         elif isinstance(reply.body, Accepted):
             transfer.accepted = reply.body
+            transfer.matched = max(transfer.matched, reply.body.matched)
             self._transfers[transfer.key] = transfer
         return TransferChanged(transfer)
 
@@ -252,6 +258,9 @@ class ClientCore:
         transfer = self._transfers.get(TransferKey(body.direction, body.request_id, body.pool))
         if transfer is None:
             return None
+        if isinstance(body, Matched):
+            transfer.matched = max(transfer.matched, body.matched)
+            return TransferChanged(transfer) if transfer.wakes_on_match else None
         if isinstance(body, Finished):
             transfer.finished = body
         else:

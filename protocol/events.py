@@ -1,4 +1,4 @@
-"""What the daemon reports by itself: FINISHED and SETTLED of each side of a transfer."""
+"""What the daemon reports by itself: MATCHED, FINISHED and SETTLED of each side of a transfer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ from typing import Literal
 
 from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
+
+
+class Matched(Body, frozen=True, kw_only=True, tag="MATCHED"):
+    """Another receiver of an open send request has come; ``matched`` of its ``destinations`` are there now.
+
+    It is not said of those that were there when the first SEND came (ACCEPTED counts them), nor to a session that
+    acknowledges nothing: RESULT has the count.
+    """
+
+    request_id: str
+    pool: str
+    direction: Literal["send"]
+    generation: int = 0
+    matched: int
+    destinations: int
 
 
 class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):

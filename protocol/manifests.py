@@ -18,6 +18,9 @@ RoleName = ComponentName
 LayerNumbers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=(1 << 31) - 1)], ...], Meta(max_length=4096)]
 """The model's own numbers of layers, ascending."""
 
+LayerGroups = Annotated[tuple[LayerNumbers, ...], Meta(max_length=16)]
+"""Numbers of layers, ascending; each layer of the pool in one group. A pipeline stage may have none of a group."""
+
 ComponentNames = Annotated[tuple[ComponentName, ...], Meta(max_length=16)]
 View = Literal["paged", "fia", "nz"]
 Scale = Annotated[float, Meta(gt=0)]
@@ -71,6 +74,10 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     ``(pages, page_size, heads, dim)`` a layer, ``fia`` ``(pages * page_size, 1, heads, dim)``. ``nz`` is another order
     of the bytes, ``(pages, heads, dim / 16, page_size, 16)`` for elements of 2 bytes. ``k_scale`` and ``v_scale`` are
     those of a dtype of 8 bits.
+
+    ``groups`` are the KV cache groups of an engine that gives each of them a block table of its own, with page ids of
+    one allocator: components ``main``, ``group1``, ``group2`` and so on, all in the page space ``main``. A page is one
+    group's at a time; the layers at one place of their groups share an array.
     """
 
     layers: LayerCount
@@ -89,6 +96,7 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     optional_components: ComponentNames = ("draft",)
     k_scale: Scales | None = None
     v_scale: Scales | None = None
+    groups: LayerGroups = ()
 
 
 class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
@@ -97,9 +105,11 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     ``index_layers`` are the model's numbers of the layers that have an indexer, ascending, or how many of the first
     ones have; by default all do where ``index_head_dim`` is given. ``index_scale`` adds one float32 a token.
     ``index_dtype`` is ``dtype`` unless given. ``packed`` stores latent (float8), its scales and rope (bfloat16) of a
-    token in one row of k, without v: ``ds_mla`` in this order, ``ascend`` with the scales last.
+    token in one row of k, without v: ``ds_mla`` in this order, ``ascend`` with the scales last. ``joined`` stores
+    latent and rope of a token, both in ``dtype``, in one row of k of ``kv_lora_rank + qk_rope_head_dim`` elements.
     ``replicas`` is the number of tensor-parallel ranks: each holds the same. ``k_scale`` is the latent's and the rope
-    part's, one for all or one a layer; packed tokens have their own, the indexer's keys ``index_scale``.
+    part's, one for all or one a layer; packed tokens have their own, the indexer's keys ``index_scale``. ``groups``: as
+    ``MhaSpec`` has them.
     """
 
     layers: LayerCount
@@ -114,11 +124,13 @@ class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
     index_dtype: str | None = None
     dtype: str
     packed: Literal["ds_mla", "ascend"] | None = None
+    joined: bool = False
     view: Literal["paged", "nz"] = "paged"
     replicas: Count = 1
     draft: DraftSpec | None = None
     optional_components: ComponentNames = ("draft",)
     k_scale: Scale | LayerScales | None = None
+    groups: LayerGroups = ()
 
 
 class HybridSwaSpec(_Spec, frozen=True, kw_only=True, tag="hybrid_swa"):
@@ -239,6 +251,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``space`` names the page ids they use: components of one space have a page each under one id, and ``pages`` pages
     (the padding page included); each space is allocated from by itself. ``window`` is a window's tokens, where known.
+    A ``group`` has other pages of its space than the space's first component, and so a list of its own; what is no
+    group lies on that one's pages.
     """
 
     name: str
@@ -246,6 +260,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pages: int
     kind: ComponentKind = "paged"
     window: int | None = None
+    group: bool = False
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
 from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
 from kvferry.protocol.model_identity import ModelIdentity
-from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, PageLists, Payload
+from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, Direction, PageLists, Payload
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Checksum = Annotated[int, Meta(ge=0)]
@@ -64,7 +64,7 @@ class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
     manifest: Manifest | None = None
     region: Number = 0
     """Which memory it is, for a home on the same host."""
-    lists: PageLists
+    lists: PageLists = ()
     last: bool
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
@@ -120,6 +120,18 @@ class ReceiveClosed(Body, frozen=True, kw_only=True, tag="RECEIVE_CLOSED"):
     """(send request, bytes moved, pages trimmed) of each send request of this source."""
     unmet: Number = 0
     """How many sources had not come, where the receiver ended the receive request: they are told so when they come."""
+
+
+class HalfAbandoned(Body, frozen=True, kw_only=True, tag="HALF_ABANDONED"):
+    """Either way: an engine gave a request up before its SENDs, or its RECEIVEs, came.
+
+    Of SENDs it concerns only receive requests that name the daemon that says so.
+    """
+
+    tenant: Number
+    request_id: Hex128
+    direction: Direction
+    error: ErrorInfo
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
@@ -211,6 +223,7 @@ PeerBody = (
     | SendRefused
     | SendWithdrawn
     | ReceiveClosed
+    | HalfAbandoned
     | OpRequest
     | Grant
     | Written

@@ -10,10 +10,12 @@ from msgspec import Meta
 from kvferry.protocol.base import Body, PageCount
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolName, ProcessId
-from kvferry.protocol.manifests import Index, Manifest, PoolSpec, RoleName, Size
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
+from kvferry.protocol.manifests import Index, Manifest, Offset, PoolSpec, RoleName, Size
 from kvferry.protocol.model_identity import ModelIdentity
 
 MAX_DIMENSIONS: Final = 16
+PayloadBound = Annotated[int, Meta(ge=0, le=LARGEST_PAYLOAD_BYTES)]
 Stride = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
@@ -25,6 +27,8 @@ class CreatePool(Body, frozen=True, kw_only=True, tag="CREATE_POOL"):
     device: DeviceName = HOST
     model: ModelIdentity | None = None
     """Whose KV its pages hold; without it they cannot be put into the prefix cache, nor looked for there."""
+    max_payload_bytes: PayloadBound = MAX_PAYLOAD_BYTES
+    """The largest payload of a SEND from or to it; at most half of HELLO's ``max_frame_bytes``."""
 
 
 class PoolCreated(Body, frozen=True, kw_only=True, tag="POOL_CREATED"):
@@ -46,10 +50,11 @@ class AttachPool(Body, frozen=True, kw_only=True, tag="ATTACH_POOL"):
 
 
 class RegisteredArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one share holds of a registered pool: a role of a component, all its layers one after another, or one layer.
+    """What one share, or the memory, holds of a registered pool: a role of a component, all its layers or one.
 
     ``shape``, ``strides`` (in elements) and ``dtype`` are the tensor's, as its engine has it. They must be what the
-    spec needs; where the tensor begins in its storage, and how large that is, the share says.
+    spec needs. Where a device's tensor begins in its storage, and how large that is, the share says; where host memory
+    holds it, ``offset_bytes`` does.
     """
 
     component: ComponentName
@@ -58,10 +63,13 @@ class RegisteredArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)] = ()
     strides: Annotated[tuple[Stride, ...], Meta(max_length=MAX_DIMENSIONS)] = ()
     dtype: Annotated[str, Meta(max_length=32)] = ""
+    offset_bytes: Offset | None = None
 
 
 class RegisterPool(Body, frozen=True, kw_only=True, tag="REGISTER_POOL"):
-    """Let the daemon use a pool that this session's engine owns. Its shares came over the session socket before.
+    """Let the daemon use a pool that this session's engine owns.
+
+    Its shares, or the descriptor of its host memory, came over the session socket before.
 
     All its pages are the session's: the engine numbers and uses them as it likes, and names them in SEND and RECEIVE.
     The pool ends with the session, or with DELETE_POOL.
@@ -71,8 +79,11 @@ class RegisterPool(Body, frozen=True, kw_only=True, tag="REGISTER_POOL"):
     spec: PoolSpec
     device: DeviceName
     arrays: Annotated[tuple[RegisteredArrays, ...], Meta(min_length=1, max_length=16_384)]
-    """What each share holds, in their order; together every entry of the pool, once. Each share is a tensor's."""
+    """What each share holds, in their order, or the memory; together every entry of the pool, once. Each share is a
+    tensor's."""
     model: ModelIdentity | None = None
+    """As in CREATE_POOL."""
+    max_payload_bytes: PayloadBound = MAX_PAYLOAD_BYTES
     """As in CREATE_POOL."""
 
 

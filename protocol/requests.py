@@ -24,7 +24,7 @@ from kvferry.protocol.cache_messages import (
     Unpin,
     Unpinned,
 )
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -62,7 +62,17 @@ from kvferry.protocol.tier_messages import (
     Snapshots,
     TierDone,
 )
-from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive, Result, Send, TransferResult
+from kvferry.protocol.transfer_messages import (
+    Abandon,
+    Abandoned,
+    Accepted,
+    Cancel,
+    Cancelled,
+    Receive,
+    Result,
+    Send,
+    TransferResult,
+)
 
 __all__ = ["REQUEST_TYPES", "Busy", "ErrorReply", "EventBody", "ReplyBody", "RequestBody", "RequestType"]
 
@@ -105,6 +115,7 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "SEND": RequestType(Send, Accepted, needs_session=True),
     "RECEIVE": RequestType(Receive, Accepted, needs_session=True),
     "CANCEL": RequestType(Cancel, Cancelled, needs_session=True),
+    "ABANDON": RequestType(Abandon, Abandoned, needs_session=True),
     "RESULT": RequestType(Result, TransferResult, needs_session=True),
 }
 
@@ -138,6 +149,7 @@ RequestBody = (
     | Send
     | Receive
     | Cancel
+    | Abandon
     | Result
 )
 ReplyBody = (
@@ -167,8 +179,9 @@ ReplyBody = (
     | CacheChanges
     | Accepted
     | Cancelled
+    | Abandoned
     | TransferResult
     | ErrorReply
     | Busy
 )
-EventBody = Finished | Settled | TierDone
+EventBody = Matched | Finished | Settled | TierDone

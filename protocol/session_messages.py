@@ -10,7 +10,7 @@ from msgspec import Meta
 from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import HOST, DeviceName, Hex128, PoolName
-from kvferry.protocol.limits import Limits
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.shares import MAX_SHARES, Share, SharedEvents
 from kvferry.protocol.table_messages import TablesFollow
@@ -78,6 +78,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The session whose engine owns the memory; None: the daemon does."""
     model: ModelIdentity | None = None
     """Whose KV its pages hold, without the salt; None: nobody said so."""
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,6 +280,15 @@ class ShareFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     message_id: int
     shares: Annotated[tuple[Share, ...], Meta(max_length=MAX_SHARES)] = ()
     events: SharedEvents | None = None
+
+
+class MemoryFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="MEMORY"):
+    """One file descriptor comes with this frame: host memory that message ``message_id``, a REGISTER_POOL, registers.
+
+    An engine says it before the message. It is a memfd sealed against every change of its size.
+    """
+
+    message_id: int
 
 
 SessionFrame = SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow

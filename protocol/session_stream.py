@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.protocol.errors import MalformedError
 from kvferry.protocol.session_messages import (
+    MemoryFollows,
     RegionRequest,
     SessionFrame,
     SessionOpen,
@@ -19,11 +20,11 @@ MAX_SESSION_FRAME_BYTES = 16384
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _open_decoder = msgspec.msgpack.Decoder(SessionOpen | RegionRequest)
-_share_decoder = msgspec.msgpack.Decoder(ShareFollows)
+_said_decoder = msgspec.msgpack.Decoder(ShareFollows | MemoryFollows)
 _frame_decoder = msgspec.msgpack.Decoder(SessionFrame)
 
 
-def pack(message: SessionOpen | RegionRequest | SessionFrame) -> bytes:
+def pack(message: SessionOpen | RegionRequest | MemoryFollows | SessionFrame) -> bytes:
     """Return the message as one frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -34,6 +35,11 @@ class FrameSplitter:
 
     def __init__(self) -> None:
         self._pending = bytearray()
+
+    @property
+    def between_frames(self) -> bool:
+        """Return whether no part of a frame has come."""
+        return not self._pending
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Take more bytes; yield the frames that are complete now.
@@ -66,14 +72,14 @@ def unpack_open(frame: bytes) -> SessionOpen | RegionRequest:
     return opening
 
 
-def unpack_share(frame: bytes) -> ShareFollows:
+def unpack_said(frame: bytes) -> ShareFollows | MemoryFollows:
     """Return a frame of an engine whose session is open.
 
     Raises:
         MalformedError: the bytes are none.
     """
     try:
-        message: ShareFollows = _share_decoder.decode(frame)
+        message: ShareFollows | MemoryFollows = _said_decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         raise MalformedError("no share of memory or events") from None  # its text might hold a handle
     return message

@@ -10,15 +10,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.base import Body, PageList
+from kvferry.protocol.base import MAX_PAGE_LISTS, Body, PageList
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import Hex128, PoolName
 
 OperationKind = Literal["offload", "restore", "store", "load"]
 OperationNumber = Annotated[int, Meta(ge=1, lt=1 << 62)]
-FewLists = Annotated[tuple[PageList, ...], Meta(max_length=16)]
-SomeLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=16)]
+FewLists = Annotated[tuple[PageList, ...], Meta(max_length=MAX_PAGE_LISTS)]
+SomeLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=MAX_PAGE_LISTS)]
 
 
 class Offload(Body, frozen=True, kw_only=True, tag="OFFLOAD"):
@@ -57,7 +57,7 @@ class Restore(Body, frozen=True, kw_only=True, tag="RESTORE"):
     snapshot: Hex128
     pool: PoolName
     lists: FewLists = ()
-    """One for each list of the snapshot; none with ``allocate``."""
+    """As many pages for each component as the snapshot has; none with ``allocate``."""
     allocate: bool = False
     """Let the daemon take the pages for this session, once enough are free; TIER_DONE has their ids."""
     drop: bool = False

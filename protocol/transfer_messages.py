@@ -1,4 +1,4 @@
-"""Transfers: SEND, RECEIVE, CANCEL, RESULT."""
+"""Transfers: SEND, RECEIVE, CANCEL, ABANDON, RESULT."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.base import Body, PageList
+from kvferry.protocol.base import MAX_PAGE_LISTS, Body, PageList
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
-from kvferry.protocol.limits import EVENT_RING_SLOTS, MAX_PAYLOAD_BYTES
+from kvferry.protocol.limits import EVENT_RING_SLOTS, LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Index, LayerCount
 
 Direction = Literal["send", "receive"]
@@ -19,8 +19,8 @@ ReceiveInto = Literal["pages", "host"]
 MAX_STEPS = 256
 MAX_POOLS = 1024
 Few = Annotated[int, Meta(ge=1, le=MAX_POOLS)]
-PageLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=16)]
-Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
+PageLists = Annotated[tuple[PageList, ...], Meta(max_length=MAX_PAGE_LISTS)]
+Payload = Annotated[bytes, Meta(max_length=LARGEST_PAYLOAD_BYTES)]
 
 
 class LayerStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,7 +50,9 @@ class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
 
     request_id: Hex128
     pool: PoolName
-    lists: PageLists
+    lists: PageLists = ()
+    """None, or lists that are all empty: only the first token and payload are wanted. What a source has of components
+    without a list is skipped."""
     sources: Few = 1
     source_daemons: Annotated[tuple[PeerAddress, ...], Meta(max_length=64)] = ()
     """Where the sending pools are; none: with this daemon only. Its own address may be among them."""
@@ -72,17 +74,21 @@ class Send(Body, frozen=True, kw_only=True, tag="SEND"):
 
     A prompt may be sent in chunks as its prefill goes on: each SEND but the last one has ``last=false``, ends on a
     page boundary, and the next one continues it. One SEND of a request carries ``first_token`` and ``payload``.
+    One without lists, ``last=false`` and no payload asks who waits: ACCEPTED says how many receivers are there, and
+    MATCHED when another one comes.
     A SEND may come before its pages are filled: then it says by ``steps`` when which layers are.
     Answered by ACCEPTED; FINISHED and SETTLED come once for all SENDs of a request from one pool.
     """
 
     request_id: Hex128
     pool: PoolName
-    lists: PageLists
+    lists: PageLists = ()
+    """None, or lists that are all empty: it moves no page."""
     last: bool = True
     destinations: Few = 1
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
+    """At most what its own pool and each receiver's say as ``max_payload_bytes``."""
     steps: Annotated[tuple[LayerStep, ...], Meta(max_length=MAX_STEPS)] = ()
     """In which order, and after which events, its layers are there; none: all of them are there now."""
 
@@ -99,20 +105,47 @@ class Accepted(Body, frozen=True, kw_only=True, tag="ACCEPTED"):
     skipped_source_pages: int = 0
     covered_source_entries: int = 0
     """Entries that another source of the transfer, a replica of this one, has sent already."""
+    matched: int = 0
+    """How many of a SEND's ``destinations``, or of a RECEIVE's ``sources``, are there."""
 
 
 class Cancel(Body, frozen=True, kw_only=True, tag="CANCEL"):
-    """Give up this session's side of a transfer. Answered when it has settled."""
+    """Give up this session's side of a transfer. Answered when it has settled, or at once."""
 
     request_id: Hex128
     pool: PoolName
     direction: Direction
+    wait: bool = True
+    """Whether the reply waits until the side has settled; FINISHED and SETTLED come either way."""
 
 
 class Cancelled(Body, frozen=True, kw_only=True, tag="CANCELLED"):
-    """CANCEL's reply: no byte moves any more. ``was_finished`` says that the outcome was known before."""
+    """CANCEL's reply. ``was_finished`` says that the outcome was known before."""
 
     was_finished: bool
+    settled: bool = True
+    """Whether no byte moves any more; only without ``wait`` it may be that SETTLED is still to come."""
+
+
+class Abandon(Body, frozen=True, kw_only=True, tag="ABANDON"):
+    """Say that this user's SENDs (or RECEIVEs) of a request will never come: it was given up before they began.
+
+    Every RECEIVE (or SEND) of the request that waits for one fails with PEER_CANCELLED and the reason, here and at the
+    daemons named; one that comes later hears it at once, within the bounds of what is remembered of ends.
+    """
+
+    request_id: Hex128
+    direction: Direction
+    """Which half does not come."""
+    daemons: Annotated[tuple[PeerAddress, ...], Meta(max_length=64)] = ()
+    """Where the other half may wait; this daemon, and daemons whose RECEIVEs wait for it, are told anyway."""
+    reason: Annotated[str, Meta(max_length=256)] = ""
+
+
+class Abandoned(Body, frozen=True, kw_only=True, tag="ABANDONED"):
+    """ABANDON's reply: how many sides failed here; other daemons are told, and do not answer."""
+
+    failed: int
 
 
 class Result(Body, frozen=True, kw_only=True, tag="RESULT"):
@@ -129,3 +162,5 @@ class TransferResult(Body, frozen=True, kw_only=True, tag="TRANSFER_RESULT"):
     state: Literal["open", "finished", "settled"]
     finished: Finished | None = None
     settled: Settled | None = None
+    matched: int = 0
+    """As in ACCEPTED, while it has not settled."""

@@ -20,7 +20,7 @@ from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.client_core import ClientCore, ReplyArrived
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.session_messages import ShareFollows
+from kvferry.protocol.session_messages import MemoryFollows, ShareFollows
 
 REPLY_MS = 60_000
 T = TypeVar("T")
@@ -36,22 +36,24 @@ class RawEngine(NamedTuple):
     def call(
         self,
         call: Call[T],
-        said: Callable[[int], Sequence[ShareFollows]] | None = None,
+        said: Callable[[int], Sequence[ShareFollows | MemoryFollows]] | None = None,
         deadline_ms: int = REPLY_MS,
+        fds: Sequence[int] = (),
     ) -> T:
-        """Send a request and return its reply; ``said`` goes over the session socket before, given its number."""
-        return self.numbered(call, said, deadline_ms)[1]
+        """Send a request and return its reply; ``said`` goes over the session socket before, with ``fds``."""
+        return self.numbered(call, said, deadline_ms, fds)[1]
 
     def numbered(
         self,
         call: Call[T],
-        said: Callable[[int], Sequence[ShareFollows]] | None = None,
+        said: Callable[[int], Sequence[ShareFollows | MemoryFollows]] | None = None,
         deadline_ms: int = REPLY_MS,
+        fds: Sequence[int] = (),
     ) -> tuple[int, T]:
         """As ``call``; return the request's number, too."""
         outgoing = self.core.request(call.body, call.ids, deadline_ms=deadline_ms)
         if said is not None:
-            self.channel.send(said(outgoing.message_id))
+            self.channel.send(said(outgoing.message_id), fds)
         self.control.send_multipart(outgoing.frames)
         while self.control.poll(deadline_ms):
             news = self.core.feed(self.control.recv_multipart())

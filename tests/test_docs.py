@@ -43,6 +43,7 @@ def blocks(title: str) -> list[str]:
 
 [INDEXER] = blocks("Indexers (DeepSeek V3.2)")
 ON_A_DEVICE, LENDING = blocks("Pools on a device")
+[OWN_MEMORY] = blocks("Host memory of an engine's own")
 [WHOSE] = blocks("Whose KV it is")
 TABLES, NEXT_STEP = blocks("Graph tables")
 [OFFLOAD] = blocks("Offload, restore and the prefix cache")
@@ -103,6 +104,13 @@ def test_pools_on_a_device(reader: Reader, other: Other, device: str) -> None:
     client.wait_settled(reader.names["sent"])
     [pool] = [one for one in client.status().pools if one.pool == "decode"]
     assert (pool.free, pool.device) == (pool.pages, device)
+
+
+@pytest.mark.host_only
+def test_host_memory_of_an_engines_own(reader: Reader) -> None:
+    reader.run(OWN_MEMORY)
+    [pool] = reader.names["client"].status().pools
+    assert (pool.pool, pool.device, pool.registered_by is not None) == ("prefill", "host", True)
 
 
 def test_graph_tables(reader: Reader) -> None:

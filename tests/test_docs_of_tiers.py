@@ -21,7 +21,7 @@ from kvferry.clients import (
 )
 from kvferry.clients.hashing import block_hashes
 from kvferry.daemon.services.lookups import MAX_LEASES, MAX_PINS
-from kvferry.daemon.tiers.disk_tier import REST_S
+from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.operations import MAX_OPERATIONS
 from kvferry.protocol import errors
 from kvferry.protocol.cache_messages import MAX_HASHES
@@ -206,7 +206,7 @@ def test_every_code_that_the_text_names_exists() -> None:
 def test_the_figures_are_those_of_the_code() -> None:
     pins = f"{MAX_PINS:_}".replace("_", " ")
     assert f"over {MAX_OPERATIONS} works, {MAX_LEASES} leases or {pins} leased blocks" in TEXT
-    assert f"rests for {REST_S:g} s" in TEXT
+    assert f"pauses for {PAUSE_S:g} s" in TEXT
     assert f"may number {MAX_HASHES:_}".replace("_", " ") in TEXT
 
 

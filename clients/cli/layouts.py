@@ -48,6 +48,7 @@ def add_layout(command: argparse.ArgumentParser) -> None:
         help=f"concurrent requests, for windows and states ({DEFAULT_REQUESTS})",
     )
     of_model.add_argument("--packed", choices=("ds_mla", "ascend"), help="latent attention in this float8 format")
+    of_model.add_argument("--joined", action="store_true", help="latent attention with latent and rope in one row")
     of_model.add_argument("--draft", action="store_true", help="with the model's own draft layers")
 
 
@@ -93,6 +94,7 @@ def _spec_of(options: argparse.Namespace) -> PoolSpec:
         requests=options.requests,
         draft=options.draft,
         packed=options.packed,
+        joined=options.joined,
     )
 
 

@@ -180,7 +180,7 @@ def component_lists(side: PlanSource, name: str) -> dict[str, ListedPages]:
         first_page = 0 if paged and one.first_page is None else one.first_page
         found[one.component] = ListedPages(first_page, ids, one.none, f"{field}.pages", paged)
     for component in components.values():
-        if component.kind == "paged" and component.space in found:
+        if component.kind == "paged" and not component.group and component.space in found:
             found.setdefault(component.name, found[component.space])
     return found
 

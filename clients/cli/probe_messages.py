@@ -19,7 +19,7 @@ from kvferry.protocol.message_types import request_type
 WAIT: Final = "WAIT"
 """Not a message: what follows is sent once everything accepted before has settled."""
 
-EVENTS: Final = frozenset({"FINISHED", "SETTLED", "TIER_DONE"})
+EVENTS: Final = frozenset({"MATCHED", "FINISHED", "SETTLED", "TIER_DONE"})
 SIGN: Final = "$"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
 _SPAN: Final = re.compile(r"(\d*):(\d*)\Z")

@@ -114,7 +114,7 @@ class ProbeRun:
             self._answers.put(name, fields["type"], fields)
         if "error" in fields and not (what in self._cancelled and fields["error"]["code"] == "CANCELLED"):
             self.status = FAILED
-        if fields["type"] != "FINISHED":
+        if fields["type"] not in {"MATCHED", "FINISHED"}:
             self._open.pop(what, None)
 
 

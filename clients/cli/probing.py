@@ -39,8 +39,8 @@ named by its number, from 1, or by its field "as". In later messages
 
   "$1.pages"              is a field of the reply to message 1
   "$mine.pages.0:2"       the first two of a list; .0 is the first, .-1 the last
-  "$3.TIER_DONE.lists.0"  is a field of its event (FINISHED, SETTLED or
-                          TIER_DONE), for which the message waits
+  "$3.TIER_DONE.lists.0"  is a field of its event (MATCHED, FINISHED, SETTLED
+                          or TIER_DONE), for which the message waits
   WAIT                    as TYPE: continue when everything before has settled
 
   kvferry probe ALLOCATE '{"as": "mine", "pool": "p", "count": 2}' \\

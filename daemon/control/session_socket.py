@@ -1,7 +1,8 @@
 """The session socket: a Unix stream whose life is the session's life, and on which file descriptors travel.
 
 A session ends at its end-of-file or at the death of the process that opened it, whichever is seen first: a forked child
-keeps the socket open, but not the process. After the opening frame an engine may only send shares of what it registers.
+keeps the socket open, but not the process. After the opening frame an engine may only send shares of what it registers,
+and descriptors of host memory, one with each frame that says so; others end its session.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     AccessDeniedError,
     KvferryError,
+    MalformedError,
     NoSessionError,
     OverloadedError,
 )
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.session_messages import (
+    MemoryFollows,
     RegionFollows,
     RegionRequest,
     SessionFrame,
@@ -38,7 +41,7 @@ from kvferry.protocol.session_messages import (
     SessionRefused,
     ShareFollows,
 )
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_open, unpack_share
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_open, unpack_said
 from kvferry.protocol.versions import agree
 
 OPENING_TIMEOUT_S: Final = 5.0
@@ -49,6 +52,9 @@ _SO_PEERPIDFD: Final = 77
 _CREDENTIALS: Final = struct.Struct("3i")
 _RECEIVE_BYTES: Final = 4096
 MAX_MESSAGES_SHARED: Final = 16
+MAX_DESCRIPTORS: Final = 2
+"""Of what is taken at once: one that is awaited, and one by which more are noticed; the kernel closes the rest."""
+
 MAX_SHARES_SAID: Final = 16_384
 MAX_BYTES_SAID_AHEAD: Final = 8 << 20
 """More than a socket's buffer holds: of what an engine said before a message, nothing is left behind."""
@@ -125,6 +131,11 @@ class SessionSocket:
         found = connection.take_share(message_id) if connection is not None else None
         return found or ShareFollows(message_id=message_id)
 
+    def take_memory(self, session: Session, message_id: int) -> int | None:
+        """Return the descriptor that an engine passed for a message, which the caller closes; None without one."""
+        connection = self._connections.get(session.session_id)
+        return connection.take_memory(message_id) if connection is not None else None
+
     def opened(self, connection: _Connection, session: Session) -> None:
         """Note which connection a session has."""
         self._connections[session.session_id] = connection
@@ -176,17 +187,26 @@ class _Connection:
         self._closed = False
         self._served = False
         self._shares: dict[int, ShareFollows] = {}
+        self._fds: list[int] = []  # that have come, and of which nothing was said yet
+        self._memory: dict[int, int] = {}
         owner.unopened += 1
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         loop.add_reader(channel, self._readable)
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
 
     def take_share(self, message_id: int) -> ShareFollows | None:
+        self._hear()
+        return self._shares.pop(message_id, None)
+
+    def take_memory(self, message_id: int) -> int | None:
+        self._hear()
+        return self._memory.pop(message_id, None)
+
+    def _hear(self) -> None:
         # All of it was said before the message, in as many frames as it took; who goes on saying is not waited for.
         for _ in range(MAX_BYTES_SAID_AHEAD // _RECEIVE_BYTES):
             if self._closed or not self._readable():
                 break
-        return self._shares.pop(message_id, None)
 
     def pass_frame(self, frame: SessionFrame, fds: Sequence[int]) -> None:
         data = pack(frame)
@@ -210,6 +230,10 @@ class _Connection:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
         self._channel.close()
+        for fd in (*self._fds, *self._memory.values()):
+            os.close(fd)
+        self._fds.clear()
+        self._memory.clear()
         if self._session is None:
             self._owner.unopened -= 1
         if self._session is None and not self._served:
@@ -222,12 +246,15 @@ class _Connection:
     def _readable(self) -> bool:
         """Take what has arrived; return whether there was something to take."""
         try:
-            data = self._channel.recv(_RECEIVE_BYTES)
+            data, fds, flags, _ = socket.recv_fds(
+                self._channel, _RECEIVE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return False
         except OSError as cause:
             self.close(cause.strerror or "its socket failed")
             return False
+        self._fds += fds
         if not data:
             self.close("its socket was closed")
             return False
@@ -236,12 +263,32 @@ class _Connection:
                 if self._session is None:
                     self._open(frame)
                 else:
-                    self._note_share(unpack_share(frame))
+                    self._note(unpack_said(frame))
+            self._check_descriptors(flags)
         except KvferryError as error:
             if self._session is None:
                 self._answer(pack(SessionRefused(error=error.info())))
             self.close(str(error))
         return True
+
+    def _note(self, said: ShareFollows | MemoryFollows) -> None:
+        if isinstance(said, ShareFollows):
+            self._note_share(said)
+        else:
+            self._note_memory(said.message_id)
+
+    def _note_memory(self, message_id: int) -> None:
+        if not self._fds or message_id in self._memory:
+            raise MalformedError("one descriptor comes with each frame that says so, one for a message")
+        if len(self._memory) >= MAX_MESSAGES_SHARED:
+            raise OverloadedError(f"descriptors for {MAX_MESSAGES_SHARED} messages that never came")
+        self._memory[message_id] = self._fds.pop(0)
+
+    def _check_descriptors(self, flags: int) -> None:
+        """Check that no descriptor has come but one of a frame that is still coming."""
+        awaited = 0 if self._session is None or self._frames.between_frames else 1
+        if not self._closed and (len(self._fds) > awaited or flags & socket.MSG_CTRUNC):
+            raise MalformedError("descriptors came that no frame speaks of")
 
     def _note_share(self, said: ShareFollows) -> None:
         known = self._shares.get(said.message_id)

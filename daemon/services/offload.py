@@ -233,9 +233,9 @@ class OffloadService:
 
     def _snapshot_settled(self, operation: Operation, restoring: _Restoring, error: KvferryError | None) -> None:
         if error is not None:
-            self._operations.stop(operation, error)
+            self._operations.give_up(operation, error)
         elif not any(one is restoring.pool for one in self._pools):
-            self._operations.stop(operation, _deleted(restoring.pool))
+            self._operations.give_up(operation, _deleted(restoring.pool))
         elif operation.stopped is None:
             self._take_pages(operation, restoring)
 
@@ -343,7 +343,7 @@ class OffloadService:
     def _pool_removed(self, event: PoolRemoved) -> None:
         for operation, restoring in list(self._waiting):
             if restoring.pool is event.pool:
-                self._operations.stop(operation, _deleted(event.pool))
+                self._operations.give_up(operation, _deleted(event.pool))
 
     def _drop(self, call: Call) -> Answer:
         snapshot = self.snapshots.get(call.session.tenant, expect(call, DropSnapshot).snapshot)

@@ -16,6 +16,7 @@ from kvferry.daemon.transfer.effects import (
     AnnounceReceive,
     CloseReceive,
     Effect,
+    NotifyAbandoned,
     NotifyChunk,
     NotifyEnded,
     NotifyReady,
@@ -27,6 +28,7 @@ from kvferry.daemon.transfer.endpoints import ReceiveRequest
 from kvferry.daemon.transfer.peer_forms import chunk_of, peer_send_of
 from kvferry.daemon.transfer.peer_transfers import NO_SEND, PeerTransfers
 from kvferry.daemon.transfer.remote import Incarnation, Origin, RemotePool
+from kvferry.daemon.transfer.tombstones import Half
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.pool import Pool
@@ -44,6 +46,7 @@ from kvferry.protocol.peer_messages import (
     Confirm,
     Confirmed,
     Grant,
+    HalfAbandoned,
     OpEnded,
     OpRequest,
     PeerBody,
@@ -58,6 +61,9 @@ from kvferry.protocol.peer_messages import (
 from kvferry.protocol.session_messages import PeerStatus
 
 MAX_REMOTE_POOLS = 4096
+MAX_UNTOLD = 4096
+UNTOLD_S = 600.0
+"""What was given up is kept for daemons that cannot be reached, so many and so long, as tombstones are."""
 LONGEST_ANNOUNCEMENT_S = 86_400.0
 log = structlog.get_logger(__name__)
 
@@ -86,6 +92,7 @@ class PeerTransferService:
         self._counters = counters
         self._clock = clock
         self.remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
+        self._untold: dict[tuple[str, Half], tuple[HalfAbandoned, float]] = {}
         hub.subscribe(PoolRemoved, lambda event: self.pool_removed(event.pool))
 
     def source_daemons(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -94,16 +101,25 @@ class PeerTransferService:
         Raises:
             InvalidFieldError: one cannot be reached from here.
         """
-        others = tuple(dict.fromkeys(one for one in addresses if not self._links.is_own(one)))
-        for address in others:
-            field = f"source_daemons[{addresses.index(address)}]"
-            if not self._transports.can_reach(address):
+        for address in addresses:
+            if not (self._links.is_own(address) or self._transports.can_reach(address)):
                 raise InvalidFieldError(
                     f"{address}: this daemon has no bounce buffers; set network.transport in its configuration",
-                    field=field,
+                    field=f"source_daemons[{addresses.index(address)}]",
                 )
-            self._links.check_reachable(address, field)
-            self._links.connect(address, field)  # now: once the receive request is made, nobody can be refused any more
+        return self.other_daemons(addresses, "source_daemons")
+
+    def other_daemons(self, addresses: tuple[str, ...], field: str) -> tuple[str, ...]:
+        """Return the other daemons among those that a message names in a field, and have the links to them.
+
+        Raises:
+            InvalidFieldError: one cannot be reached from here.
+        """
+        others = tuple(dict.fromkeys(one for one in addresses if not self._links.is_own(one)))
+        for address in others:
+            where = f"{field}[{addresses.index(address)}]"
+            self._links.check_reachable(address, where)
+            self._links.connect(address, where)  # now: once the message is accepted, nobody can be refused any more
         return others
 
     def execute(self, effect: Effect) -> None:
@@ -132,6 +148,8 @@ class PeerTransferService:
                 receive_request=effect.receive_request, send_request=NO_SEND, error=effect.error.info()
             )
             self._links.send(effect.peer, ended)
+        elif isinstance(effect, NotifyAbandoned):
+            self._abandon(effect)
         elif isinstance(effect, StopSending):
             self._transports.stop_sending(effect.remote_endpoint)
         else:
@@ -182,12 +200,35 @@ class PeerTransferService:
         left_ms = max(1, round((receive_request.deadline_at - self._clock()) * 1000))
         self._links.send(peer, Announce(receive_request=name_of(receive_request), deadline_ms=left_ms))
 
+    def _abandon(self, effect: NotifyAbandoned) -> None:
+        """Tell another daemon what is given up, now or once it is there; the oldest of too many is not told."""
+        half = effect.half
+        info = effect.error.info()
+        body = HalfAbandoned(tenant=half.tenant, request_id=half.request_id, direction=half.direction, error=info)
+        peer = self._links.connect(effect.address)
+        if peer is not None:
+            self._links.send(peer, body)
+            return
+        self._untold[effect.address, half] = (body, self._clock() + UNTOLD_S)
+        while len(self._untold) > MAX_UNTOLD:
+            del self._untold[next(iter(self._untold))]
+
+    def _tell(self, peer: Incarnation) -> None:
+        """Tell a daemon that has come up what was given up meanwhile."""
+        for key in [one for one in self._untold if one[0] == peer.address]:
+            body, until = self._untold.pop(key)
+            if self._clock() < until:
+                self._links.send(peer, body)
+
     def is_needed(self, address: str) -> bool:
         """See ``PeerListener.is_needed``."""
-        return bool(self._state_machine.receives_expecting(address))
+        now = self._clock()
+        untold = any(until > now for (whom, _), (_, until) in self._untold.items() if whom == address)
+        return untold or bool(self._state_machine.receives_expecting(address))
 
     def on_up(self, peer: Incarnation) -> None:
         """See ``PeerListener.on_up``."""
+        self._tell(peer)
         for receive_request in self._state_machine.receives_expecting(peer.address):
             receive_request.unreachable.discard(peer.address)
             self._announce(peer, receive_request)
@@ -205,6 +246,10 @@ class PeerTransferService:
     def on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
         """See ``PeerListener.on_message``."""
         try:
+            if isinstance(body, HalfAbandoned):
+                half = Half(body.tenant, body.request_id, body.direction)
+                source = peer.address
+                self._state_machine.half_abandoned(half, raised(body.error), self._clock(), source)
             self._at_home(peer, body, ids)
             self._at_source(peer, body)
         except UnknownTransferError:

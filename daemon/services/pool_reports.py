@@ -41,6 +41,7 @@ def status_of(pool: Pool) -> PoolStatus:
         device=pool.region.device,
         registered_by=pool.registered_by,
         model=pool.model.public if pool.model else None,
+        max_payload_bytes=pool.max_payload_bytes,
     )
 
 
@@ -94,6 +95,19 @@ def difference(existing: Manifest, wanted: Manifest) -> str:
             if has != asked:
                 return f"{field} of {entry.name} is {has}, asked for {asked}"
     return "the order of the bytes differs"
+
+
+def check_same_payload(existing_bytes: int, wanted_bytes: int, name: str) -> None:
+    """Check that a pool takes payloads as large as is asked for, and no larger ones.
+
+    Raises:
+        PoolExistsError: it has another bound.
+    """
+    if existing_bytes != wanted_bytes:
+        raise PoolExistsError(
+            f"pool {name!r} exists for payloads of at most {existing_bytes} bytes, asked for {wanted_bytes}",
+            field="max_payload_bytes",
+        )
 
 
 def check_same_model(existing: ModelIdentity | None, wanted: ModelIdentity | None, name: str) -> None:

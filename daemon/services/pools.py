@@ -17,12 +17,14 @@ from kvferry.daemon.devices.registry import Devices, RegisteredSegment
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.holders import holders_text, pool_full, session_text
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.pool_reports import check_same, check_same_model, status_of
+from kvferry.daemon.services.pool_reports import check_same, check_same_model, check_same_payload, status_of
+from kvferry.daemon.services.registered_memory import MemoryInUse, placed_in
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import arrays_of, check_form, check_storage
+from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
     InvalidFieldError,
@@ -32,8 +34,10 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    TooLargeError,
 )
 from kvferry.protocol.ids import HOST
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
@@ -71,6 +75,8 @@ class _Creation(msgspec.Struct):
     waiting: list[Call]
     registered_by: int | None = None
     model: ModelIdentity | None = None
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    registered: HostRegion | None = None
 
 
 class PoolService:
@@ -86,6 +92,7 @@ class PoolService:
         *,
         max_bytes: int,
         populate: bool,
+        largest_payload_bytes: int = LARGEST_PAYLOAD_BYTES,
     ) -> None:
         self._dispatcher = dispatcher
         self._session_socket = session_socket
@@ -93,6 +100,7 @@ class PoolService:
         self._pools = pools
         self._rings = rings
         self._max_bytes = max_bytes
+        self._largest_payload_bytes = largest_payload_bytes
         self._populating_ends = threading.Event()
         if not populate:
             self._populating_ends.set()
@@ -134,6 +142,7 @@ class PoolService:
 
     def _create(self, call: Call) -> Answer | None:
         body = expect(call, CreatePool)
+        self._check_payload_bound(body.max_payload_bytes)
         manifest = manifest_of(body.spec)
         key = (call.session.tenant, body.pool)
         creation = self._creations.get(key)
@@ -151,11 +160,15 @@ class PoolService:
             check_same(known, manifest, body.pool, device, body.device, held)
             model = existing.model if existing else creation.model if creation else body.model
             check_same_model(model, body.model, body.pool)
+            bound = (existing or creation or body).max_payload_bytes
+            check_same_payload(bound, body.max_payload_bytes, body.pool)
             if creation is None:
                 return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
             creation.waiting.append(call)
             return None
-        self._creations[key] = _Creation(manifest, body.device, [call], model=body.model)
+        self._creations[key] = _Creation(
+            manifest, body.device, [call], model=body.model, max_payload_bytes=body.max_payload_bytes
+        )
         try:
             if body.device == HOST:
                 self._check_budget(manifest)
@@ -170,23 +183,76 @@ class PoolService:
 
     def _register(self, call: Call) -> Answer | None:
         body = expect(call, RegisterPool)
-        if body.device == HOST:
-            raise InvalidFieldError("host memory is the daemon's to give: CREATE_POOL", field="device")
+        self._check_payload_bound(body.max_payload_bytes)
         key = (call.session.tenant, body.pool)
+        if body.device == HOST:
+            self._register_memory(call, body, key)
+            return None
         shares = self._session_socket.take_share(call.session, call.message_id).shares
         if len(shares) != len(body.arrays):
             raise InvalidFieldError(
                 f"{len(shares)} shares came over the session socket, REGISTER_POOL names {len(body.arrays)} arrays",
                 field="arrays",
             )
-        if key in self._creations or self._pools.find(*key) is not None:
-            held = self._holders(self._pools.find(*key), call)
-            raise PoolExistsError(f"pool {body.pool!r} exists{held and f'; {held}'}", field="pool")
+        self._check_new(key, call)
         manifest = manifest_of(body.spec)
         registered = _registered_segments(manifest, body.arrays, shares)
-        self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id, body.model)
+        self._creations[key] = _Creation(
+            manifest, body.device, [call], call.session.session_id, body.model, body.max_payload_bytes
+        )
         self._fetch(key, self._device_executor, self._devices.register, body.device, registered, manifest.region_bytes)
         return None
+
+    def _check_payload_bound(self, wanted_bytes: int) -> None:
+        if wanted_bytes > self._largest_payload_bytes:
+            raise TooLargeError(
+                f"payloads of {wanted_bytes} bytes; at most {self._largest_payload_bytes}, half of "
+                "limits.max_frame_bytes",
+                field="max_payload_bytes",
+            )
+
+    def _check_new(self, key: tuple[int, str], call: Call) -> None:
+        existing = self._pools.find(*key)
+        if key in self._creations or existing is not None:
+            held = self._holders(existing, call)
+            raise PoolExistsError(f"pool {key[1]!r} exists{held and f'; {held}'}", field="pool")
+
+    def _register_memory(self, call: Call, body: RegisterPool, key: tuple[int, str]) -> None:
+        """Make a pool of host memory that an engine registers, in the loop's next turn."""
+        fd = self._session_socket.take_memory(call.session, call.message_id)
+        if fd is None:
+            raise InvalidFieldError(
+                "no descriptor of its memory came over the session socket: the client library passes that of its "
+                "kvferry.clients.SharedMemory",
+                field="memory",
+            )
+        region = HostRegion.registered(fd)
+        try:
+            self._check_new(key, call)
+            manifest = placed_in(region, manifest_of(body.spec), body.arrays, self._memory_in_use())
+            self._check_budget(manifest)
+            self._creations[key] = _Creation(
+                manifest,
+                HOST,
+                [call],
+                call.session.session_id,
+                body.model,
+                body.max_payload_bytes,
+                registered=region,
+            )
+        except BaseException:
+            region.close()
+            raise
+        made: asyncio.Future[Region] = asyncio.get_running_loop().create_future()
+        made.set_result(region)
+        made.add_done_callback(lambda done: self._fetched(key, done))
+
+    def _memory_in_use(self) -> list[MemoryInUse]:
+        """Return where the pools lie: those that are made, and those that go once nothing of them is in flight."""
+        coming = [
+            MemoryInUse(one.registered, one.manifest) for one in self._creations.values() if one.registered is not None
+        ]
+        return [*coming, *(MemoryInUse(pool.region, pool.manifest) for pool in (*self._pools, *self._leaving))]
 
     def _populated(self, region: HostRegion) -> HostRegion:
         try:
@@ -209,7 +275,14 @@ class PoolService:
             for call in creation.waiting:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
             return
-        pool = Pool(*key, creation.manifest, done.result(), registered_by=creation.registered_by, model=creation.model)
+        pool = Pool(
+            *key,
+            creation.manifest,
+            done.result(),
+            registered_by=creation.registered_by,
+            model=creation.model,
+            max_payload_bytes=creation.max_payload_bytes,
+        )
         if creation.registered_by is not None and not self._is_awaited(creation.waiting[0]):
             self._give_back(pool)
             return
@@ -338,10 +411,11 @@ class PoolService:
     def _check_budget(self, manifest: Manifest) -> None:
         made = [(pool.region.device, pool.manifest) for pool in self._pools]
         coming = [(one.device, one.manifest) for one in self._creations.values() if one.manifest is not manifest]
-        used = sum(one.region_bytes for device, one in (*made, *coming) if device == HOST)
-        if used + manifest.region_bytes > self._max_bytes:
+        used = sum(total_bytes(one) for device, one in (*made, *coming) if device == HOST)
+        wanted = total_bytes(manifest)
+        if used + wanted > self._max_bytes:
             raise OutOfMemoryError(
-                f"the pool needs {manifest.region_bytes} bytes; {used} of {self._max_bytes} are taken", field="spec"
+                f"the pool needs {wanted} bytes; {used} of {self._max_bytes} are taken", field="spec"
             )
 
 

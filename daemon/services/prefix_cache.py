@@ -127,7 +127,7 @@ class PrefixCacheService:
         if fresh:
             self._jobs.start(operation, job)
         else:
-            asyncio.get_running_loop().call_soon(self._operations.end, operation, None)
+            asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
         return Answer(OperationStarted(operation=operation.number))
 
     def _begin(
@@ -205,7 +205,7 @@ class PrefixCacheService:
         layout, pages = loading.pool.block_layout(namespace.space), namespace.block_pages
         offsets = [one.offsets for one in there if one.offsets is not None]
         if not offsets:
-            asyncio.get_running_loop().call_soon(self._operations.end, operation, None)
+            asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
             return
         segment = BlockSegment(
             loading.pool.region, BlockPages(layout, loading.ids[: len(there) * pages], np.concatenate(offsets))

@@ -84,7 +84,14 @@ class HostReceives:
             self._service.filled(snapshot, None, error)
             raise
         self._host.index.accounts.charge(pool.tenant, whole_units(size_bytes))
-        made = Pool(pool.tenant, pool.name, _moved(laid_out, offset, region.size_bytes), region, model=pool.model)
+        made = Pool(
+            pool.tenant,
+            pool.name,
+            _moved(laid_out, offset, region.size_bytes),
+            region,
+            model=pool.model,
+            max_payload_bytes=pool.max_payload_bytes,
+        )
         made.lands_as = snapshot.name
         _clear(region, made.manifest)
         for allocator in made.allocators.values():
@@ -175,12 +182,16 @@ def _laid_out(manifest: Manifest, lists: Sequence[PageList]) -> Manifest:
         wanted[space_of(manifest, one.component)] += one.pages
     for space, count in wanted.items():
         counts[space] = max(counts[space], count + 1)
+    bases: dict[int, int] = {}  # of arrays, which entries may share
     entries, base = [], 0
     for entry in manifest.entries:
         pages = counts[space_of(manifest, entry.component)]
-        base += -base % ALIGNMENT
-        entries.append(msgspec.structs.replace(entry, base=base, pages=pages, shape=_shape_of(entry, pages)))
-        base += pages * entry.page_bytes
+        if entry.base not in bases:
+            base += -base % ALIGNMENT
+            bases[entry.base] = base
+            base += pages * entry.page_bytes
+        its_base, shape = bases[entry.base], _shape_of(entry, pages)
+        entries.append(msgspec.structs.replace(entry, base=its_base, pages=pages, shape=shape))
     components = tuple(msgspec.structs.replace(one, pages=counts[one.space]) for one in manifest.components)
     return msgspec.structs.replace(
         manifest, entries=tuple(entries), components=components, pages=components[0].pages, region_bytes=base

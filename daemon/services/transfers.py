@@ -23,12 +23,13 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.receive_to_host import HostReceives
-from kvferry.daemon.services.transfer_reports import record_finished, warn_trimmed
-from kvferry.daemon.transfer.effects import Effect, Notify, StartOp, StopOp, WarnTrimmed
-from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveRequest, SendChunk, State
+from kvferry.daemon.transfer.effects import Effect, Notify, ReportBug, StartOp, StopOp, WarnTrimmed
+from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveRequest, SendChunk
 from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges
 from kvferry.daemon.transfer.peer_transfers import TransferActivity
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
+from kvferry.daemon.transfer.tombstones import Half
+from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.base import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.errors import (
@@ -36,12 +37,56 @@ from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
     OverloadedError,
+    PeerCancelledError,
     ShuttingDownError,
 )
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import TransferStatus
-from kvferry.protocol.transfer_messages import Cancel, Cancelled, Receive, Result, Send
+from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cancelled, Receive, Result, Send
+
+# -- what the daemon's log and counters say of transfers.
+
+
+log = structlog.get_logger(__name__)
+
+
+def record_finished(event: Finished, counters: Counters) -> None:
+    """Count and log the outcome of one side of a transfer."""
+    outcome = event.error.code if event.error else "OK"
+    counters.add(f"transfers.{event.direction}.{outcome.lower()}")
+    if event.direction == "receive" and not event.error:
+        counters.add("transfers.moved_bytes", event.moved_bytes)
+    log.info(
+        "transfer finished",
+        request_id=event.request_id,
+        direction=event.direction,
+        pool=event.pool,
+        outcome=outcome,
+        detail=event.error.detail if event.error else "",
+        pages=event.pages,
+        moved_bytes=event.moved_bytes,
+        waited_us=event.waited_us,
+        moved_us=event.moved_us,
+    )
+
+
+def warn_trimmed(effect: WarnTrimmed, counters: Counters) -> None:
+    """Count and log that lists were cut to one length."""
+    send_request, receive_request, trim = effect
+    counters.add("transfers.trimmed")
+    log.warning(
+        "lists of unequal length were cut to the shorter one; give first_page on both sides",
+        request_id=receive_request.request_id,
+        component=trim.component,
+        source=send_request.pool.name,
+        source_daemon=send_request.origin.peer.address if send_request.origin else "",
+        source_pages=trim.source_length,
+        destination=receive_request.pool.name,
+        destination_pages=trim.destination_length,
+        dropped_pages=trim.pages,
+    )
+
 
 log = structlog.get_logger(__name__)
 
@@ -94,6 +139,7 @@ class TransferService:
         dispatcher.handle("SEND", self._send)
         dispatcher.handle("RECEIVE", self._receive)
         dispatcher.handle("CANCEL", self._cancel)
+        dispatcher.handle("ABANDON", self._abandon)
         dispatcher.handle("RESULT", self._result)
         hub.subscribe(EventAcknowledged, self._acknowledged)
         hub.subscribe(DeviceEventsReached, self._events_reached)
@@ -233,11 +279,24 @@ class TransferService:
         if endpoint is None and self._state_machine.result(session_id, key).settled is not None:
             return Answer(Cancelled(was_finished=True))
         was_finished = endpoint is not None and endpoint.state is not State.OPEN
-        waiting = self._cancels.setdefault((session_id, key), [])
-        waiting.append((call, was_finished))
+        if body.wait:
+            self._cancels.setdefault((session_id, key), []).append((call, was_finished))
         self._state_machine.cancel(session_id, key, time.monotonic())
         self.execute()
-        return None
+        if body.wait:
+            return None
+        return Answer(
+            Cancelled(was_finished=was_finished, settled=self._state_machine.endpoint(session_id, key) is None)
+        )
+
+    def _abandon(self, call: Call) -> Answer:
+        body = expect(call, Abandon)
+        daemons = self._peers.other_daemons(body.daemons, "daemons")
+        half = Half(call.session.tenant, body.request_id, body.direction)
+        error = PeerCancelledError(f"the peer gave the request up{body.reason and f': {body.reason}'}")
+        failed = self._state_machine.abandon(half, error, time.monotonic(), daemons)
+        self.execute()
+        return Answer(Abandoned(failed=failed))
 
     def _result(self, call: Call) -> Answer:
         body = expect(call, Result)
@@ -318,6 +377,9 @@ class TransferService:
             self._stop(effect.op_id)
         elif isinstance(effect, WarnTrimmed):
             warn_trimmed(effect, self._counters)
+        elif isinstance(effect, ReportBug):
+            self._counters.add("transfers.bugs")
+            log.error("an event that no transition expects", request_id=effect.request_id, detail=effect.detail)
         else:
             self._peers.execute(effect)
 
@@ -352,10 +414,12 @@ class TransferService:
 
     def _notify(self, effect: Notify) -> Session | None:
         event = effect.event
+        session = self._dispatcher.sessions.get(effect.session_id)
+        if isinstance(event, Matched):
+            return session if session is not None and self._tell_matched(session, event) else None
         if isinstance(event, Finished):
             record_finished(event, self._counters)
         self._host_receives.on_event(effect.session_id, event)
-        session = self._dispatcher.sessions.get(effect.session_id)
         if session is None:
             return None
         session.add_event(event)
@@ -364,6 +428,15 @@ class TransferService:
             for call, was_finished in self._cancels.pop(key, ()):
                 self._dispatcher.answer(session, call.message_id, Answer(Cancelled(was_finished=was_finished)))
         return session
+
+    def _tell_matched(self, session: Session, event: Matched) -> bool:
+        """Tell a session that a receiver came; not one that acknowledges nothing: it can ask by RESULT."""
+        told = len(session.unacknowledged) < 2 * self._limits.max_transfers_per_session
+        if told:
+            session.add_event(event)
+        else:
+            self._counters.add("transfers.matched_untold")
+        return told
 
     def _set_timer(self) -> None:
         deadline = self._state_machine.next_deadline()

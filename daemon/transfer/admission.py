@@ -9,6 +9,9 @@ import numpy as np
 from kvferry.daemon.transfer.endpoints import Excused, ReceiveRequest, SendChunk, SendRequest
 from kvferry.daemon.transfer.matching import DRAFT, Match
 from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages
+from kvferry.pools.allocator import PageAllocator
+from kvferry.pools.planning.page_checks import check_distinct
+from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, KvferryError, PageGapError
 from kvferry.protocol.manifests import Manifest
 
@@ -38,14 +41,16 @@ def check_continues(send_request: SendRequest, chunk: SendChunk) -> None:
 def check_steps(chunk: SendChunk, manifest: Manifest) -> None:
     """Check that each layer of the chunk's components is in exactly one step; steps may name others as well.
 
-    A layer in no step, or in two, could go before its bytes are there. Draft's layers have numbers of their own, and go
-    with the last step.
+    A layer in no step, or in two, could go before its bytes are there. Steps of no pages make no sense. Draft's layers
+    have numbers of their own, and go with the last step.
 
     Raises:
         InvalidFieldError: names the layer.
     """
     if not chunk.steps:
         return
+    if not any(len(one.ids) for one in chunk.ranges):
+        raise InvalidFieldError("steps of a SEND without pages: there is nothing to wait for", field="steps")
     listed = {one.component for one in chunk.ranges} - {DRAFT}
     layers = np.array(sorted({entry.layer for entry in manifest.entries if entry.component in listed}), np.int64)
     first, counts = np.array([(step.first_layer, step.layers) for step in chunk.steps]).T
@@ -98,8 +103,10 @@ def hold_for_writing(receive_request: ReceiveRequest) -> None:
         KvferryError: a page is not the session's, is named twice, or is busy; none is held then.
     """
     held: list[PageRange] = []
+    lists = lists_with_pages(receive_request.ranges.values())
+    _check_apart(receive_request, lists)
     try:
-        for one in lists_with_pages(receive_request.ranges.values()):
+        for one in lists:
             receive_request.pool.allocator_of(one.component).begin_write(
                 receive_request.session_id, one.ids, f"{one.field}.pages"
             )
@@ -108,6 +115,20 @@ def hold_for_writing(receive_request: ReceiveRequest) -> None:
         for one in held:
             receive_request.pool.allocator_of(one.component).end_write(one.ids)
         raise
+
+
+def _check_apart(receive_request: ReceiveRequest, lists: Iterable[PageRange]) -> None:
+    """Check that no page is in two lists: components of one space, groups say, have a page each under one id.
+
+    Raises:
+        DuplicatePageError: names the first.
+    """
+    before: dict[PageAllocator, list[PageIds]] = {}
+    for one in lists:
+        of_space = before.setdefault(receive_request.pool.allocator_of(one.component), [])
+        of_space.append(one.ids)
+        if len(of_space) > 1:
+            check_distinct(np.concatenate(of_space), f"{one.field}.pages")
 
 
 def hold_for_reading(send_request: SendRequest, chunk: SendChunk) -> None:

@@ -1,168 +1,355 @@
-"""How sides end: finishing, when the outcome is known, and settling, when no byte can move any more.
+"""How endpoints end: finishing, when the outcome is known, and settling, when no byte can move any more.
 
-Sans I/O; every step leaves its effects in the registry.
+Executes the table of ``transitions``. Sans I/O; every step leaves its effects in the registry.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
+from typing import TypeAlias
 
-from kvferry.daemon.transfer.effects import CloseReceive, Notify, StopOp, StopSending, Withdraw
-from kvferry.daemon.transfer.endpoints import Announcement, Endpoint, ReceiveRequest, RemoteEndpoint, SendRequest, State
+import msgspec
+
+from kvferry.daemon.transfer.effects import (
+    CloseReceive,
+    Notify,
+    RefuseSend,
+    ReportBug,
+    StopOp,
+    StopSending,
+    Withdraw,
+)
+from kvferry.daemon.transfer.endpoints import (
+    Announcement,
+    Endpoint,
+    EndpointKey,
+    ReceiveRequest,
+    RemoteEndpoint,
+    SendRequest,
+)
+from kvferry.daemon.transfer.page_ranges import lists_with_pages
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.results import Results
 from kvferry.daemon.transfer.tombstones import Half
-from kvferry.protocol.errors import InternalError, KvferryError
+from kvferry.daemon.transfer.transitions import (
+    TRANSITIONS,
+    Event,
+    Kind,
+    Notice,
+    Outcome,
+    Result,
+    State,
+    Transition,
+    Transitions,
+    bug_in,
+)
+from kvferry.protocol.errors import KvferryError, TransferExistsError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.peer_messages import ReceiveName
 from kvferry.protocol.transfer_messages import TransferResult
 
+# -- results of transfers, kept for each session until it acknowledges them.
+
+
+GENERATIONS_KEPT = 4096
+
+
+class Results:
+    """What each session was, or is still to be, told. Bounded by the sessions' limit on receive requests."""
+
+    def __init__(self, payloads: KeptPayloads) -> None:
+        """``payloads`` counts those of receivers' results."""
+        self._payloads = payloads
+        self._by_session: dict[int, dict[EndpointKey, TransferResult]] = {}
+
+    def open_session(self, session_id: int) -> None:
+        """Keep results of this session from now on; those of other sessions nobody can ask for."""
+        self._by_session.setdefault(session_id, {})
+
+    def count(self, session_id: int) -> int:
+        """Return how many sides of the session are live, or settled and not acknowledged."""
+        return len(self._by_session.get(session_id, ()))
+
+    @property
+    def total(self) -> int:
+        """Return the same count over all sessions."""
+        return sum(len(of_session) for of_session in self._by_session.values())
+
+    def get(self, session_id: int, key: EndpointKey) -> TransferResult | None:
+        """Return the side's result so far, or None."""
+        return self._by_session.get(session_id, {}).get(key)
+
+    def begin(self, session_id: int, key: EndpointKey) -> None:
+        """Note that a side is open, and drop what was known of one before it."""
+        self.forget(session_id, key)
+        self.add(session_id, key, TransferResult(state="open"))
+
+    def add(self, session_id: int, key: EndpointKey, news: TransferResult) -> None:
+        """Keep news of a side beside what is known of it."""
+        of_session = self._by_session.get(session_id)
+        if of_session is None:
+            return
+        known = of_session.get(key)
+        if known is not None and news.finished is None:
+            news = msgspec.structs.replace(news, finished=known.finished)
+        of_session[key] = news
+
+    def check_not_failed(self, session_id: int, key: EndpointKey) -> None:
+        """Check that the side did not fail without the session knowing: a late chunk must not start it anew.
+
+        Raises:
+            TransferExistsError: it did; says why.
+        """
+        known = self.get(session_id, key)
+        if known is not None and known.finished is not None and known.finished.error is not None:
+            error = known.finished.error
+            raise TransferExistsError(
+                f"this transfer has failed with {error.code} ({error.detail}), and its event is not acknowledged yet",
+                field="request_id",
+            )
+
+    def forget(self, session_id: int, key: EndpointKey) -> None:
+        """Drop what is known of a side: it was acknowledged, or starts anew."""
+        if key.direction == "receive":
+            self._payloads.drop(session_id, key)
+        self._by_session.get(session_id, {}).pop(key, None)
+
+    def forget_session(self, session_id: int) -> None:
+        """Drop all of a session's results."""
+        for key in self._by_session.pop(session_id, {}):
+            if key.direction == "receive":
+                self._payloads.drop(session_id, key)
+
+
+class Generations:
+    """How often each receive request was armed: the latest few thousand receive requests, until their session ends."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[tuple[int, EndpointKey], int] = OrderedDict()
+
+    def next(self, session_id: int, key: EndpointKey) -> int:
+        """Return 1 for a receive request's first RECEIVE, 2 for the one that arms it again, and so on."""
+        count = self._counts.pop((session_id, key), 0) + 1
+        self._counts[session_id, key] = count
+        if len(self._counts) > GENERATIONS_KEPT:
+            self._counts.popitem(last=False)
+        return count
+
+    def forget_session(self, session_id: int) -> None:
+        """Drop a session's counts."""
+        for known in [one for one in self._counts if one[0] == session_id]:
+            del self._counts[known]
+
+
+AnyEndpoint: TypeAlias = SendRequest | ReceiveRequest | RemoteEndpoint
+
 
 class Completion:
-    """Ends sides, each together with those that end because of it."""
+    """Ends endpoints, each together with those that end because of it."""
 
-    def __init__(self, endpoints: Endpoints, results: Results) -> None:
+    def __init__(
+        self, endpoints: Endpoints, results: Results, payloads: KeptPayloads, transitions: Transitions = TRANSITIONS
+    ) -> None:
+        self._payloads = payloads
         self._endpoints = endpoints
         self._results = results
+        self._transitions = transitions
+
+    def apply(
+        self,
+        endpoint: AnyEndpoint,
+        event: Event,
+        now: float,
+        *,
+        cause: KvferryError | None = None,
+        detail: str = "",
+        peer_detail: str = "",
+    ) -> None:
+        """Do to an endpoint what the table says of an event.
+
+        Args:
+            endpoint: any that has not settled.
+            event: what happened.
+            now: the time.
+            cause: the error of rows that finish with the cause.
+            detail: what happened, in the text of errors whose type the table names.
+            peer_detail: the same for the matched peers, where it is another.
+        """
+        row = self._row(endpoint, event)
+        if row.notice is Notice.REFUSE and cause is not None:
+            self._refuse(endpoint, cause)
+        if row.state is not State.FINISHED or endpoint.state is not State.OPEN:
+            return
+        own, peers = _error(row.own, cause, detail), _error(row.peers, cause, peer_detail or detail)
+        if row.tombstone and peers is not None and not isinstance(endpoint, RemoteEndpoint):
+            self._bury(endpoint, peers, now)
+        if isinstance(endpoint, ReceiveRequest):
+            self._finish_receive(endpoint, row, own, peers, now)
+        elif isinstance(endpoint, SendRequest):
+            self._finish_send(endpoint, own, peers, now)
+        else:
+            self._finish_remote(endpoint, row, peers, now)
+
+    def close(
+        self,
+        announcement: Announcement,
+        event: Event,
+        now: float,
+        *,
+        unmet: bool = False,
+        cause: KvferryError | None = None,
+        detail: str = "",
+    ) -> None:
+        """End another daemon's receive request for all that joined it here; ``unmet``: some have not come."""
+        row = self._transitions[Kind.REMOTE_RECEIVE, State.OPEN, event]
+        error = _error(row.peers, cause, detail)
+        if row.tombstone and unmet and error is not None:
+            name = announcement.receive_request
+            met = [one.send_request.pool.name for one in announcement.remote_endpoints]
+            half = Half(name.tenant, name.request_id, "receive")
+            self._endpoints.tombstones.bury(half, listener_of(announcement), error, now, met)
+        self._endpoints.withdraw(announcement)
+        for remote_endpoint in list(announcement.remote_endpoints):
+            self.apply(remote_endpoint, event, now, cause=cause, detail=detail)
 
     def check_done(self, receive_request: ReceiveRequest, now: float) -> None:
         """Finish the receive request if all is there."""
         if receive_request.state is not State.OPEN or receive_request.ops or not receive_request.all_planned:
             return
-        if not all(coverage.complete for coverage in receive_request.coverage.values()):
-            bug = InternalError("all copies ended, but cells are missing")
-            self.fail_receive(receive_request, bug, bug, now)
-            return
-        self._finish_receive(receive_request, None, None, now)
-        for send_request in list(receive_request.send_requests):
-            self.receive_finished(send_request, None, now)
-        self.settle_receive(receive_request)
-
-    def end(self, endpoint: SendRequest | ReceiveRequest, own: KvferryError, peers: KvferryError, now: float) -> None:
-        """End an open side by its own doing: who of the other side is not there yet hears of it when he comes."""
-        if isinstance(endpoint, ReceiveRequest):
-            endpoint.ended_itself = True
-            missing = endpoint.unmet_sources
-            met: list[Hashable] = [
-                send_request.pool.name for send_request in endpoint.send_requests if send_request.origin is None
-            ]
+        if all(coverage.complete for coverage in receive_request.coverage.values()):
+            self.apply(receive_request, Event.COMPLETE, now)
         else:
-            missing = endpoint.destinations - len(endpoint.receive_requests)
-            met = [_listener(receive_request) for receive_request in endpoint.receive_requests]
-        if missing:
-            key = endpoint.key
-            self._endpoints.tombstones.bury(
-                Half(key.tenant, key.request_id, endpoint.direction), key.pool, peers, now, met
-            )
-        self.fail(endpoint, own, peers, now)
+            self.apply(receive_request, Event.CELLS_MISSING, now, detail="all copies ended, but cells are missing")
 
-    def fail(self, endpoint: SendRequest | ReceiveRequest, own: KvferryError, peers: KvferryError, now: float) -> None:
-        """End an open side with ``own``, and what depends on it with ``peers``."""
-        if isinstance(endpoint, ReceiveRequest):
-            self.fail_receive(endpoint, own, peers, now)
+    def check_settled(self, endpoint: AnyEndpoint) -> None:
+        """Settle an endpoint if nothing of it is under way; a send request is while a receive request of it is."""
+        if isinstance(endpoint, SendRequest):
+            under_way = any(one.state is not State.SETTLED for one in endpoint.receive_requests)
+        elif isinstance(endpoint, ReceiveRequest):
+            under_way = bool(endpoint.ops)
+        else:
+            under_way = bool(endpoint.sending)
+        if under_way or endpoint.state is State.SETTLED:
             return
-        self._finish_send(endpoint, own, now)
-        for receive_request in [one for one in endpoint.receive_requests if one.state is State.OPEN]:
-            if isinstance(receive_request, ReceiveRequest):
-                self.fail_receive(receive_request, peers, peers, now)
-            else:
-                self._endpoints.effects.append(Withdraw(receive_request, peers))
-                self.close_remote(receive_request, None, now, notify_send=False)
-        self.settle_send(endpoint)
+        if self._row(endpoint, Event.NOTHING_UNDER_WAY).state is State.SETTLED:
+            self._settle(endpoint)
 
-    def fail_receive(self, receive_request: ReceiveRequest, own: KvferryError, peers: KvferryError, now: float) -> None:
-        """End an open receive request with ``own``, and the send requests that joined it with ``peers``."""
-        self._finish_receive(receive_request, own, peers, now)
+    def receiver_ended(self, send_request: SendRequest, error: KvferryError | None, now: float) -> None:
+        """Note the outcome of one of a send request's receive requests; the last one's is the send request's end."""
+        send_request.outcomes.append(error)
+        if len(send_request.outcomes) != send_request.destinations:
+            return
+        failed = next((one for one in send_request.outcomes if one), None)
+        event = Event.RECEIVERS_DONE if failed is None else Event.RECEIVERS_FAILED
+        self.apply(send_request, event, now, cause=failed)
+
+    def _row(self, endpoint: AnyEndpoint, event: Event) -> Transition:
+        row = self._transitions.get((endpoint.kind, endpoint.state, event))
+        if row is not None:
+            return row
+        bug = f"{endpoint.kind.value}, {endpoint.state.value}: no transition for: {event.value}"
+        self._endpoints.effects.append(ReportBug(request_id_of(endpoint), bug))
+        return bug_in(endpoint.state)
+
+    def _finish_receive(
+        self,
+        receive_request: ReceiveRequest,
+        row: Transition,
+        own: KvferryError | None,
+        peers: KvferryError | None,
+        now: float,
+    ) -> None:
+        receive_request.state = State.FINISHED
+        self._endpoints.deadlines.drop(receive_request)
+        event = receive_request.finished_event(own, now)
+        self._notify(receive_request, TransferResult(state="finished", finished=event))
+        if own is not None:
+            self._payloads.drop(receive_request.session_id, receive_request.key)
+        if row.notice is Notice.CLOSE:
+            self._close_at_sources(receive_request, peers, receive_request.unmet if row.tombstone else 0)
         for op in receive_request.waiting:  # nothing of them has begun
             del self._endpoints.ops[op.op_id], receive_request.ops[op.op_id]
         receive_request.waiting.clear()
         self._endpoints.effects.extend(StopOp(op_id) for op_id in receive_request.ops)
         for send_request in list(receive_request.send_requests):
-            self.receive_finished(send_request, peers, now)
-        self.settle_receive(receive_request)
+            self.receiver_ended(send_request, peers, now)
+        self.check_settled(receive_request)
 
-    def close_remote(
-        self, remote_endpoint: RemoteEndpoint, error: KvferryError | None, now: float, *, notify_send: bool = True
+    def _finish_send(
+        self, send_request: SendRequest, own: KvferryError | None, peers: KvferryError | None, now: float
     ) -> None:
-        """End another daemon's receive request as one send request sees it."""
-        if remote_endpoint.state is not State.OPEN:
-            return
+        send_request.state = State.FINISHED
+        self._endpoints.deadlines.drop(send_request)
+        event = send_request.finished_event(own, now)
+        self._notify(send_request, TransferResult(state="finished", finished=event))
+        if peers is not None:
+            for one in [one for one in send_request.receive_requests if one.state is State.OPEN]:
+                self.apply(one, Event.PEER_FAILED, now, cause=peers)
+        self.check_settled(send_request)
+
+    def _finish_remote(
+        self, remote_endpoint: RemoteEndpoint, row: Transition, error: KvferryError | None, now: float
+    ) -> None:
         remote_endpoint.state = State.FINISHED
+        if row.notice is Notice.WITHDRAW and error is not None:
+            self._endpoints.effects.append(Withdraw(remote_endpoint, error))
         if remote_endpoint in remote_endpoint.announcement.remote_endpoints:
             remote_endpoint.announcement.remote_endpoints.remove(remote_endpoint)
         if remote_endpoint.sending:
             self._endpoints.effects.append(StopSending(remote_endpoint))
-        if notify_send:
-            self.receive_finished(remote_endpoint.send_request, error, now)
-        self.settle_remote(remote_endpoint)
+        self.receiver_ended(remote_endpoint.send_request, error, now)
+        self.check_settled(remote_endpoint)
 
-    def receive_finished(self, send_request: SendRequest, error: KvferryError | None, now: float) -> None:
-        """Note the outcome of one of a send request's receive requests; the last one's is the send request's end."""
-        send_request.outcomes.append(error)
-        if send_request.state is State.OPEN and len(send_request.outcomes) == send_request.destinations:
-            self._finish_send(send_request, next((one for one in send_request.outcomes if one), None), now)
-
-    def settle_receive(self, receive_request: ReceiveRequest) -> None:
-        """Settle a finished receive request if nothing of it is under way."""
-        if receive_request.state is not State.FINISHED or receive_request.ops:
-            return
-        for one in receive_request.ranges.values():
-            if not one.shared and len(one.ids):
-                receive_request.pool.allocator_of(one.component).end_write(one.ids)
-        self._leave(receive_request)
-        for send_request in receive_request.send_requests:
-            self.settle_send(send_request)
-
-    def settle_remote(self, remote_endpoint: RemoteEndpoint) -> None:
-        """Settle a finished remote endpoint if nothing is being sent to it."""
-        if remote_endpoint.state is State.FINISHED and not remote_endpoint.sending:
-            remote_endpoint.state = State.SETTLED
-            del self._endpoints.remote_endpoints[remote_endpoint.number]
-            self.settle_send(remote_endpoint.send_request)
-
-    def settle_send(self, send_request: SendRequest) -> None:
-        """Settle a finished send request if all its receive requests are."""
-        if send_request.state is not State.FINISHED or any(
-            receive_request.state is not State.SETTLED for receive_request in send_request.receive_requests
-        ):
-            return
-        if send_request.holder is not None:
-            for chunk in send_request.chunks:
-                for one in chunk.ranges:
-                    if not one.shared and len(one.ids):
-                        send_request.holder.allocator_of(one.component).end_read(one.ids)
-        self._leave(send_request)
-
-    def _finish_receive(
-        self, receive_request: ReceiveRequest, own: KvferryError | None, peers: KvferryError | None, now: float
-    ) -> None:
-        receive_request.state = State.FINISHED
-        self._endpoints.deadlines.drop(receive_request)
-        self._notify(
-            receive_request, TransferResult(state="finished", finished=receive_request.finished_event(own, now))
-        )
+    def _close_at_sources(self, receive_request: ReceiveRequest, error: KvferryError | None, unmet: int) -> None:
         moved: dict[str, list[tuple[int, int, int]]] = {address: [] for address in receive_request.source_daemons}
         for send_request in receive_request.send_requests:
             if send_request.origin is not None:
                 found = (send_request.origin.send_request, send_request.moved_bytes, send_request.trimmed_pages)
                 moved.setdefault(send_request.origin.peer.address, []).append(found)
+        name = name_of(receive_request)
         self._endpoints.effects.extend(
-            CloseReceive(
-                address,
-                name_of(receive_request),
-                peers,
-                tuple(of_sends),
-                receive_request.unmet_sources if receive_request.ended_itself else 0,
-            )
-            for address, of_sends in moved.items()
+            CloseReceive(address, name, error, tuple(of_sends), unmet) for address, of_sends in moved.items()
         )
 
-    def _finish_send(self, send_request: SendRequest, error: KvferryError | None, now: float) -> None:
-        send_request.state = State.FINISHED
-        self._endpoints.deadlines.drop(send_request)
-        self._notify(send_request, TransferResult(state="finished", finished=send_request.finished_event(error, now)))
+    def _refuse(self, endpoint: AnyEndpoint, error: KvferryError) -> None:
+        if isinstance(endpoint, SendRequest) and endpoint.origin is not None:
+            origin = endpoint.origin
+            refused = RefuseSend(origin.peer, origin.receive_request, origin.send_request, error)
+            self._endpoints.effects.append(refused)
+
+    def _bury(self, endpoint: SendRequest | ReceiveRequest, error: KvferryError, now: float) -> None:
+        """Remember how a side has ended, for those of the other side that are not there yet."""
+        if not endpoint.unmet:
+            return
+        if isinstance(endpoint, ReceiveRequest):
+            met: list[Hashable] = [one.pool.name for one in endpoint.send_requests if one.origin is None]
+        else:
+            met = [_listener(receive_request) for receive_request in endpoint.receive_requests]
+        key = endpoint.key
+        half = Half(key.tenant, key.request_id, endpoint.direction)
+        self._endpoints.tombstones.bury(half, key.pool, error, now, met)
+
+    def _settle(self, endpoint: AnyEndpoint) -> None:
+        if isinstance(endpoint, ReceiveRequest):
+            for one in lists_with_pages(endpoint.ranges.values()):
+                endpoint.pool.allocator_of(one.component).end_write(one.ids)
+            self._leave(endpoint)
+            for send_request in endpoint.send_requests:
+                self.check_settled(send_request)
+        elif isinstance(endpoint, RemoteEndpoint):
+            endpoint.state = State.SETTLED
+            del self._endpoints.remote_endpoints[endpoint.number]
+            self.check_settled(endpoint.send_request)
+        else:
+            if endpoint.holder is not None:
+                for one in lists_with_pages(one for chunk in endpoint.chunks for one in chunk.ranges):
+                    endpoint.holder.allocator_of(one.component).end_read(one.ids)
+            self._leave(endpoint)
 
     def _leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
+        if isinstance(endpoint, SendRequest):
+            self._payloads.drop(endpoint.session_id, endpoint.key)
         endpoint.state = State.SETTLED
         self._endpoints.leave(endpoint)
         key = endpoint.key
@@ -178,6 +365,18 @@ class Completion:
         event = news.settled or news.finished
         if event is not None:
             self._endpoints.effects.append(Notify(endpoint.session_id, event))
+
+
+def _error(result: Result, cause: KvferryError | None, detail: str) -> KvferryError | None:
+    """Return what a row's column says, as an error; None for success, and for nothing."""
+    if not isinstance(result, Outcome):
+        return result(detail)
+    return cause if result is Outcome.CAUSE else None
+
+
+def request_id_of(endpoint: AnyEndpoint) -> str:
+    """Return the request that an endpoint is of."""
+    return (endpoint.send_request if isinstance(endpoint, RemoteEndpoint) else endpoint).request_id
 
 
 def _listener(receive_request: ReceiveRequest | RemoteEndpoint) -> Hashable:

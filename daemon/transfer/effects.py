@@ -7,10 +7,11 @@ from typing import NamedTuple
 from kvferry.daemon.transfer.endpoints import ReceiveRequest, RemoteEndpoint, SendRequest, SourcePool
 from kvferry.daemon.transfer.matching import Trim
 from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.transfer.tombstones import Half
 from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.peer_messages import ReceiveName
 
 
@@ -34,7 +35,7 @@ class Notify(NamedTuple):
     """Tell a session, if it still lives."""
 
     session_id: int
-    event: Finished | Settled
+    event: Matched | Finished | Settled
 
 
 class WarnTrimmed(NamedTuple):
@@ -43,6 +44,13 @@ class WarnTrimmed(NamedTuple):
     send_request: SendRequest
     receive_request: ReceiveRequest
     trim: Trim
+
+
+class ReportBug(NamedTuple):
+    """Log that an event came to an endpoint for which the table has no row; the endpoint has failed with INTERNAL."""
+
+    request_id: str
+    detail: str
 
 
 class AnnounceReceive(NamedTuple):
@@ -104,6 +112,14 @@ class NotifyEnded(NamedTuple):
     error: KvferryError
 
 
+class NotifyAbandoned(NamedTuple):
+    """Tell another daemon that a half of a request does not come."""
+
+    address: str
+    half: Half
+    error: KvferryError
+
+
 class StopSending(NamedTuple):
     """Write no further transfer op of this remote endpoint, then report ``sending_done`` for each under way."""
 
@@ -115,6 +131,7 @@ Effect = (
     | StopOp
     | Notify
     | WarnTrimmed
+    | ReportBug
     | AnnounceReceive
     | CloseReceive
     | RefuseSend
@@ -122,5 +139,6 @@ Effect = (
     | NotifyReady
     | Withdraw
     | NotifyEnded
+    | NotifyAbandoned
     | StopSending
 )

@@ -8,7 +8,6 @@ request.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
 from kvferry.daemon.transfer.remote import Incarnation, Origin
+from kvferry.daemon.transfer.transitions import Kind, State
 from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.coverage import Cells, Coverage
 from kvferry.pools.planning.pairing import Pair
@@ -28,14 +28,6 @@ from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.peer_messages import ReceiveName
 from kvferry.protocol.transfer_messages import LayerStep
-
-
-class State(enum.Enum):
-    """How far a side is."""
-
-    OPEN = "open"
-    FINISHED = "finished"
-    SETTLED = "settled"
 
 
 class EndpointKey(NamedTuple):
@@ -150,8 +142,23 @@ class Endpoint:
         return EndpointKey(pool.tenant, self.request_id, pool.name, self.direction)
 
     @property
+    def kind(self) -> Kind:
+        """Return which rows of the transitions are its."""
+        raise NotImplementedError
+
+    @property
     def pages(self) -> int:
         """Return how many pages this side has named."""
+        raise NotImplementedError
+
+    @property
+    def unmet(self) -> int:
+        """Return how many sides it is to meet have not come."""
+        raise NotImplementedError
+
+    @property
+    def matched(self) -> int:
+        """Return how many of them have come."""
         raise NotImplementedError
 
     def waits_for(self) -> str:
@@ -207,6 +214,21 @@ class SendRequest(Endpoint):
     def source_or_destination(self) -> SourcePool:
         """Return the pool that it sends from."""
         return self.pool
+
+    @property
+    def kind(self) -> Kind:
+        """Return which rows of the transitions are its."""
+        return Kind.SEND if self.origin is None else Kind.REMOTE_SEND
+
+    @property
+    def unmet(self) -> int:
+        """Return how many destinations have not come."""
+        return self.destinations - len(self.receive_requests)
+
+    @property
+    def matched(self) -> int:
+        """Return how many destinations have come."""
+        return len(self.receive_requests)
 
     @property
     def holder(self) -> Pool | None:
@@ -302,7 +324,6 @@ class ReceiveRequest(Endpoint):
         self.last_refusal: KvferryError | None = None
         self.unreachable: set[str] = set()  # those of ``source_daemons`` to which there is no connection
         self.given_up: set[str] = set()  # those of ``source_daemons`` that said that their SENDs had ended
-        self.ended_itself = False  # and not because of a source
 
     @property
     def source_or_destination(self) -> SourcePool:
@@ -320,9 +341,19 @@ class ReceiveRequest(Endpoint):
         return sum(one.arrived_pages for one in self.coverage.values())
 
     @property
-    def unmet_sources(self) -> int:
+    def kind(self) -> Kind:
+        """Return which rows of the transitions are its."""
+        return Kind.RECEIVE
+
+    @property
+    def unmet(self) -> int:
         """Return how many sources have not come."""
         return max(0, self.sources - len(self.send_requests))
+
+    @property
+    def matched(self) -> int:
+        """Return how many sources have come."""
+        return len(self.send_requests)
 
     @property
     def all_planned(self) -> bool:
@@ -396,9 +427,12 @@ class RemoteEndpoint:
     """Another daemon's receive request as one local send request sees it. Goes through the states of a side.
 
     Attributes:
+        kind: which rows of the transitions are its.
         number: names the send request to the receive request's home.
         sending: transfer ops of the send request that this daemon is writing to the home's bounce buffers.
     """
+
+    kind: ClassVar[Kind] = Kind.REMOTE_RECEIVE
 
     def __init__(self, announcement: Announcement, send_request: SendRequest, number: int, state: State) -> None:
         self.announcement = announcement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy as np
 from kvferry.attention.state_windows import StateList, match_state
 from kvferry.daemon.transfer.endpoints import Excused, PlannedCopy, ReceiveRequest, SendChunk, SourcePool, rows_by_step
 from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
+from kvferry.daemon.transfer.payloads import check_payload
 from kvferry.pools.model_checks import check_models
 from kvferry.pools.planning.coverage import Extent, Rows, cells_of
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
@@ -77,6 +79,7 @@ def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest,
         LengthMismatchError: the chunk goes past the receive request's end, or the last tokens differ.
         WindowMismatchError, EmptyStateError: a window or state does not fit, see ``attention.state_windows``.
         PageOverlapError: a cell has a sender already.
+        TooLargeError: the receive request's pool takes no such payload.
         FirstTokenTwiceError: the receive request has a first token or payload already.
         ModelMismatchError: the pools are of two models, and the receive request does not take any.
         UncoveredEntryError, GeometryMismatchError, DuplicateEntryError: the pools do not fit.
@@ -89,6 +92,7 @@ def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest,
         raise FirstTokenTwiceError(
             "another SEND of the receive request carries the first token or payload", field="first_token"
         )
+    check_payload(chunk.payload, receive_request.pool)
     parts = [_match_component(one, chunk, source, receive_request) for one in chunk.ranges]
     planned_copies = [planned_copy for part in parts for planned_copy in part.planned_copies]
     if chunk.steps:
@@ -112,28 +116,30 @@ def _match_component(one: PageRange, chunk: SendChunk, source: SourcePool, recei
             skipped_source_entries=len(entries_of(source.manifest, one.component)),
             skipped_source_pages=len(one.ids) if destination else 0,
         )
-    span = (
-        _paged_span(one, destination, last=chunk.last)
+    spans = (
+        _paged_spans(one, destination, last=chunk.last)
         if destination.kind == "paged"
-        else _state_span(one, destination, receive_request)
+        else [_state_span(one, destination, receive_request)]
     )
     pairing = _pairing(source, receive_request.pool, one.component)
     if receive_request.sources == 1:
         check_covered(pairing, receive_request.pool.manifest.optional_components)
+    trimmed = any(span.trimmed for span in spans)
+    pages = sum(span.pages for span in spans)
     excused = []
-    if span.trimmed and span.pages < len(destination.ids):
-        excused.append(Excused(one.component, cells_of(pairing.pairs, span.pages, len(destination.ids))))
+    if trimmed and pages < len(destination.ids):
+        excused.append(Excused(one.component, cells_of(pairing.pairs, pages, len(destination.ids))))
     planned_copies: tuple[PlannedCopy, ...] = ()
     covered = 0
-    if span.pages and pairing.pairs:
-        planned_copies, covered = _planned_copies(one, destination, pairing, span, receive_request)
+    if pages and pairing.pairs:
+        planned_copies, covered = _planned_copies(one, destination, pairing, spans, receive_request)
     return Match(
         planned_copies,
         pairing.skipped_source_entries,
-        span.skipped_source_pages,
+        sum(span.skipped_source_pages for span in spans),
         covered,
         tuple(excused),
-        (Trim(one.component, len(one.ids), len(destination.ids)),) if span.trimmed and pairing.pairs else (),
+        (Trim(one.component, len(one.ids), len(destination.ids)),) if trimmed and pairing.pairs else (),
     )
 
 
@@ -146,7 +152,8 @@ def _pairing(source: SourcePool, destination: SourcePool, component: str) -> Pai
     return known[component]
 
 
-def _paged_span(one: PageRange, destination: PageRange, *, last: bool) -> _Span:
+def _paged_spans(one: PageRange, destination: PageRange, *, last: bool) -> list[_Span]:
+    """Return what both sides have of the logical pages, a span between gaps of either; the first counts the rest."""
     if one.end_page > destination.end_page:
         raise LengthMismatchError(
             f"{one.component}: source pages {one.start_page}..{one.end_page - 1} go past the receive request's "
@@ -160,9 +167,21 @@ def _paged_span(one: PageRange, destination: PageRange, *, last: bool) -> _Span:
             f"{destination.end_token}",
             field=f"{one.field}.tokens",
         )
-    surplus = min(max(destination.start_page - one.start_page, 0), len(one.ids))
-    start = max(one.start_page - destination.start_page, 0)
-    return _Span(surplus, start, len(one.ids) - surplus, surplus)
+    spans = []
+    source_at = 0
+    for ours in one.logical_pages:
+        destination_at = 0
+        for theirs in destination.logical_pages:
+            start, stop = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
+            if start < stop:
+                at = (source_at + start - ours.start, destination_at + start - theirs.start)
+                spans.append(_Span(*at, stop - start, 0))
+            destination_at += len(theirs)
+        source_at += len(ours)
+    if not spans:
+        return [_Span(len(one.ids), 0, 0, len(one.ids))]
+    surplus = len(one.ids) - sum(span.pages for span in spans)
+    return [spans[0]._replace(skipped_source_pages=surplus), *spans[1:]]
 
 
 def _state_span(one: PageRange, destination: PageRange, receive_request: ReceiveRequest) -> _Span:
@@ -177,14 +196,18 @@ def _state_span(one: PageRange, destination: PageRange, receive_request: Receive
 
 
 def _planned_copies(
-    one: PageRange, destination: PageRange, pairing: Pairing, span: _Span, receive_request: ReceiveRequest
+    one: PageRange, destination: PageRange, pairing: Pairing, spans: Sequence[_Span], receive_request: ReceiveRequest
 ) -> tuple[tuple[PlannedCopy, ...], int]:
-    """Return what of it is still wanted, and how many entries were wholly covered by a replica."""
-    cells = cells_of(pairing.pairs, span.destination_start, span.destination_start + span.pages)
+    """Return what of them is still wanted, and how many entries were wholly covered by a replica."""
     replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], np.bool_)
-    free = receive_request.coverage[one.component].free_extents(cells, replicated)
-    covered = len(pairing.pairs) - sum(int(np.count_nonzero(extent.rows)) for extent in free)
-    return tuple(_planned_copy(one, destination, pairing, span, extent) for extent in free), covered
+    wanted = np.zeros(len(pairing.pairs), np.bool_)
+    planned_copies = []
+    for span in spans:
+        cells = cells_of(pairing.pairs, span.destination_start, span.destination_start + span.pages)
+        for extent in receive_request.coverage[one.component].free_extents(cells, replicated):
+            wanted |= extent.rows
+            planned_copies.append(_planned_copy(one, destination, pairing, span, extent))
+    return tuple(planned_copies), int(np.count_nonzero(~wanted))
 
 
 def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span: _Span, extent: Extent) -> PlannedCopy:

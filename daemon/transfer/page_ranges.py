@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -11,16 +12,24 @@ from kvferry.pools.planning.manifest import component_of
 from kvferry.pools.planning.page_checks import check_range
 from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.base import PageList
-from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, PageGapError, UnknownComponentError
+from kvferry.protocol.errors import (
+    InvalidFieldError,
+    LengthMismatchError,
+    PageGapError,
+    PageOverlapError,
+    UnknownComponentError,
+)
 from kvferry.protocol.manifests import Component, Entry, Manifest
 
 
 class PageRange(msgspec.Struct, frozen=True):
-    """Consecutive logical pages of one component, from ``first_page`` on, and the pages that hold them.
+    """Logical pages of one component, from ``first_page`` on, and the pages that hold them.
 
-    ``end_token`` is the position after the last token, where the client gave it; ``field`` names the list in errors.
-    ``kind`` is the component's; only a window's or state's ``first_page`` may be unknown, its list empty, or wanted by
-    nobody (``none``). A ``shared`` list has the same pages as another one of the message, which holds them.
+    The logical pages are consecutive, but where the message had several lists of the component: then ``extents`` has
+    those of each list, ascending, and ``ids`` all their pages. ``end_token`` is the position after the last token,
+    where the client gave it; ``field`` names the (first) list in errors. ``kind`` is the component's; only a window's
+    or state's ``first_page`` may be unknown, its list empty, or wanted by nobody (``none``). A ``shared`` list has the
+    same pages as another one of the message, which holds them; an ``implied`` one, which is shared too, was not named.
     """
 
     component: str
@@ -31,6 +40,13 @@ class PageRange(msgspec.Struct, frozen=True):
     kind: str = "paged"
     none: bool = False
     shared: bool = False
+    extents: tuple[range, ...] = ()
+    implied: bool = False
+
+    @property
+    def logical_pages(self) -> tuple[range, ...]:
+        """Return the logical pages, ascending, as ranges between gaps."""
+        return self.extents or (range(self.start_page, self.start_page + len(self.ids)),)
 
     @property
     def start_page(self) -> int:
@@ -40,7 +56,11 @@ class PageRange(msgspec.Struct, frozen=True):
     @property
     def end_page(self) -> int:
         """Return the logical page after the last one."""
-        return self.start_page + len(self.ids)
+        return self.extents[-1].stop if self.extents else self.start_page + len(self.ids)
+
+    def held_tokens(self, page_tokens: int) -> int | None:
+        """Return how many tokens the pages hold, where the client said where they end."""
+        return None if self.end_token is None else self.end_token - (self.end_page - len(self.ids)) * page_tokens
 
 
 def page_ranges(
@@ -53,6 +73,8 @@ def page_ranges(
 ) -> tuple[PageRange, ...]:
     """Return the lists with their ids; a component on the pages of another one goes with the other's list.
 
+    Lists that are all empty, or none at all, name no page, which is right for a message without pages.
+
     Args:
         lists: as the message names them.
         ids: the id frames, in the same order.
@@ -61,22 +83,40 @@ def page_ranges(
         may_lack: whether components may have no list: so in a chunk among several.
 
     Raises:
-        UnknownComponentError: a component that the pool lacks, has twice here, or needs and has not here.
-        EmptyPagesError, PageOutOfRangeError, LengthMismatchError, PageGapError, InvalidFieldError: a list at fault.
+        UnknownComponentError: a component that the pool lacks, or needs and has not here.
+        EmptyPagesError, PageOutOfRangeError, LengthMismatchError, PageGapError, PageOverlapError, InvalidFieldError: a
+            list at fault.
     """
-    ranges = [
-        _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=may_end_inside)
-        for index, (one, its_ids) in enumerate(zip(lists, ids, strict=True))
-    ]
-    named = {one.component for one in ranges}
-    if len(named) < len(ranges):
-        raise UnknownComponentError("a component has two lists", field="lists")
+    no_pages = not any(len(its_ids) for its_ids in ids)
+    last = {one.component: index for index, one in enumerate(lists)}
+    of_component: dict[str, list[PageRange]] = {}
+    for index, (one, its_ids) in enumerate(zip(lists, ids, strict=True)):
+        inside = may_end_inside and index == last[one.component]
+        found = _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=inside, may_be_empty=no_pages)
+        of_component.setdefault(one.component, []).append(found)
+    ranges = [_in_one(one) for one in of_component.values()]
     ranges = [*_with_shared(ranges, manifest), *_implied(ranges, manifest)]
     missing = {one.name for one in manifest.components} - {one.component for one in ranges}
     required = sorted(missing.difference(manifest.optional_components))
-    if required and not may_lack:
+    if required and not (may_lack or no_pages):
         raise UnknownComponentError(f"no list for component {required[0]!r}", field="lists")
     return tuple(ranges)
+
+
+def split(one: PageRange, page_tokens: int | None) -> Iterator[tuple[PageList, PageIds]]:
+    """Yield the lists that a message has for it, each with its ids."""
+    at = 0
+    for extent in one.logical_pages:
+        ids = one.ids[at : at + len(extent)]
+        at += len(extent)
+        tokens = None
+        if one.end_token is not None and page_tokens is not None and at == len(one.ids):
+            tokens = one.end_token - extent.start * page_tokens
+        first_page = None if one.first_page is None else extent.start
+        yield (
+            PageList(component=one.component, first_page=first_page, pages=len(ids), tokens=tokens, none=one.none),
+            ids,
+        )
 
 
 def lists_with_pages(ranges: Iterable[PageRange]) -> list[PageRange]:
@@ -99,12 +139,14 @@ def page_tokens_of(manifest: Manifest, component: str) -> int | None:
     return next((entry.page_tokens for entry in manifest.entries if entry.component in inside), None)
 
 
-def _page_range(one: PageList, ids: PageIds, manifest: Manifest, field: str, *, may_end_inside: bool) -> PageRange:
+def _page_range(
+    one: PageList, ids: PageIds, manifest: Manifest, field: str, *, may_end_inside: bool, may_be_empty: bool
+) -> PageRange:
     component = component_of(manifest, one.component)
     if component is None:
         raise UnknownComponentError(f"the pool has no component {one.component!r}", field=f"{field}.component")
     _check_form(one, component, field)
-    if component.kind == "paged" or len(ids):
+    if len(ids) or (component.kind == "paged" and not may_be_empty):
         check_range(ids, component.pages, f"{field}.pages")
     first_page = 0 if component.kind == "paged" and one.first_page is None else one.first_page
     end_token = None
@@ -117,6 +159,33 @@ def _page_range(one: PageList, ids: PageIds, manifest: Manifest, field: str, *, 
     return PageRange(one.component, first_page, ids, end_token, field, component.kind, one.none)
 
 
+def _in_one(lists: Sequence[PageRange]) -> PageRange:
+    """Return the lists of one component as one.
+
+    Raises:
+        InvalidFieldError: several of a window or state, or one without ``first_page``.
+        PageOverlapError: they do not ascend.
+    """
+    first = lists[0]
+    if len(lists) == 1:
+        return first
+    for before, one in itertools.pairwise(lists):
+        if one.kind != "paged":
+            raise InvalidFieldError(f"{one.component!r} is no paged component: give it one list", field=one.field)
+        if one.start_page < before.end_page:
+            raise PageOverlapError(
+                f"{one.component}: the list begins at page {one.start_page}, the one before ends at "
+                f"{before.end_page}: give each page once, in ascending order",
+                field=f"{one.field}.first_page",
+            )
+    return msgspec.structs.replace(
+        first,
+        ids=np.concatenate([one.ids for one in lists]),
+        end_token=lists[-1].end_token,
+        extents=tuple(range(one.start_page, one.end_page) for one in lists),
+    )
+
+
 def _check_form(one: PageList, component: Component, field: str) -> None:
     if component.kind == "paged" and one.none:
         raise InvalidFieldError(f"{one.component!r} is neither a window nor a state", field=f"{field}.none")
@@ -125,11 +194,12 @@ def _check_form(one: PageList, component: Component, field: str) -> None:
 
 
 def _with_shared(ranges: Sequence[PageRange], manifest: Manifest) -> Iterator[PageRange]:
-    """Mark the lists that name the very pages of one before them in the same space."""
+    """Mark the lists that name the very pages of one before them, which both lie on: a page is one group's."""
     before: list[PageRange] = []
     for one in ranges:
         twin = any(
-            _space(manifest, other.component) == _space(manifest, one.component) and np.array_equal(other.ids, one.ids)
+            _pages_of(manifest, other.component) == _pages_of(manifest, one.component)
+            and np.array_equal(other.ids, one.ids)
             for other in before
         )
         yield msgspec.structs.replace(one, shared=twin)
@@ -140,11 +210,18 @@ def _implied(ranges: Sequence[PageRange], manifest: Manifest) -> Iterator[PageRa
     """Yield the lists of paged components that lie on the pages of a listed one: draft layers on main's pages."""
     named = {one.component for one in ranges}
     for component in manifest.components:
-        if component.name in named or component.kind != "paged":
+        if component.name in named or component.kind != "paged" or component.group:
             continue
         leader = next((one for one in ranges if one.component == component.space), None)
         if leader is not None and leader.kind == "paged":
-            yield msgspec.structs.replace(leader, component=component.name, shared=True)
+            yield msgspec.structs.replace(leader, component=component.name, shared=True, implied=True)
+
+
+def _pages_of(manifest: Manifest, name: str) -> str:
+    """Return whose pages a component lies on: those of its space's first, or of its group."""
+    component = component_of(manifest, name)
+    assert component is not None, name
+    return component.name if component.group else component.space
 
 
 def _space(manifest: Manifest, name: str) -> str:
@@ -159,5 +236,5 @@ def _check_tokens(tokens: int, pages: int, page_tokens: int, field: str, *, may_
         raise LengthMismatchError(f"{tokens} tokens fill {needed} pages, not {pages}", field=f"{field}.tokens")
     if tokens % page_tokens and not may_end_inside:
         raise PageGapError(
-            f"{tokens} tokens end inside a page of {page_tokens}, and more chunks follow", field=f"{field}.tokens"
+            f"{tokens} tokens end inside a page of {page_tokens}, and more pages follow", field=f"{field}.tokens"
         )

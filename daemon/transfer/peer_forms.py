@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from kvferry.daemon.transfer.completion import name_of
 from kvferry.daemon.transfer.endpoints import PlannedCopy, RemoteEndpoint, SendChunk, TransferOp
-from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges, page_tokens_of
+from kvferry.daemon.transfer.page_ranges import page_ranges, page_tokens_of, split
 from kvferry.daemon.transfer.remote import RemotePool
 from kvferry.pools.planning.runs import PageIds
-from kvferry.protocol.base import PageList
 from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.peer_messages import OpRequest, PeerSend, Segment
 from kvferry.protocol.transfer_messages import LayerStep
@@ -23,6 +22,12 @@ def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> tuple[PeerSend
     send_request = remote_endpoint.send_request
     chunk, pool = send_request.chunks[number], send_request.holder
     assert pool is not None, remote_endpoint
+    lists = [
+        named
+        for one in chunk.ranges
+        if not one.implied
+        for named in split(one, page_tokens_of(pool.manifest, one.component))
+    ]
     body = PeerSend(
         receive_request=remote_endpoint.announcement.receive_request,
         send_request=remote_endpoint.number,
@@ -30,7 +35,7 @@ def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> tuple[PeerSend
         pool=pool.name,
         manifest=pool.manifest if number == 0 else None,
         region=pool.region.identity,
-        lists=tuple(_list_of(one, pool.manifest) for one in chunk.ranges),
+        lists=tuple(one for one, _ in lists),
         last=chunk.last,
         first_token=chunk.first_token,
         payload=chunk.payload,
@@ -38,7 +43,7 @@ def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> tuple[PeerSend
         ready=send_request.ready[number],
         model=pool.model.public if pool.model and number == 0 else None,
     )
-    return body, [one.ids for one in chunk.ranges]
+    return body, [ids for _, ids in lists]
 
 
 def chunk_of(message: PeerSend, ids: Sequence[PageIds], manifest: Manifest) -> SendChunk:
@@ -52,15 +57,6 @@ def chunk_of(message: PeerSend, ids: Sequence[PageIds], manifest: Manifest) -> S
     )
     ranges = page_ranges(message.lists, ids, manifest, may_end_inside=message.last, may_lack=True)
     return SendChunk(ranges, message.last, message.first_token, message.payload, steps)
-
-
-def _list_of(one: PageRange, manifest: Manifest) -> PageList:
-    tokens = None
-    if one.end_token is not None:
-        tokens = one.end_token - one.start_page * (page_tokens_of(manifest, one.component) or 0)
-    return PageList(
-        component=one.component, first_page=one.first_page, pages=len(one.ids), tokens=tokens, none=one.none
-    )
 
 
 def op_of(op: TransferOp) -> OpRequest:

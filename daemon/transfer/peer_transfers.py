@@ -1,18 +1,8 @@
 """Transfers between daemons, sans I/O: send requests there for receive requests here, and the other way round.
 
-====================================  ===========================================================================
-event                                 result
-====================================  ===========================================================================
-a peer's first chunk does not fit     the peer's send request fails with the reason; the receive request goes on waiting
-a peer's later chunk does not fit     both fail with the reason
-a peer withdraws its send request            the receive request fails as the send request did
-a source daemon dies or restarts      receive requests that its send requests joined: PEER_LOST; others go on waiting
-a home dies or restarts               send requests that it matched: PEER_LOST, once what is under way has ended
-a RECEIVE comes after its send ended  the source says so; it fails as the send request did, unless others may fill it
-ended by itself
-a SEND comes after a peer's receive request      it fails as the receive request did; see ``tombstones``
-was ended by its receiver
-====================================  ===========================================================================
+What other daemons say is told to the endpoints that it is about as an event of the table in ``transitions``. A first
+chunk that does not fit is refused, and the receive request goes on waiting; so does one that a lost source daemon had
+not joined. A half that comes after the other one has ended by itself is told so; see ``tombstones``.
 """
 
 from __future__ import annotations
@@ -32,18 +22,16 @@ from kvferry.daemon.transfer.endpoints import (
     SendChunk,
     SendRequest,
     SourcePool,
-    State,
 )
 from kvferry.daemon.transfer.registry import Endpoints
 from kvferry.daemon.transfer.remote import Incarnation, Origin
 from kvferry.daemon.transfer.scheduling import CopyScheduler
 from kvferry.daemon.transfer.tombstones import Half
+from kvferry.daemon.transfer.transitions import Event, State
 from kvferry.protocol.errors import (
-    DeadlineError,
     KvferryError,
     OverloadedError,
     PageGapError,
-    PeerLostError,
     TransferExistsError,
     UnexpectedSourceError,
     UnknownTransferError,
@@ -171,8 +159,8 @@ class PeerTransfers:
     def withdrawn(self, origin: Origin, error: KvferryError, now: float) -> None:
         """Take the end of another daemon's send request."""
         send_request = self._endpoints.remote_sends.get(origin)
-        if send_request is not None and send_request.state is State.OPEN:
-            self._completion.fail(send_request, error, error, now)
+        if send_request is not None:
+            self._completion.apply(send_request, Event.WITHDRAWN, now, cause=error)
 
     def sources_ended(self, peer: Incarnation, name: ReceiveName, error: KvferryError, now: float) -> None:
         """Take another daemon's word that SENDs for a receive request here had ended before it was announced there.
@@ -186,12 +174,12 @@ class PeerTransfers:
         """
         receive_request = self.receive_for(Origin(peer, name, NO_SEND))
         receive_request.given_up.add(peer.address)
-        if not receive_request.unmet_sources:
+        if not receive_request.unmet:
             return
         if len(receive_request.source_daemons) <= receive_request.sources or receive_request.given_up.issuperset(
             receive_request.source_daemons
         ):
-            self._completion.fail_receive(receive_request, error, error, now)
+            self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=error)
 
     def waiting_homes(self) -> list[Incarnation]:
         """Return the home of each receive request of another daemon that waits for or takes sends from here."""
@@ -211,7 +199,7 @@ class PeerTransfers:
         for older in list(self._endpoints.announced(name.request_id)):
             same_receive = _whatever_epoch(older.receive_request) == _whatever_epoch(name)
             if older.home.address == home.address and same_receive:  # its end was lost, or is on its way
-                self._close(older, PeerLostError("the receiver has begun anew"), now)
+                self._completion.close(older, Event.BEGUN_ANEW, now, detail="the receiver has begun anew")
         announcement = Announcement(home, name, deadline_at)
         endpoints = self._endpoints.of_request(name.request_id)
         if any(one.source_or_destination.tenant != name.tenant for one in endpoints):
@@ -225,14 +213,20 @@ class PeerTransfers:
         self._endpoints.announce(announcement)
         self._endpoints.tombstones.renewed(Half(name.tenant, name.request_id, "receive"))
         for endpoint in list(endpoints):
-            if isinstance(endpoint, SendRequest) and endpoint.state is State.OPEN:
-                self.join(announcement, endpoint)
+            if not isinstance(endpoint, SendRequest) or endpoint.state is not State.OPEN:
+                continue
+            if self.join(announcement, endpoint):
+                self._endpoints.tell_matched(endpoint)
         self._notify_of_ends(announcement, now)
 
-    def join(self, announcement: Announcement, send_request: SendRequest) -> None:
-        """Send all chunks of a local send request to another daemon's receive request, if a destination is left."""
-        if len(send_request.receive_requests) >= send_request.destinations:
-            return
+    def join(self, announcement: Announcement, send_request: SendRequest) -> bool:
+        """Send all chunks of a local send request to another daemon's receive request, if a destination is left.
+
+        Returns:
+            Whether one was.
+        """
+        if not send_request.unmet:
+            return False
         remote_endpoint = RemoteEndpoint(announcement, send_request, next(self._remote_numbers), State.OPEN)
         self._endpoints.remote_endpoints[remote_endpoint.number] = remote_endpoint
         announcement.remote_endpoints.append(remote_endpoint)
@@ -240,6 +234,7 @@ class PeerTransfers:
         self._endpoints.effects.extend(
             NotifyChunk(remote_endpoint, number) for number in range(len(send_request.chunks))
         )
+        return True
 
     def closed(
         self,
@@ -254,20 +249,19 @@ class PeerTransfers:
         announcement = self._endpoints.announcements.get((home, name))
         if announcement is None:
             return
-        if error is not None and unmet:
-            self._bury(announcement, error, now)
         found = {send_request: (moved_bytes, trimmed_pages) for send_request, moved_bytes, trimmed_pages in moved}
         for remote_endpoint in announcement.remote_endpoints:
             moved_bytes, trimmed_pages = found.get(remote_endpoint.number, (0, 0))
             remote_endpoint.send_request.moved_bytes += moved_bytes
             remote_endpoint.send_request.trimmed_pages += trimmed_pages
-        self._close(announcement, error, now)
+        event = Event.CLOSED if error is None else Event.CLOSED_FAILED
+        self._completion.close(announcement, event, now, unmet=bool(unmet), cause=error)
 
     def refused(self, home: Incarnation, number: int, error: KvferryError, now: float) -> None:
         """Take another daemon's word that a send request does not fit its receive request."""
         remote_endpoint = self._endpoints.remote_endpoints.get(number)
         if remote_endpoint is not None and remote_endpoint.announcement.home == home:
-            self._completion.close_remote(remote_endpoint, error, now)
+            self._completion.apply(remote_endpoint, Event.REFUSED, now, cause=error)
 
     def announcement_refused(self, name: ReceiveName, error: KvferryError) -> None:
         """Take another daemon's word that it has no sends for a receive request here, which goes on waiting.
@@ -307,30 +301,51 @@ class PeerTransfers:
         if op in remote_endpoint.sending:
             self._activity.transfer_ended()
         remote_endpoint.sending.discard(op)
-        self._completion.settle_remote(remote_endpoint)
+        self._completion.check_settled(remote_endpoint)
 
     # -- both
 
+    def half_abandoned(self, half: Half, error: KvferryError, now: float, source: str | None = None) -> int:
+        """Fail the open sides here that wait for a half that does not come; return how many.
+
+        Args:
+            half: which.
+            error: what they fail with.
+            now: the time.
+            source: the other daemon that says so of SENDs: only receive requests that expect its SENDs believe it, and
+                later ones ask it themselves. None: an engine of this daemon.
+        """
+        waiting = [
+            one
+            for one in self._endpoints.of_request(half.request_id)
+            if one.direction != half.direction
+            and one.source_or_destination.tenant == half.tenant
+            and one.state is State.OPEN
+            and one.unmet
+            and (source is None or not isinstance(one, ReceiveRequest) or source in one.source_daemons)
+        ]
+        for endpoint in self._endpoints.while_live(waiting):
+            self._completion.apply(endpoint, Event.PEER_ABANDONED, now, cause=error)
+        if source is None or half.direction == "receive":
+            notified = [one.source_or_destination.name for one in waiting]
+            self._endpoints.tombstones.abandon(half, error, now, notified)
+        return len(waiting)
+
     def peer_lost(self, peer: Incarnation, why: str, now: float) -> None:
         """Fail what depends on an incarnation that is gone."""
-        lost = PeerLostError(f"the daemon at {peer.address} is gone: {why}")
-        for send_request in [
-            one for one in self._endpoints.remote_sends.values() if one.origin and one.origin.peer == peer
-        ]:
-            if send_request.state is State.OPEN:
-                self._completion.fail(send_request, lost, lost, now)
+        lost = f"the daemon at {peer.address} is gone: {why}"
+        of_peer = [one for one in self._endpoints.remote_sends.values() if one.origin and one.origin.peer == peer]
+        for send_request in self._endpoints.while_live(of_peer):
+            self._completion.apply(send_request, Event.DAEMON_LOST, now, detail=lost)
         for announcement in [one for one in self._endpoints.announcements.values() if one.home == peer]:
-            self._close(announcement, lost, now)
+            self._completion.close(announcement, Event.DAEMON_LOST, now, detail=lost)
 
     def expired(self, announcement: Announcement, now: float) -> None:
         """Drop another daemon's receive request at its deadline: its end was lost on the way."""
         if self._endpoints.announcements.get((announcement.home, announcement.receive_request)) is announcement:
-            late = DeadlineError(
-                f"the receive request at {announcement.home.address} is over, and its end was not heard of"
-            )
-            if not announcement.remote_endpoints:
-                self._bury(announcement, late, now)
-            self._close(announcement, late, now)
+            late = f"the receive request at {announcement.home.address} is over, and its end was not heard of"
+            nobody_came = not announcement.remote_endpoints
+            self._completion.close(announcement, Event.DEADLINE, now, unmet=nobody_came, detail=late)
 
     def _new_send(
         self, origin: Origin, number: int, pool: SourcePool, receive_request: ReceiveRequest, now: float
@@ -347,10 +362,10 @@ class PeerTransfers:
     def refuse(self, origin: Origin, error: KvferryError, now: float) -> None:
         """Refuse a chunk of another daemon's send request; chunks before it fail too, else the receiver waits on."""
         send_request = self._endpoints.remote_sends.get(origin)
-        self._endpoints.effects.append(RefuseSend(origin.peer, origin.receive_request, origin.send_request, error))
-        if send_request is not None and send_request.chunks and send_request.state is State.OPEN:
-            self._completion.fail(send_request, error, error, now)
+        if send_request is not None:
+            self._completion.apply(send_request, Event.REFUSED, now, cause=error)
             return
+        self._endpoints.effects.append(RefuseSend(origin.peer, origin.receive_request, origin.send_request, error))
         receive_request = self._endpoints.receive_requests.get(
             EndpointKey(
                 origin.receive_request.tenant, origin.receive_request.request_id, origin.receive_request.pool, "receive"
@@ -359,15 +374,6 @@ class PeerTransfers:
         if receive_request is not None and not isinstance(error, UnknownTransferError):
             receive_request.last_refusal = error
 
-    def _bury(self, announcement: Announcement, error: KvferryError, now: float) -> None:
-        """Remember that another daemon's receive request has ended, for those who come too late."""
-        name, met = (
-            announcement.receive_request,
-            [remote_endpoint.send_request.pool.name for remote_endpoint in announcement.remote_endpoints],
-        )
-        half = Half(name.tenant, name.request_id, "receive")
-        self._endpoints.tombstones.bury(half, listener_of(announcement), error, now, met)
-
     def _notify_of_ends(self, announcement: Announcement, now: float) -> None:
         """Send another daemon's receive request the SENDs that ended here before it was announced."""
         home, name = announcement.home, announcement.receive_request
@@ -375,11 +381,6 @@ class PeerTransfers:
         ended = self._endpoints.tombstones.notices_for(half, listener_of(announcement), now, (home.boot_id, name.epoch))
         if ended:
             self._endpoints.effects.append(NotifyEnded(home, name, ended[0]))
-
-    def _close(self, announcement: Announcement, error: KvferryError | None, now: float) -> None:
-        self._endpoints.withdraw(announcement)
-        for remote_endpoint in list(announcement.remote_endpoints):
-            self._completion.close_remote(remote_endpoint, error, now)
 
 
 def _whatever_epoch(name: ReceiveName) -> tuple[str, str, int]:

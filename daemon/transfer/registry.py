@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
 
-from kvferry.daemon.transfer.deadlines import Deadlines
-from kvferry.daemon.transfer.effects import Effect
+from kvferry.daemon.transfer.effects import Effect, Notify
 from kvferry.daemon.transfer.endpoints import (
     Announcement,
     EndpointKey,
@@ -16,7 +18,60 @@ from kvferry.daemon.transfer.endpoints import (
 )
 from kvferry.daemon.transfer.remote import Incarnation, Origin
 from kvferry.daemon.transfer.tombstones import Tombstones
+from kvferry.daemon.transfer.transitions import State
+from kvferry.protocol.events import Matched
 from kvferry.protocol.peer_messages import ReceiveName
+
+# -- what is due when. Knows nothing of what that is, and keeps nothing alive that has been dropped.
+
+
+FEW = 16
+
+T = TypeVar("T")
+
+
+class Deadlines(Generic[T]):
+    """One deadline for each of some hashable things, in seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []  # may name numbers that are no more: at most as many as live, and few
+        self._things: dict[int, T] = {}
+        self._numbers: dict[T, int] = {}
+        self._next_numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        """Show how many there are."""
+        return f"<Deadlines {len(self._things)}>"
+
+    def set(self, thing: T, deadline_at: float) -> None:
+        """Let a thing be due at this time, and at no other."""
+        self.drop(thing)
+        number = self._numbers[thing] = next(self._next_numbers)
+        self._things[number] = thing
+        heapq.heappush(self._heap, (deadline_at, number))
+        if len(self._heap) > FEW + 2 * len(self._things):
+            self._heap = [one for one in self._heap if one[1] in self._things]
+            heapq.heapify(self._heap)
+
+    def drop(self, thing: T) -> None:
+        """Let a thing not be due any more, if it was."""
+        number = self._numbers.pop(thing, None)
+        if number is not None:
+            del self._things[number]
+
+    def due(self, now: float) -> Iterator[T]:
+        """Yield, and drop, what is due, earliest first. Others may be set and dropped meanwhile."""
+        while self._heap and self._heap[0][0] <= now:
+            thing = self._things.get(heapq.heappop(self._heap)[1])
+            if thing is not None:
+                self.drop(thing)
+                yield thing
+
+    def next(self) -> float | None:
+        """Return when the next one is due, or None."""
+        while self._heap and self._heap[0][1] not in self._things:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
 
 
 class Endpoints:
@@ -52,6 +107,11 @@ class Endpoints:
         yield from self.send_requests.values()
         yield from self.receive_requests.values()
 
+    @staticmethod
+    def while_live(endpoints: Iterable[SendRequest | ReceiveRequest]) -> Iterator[SendRequest | ReceiveRequest]:
+        """Yield those that have not settled by then: what ends one may end others."""
+        yield from (one for one in list(endpoints) if one.state is not State.SETTLED)
+
     def of_request(self, request_id: str) -> list[SendRequest | ReceiveRequest]:
         """Return this daemon's sides of a request."""
         return self._by_request.get(request_id, [])
@@ -59,6 +119,19 @@ class Endpoints:
     def announced(self, request_id: str) -> list[Announcement]:
         """Return the receive requests of other daemons for a request, oldest first."""
         return self._announced.get(request_id, [])
+
+    def tell_matched(self, send_request: SendRequest) -> None:
+        """Tell the session of an open send request that another receive request has joined it."""
+        if send_request.origin is None:
+            matched = Matched(
+                request_id=send_request.request_id,
+                pool=send_request.pool.name,
+                direction="send",
+                generation=send_request.generation,
+                matched=send_request.matched,
+                destinations=send_request.destinations,
+            )
+            self.effects.append(Notify(send_request.session_id, matched))
 
     def announce(self, announcement: Announcement) -> None:
         """Add another daemon's receive request."""

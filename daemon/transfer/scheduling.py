@@ -10,6 +10,7 @@ from kvferry.daemon.transfer.admission import withdraw, would_complete
 from kvferry.daemon.transfer.effects import StartOp, WarnTrimmed
 from kvferry.daemon.transfer.endpoints import ReceiveRequest, SendChunk, SendRequest, TransferOp
 from kvferry.daemon.transfer.matching import Match, match
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.registry import Endpoints
 from kvferry.protocol.errors import KvferryError
 
@@ -24,8 +25,9 @@ class Fit(NamedTuple):
 class CopyScheduler:
     """Makes and starts transfer ops. A transfer of less than ``whole_below_bytes`` is not cut into steps."""
 
-    def __init__(self, endpoints: Endpoints, whole_below_bytes: int) -> None:
+    def __init__(self, endpoints: Endpoints, whole_below_bytes: int, payloads: KeptPayloads) -> None:
         self._endpoints = endpoints
+        self._payloads = payloads
         self._whole_below_bytes = whole_below_bytes
         self._op_ids = itertools.count(1)
 
@@ -35,6 +37,7 @@ class CopyScheduler:
         """Match a send request's chunks from number ``first`` on, and planned copy their cells; or leave no trace.
 
         Raises:
+            OverloadedError: the receiver's session keeps too many payloads.
             KvferryError: a chunk does not fit, or all sources are done and cells are missing.
         """
         fits: list[Fit] = []
@@ -44,6 +47,7 @@ class CopyScheduler:
                 for planned_copy in found.planned_copies:
                     receive_request.coverage[planned_copy.component].plan(planned_copy.cells)
                 fits.append(Fit(number, found))
+                self._payloads.check(receive_request.session_id, len(chunk.payload))
             if would_complete(receive_request, send_request, chunks):
                 receive_request.check_planned([one for fit in fits for one in fit.match.excused])
         except KvferryError:
@@ -65,6 +69,8 @@ class CopyScheduler:
         if send_request not in receive_request.send_requests:
             self.join(receive_request, send_request)
         found = fit.match
+        payload = send_request.chunks[fit.chunk].payload
+        self._payloads.keep(receive_request.session_id, receive_request.key, len(payload))
         for endpoint in (receive_request, send_request):
             endpoint.skipped_source_entries = max(endpoint.skipped_source_entries, found.skipped_source_entries)
             endpoint.covered_source_entries = max(endpoint.covered_source_entries, found.covered_source_entries)

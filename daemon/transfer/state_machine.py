@@ -3,20 +3,7 @@
 Methods take what happened and the time; they return what to do (``effects``), or raise, and then nothing has changed.
 One rule decides who is refused where two messages do not fit: the one that came later. What was accepted stays.
 
-What happens to an OPEN side:
-
-====================================  ==========================================  ================================
-event                                 send request (SEND side)                           receive request (RECEIVE side)
-====================================  ==========================================  ================================
-its own CANCEL                        CANCELLED                                   CANCELLED
-the other side's CANCEL               PEER_CANCELLED                              PEER_CANCELLED
-its own deadline                      DEADLINE                                    DEADLINE
-its session dies before its last SEND forgotten; pages go back                    PEER_LOST
-its session dies after its last SEND  lives on without a listener                 completes
-the receiving session dies            PEER_LOST                                   forgotten; pages go back
-a copy fails                          TRANSFER_FAILED                             TRANSFER_FAILED
-all cells there, all sources done     success                                     success
-====================================  ==========================================  ================================
+What an event does to an endpoint is the table in ``transitions``, which ``completion`` executes.
 
 A side that comes after the other one has ended by itself, so that nobody was there to be told, ends as soon as it is
 accepted, with the other's code; see ``tombstones``. A side that it has joined already is told so too.
@@ -28,7 +15,10 @@ What other daemons say is in ``peer_transfers``.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from kvferry.daemon.transfer.admission import (
     check_continues,
@@ -37,31 +27,19 @@ from kvferry.daemon.transfer.admission import (
     hold_for_reading,
     hold_for_writing,
 )
-from kvferry.daemon.transfer.completion import Completion
-from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyChunk, NotifyReady
-from kvferry.daemon.transfer.endpoints import (
-    Announcement,
-    Clocked,
-    EndpointKey,
-    ReceiveRequest,
-    SendChunk,
-    SendRequest,
-    State,
-)
+from kvferry.daemon.transfer.completion import Completion, Generations, Results
+from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyAbandoned, NotifyChunk, NotifyReady
+from kvferry.daemon.transfer.endpoints import Announcement, Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import PageRange
+from kvferry.daemon.transfer.payloads import KeptPayloads, check_payload
 from kvferry.daemon.transfer.peer_transfers import NoActivity, PeerTransfers, TransferActivity
 from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.results import Generations, Results
 from kvferry.daemon.transfer.scheduling import CopyScheduler, Fit
 from kvferry.daemon.transfer.tombstones import Half, Tombstones
+from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, State, Transitions
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
-    CancelledError,
-    DeadlineError,
     KvferryError,
-    PeerCancelledError,
-    PeerLostError,
-    ShuttingDownError,
     TransferExistsError,
     UnexpectedSourceError,
     UnknownTransferError,
@@ -85,6 +63,7 @@ class TransferStateMachine:
         results: what sessions were told.
         sides: the live sides.
         peers: takes what other daemons say.
+        payloads: counts what is kept of them.
     """
 
     def __init__(
@@ -92,15 +71,18 @@ class TransferStateMachine:
         whole_below_bytes: int = 0,
         tombstones: Tombstones | None = None,
         activity: TransferActivity | None = None,
+        transitions: Transitions = TRANSITIONS,
+        payloads: KeptPayloads | None = None,
     ) -> None:
         """``activity`` is told while bytes of a transfer op are being written to another daemon."""
-        self.results = Results()
+        self.payloads = KeptPayloads() if payloads is None else payloads
+        self.results = Results(self.payloads)
         self.endpoints = Endpoints(Tombstones() if tombstones is None else tombstones)
         self._generations = Generations()
         self._epoches = itertools.count(1)
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
-        self._completion = Completion(self.endpoints, self.results)
-        self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes)
+        self._completion = Completion(self.endpoints, self.results, self.payloads, transitions)
+        self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes, self.payloads)
         self.peers = PeerTransfers(self.endpoints, self._completion, self._copy_scheduler, activity or NoActivity())
 
     def __repr__(self) -> str:
@@ -179,9 +161,12 @@ class TransferStateMachine:
                 self._copy_scheduler.start(receive_request, send_request, fit, now)
             elif send_request not in receive_request.send_requests:
                 self._copy_scheduler.join(receive_request, send_request)
+        if ended is None:
+            for send_request in send_requests:
+                self.endpoints.tell_matched(send_request)
         self.endpoints.effects.extend(AnnounceReceive(address, receive_request) for address in source_daemons)
         if ended is not None:
-            self._completion.fail_receive(receive_request, ended, ended, now)
+            self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=ended)
         self._completion.check_done(receive_request, now)
         return _accepted(receive_request)
 
@@ -192,6 +177,8 @@ class TransferStateMachine:
             TransferExistsError: the request id is in use, or its last SEND from this pool was accepted.
             PageGapError: the chunk does not continue the one before.
             InvalidFieldError: the steps do not name each layer once.
+            TooLargeError: the payload, for this pool or a receiver's.
+            OverloadedError: too many payloads are kept.
             KvferryError: the pages cannot be read, or a receive request does not take them: see ``match``.
         """
         self._check_tenant(sender)
@@ -200,6 +187,8 @@ class TransferStateMachine:
         number = len(send_request.chunks)
         check_continues(send_request, chunk)
         check_steps(chunk, sender.pool.manifest)
+        check_payload(chunk.payload, sender.pool)
+        self.payloads.check(sender.session_id, len(chunk.payload))
         receive_requests = [
             one for one in send_request.receive_requests if isinstance(one, ReceiveRequest) and one.state is State.OPEN
         ]
@@ -215,6 +204,7 @@ class TransferStateMachine:
                 self._copy_scheduler.withdraw(receive_request, its_fits)
             raise
         send_request.add(chunk)
+        self.payloads.keep(sender.session_id, send_request.key, len(chunk.payload))
         stepping = self._stepping.setdefault(send_request.session_id, []) if chunk.steps else []
         if send_request not in stepping:
             stepping.append(send_request)
@@ -253,16 +243,15 @@ class TransferStateMachine:
         op = self.endpoints.ops.pop(op_id)
         receive_request = op.receive_request
         del receive_request.ops[op_id]
-        if receive_request.state is State.OPEN:
-            if error is not None:
-                self._completion.fail_receive(receive_request, error, error, now)
-            else:
-                for planned_copy in op.planned_copies:
-                    receive_request.coverage[planned_copy.component].arrive(planned_copy.cells)
-                    receive_request.moved_bytes += planned_copy.plan.total_bytes
-                    op.send_request.moved_bytes += planned_copy.plan.total_bytes
-                self._completion.check_done(receive_request, now)
-        self._completion.settle_receive(receive_request)
+        if error is not None:
+            self._completion.apply(receive_request, Event.COPY_FAILED, now, cause=error)
+        elif receive_request.state is State.OPEN:
+            for planned_copy in op.planned_copies:
+                receive_request.coverage[planned_copy.component].arrive(planned_copy.cells)
+                receive_request.moved_bytes += planned_copy.plan.total_bytes
+                op.send_request.moved_bytes += planned_copy.plan.total_bytes
+            self._completion.check_done(receive_request, now)
+        self._completion.check_settled(receive_request)
 
     def cancel(self, session_id: int, key: EndpointKey, now: float) -> None:
         """Fail the session's side if it is open still.
@@ -275,18 +264,34 @@ class TransferStateMachine:
             raise UnknownTransferError(
                 f"no live {key.direction} of this request in pool {key.pool!r}", field="request_id"
             )
-        if endpoint.state is State.OPEN:
-            own, peers = CancelledError("cancelled by its own side"), PeerCancelledError("the peer cancelled")
-            self._completion.end(endpoint, own, peers, now)
+        self._completion.apply(
+            endpoint, Event.CANCEL, now, detail="cancelled by its own side", peer_detail="the peer cancelled"
+        )
+
+    def abandon(self, half: Half, error: KvferryError, now: float, daemons: Sequence[str] = ()) -> int:
+        """Fail the sides that wait for a half that does not come, and remember it for those that come later.
+
+        Returns:
+            How many sides of sessions here failed. These daemons are told, and homes whose receive requests wait for
+            SENDs from here.
+        """
+        failed = self.peers.half_abandoned(half, error, now)
+        homes = [
+            one.home.address
+            for one in self.endpoints.announced(half.request_id)
+            if half.direction == "send" and one.receive_request.tenant == half.tenant
+        ]
+        self.endpoints.effects.extend(
+            NotifyAbandoned(address, half, error) for address in dict.fromkeys([*daemons, *homes])
+        )
+        return failed
 
     def session_lost(self, session_id: int, now: float) -> None:
         """Fail what died with a session; send requests that are complete and ready live on."""
-        for endpoint in [one for one in self.endpoints if one.session_id == session_id]:
-            if endpoint.state is State.OPEN and not (
-                isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
-            ):
-                lost = PeerLostError(f"the engine on the {endpoint.direction} side died")
-                self._completion.end(endpoint, lost, lost, now)
+        for endpoint in self.endpoints.while_live(one for one in self.endpoints if one.session_id == session_id):
+            outlives = isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
+            event = Event.SESSION_ENDED_SENT if outlives else Event.SESSION_ENDED
+            self._completion.apply(endpoint, event, now, detail=f"the engine on the {endpoint.direction} side died")
         self._stepping.pop(session_id, None)
         self.results.forget_session(session_id)
         self._generations.forget_session(session_id)
@@ -296,19 +301,16 @@ class TransferStateMachine:
         for endpoint in self.endpoints.deadlines.due(now):
             if isinstance(endpoint, Announcement):
                 self.peers.expired(endpoint, now)
-            elif endpoint.state is State.OPEN:
-                late = DeadlineError(
-                    f"the {endpoint.direction} side's deadline passed; missing: {endpoint.waits_for()}"
-                )
-                self._completion.end(endpoint, late, late, now)
+            else:
+                late = f"the {endpoint.direction} side's deadline passed; missing: {endpoint.waits_for()}"
+                self._completion.apply(endpoint, Event.DEADLINE, now, detail=late)
 
     def drain(self, now: float) -> None:
         """Fail the open sides that wait for a message which will not be taken any more."""
-        ending = ShuttingDownError("the daemon ends")
-        for endpoint in list(self.endpoints):
+        for endpoint in self.endpoints.while_live(self.endpoints):
             complete = endpoint.all_planned if isinstance(endpoint, ReceiveRequest) else endpoint.fully_matched
-            if endpoint.state is State.OPEN and not complete:
-                self._completion.fail(endpoint, ending, ending, now)
+            if not complete:
+                self._completion.apply(endpoint, Event.DRAIN, now, detail="the daemon ends")
 
     def next_deadline(self) -> float | None:
         """Return when to call ``expire`` next, or None."""
@@ -325,7 +327,8 @@ class TransferStateMachine:
             raise UnknownTransferError(
                 f"no {key.direction} of this request in pool {key.pool!r}, live or unacknowledged", field="request_id"
             )
-        return known
+        endpoint = self.endpoint(session_id, key)
+        return known if endpoint is None else msgspec.structs.replace(known, matched=endpoint.matched)
 
     def _check_tenant(self, sender: Sender) -> None:
         tenants = [one.source_or_destination.tenant for one in self.endpoints.of_request(sender.request_id)]
@@ -379,19 +382,27 @@ class TransferStateMachine:
         A receive request with sources at other daemons is another matter: it may be armed again on those, after one
         here ended.
         """
-        if receive_request.source_daemons or len(send_requests) >= receive_request.sources:
+        if len(send_requests) >= receive_request.sources:
             return None
         half = Half(receive_request.pool.tenant, receive_request.request_id, "send")
+        abandoned = self.endpoints.tombstones.abandoned(half, receive_request.pool.name, now)
+        if abandoned is not None or receive_request.source_daemons:
+            return abandoned
         return next(iter(self.endpoints.tombstones.notices_for(half, receive_request.pool.name, now)), None)
 
     def _check_receivers_live(self, send_request: SendRequest, number: int, now: float) -> None:
         """End a new send request that no room takes, if as many receivers as it is for have ended."""
-        if number or send_request.receive_requests:
+        if number or not send_request.unmet:
             return
         half = Half(send_request.pool.tenant, send_request.request_id, "receive")
+        abandoned = self.endpoints.tombstones.abandoned(half, send_request.pool.name, now)
+        if abandoned is not None:
+            self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=abandoned)
+        if abandoned is not None or send_request.receive_requests:
+            return
         ended = self.endpoints.tombstones.notices_for(half, send_request.pool.name, now)
         if ended and len(ended) >= send_request.destinations:
-            self._completion.fail(send_request, ended[0], ended[0], now)
+            self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=ended[0])
 
     def _send_to_peers(self, send_request: SendRequest, number: int) -> None:
         """Send a chunk to other daemons' receive requests; all chunks so far to those that have just been found."""
@@ -425,6 +436,7 @@ def _accepted(endpoint: SendRequest | ReceiveRequest) -> Accepted:
         skipped_source_entries=endpoint.skipped_source_entries,
         skipped_source_pages=endpoint.skipped_source_pages,
         covered_source_entries=endpoint.covered_source_entries,
+        matched=endpoint.matched,
     )
 
 

@@ -7,6 +7,7 @@ not there to be told. One that fails because of the other side leaves none: that
   Who ends because he heard one leaves none himself. So two engines that both try again meet, in either order.
 - A new SEND takes away all tombstones of the request's SENDs, whatever pool they were from, a new RECEIVE those of its
   RECEIVEs: it may take their place. Success leaves none.
+- A half that is given up before it came leaves one of no pool, which every side of the other half hears.
 - They are bounded by number, the oldest go first, and by age. A tenant hears of its own requests only.
 """
 
@@ -25,6 +26,10 @@ MOST: Final = 16_384
 KEPT_S: Final = 600.0
 _MOST_OF_A_REQUEST: Final = 64
 """Tombstones of one request's side, and pools that heard one: more than a request has pools."""
+
+
+ABANDONED: Final = ""
+"""Whose end it is, in place of a pool's name, where a whole half was given up before it came."""
 
 
 class Half(NamedTuple):
@@ -69,6 +74,19 @@ class Tombstones:
     def __len__(self) -> int:
         """Return how many halves are remembered."""
         return len(self._halves)
+
+    def abandon(self, half: Half, error: KvferryError, now: float, notified: Iterable[Hashable] = ()) -> None:
+        """Remember that a half does not come at all, of whatever pool; else as ``bury``."""
+        self.bury(half, ABANDONED, error, now, notified)
+
+    def abandoned(self, half: Half, who: Hashable, now: float) -> KvferryError | None:
+        """Return why a half does not come at all, unless this late pool has heard it; None where it may come."""
+        self._forget_old(now)
+        stone = self._halves.get(half, {}).get(ABANDONED)
+        if stone is None or who in stone.notified or stone.ended_at + self.kept_s <= now:
+            return None
+        stone.notified[who] = None
+        return stone.said(now)
 
     def bury(
         self, half: Half, whose: Hashable, error: KvferryError, now: float, notified: Iterable[Hashable] = ()

@@ -26,12 +26,20 @@ from kvferry.pools.planning.gather import gather, scatter
 from kvferry.pools.planning.plan import PlanSide
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, zero_padding
 from kvferry.pools.tiers.host_copies import offload_step, restore_step
-from kvferry.protocol.errors import ClientClosedError, ForkedError, InvalidFieldError, KvferryError, OutOfMemoryError
+from kvferry.protocol.errors import (
+    AccessDeniedError,
+    ClientClosedError,
+    ForkedError,
+    InvalidFieldError,
+    KvferryError,
+    OutOfMemoryError,
+)
 from kvferry.protocol.ids import HOST
 
 POPULATE_CHUNK_BYTES: Final = 64 << 20
 _MADV_POPULATE_WRITE: Final = 23
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_WRITE_SEALS: Final = fcntl.F_SEAL_WRITE | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -106,6 +114,21 @@ class HostRegion:
             raise OutOfMemoryError(f"cannot make a region of {size_bytes} bytes: {cause}") from cause
         return cls(fd, size_bytes)
 
+    @classmethod
+    def registered(cls, fd: int) -> HostRegion:
+        """Map all of a memfd that an engine has made; the region owns ``fd`` from now on, even if this raises.
+
+        Raises:
+            InvalidFieldError: its size could change, or writing to it could fault.
+            OutOfMemoryError: no address space.
+        """
+        try:
+            size_bytes = _registered_bytes(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, size_bytes)
+
     @property
     def fd(self) -> int:
         """Return the descriptor, owned by the region; -1 once closed."""
@@ -117,8 +140,17 @@ class HostRegion:
         return os.fstat(self._fd).st_ino
 
     def read_only_fd(self) -> int:
-        """Return a new descriptor of the region that cannot be mapped for writing; the caller closes it."""
-        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        """Return a new descriptor of the region that cannot be mapped for writing; the caller closes it.
+
+        Raises:
+            AccessDeniedError: an engine registered the region, and does not let this process open it.
+        """
+        try:
+            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError as cause:
+            raise AccessDeniedError(
+                f"the region's owner does not allow opening it: {cause.strerror}", field="region"
+            ) from cause
 
     @property
     def address(self) -> int:
@@ -203,6 +235,32 @@ class HostRegion:
         """
         if not self.is_ours:
             raise ForkedError(f"process {self._pid} mapped this memory, not its child {os.getpid()}")
+
+
+def _registered_bytes(fd: int) -> int:
+    """Return the size of memory to be registered.
+
+    Raises:
+        InvalidFieldError: it cannot be registered.
+    """
+    wrong = ""
+    if not _is_sealed(fd):
+        wrong = "it is no memfd that is sealed against every change of its size, without which its end could be cut off"
+    elif (
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _WRITE_SEALS or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR
+    ):
+        wrong = "it cannot be written"
+    elif os.fstatvfs(fd).f_bsize > mmap.PAGESIZE:
+        wrong = "it is in huge pages, where a page that the host lacks ends whoever touches it"
+    elif not os.fstat(fd).st_size:
+        wrong = "it is empty"
+    if wrong:
+        raise InvalidFieldError(
+            f"the memory cannot be registered: {wrong}. Make it by kvferry.clients.SharedMemory, or by "
+            "memfd_create(MFD_ALLOW_SEALING), ftruncate and F_ADD_SEALS of F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL",
+            field="memory",
+        )
+    return os.fstat(fd).st_size
 
 
 def _is_sealed(fd: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from kvferry.pools.layouts.mla import is_packed
+from kvferry.pools.layouts.mla import is_one_row
 from kvferry.pools.layouts.parts import FIA_NZ, ND
 from kvferry.pools.planning.geometry import PAGE_HEADS, dtype_bytes, page_bytes_of, page_rows
 from kvferry.pools.planning.scales import check_scales
@@ -93,7 +93,7 @@ def _check_shape(entry: Entry) -> None:
 
 def _axes(entry: Entry, shape: tuple[int, ...]) -> Mapping[str, int]:
     """Return at which axis of the shape which field stands; none of an array whose form is not one of ours."""
-    if not shape or (entry.format not in {None, ND, FIA_NZ, PAGE_HEADS} and not is_packed(entry.format)):
+    if not shape or not (entry.format in {None, ND, PAGE_HEADS} or _is_nz(entry) or is_one_row(entry.format)):
         return {}
     if _is_of_tokens(entry, shape):
         return {"heads": 2} if entry.page_tokens else {}
@@ -102,13 +102,17 @@ def _axes(entry: Entry, shape: tuple[int, ...]) -> Mapping[str, int]:
 
 def _page_axes(entry: Entry, axes: int) -> Mapping[str, int]:
     """Return the same of what follows the pages; of an array without tokens only its role tells it."""
-    if entry.format == FIA_NZ:
+    if _is_nz(entry):
         return _FRACTALS if axes == 5 else {}  # noqa: PLR2004  see _FRACTALS
     if entry.format == PAGE_HEADS:
         return {"heads": 1} if axes == 2 else {}  # noqa: PLR2004  (pages, heads)
     if entry.role in STATE_ROLES:
         return {"heads": 1} if entry.role == "ssm" and axes > 1 else {}
     return _TOKENS if entry.page_tokens and axes == (3 if entry.role == "index_scale" else 4) else {}
+
+
+def _is_nz(entry: Entry) -> bool:
+    return entry.format is not None and entry.format.startswith(FIA_NZ)
 
 
 def _is_of_tokens(entry: Entry, shape: tuple[int, ...]) -> bool:

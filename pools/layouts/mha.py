@@ -8,9 +8,9 @@ the same bytes, but one row is one token. Source: SGLang's Ascend pools (``ASCEN
 from __future__ import annotations
 
 from kvferry.pools.layouts.draft import draft_components, mha_draft_entries
-from kvferry.pools.layouts.parts import Paged, attention_entries, heads_of, layers_from, main_component
+from kvferry.pools.layouts.groups import lay_out_groups
+from kvferry.pools.layouts.parts import Paged, attention_entries, heads_of, layers_from
 from kvferry.pools.planning.geometry import page_count
-from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.scales import KeyValueScales
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Manifest, MhaSpec
@@ -20,7 +20,7 @@ def manifest_of(spec: MhaSpec) -> Manifest:
     """Return the manifest: k of all layers, then v of all layers, then the draft's.
 
     Raises:
-        InvalidFieldError: the layers, the heads, the dtype or the size make no sense.
+        InvalidFieldError: the layers, the heads, the dtype, the groups or the size make no sense.
     """
     pages = page_count(spec.tokens, spec.page_size)
     part = Paged(
@@ -33,11 +33,11 @@ def manifest_of(spec: MhaSpec) -> Manifest:
         view=spec.view,
         scales=KeyValueScales(spec.k_scale, spec.v_scale),
     )
-    return lay_out(
-        [
-            *attention_entries(part, spec.head_dim, spec.v_head_dim),
-            *mha_draft_entries(spec.draft, part, spec.head_dim, spec.v_head_dim),
-        ],
-        [main_component(pages), *draft_components(spec.draft, pages)],
+    draft_entries = mha_draft_entries(spec.draft, part, spec.head_dim, spec.v_head_dim)
+    return lay_out_groups(
+        spec.groups,
+        part,
+        attention_entries(part, spec.head_dim, spec.v_head_dim),
+        (draft_entries, draft_components(spec.draft, pages)),
         spec.optional_components,
     )

@@ -6,16 +6,22 @@ pages, page_size, 1)`` float32. Every tensor-parallel rank holds the same. Sourc
 
 Packed, a token is one row of bytes: the latent in float8, a float32 scale for each 128 of it, the rope part in
 bfloat16. FlashMLA's kernels (``fp8_ds_mla``) have the scales in the middle, Ascend's at the end: two formats.
+
+Joined, a token is one row of k too, ``kv_lora_rank + qk_rope_head_dim`` elements of one dtype, the rope part last, as
+in SGLang's ``MLATokenToKVPool`` and vLLM's MLA caches. Its format names the two widths: it pairs with no other split,
+nor with latent and rope apart.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import cast
 
 import msgspec
 
 from kvferry.pools.layouts.draft import check_absent, draft_components, mha_draft_entries
+from kvferry.pools.layouts.groups import lay_out_groups
 from kvferry.pools.layouts.parts import (
     DRAFT,
     ND,
@@ -24,12 +30,10 @@ from kvferry.pools.layouts.parts import (
     Paged,
     check_ascending,
     layers_from,
-    main_component,
     paged_entries,
     paged_entry,
 )
 from kvferry.pools.planning.geometry import dtype_bytes, page_count
-from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.scales import fixed_scales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
@@ -38,6 +42,9 @@ from kvferry.protocol.manifests import DraftSpec, Entry, LayerScales, Manifest, 
 PACKED_FORMATS = {"ds_mla": "FP8_DS_MLA", "ascend": "FP8_ASCEND_MLA"}
 PACKED_SPLIT = (512, 64)
 """Latent and rope of the plain formats; the names of other splits end with them: as many bytes may be another token."""
+
+JOINED_FORMATS = {"paged": "LATENT_ROPE", "nz": "FIA_NZ_LATENT_ROPE"}
+"""By view; the two widths follow."""
 
 PACKED_DTYPE = "float8_e4m3fn"
 HEAD_FIELDS = ("head_start", "total_heads", "head_dim", "v_head_dim", "v_scale")
@@ -49,7 +56,7 @@ def manifest_of(spec: MlaSpec) -> Manifest:
     """Return the manifest: k, v, index_k and index_scale, each of all its layers, then the draft's.
 
     Raises:
-        InvalidFieldError: the layers, the dtypes, the size or the packed form make no sense.
+        InvalidFieldError: the layers, the dtypes, the size, the groups, or the packed or joined form make no sense.
     """
     pages = page_count(spec.tokens, spec.page_size)
     part = Paged(
@@ -61,9 +68,11 @@ def manifest_of(spec: MlaSpec) -> Manifest:
         dtype=spec.dtype,
         view=spec.view,
     )
-    return lay_out(
-        [*_attention(spec, part), *_indexer(spec, part), *_draft_entries(spec, part)],
-        [main_component(pages), *draft_components(spec.draft, pages)],
+    return lay_out_groups(
+        spec.groups,
+        part,
+        [*_attention(spec, part), *_indexer(spec, part)],
+        (_draft_entries(spec, part), draft_components(spec.draft, pages)),
         spec.optional_components,
     )
 
@@ -84,13 +93,16 @@ def packed_token_bytes(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
     )
 
 
-def is_packed(form: str | None) -> bool:
-    """Return whether entries of this format are packed tokens, of any split into latent and rope."""
-    return form is not None and form.startswith(tuple(PACKED_FORMATS.values()))
+def is_one_row(form: str) -> bool:
+    """Return whether entries of this format have a token's latent and rope in one row, packed or joined, of any split.
+
+    Fractals (``FIA_NZ_…``) have no rows, and are not meant.
+    """
+    return form.startswith((*PACKED_FORMATS.values(), JOINED_FORMATS["paged"]))
 
 
 def _draft_entries(spec: MlaSpec, main: Paged) -> list[Entry]:
-    """Return the draft's arrays: latent and packed as the model's, or k and v where it has ``kv_heads``."""
+    """Return the draft's arrays: latent, packed or joined as the model's, or k and v where it has ``kv_heads``."""
     draft = spec.draft
     if draft is None:
         return []
@@ -137,10 +149,12 @@ def _draft_scale(spec: MlaSpec, draft: DraftSpec) -> Scale | LayerScales | None:
 
 def _attention(spec: MlaSpec, part: Paged) -> list[Entry]:
     if spec.packed is None:
-        latent, rope = paged_entries(part, "k", spec.kv_lora_rank), paged_entries(part, "v", spec.qk_rope_head_dim)
+        entries = _joined(spec, part) if spec.joined else _apart(spec, part)
         field = f"{'draft.' if part.component == DRAFT else ''}k_scale"
-        fixed = fixed_scales(spec.k_scale, len(part.layers), 1, part.dtype, field) * 2
-        return [msgspec.structs.replace(entry, scales=its) for entry, its in zip([*latent, *rope], fixed, strict=True)]
+        fixed = itertools.cycle(fixed_scales(spec.k_scale, len(part.layers), 1, part.dtype, field))
+        return [msgspec.structs.replace(entry, scales=its) for entry, its in zip(entries, fixed, strict=False)]
+    if spec.joined:
+        raise InvalidFieldError("packed tokens are one row as they are: leave it out", field="joined")
     if spec.k_scale is not None:
         raise InvalidFieldError("packed tokens have their scales in them", field="k_scale")
     if spec.dtype != PACKED_DTYPE:
@@ -152,6 +166,16 @@ def _attention(spec: MlaSpec, part: Paged) -> list[Entry]:
     split = (spec.kv_lora_rank, spec.qk_rope_head_dim)
     form = PACKED_FORMATS[spec.packed] + ("" if split == PACKED_SPLIT else "_{}_{}".format(*split))
     return [paged_entry(part, "k", layer, shape, size, form=form) for layer in part.layers]
+
+
+def _apart(spec: MlaSpec, part: Paged) -> list[Entry]:
+    return [*paged_entries(part, "k", spec.kv_lora_rank), *paged_entries(part, "v", spec.qk_rope_head_dim)]
+
+
+def _joined(spec: MlaSpec, part: Paged) -> list[Entry]:
+    rows = paged_entries(part, "k", spec.kv_lora_rank + spec.qk_rope_head_dim)
+    form = f"{JOINED_FORMATS[spec.view]}_{spec.kv_lora_rank}_{spec.qk_rope_head_dim}"
+    return [msgspec.structs.replace(entry, format=form) for entry in rows]
 
 
 def _indexer(spec: MlaSpec, part: Paged) -> list[Entry]:

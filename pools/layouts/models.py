@@ -31,6 +31,7 @@ class _Rank(msgspec.Struct, frozen=True, kw_only=True):
     stage: range
     draft: DraftSpec | None
     packed: Literal["ds_mla", "ascend"] | None
+    joined: bool
 
 
 def model_spec(  # noqa: PLR0913  an operator may set each of them
@@ -46,6 +47,7 @@ def model_spec(  # noqa: PLR0913  an operator may set each of them
     requests: int = DEFAULT_REQUESTS,
     draft: bool = False,
     packed: Literal["ds_mla", "ascend"] | None = None,
+    joined: bool = False,
 ) -> PoolSpec:
     """Return the spec of one rank's pool.
 
@@ -61,9 +63,10 @@ def model_spec(  # noqa: PLR0913  an operator may set each of them
         requests: how many requests run at once, for what is held per request: windows and states.
         draft: add the model's own draft layers, on the stage with the last layer.
         packed: latent attention in its packed float8 form, the indexer's keys in float8 with scales.
+        joined: latent attention with latent and rope of a token in one row.
 
     Raises:
-        InvalidFieldError: no such model, layers, rank or size, the model has no draft layers, or nothing to pack.
+        InvalidFieldError: no such model, layers, rank or size, or the model has no draft layers or latent attention.
         HeadsIndivisibleError: the model's heads do not divide over the ranks.
     """
     facts = _facts(name)
@@ -82,6 +85,7 @@ def model_spec(  # noqa: PLR0913  an operator may set each of them
         stage=stage,
         draft=_draft(facts, stage) if draft else None,
         packed=packed,
+        joined=joined,
     )
     return _checked(_spec(facts, rank))
 
@@ -100,6 +104,8 @@ def _spec(facts: ModelFacts, rank: _Rank) -> PoolSpec:
         return _mla(facts.attention, rank)
     if rank.packed:
         raise InvalidFieldError(f"{facts.name} has no latent attention to pack", field="packed")
+    if rank.joined:
+        raise InvalidFieldError(f"{facts.name} has no latent attention to join", field="joined")
     heads = rank_heads(facts.attention.kv_heads, rank.tp_size, rank.tp_rank)
     if facts.window is not None:
         return _hybrid_swa(facts, facts.attention, heads, facts.window, rank)
@@ -168,6 +174,7 @@ def _mla(latent: Latent, rank: _Rank) -> MlaSpec:
         index_scale=rank.packed is not None and latent.index_head_dim is not None,
         dtype=PACKED_DTYPE if rank.packed else rank.dtype,
         packed=rank.packed,
+        joined=rank.joined,
         replicas=rank.tp_size,
         draft=rank.draft,
     )

@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.pools.planning.geometry import dtype_bytes
-from kvferry.pools.planning.manifest import windows_of
+from kvferry.pools.planning.manifest import each_array, key_of, windows_of
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError, PoolExistsError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry, Manifest
 
@@ -70,6 +71,8 @@ def array_of(manifest: Manifest, component: str, role: str, layer: int | None = 
 def arrays_of(manifest: Manifest, keys: Sequence[tuple[str, str, int | None]]) -> list[Array]:
     """Return what each array of a registered pool must be; together they hold every entry once.
 
+    An entry that shares the array of another one's, of an earlier group, is held with that one, under its name.
+
     Args:
         manifest: the pool's.
         keys: (component, role, layer) of each; None for all layers of the role, one after another.
@@ -79,9 +82,10 @@ def arrays_of(manifest: Manifest, keys: Sequence[tuple[str, str, int | None]]) -
         DuplicateEntryError: an entry is in two arrays.
         UncoveredEntryError: an entry is in none.
     """
-    left = {(entry.component, entry.role, entry.layer): entry for entry in manifest.entries}
+    arrays = each_array(manifest.entries)
+    left = {key_of(entry): entry for entry in arrays}
     entries_of: dict[tuple[str, str, int | None], list[Entry]] = {key: [entry] for key, entry in left.items()}
-    for entry in manifest.entries:
+    for entry in arrays:
         entries_of.setdefault((entry.component, entry.role, None), []).append(entry)
     found = []
     for number, (component, role, layer) in enumerate(keys):
@@ -138,6 +142,32 @@ def check_apart(held: Iterable[Held]) -> None:
                 f"{one.stop - one.start}: each page needs bytes of its own",
                 field=f"{following.name}.storage",
             )
+
+
+def check_free(held: Iterable[Held], taken: Iterable[Held]) -> None:
+    """Check that arrays have no byte in common with what is taken; either by themselves are apart.
+
+    Raises:
+        InvalidFieldError: names the first array that has.
+    """
+    both = sorted([*((one, True) for one in held), *((one, False) for one in taken)])
+    for (one, ours), (following, _) in itertools.pairwise(both):
+        if following.start < one.stop:
+            name = one.name if ours else following.name
+            raise InvalidFieldError(
+                f"{name} has bytes of another pool: each page needs bytes of its own", field=f"{name}.storage"
+            )
+
+
+def placed_at(manifest: Manifest, arrays: Sequence[Array], offsets: Sequence[int], region_bytes: int) -> Manifest:
+    """Return the manifest of a pool whose arrays, all it has, begin at these bytes of a region."""
+    by_start = sorted(zip(arrays, offsets, strict=True), key=lambda one: one[0].start)
+    starts = [array.start for array, _ in by_start]
+    placed = []
+    for entry in manifest.entries:
+        array, offset = by_start[bisect.bisect_right(starts, entry.base) - 1]
+        placed.append(msgspec.structs.replace(entry, base=entry.base - array.start + offset))
+    return msgspec.structs.replace(manifest, entries=tuple(placed), region_bytes=region_bytes)
 
 
 def viewed_as(manifest: Manifest, wanted: Manifest, name: str) -> Manifest:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from kvferry.pools.planning.manifest import each_array
 from kvferry.protocol.manifests import Entry, Manifest
 
 INDEX_ROLES = ("index_k", "index_scale")
@@ -43,8 +44,9 @@ def engine_lists(manifest: Manifest, base_address: int = 0) -> EngineLists:
     """Return a pool's lists.
 
     The main list is k of all layers, v, scales that travel with pages, index_k and index_scale, then the draft's in the
-    same order. The state list is the slots of a request (conv, ssm), the window's k and v (and scales), then once more
-    the indexer's arrays, the draft's last.
+    same order; an array that layers of several groups share is there once, by the first one's name. The state list is
+    the slots of a request (conv, ssm), the window's k and v (and scales), then once more the indexer's arrays, the
+    draft's last.
 
     Args:
         manifest: the pool's.
@@ -68,7 +70,8 @@ def _select(manifest: Manifest, components: Iterable[str], roles: Iterable[str])
     ]
 
 
-def _pointers(entries: list[Entry], base_address: int) -> PointerList:
+def _pointers(selected: list[Entry], base_address: int) -> PointerList:
+    entries = each_array(selected)
     return PointerList(
         data_ptrs=tuple(base_address + entry.base for entry in entries),
         data_lens=tuple(entry.pages * entry.page_bytes for entry in entries),

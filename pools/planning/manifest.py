@@ -6,7 +6,7 @@ Two pools with one digest hold the same things in pages of the same form: a page
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import msgspec
 
@@ -24,6 +24,7 @@ def lay_out(
     entries: Sequence[Entry],
     components: Sequence[Component] = (),
     optional_components: Sequence[str] = OPTIONAL_COMPONENTS,
+    places: Sequence[Hashable] | None = None,
 ) -> Manifest:
     """Return the manifest with these entries one after another from base 0, in the order given.
 
@@ -33,15 +34,21 @@ def lay_out(
         entries: at least one.
         components: what each component is; by default all are paged, on the pages of the first.
         optional_components: those that no source of a transfer has to cover.
+        places: one for each entry; entries of one place, which are alike, lie in one array. By default none do.
 
     Raises:
         InvalidFieldError: more bytes than a region can have, or components are optional that are unknown, or all.
         DuplicateEntryError: two entries of one (component, role, layer).
     """
-    placed = []
+    placed: list[Entry] = []
+    bases: dict[Hashable, int] = {}
     base = 0
-    for entry in entries:
+    for entry, place in zip(entries, range(len(entries)) if places is None else places, strict=True):
+        if place in bases:
+            placed.append(msgspec.structs.replace(entry, base=bases[place]))
+            continue
         base += -base % (dtype_bytes(entry.dtype) if entry.dtype else 1)
+        bases[place] = base
         placed.append(msgspec.structs.replace(entry, base=base))
         base += entry.pages * entry.page_bytes
         if base > MAX_REGION_BYTES:
@@ -56,6 +63,14 @@ def lay_out(
         optional_components=tuple(optional_components),
         components=tuple(components) or _one_space(placed),
     )
+
+
+def each_array(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the first entry of each array: layers of several groups lie in one."""
+    first: dict[int, Entry] = {}
+    for entry in entries:
+        first.setdefault(entry.base, entry)
+    return list(first.values())
 
 
 def component_of(manifest: Manifest, name: str) -> Component | None:
@@ -131,11 +146,16 @@ def slot_shape(entry: Entry) -> tuple[int, ...] | None:
 
 
 def bytes_per_page(manifest: Manifest, space: str | None = None) -> int:
-    """Return the bytes of one page over all entries of a page space; by default of the first one."""
+    """Return the bytes of one page over all arrays of a page space; by default of the first one."""
     if space is None:
         space = manifest.components[0].space
     inside = {one.name for one in manifest.components if one.space == space}
-    return sum(entry.page_bytes for entry in manifest.entries if entry.component in inside)
+    return sum(entry.page_bytes for entry in each_array(manifest.entries) if entry.component in inside)
+
+
+def total_bytes(manifest: Manifest) -> int:
+    """Return the bytes of all arrays, wherever they lie."""
+    return sum(entry.pages * entry.page_bytes for entry in each_array(manifest.entries))
 
 
 def _one_space(entries: Sequence[Entry]) -> tuple[Component, ...]:

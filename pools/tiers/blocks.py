@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.planning.manifest import key_of
+from kvferry.pools.planning.manifest import each_array, key_of
 from kvferry.pools.planning.plan import Blocks
 from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import InternalError
@@ -52,7 +52,8 @@ class BlockLayout:
 
     Attributes:
         space: the page space.
-        entries: its entries by component, role and layer: the same order wherever the layout digest is the same.
+        entries: its entries by component, role and layer, only the first of several in one array: the same ones in the
+            same order wherever the layout digest is the same.
         pages: of the space, the padding page included.
         bases: ``(entries,)`` int64, where each begins in the region.
         page_bytes: ``(entries,)`` int64.
@@ -67,7 +68,7 @@ class BlockLayout:
         inside = {one.name for one in manifest.components if one.space == space}
         self.space = space
         mine = (one for one in manifest.entries if one.component in inside)
-        self.entries: tuple[Entry, ...] = tuple(sorted(mine, key=key_of))
+        self.entries: tuple[Entry, ...] = tuple(sorted(each_array(mine), key=key_of))
         self.pages = min(one.pages for one in self.entries)
         self.bases = np.array([one.base for one in self.entries], np.int64)
         self.page_bytes = np.array([one.page_bytes for one in self.entries], np.int64)

@@ -56,6 +56,7 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    TooLargeError,
     UnknownComponentError,
     UnknownLeaseError,
     UnknownPoolError,
@@ -174,7 +175,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "a list of ids for lists": wrong(lambda w: w.client.send(w.p, RID, [1, 2]), "lists[0]", "give [pages(ids)]"),
     "one Pages for lists": wrong(lambda w: w.client.receive(w.p, RID, pages([1])), "lists", "give [pages(ids)]"),
     "None for lists": wrong(lambda w: w.client.offload(w.p, None), "lists", "None is no list of Pages"),
-    "no list": wrong(lambda w: w.client.send(w.p, RID, []), "lists", "length >= 1"),
+    "too many lists": wrong(lambda w: w.client.send(w.p, RID, [pages([1])] * 65), "lists", "length <= 64"),
     "a dict of lists": wrong(lambda w: w.client.restore(w.p, "0" * 32, {"main": [1]}), "lists", "is no list of Pages"),
     "Pages for ids": wrong(lambda w: w.client.free(w.p, pages([1])), "ids", "here give their ids"),
     "nested ids": wrong(lambda _: pages([[1, 2]]), "ids", "is no list of integers"),
@@ -299,8 +300,11 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "a text for a payload": wrong(
         lambda w: w.client.send(w.p, RID, [pages([1])], payload="x"), "payload", "Expected `bytes`, got `str`"
     ),
-    "too long a payload": wrong(
-        lambda w: w.client.send(w.p, RID, [pages([1])], payload=bytes(1 << 17)), "payload", "<= 65536"
+    "too long a payload": Mistake(
+        lambda w: w.client.wait_finished(w.client.send(w.p, RID, payload=bytes(1 << 17)), SOON_S),
+        TooLargeError,
+        "payload",
+        "takes 65536: create it with a larger max_payload_bytes",
     ),
     "a token that is none": wrong(
         lambda w: w.client.send(w.p, RID, [pages([1])], first_token=1.0), "first_token", "got `float`"

@@ -12,6 +12,7 @@ from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages,
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
+    InvalidFieldError,
     KvferryError,
     LayoutMismatchError,
     LengthMismatchError,
@@ -21,7 +22,7 @@ from kvferry.protocol.errors import (
     UnknownOperationError,
     UnknownSnapshotError,
 )
-from tests.clients.tier_pools import HYBRID, LARGER, MODEL, PAGE_BYTES, SPEC, Filled
+from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, MODEL, PAGE_BYTES, SPEC, Filled, hashes
 from tests.daemons import DaemonProcess, running_daemon
 
 pytestmark = pytest.mark.any_device
@@ -285,6 +286,61 @@ def test_a_transfer_of_another_daemon_lands_in_the_host_tier(client: Client, poo
         decode.wait_done(back)
         assert target.holds(back.pages["main"], content)
         target.close()
+
+
+def test_groups_and_lists_with_gaps_are_offloaded_and_restored(client: Client, name: str) -> None:
+    pool = Filled(client, name, GROUPED)
+    ids = client.allocate(pool.name, 5)[[3, 0, 4, 1, 2]]
+    main, group = ids[:3], ids[3:]
+    contents = [pool.write(main, seed=1), pool.write(group, seed=2, component="group1")]
+    named = [pages(main[:2], first_page=1), pages(main[2:], first_page=5, tokens=3), pages(group, component="group1")]
+    snapshot = client.wait_done(client.offload(pool.name, named)).snapshot
+    others = client.allocate(pool.name, 6)[::-1].copy()
+    with pytest.raises(LengthMismatchError, match="the snapshot has 11 tokens, the list 12"):
+        client.wait_accepted(
+            client.restore(pool.name, snapshot, [pages(others[:3], tokens=12), pages(others[3:5], component="group1")])
+        )
+    whole = [pages(others[:3], tokens=11), pages(others[3:5], component="group1")]
+    client.wait_done(client.restore(pool.name, snapshot, whole))
+    assert pool.holds(others[:3], contents[0])
+    assert pool.holds(others[3:5], contents[1], "group1")
+    client.free(pool.name, others)
+    back = client.restore(pool.name, snapshot, drop=True)
+    client.wait_done(back)
+    for component, content in zip(("main", "group1"), contents, strict=True):
+        assert pool.holds(back.pages[component], content, component)
+
+
+def test_groups_and_lists_with_gaps_land_in_the_host_tier(client: Client, name: str) -> None:
+    pool = Filled(client, name, GROUPED)
+    ids = client.allocate(pool.name, 6)
+    contents = [pool.write(ids[:4], seed=3), pool.write(ids[4:], seed=4, component="group1")]
+    request_id = new_request_id()
+    wanted = [
+        pages_wanted(1, first_page=1),
+        pages_wanted(2, first_page=7, tokens=7),
+        pages_wanted(2, component="group1", first_page=6),
+    ]
+    transfer = client.receive(pool.name, request_id, wanted, into="host")
+    sent = [
+        pages(ids[:2], first_page=0),
+        pages(ids[2:4], first_page=7, tokens=7),
+        pages(ids[4:], first_page=6, component="group1"),
+    ]
+    client.wait_settled(client.send(pool.name, request_id, sent))
+    back = client.restore(pool.name, client.wait_finished(transfer).snapshot, drop=True)
+    client.wait_done(back)
+    assert pool.holds(back.pages["main"], [one[:, 1:] for one in contents[0]])
+    assert pool.holds(back.pages["group1"], contents[1], "group1")
+
+
+def test_a_hash_does_not_say_of_which_group_a_block_is(client: Client, name: str) -> None:
+    pool = Filled(client, name, GROUPED)
+    with pytest.raises(InvalidFieldError, match="several groups") as refused:
+        client.wait_accepted(client.store(pool.name, hashes(2), client.allocate(pool.name, 2)))
+    assert refused.value.field == "pool"
+    with pytest.raises(InvalidFieldError, match="several groups"):
+        client.lookup(pool.name, hashes(2))
 
 
 @pytest.mark.host_only

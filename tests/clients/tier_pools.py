@@ -35,6 +35,16 @@ HYBRID: Final = HybridSwaSpec(
     head_dim=4,
     dtype="float32",
 )
+GROUPED: Final = MhaSpec(
+    layers=4,
+    tokens=64,
+    page_size=PAGE_SIZE,
+    kv_heads=2,
+    head_dim=4,
+    v_head_dim=2,
+    dtype="float32",
+    groups=((0, 2), (1, 3)),
+)
 PAGE_BYTES: Final = 2 * PAGE_SIZE * 2 * (4 + 2) * 4
 """Of one page of SPEC, over all entries."""
 

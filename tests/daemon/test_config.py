@@ -210,7 +210,7 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         ("[peers]\nheartbeat_ms = 5000", "peers.timeout_ms", "peers.heartbeat_ms = 5000"),
         ("[peers]\nheartbeat_ms = 100\ntimeout_ms = 100", "peers.timeout_ms", "peers.heartbeat_ms = 100"),
         ('[peers]\nlisten = "tcp://10.0.0.3:70000"', "peers.listen", "65535"),
-        ('[peers]\nlisten = "tcp://999.1.1.1:80"', "peers.listen", "in numbers"),
+        ('[peers]\nlisten = "tcp://999.1.1.1:80"', "peers.listen", "numeric"),
         ('[peers]\nlisten = "tcp://*:7801"', "peers.listen", "tcp://[fd00::3]:7801"),
         ('[devices]\nopen = ["host"]', "devices.open", "npu:N"),
         ('[limits]\nmax_frame_bytes = "32MiB"', "limits.max_message_bytes", "limits.max_frame_bytes = 33554432"),

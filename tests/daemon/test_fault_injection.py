@@ -339,7 +339,6 @@ def test_page_ids_of_another_session(daemon: DaemonProcess, client: Client) -> N
         ([0], "PAGE_OUT_OF_RANGE"),
         ([-1], "PAGE_OUT_OF_RANGE"),
         ([ALL + 1], "PAGE_OUT_OF_RANGE"),
-        ([], "EMPTY_PAGES"),
         ([1, 1], "DUPLICATE_PAGE"),
     ],
 )

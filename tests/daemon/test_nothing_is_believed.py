@@ -309,11 +309,11 @@ SPEC_ROWS: Final = [
         "layout_digest",
     ),
     Row(
-        "host memory as registered",
+        "host memory that did not come",
         RegisterPool(pool="new", spec=MHA, device="host", arrays=(RegisteredArrays(component="main", role="k"),)),
         (),
         "INVALID_FIELD",
-        "device",
+        "memory",
     ),
 ]
 
@@ -348,7 +348,7 @@ PAGE_ROWS: Final = [
         "UNKNOWN_COMPONENT",
         "lists[0].component",
     ),
-    Row("a component twice", send("paged", (*main(1), *main(1))), ([1], [2]), "UNKNOWN_COMPONENT", "lists"),
+    Row("a logical page twice", send("paged", (*main(1), *main(1))), ([1], [2]), "PAGE_OVERLAP", "lists[1].first_page"),
     Row("no list of a window", send("hybrid", main(1)), ([1],), "UNKNOWN_COMPONENT", "lists"),
     Row(
         "tokens of a state",
@@ -372,7 +372,13 @@ PAGE_ROWS: Final = [
         "PAGE_OUT_OF_RANGE",
         "lists[0].pages",
     ),
-    Row("no page at all", send("paged", main(0)), ([],), "EMPTY_PAGES", "lists[0].pages"),
+    Row(
+        "no page of one of two components",
+        Send(request_id=HYBRID_TRANSFER, pool="hybrid", lists=(*main(0), PageList(component="swa", pages=1))),
+        ([], [1]),
+        "EMPTY_PAGES",
+        "lists[0].pages",
+    ),
     Row("another's pages, to be filled", receive("paged", main(1)), (THEIRS[3:],), "NOT_OWNER", "lists[0].pages"),
     Row("a page twice, to be filled", receive("paged", main(2)), ([1, 1],), "DUPLICATE_PAGE", "lists[0].pages"),
     Row(

@@ -123,6 +123,12 @@ def test_packed_latent(attach: Attach) -> None:
     assert as_lists(pool.engine_lists().main) == infos(layers(pool, "main", "k", "index_k", "index_scale"))
 
 
+def test_joined_latent(attach: Attach) -> None:
+    pool = attach(msgspec.structs.replace(MLA, joined=True, draft=DraftSpec(layers=1)))
+    rows = [*layers(pool, "main", "k", "index_k", "index_scale"), *layers(pool, "draft", "k")]
+    assert as_lists(pool.engine_lists().main) == infos(rows)
+
+
 def test_the_window_pool_is_the_state(attach: Attach) -> None:
     pool = attach(msgspec.structs.replace(SWA, draft=DraftSpec(layers=1)))
     lists = pool.engine_lists()

@@ -30,6 +30,13 @@ PACKED: Final = msgspec.structs.replace(
     PAGED, shape=(5, 128, 1, 656), pages=5, page_tokens=128, page_bytes=128 * 656, dtype="float8_e4m3fn",
     head_start=0, heads=1, total_heads=1, format="FP8_DS_MLA",
 )  # fmt: skip
+JOINED: Final = msgspec.structs.replace(
+    PACKED, shape=(5, 128, 1, 40), page_bytes=128 * 40 * 2, dtype="float16", format="LATENT_ROPE_32_8"
+)
+JOINED_NZ: Final = msgspec.structs.replace(
+    NZ, shape=(10, 1, 2, 16, 16), heads=1, total_heads=1, head_start=0, page_bytes=16 * 32 * 2,
+    format="FIA_NZ_LATENT_ROPE_24_8",
+)  # fmt: skip
 SSM: Final = msgspec.structs.replace(
     PAGED, role="ssm", shape=(4, 4, 8, 8), pages=4, page_tokens=None, page_bytes=4 * 8 * 8 * 4, dtype="float32",
     head_start=0, heads=4, total_heads=16,
@@ -43,13 +50,13 @@ OPTIONAL: Final = ("page_tokens", "head_start", "heads", "total_heads", "dtype",
 
 @pytest.mark.parametrize(
     "entry",
-    [PAGED, FIA, NZ, STATE, SCALES, INDEX_SCALE, PACKED, SSM, ONE_HEAD, CONV],
-    ids=["paged", "fia", "nz", "state", "scales", "index scale", "packed", "ssm", "one head", "conv"],
+    [PAGED, FIA, NZ, STATE, SCALES, INDEX_SCALE, PACKED, JOINED, JOINED_NZ, SSM, ONE_HEAD, CONV],
+    ids=lambda entry: f"{entry.role} {entry.format} {entry.shape}",
 )
 def test_whatever_is_left_out_the_rest_goes_together(entry: Entry) -> None:
     for count in range(len(OPTIONAL) + 1):
         for names in itertools.combinations(OPTIONAL, count):
-            if "format" in names and entry is NZ and "shape" not in names:
+            if "format" in names and entry in {NZ, JOINED_NZ} and "shape" not in names:
                 continue  # fractals that are not called so are no array of ours
             check_entry(msgspec.structs.replace(entry, **dict.fromkeys(names)), "x[1]")
 
@@ -82,6 +89,8 @@ def test_whatever_is_left_out_the_rest_goes_together(entry: Entry) -> None:
         (GeometryMismatchError, "shape", FIA, {"heads": 1}),
         (GeometryMismatchError, "shape", FIA, {"page_tokens": 8}),
         (GeometryMismatchError, "shape", NZ, {"heads": 1}),
+        (GeometryMismatchError, "shape", JOINED, {"page_tokens": 64}),
+        (GeometryMismatchError, "shape", JOINED_NZ, {"page_tokens": 8}),
         (GeometryMismatchError, "shape", NZ, {"page_tokens": 8}),
         (GeometryMismatchError, "shape", NZ, {"shape": (2, 10, 1, 16, 16)}),
         (GeometryMismatchError, "shape", SCALES, {"heads": 1}),

@@ -59,6 +59,10 @@ def test_a_packed_token_of_deepseek() -> None:
     assert sizes_of("DeepSeek-V3.2", packed="ascend")["main"].token_bytes == 61 * (656 + 128 + 4)
 
 
+def test_a_joined_token_is_as_large_as_its_parts() -> None:
+    assert sizes_of("deepseek-v3", joined=True) == sizes_of("deepseek-v3")
+
+
 def test_windows_and_states_are_held_by_request() -> None:
     gemma = sizes_of("gemma-3-27b", requests=10)["swa"]
     assert gemma.token_bytes == 52 * 2 * 16 * 128 * 2
@@ -146,6 +150,7 @@ def test_kinds() -> None:
         (InvalidFieldError, "slots", "qwen3-next-80b-a3b", {"requests": 0}),
         (InvalidFieldError, "draft", "llama-3-8b", {"draft": True}),
         (InvalidFieldError, "packed", "llama-3-8b", {"packed": "ascend"}),
+        (InvalidFieldError, "joined", "llama-3-8b", {"joined": True}),
         (HeadsIndivisibleError, "tp_size", "llama-3-8b", {"tp_size": 3}),
         (HeadsIndivisibleError, "tp_size", "smollm2-135m", {"tp_size": 2}),
         (HeadsIndivisibleError, "tp_size", "qwen3-next-80b-a3b", {"tp_size": 32}),

@@ -19,7 +19,7 @@ from kvferry.protocol.codec import PageIds, encode
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import (
     Component,
@@ -53,6 +53,7 @@ from kvferry.protocol.session_messages import (
     EventsFollow,
     EventsOpened,
     Hello,
+    MemoryFollows,
     OpenEvents,
     Ping,
     Pong,
@@ -80,6 +81,8 @@ from kvferry.protocol.table_messages import (
     UpdateTables,
 )
 from kvferry.protocol.transfer_messages import (
+    Abandon,
+    Abandoned,
     Accepted,
     Cancel,
     Cancelled,
@@ -153,6 +156,7 @@ SPECS: Final[dict[str, PoolSpec]] = {
         optional_components=("draft", "main"),
         k_scale=(0.5, (0.25, 0.125)),
         v_scale="page",
+        groups=((3,), (4, 5)),
     ),
     "mla": MlaSpec(
         layers=3,
@@ -167,11 +171,13 @@ SPECS: Final[dict[str, PoolSpec]] = {
         index_dtype="int8",
         dtype="float8_e4m3fn",
         packed="ascend",
+        joined=True,
         view="nz",
         replicas=8,
         draft=DRAFT,
         optional_components=("draft", "main"),
         k_scale=(0.5, 0.25, 0.125),
+        groups=((4, 6), (5,)),
     ),
     "hybrid_swa": HybridSwaSpec(
         full_layers=(5, 11),
@@ -319,7 +325,7 @@ MESSAGES: Final[dict[str, Message]] = {
             device="npu:0",
             arrays=(
                 RegisteredArrays(component="main", role="k"),
-                RegisteredArrays(component="main", role="v", layer=4),
+                RegisteredArrays(component="main", role="v", layer=4, offset_bytes=1 << 40),
             ),
             model=MODEL,
         )
@@ -372,6 +378,9 @@ MESSAGES: Final[dict[str, Message]] = {
     ),
     "RECEIVE": _request(Receive(request_id=REQUEST, pool="decode", lists=LISTS, sources=2, any_model=True), *IDS),
     "CANCEL": _request(Cancel(request_id=REQUEST, pool="decode", direction="receive")),
+    "ABANDON": _request(
+        Abandon(request_id=REQUEST, direction="send", daemons=("tcp://192.0.2.7:7801",), reason="aborted")
+    ),
     "RESULT": _request(Result(request_id=REQUEST, pool="decode", direction="receive")),
     "WELCOME": _reply(Welcome(protocol=1, daemon_version="0.1.0", features=("transfers.local",), limits=Limits())),
     "PONG": _reply(Pong()),
@@ -399,11 +408,16 @@ MESSAGES: Final[dict[str, Message]] = {
     "ALLOCATED": _reply(Allocated(pages=2), IDS[0]),
     "FREED": _reply(Freed(freed=2, deferred=1)),
     "ACCEPTED": _reply(Accepted(generation=2, skipped_source_entries=1, skipped_source_pages=2)),
+    "ABANDONED": _reply(Abandoned(failed=2)),
     "CANCELLED": _reply(Cancelled(was_finished=True)),
     "TRANSFER_RESULT": _reply(TransferResult(state="settled", finished=FINISHED, settled=SETTLED)),
     "ERROR": _reply(ErrorReply(error=ERROR)),
     "BUSY": _reply(Busy(retry_after_ms=50, detail="256 requests of the session are in flight")),
     "FINISHED": (Event(3, BOOT, FINISHED), ()),
+    "MATCHED": (
+        Event(2, BOOT, Matched(request_id=REQUEST, pool="prefill", direction="send", matched=1, destinations=2)),
+        (),
+    ),
     "SETTLED": (Event(4, BOOT, SETTLED), ()),
     **{name: _request(body, *IDS[: len(body.page_counts())]) for name, body in tier_samples.REQUESTS.items()},
     **{name: _reply(body) for name, body in tier_samples.REPLIES.items()},
@@ -411,7 +425,17 @@ MESSAGES: Final[dict[str, Message]] = {
 }
 
 SESSION_FRAMES: Final[
-    dict[str, SessionOpen | SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow]
+    dict[
+        str,
+        SessionOpen
+        | SessionOpened
+        | SessionRefused
+        | RegionFollows
+        | EventsFollow
+        | ShareFollows
+        | MemoryFollows
+        | TablesFollow,
+    ]
 ] = {
     "OPEN": SessionOpen(protocol_min=2, protocol_max=2, name="prefill-0"),
     "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT),
@@ -435,6 +459,7 @@ SESSION_FRAMES: Final[
         ),
         events=SharedEvents(handles=(b"first", b"second")),
     ),
+    "MEMORY": MemoryFollows(message_id=7),
     "TABLES": TablesFollow(
         message_id=7,
         share=VmmShare(handle=1 << 40, size_bytes=2 << 20),

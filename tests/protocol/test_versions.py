@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.protocol.base import MAX_PAGE_LISTS
 from kvferry.protocol.errors import VersionMismatchError
 from kvferry.protocol.ids import new_boot_id, new_request_id, new_secret
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
@@ -39,7 +40,7 @@ def test_identifiers_are_random_and_of_128_bits() -> None:
 def test_a_message_within_the_limits_is_possible() -> None:
     limits = Limits()
     assert MAX_PAYLOAD_BYTES < limits.max_frame_bytes <= limits.max_message_bytes
-    assert limits.max_frames >= 1 + 16, "an envelope and as many page lists as a SEND may have"
+    assert limits.max_frames >= 1 + MAX_PAGE_LISTS, "an envelope and as many page lists as a SEND may have"
     assert limits.max_transfers_per_session <= limits.max_transfers
     assert limits.default_deadline_ms <= limits.max_deadline_ms
 

@@ -10,12 +10,14 @@ from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.services.peer_transfers import PeerTransferService
-from kvferry.daemon.transfer.effects import Effect, Notify, StartOp, StopOp
+from kvferry.daemon.transfer.effects import Effect, Notify, ReportBug, StartOp, StopOp
 from kvferry.daemon.transfer.remote import Incarnation, RemotePool
+from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.base import Region
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, PeerLostError
+from kvferry.protocol.events import Matched
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import PeerBody
 from tests.transfer.peer_network import Connection, Network, ScriptedLinks
@@ -33,7 +35,7 @@ class Node(TransferHarness):
     """
 
     def __init__(self, harness: PeerHarness, name: str, boot_id: str) -> None:
-        super().__init__()
+        super().__init__(transitions=harness.transitions)
         self.name = name
         self.now = harness.now
         self._fillings = itertools.count(int(boot_id, 16) << 40 | 0xABCDEF, 0x0101)
@@ -117,8 +119,12 @@ class Node(TransferHarness):
         self.remote.report()
 
     def _do(self, effect: Effect) -> None:
-        if isinstance(effect, Notify):
-            if effect.session_id in self.told:
+        if isinstance(effect, ReportBug):
+            self.bugs.append(effect.detail)
+        elif isinstance(effect, Notify):
+            if isinstance(effect.event, Matched):
+                self.matched.append((effect.session_id, effect.event))
+            elif effect.session_id in self.told:
                 self.told[effect.session_id].append(effect.event)
         elif isinstance(effect, StartOp | StopOp):
             op = self.state_machine.endpoints.ops[effect.op_id]
@@ -142,8 +148,9 @@ class PeerHarness:
         nodes: the daemons that live, by name.
     """
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, transitions: Transitions = TRANSITIONS) -> None:
         self.now = 100.0
+        self.transitions = transitions
         self.network = Network()
         self.nodes: dict[str, Node] = {}
         self._boots = itertools.count(1)
@@ -273,6 +280,7 @@ class PeerHarness:
         """Check that no daemon keeps anything of a transfer that is over."""
         for node in self.nodes.values():
             node.check()
+            assert not node.bugs, (node.name, node.bugs)
             assert not node.leftovers(), (node.name, node.leftovers())
             assert node.state_machine.next_deadline() is None
 

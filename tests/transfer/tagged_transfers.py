@@ -79,6 +79,8 @@ class Model(NamedTuple):
     scales: ScaleForm | None = None
     wrong_scale: bool = False
     """Whether the model's last head has another scale than it should."""
+    joined: bool = False
+    """Whether latent and rope of a token are one row."""
 
     def head_scales(self, layer: int, role: str, heads: list[int]) -> tuple[float, ...]:
         """Return the fixed scales of some heads of a layer; draft layers are numbered from 100."""
@@ -109,11 +111,8 @@ class Stage(NamedTuple):
 
 def arrays_of(model: Model, stage: Stage) -> dict[Key, Array]:
     """Return what the stage's pool has."""
-    size, (k_dim, v_dim) = DTYPE_BYTES[model.dtype], model.dims
-    paged = {
-        "k": Array(model.page_size, model.heads, k_dim * size),
-        "v": Array(model.page_size, model.heads, v_dim * size),
-    }
+    size = DTYPE_BYTES[model.dtype]
+    paged = _keys_and_values(model, size)
     if model.scales in {"page", "page_head"}:  # one of a page is a rank's own, over all heads that it holds
         count = model.heads if model.scales == "page_head" else min(stage.rank.size, model.heads)
         paged |= {"k_scale": Array(1, count, 4), "v_scale": Array(1, count, 4)}
@@ -137,6 +136,14 @@ def arrays_of(model: Model, stage: Stage) -> dict[Key, Array]:
     return arrays
 
 
+def _keys_and_values(model: Model, size: int) -> dict[str, Array]:
+    k_dim, v_dim = model.dims
+    if model.joined:
+        return {"k": Array(model.page_size, model.heads, (k_dim + v_dim) * size)}
+    widths = {"k": k_dim, "v": v_dim}
+    return {role: Array(model.page_size, model.heads, dim * size) for role, dim in widths.items()}
+
+
 def spec_of(model: Model, stage: Stage, pages: int, view: Literal["paged", "fia"]) -> PoolSpec:
     """Return the spec of the stage's pool."""
     held = stage.rank.heads(model.heads)
@@ -150,7 +157,7 @@ def spec_of(model: Model, stage: Stage, pages: int, view: Literal["paged", "fia"
             layers=len(ours), first_layer=ours[0], tokens=tokens, page_size=model.page_size, kv_lora_rank=model.dims[0],
             qk_rope_head_dim=model.dims[1], index_head_dim=index, index_layers=index_layers or None,
             index_scale=model.index_scale and index is not None, dtype=model.dtype, replicas=stage.rank.size,
-            draft=draft,
+            draft=draft, joined=model.joined,
         )  # fmt: skip
     heads: dict[str, Any] = {
         "kv_heads": len(held), "head_start": held[0], "total_heads": model.heads, "head_dim": model.dims[0],
@@ -334,6 +341,7 @@ def models(draw: st.DrawFn) -> Model:
         conv=conv,
         ssm=draw(st.sampled_from([(2, 3), (1, 1)])) if conv is None or draw(st.booleans()) else None,
         scales=draw(st.sampled_from([None, "head", "page", "page_head"])) if scaled else None,
+        joined=kind == "mla" and draw(st.booleans()),
     )
 
 

@@ -1,4 +1,4 @@
-"""What happens to both sides of a transfer: a test for each row of the table in ``transfer.state_machine``.
+"""What happens to both sides of a transfer: a test for each row of the table in ``transfer.transitions``.
 
 Each is tried with SEND before RECEIVE and after it, before the copy begins and while it is under way: the outcome is
 known at once, but pages are held, and nobody is told ``settled``, until the copy has ended.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges
+from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges, split
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
@@ -15,6 +15,7 @@ from kvferry.protocol.errors import (
     LengthMismatchError,
     PageGapError,
     PageOutOfRangeError,
+    PageOverlapError,
     UnknownComponentError,
 )
 from kvferry.protocol.manifests import Component
@@ -61,6 +62,36 @@ def test_lists_with_pages_leaves_out_the_empty_and_those_whose_pages_another_has
     assert lists_with_pages(found) == [main, mamba]
 
 
+def test_several_lists_of_a_component_are_one_with_gaps(pool: Pool) -> None:
+    main, _, draft = ranges(
+        pool,
+        of("main", 2, first_page=1, tokens=8),
+        of("mamba", 1),
+        of("main", 1, first_page=3),
+        of("main", 2, first_page=7, tokens=5),
+        ids=[[9, 4], [1], [2], [3, 6]],
+    )
+    assert main.ids.tolist() == [9, 4, 2, 3, 6]
+    assert main.logical_pages == (range(1, 3), range(3, 4), range(7, 9))
+    assert (main.first_page, main.end_page, main.end_token, main.held_tokens(4)) == (1, 9, 33, 17)
+    assert (draft.logical_pages, draft.ids.tolist(), draft.implied) == (main.logical_pages, [9, 4, 2, 3, 6], True)
+
+
+def test_only_the_last_list_of_a_component_ends_inside_a_page(pool: Pool) -> None:
+    lists = [of("main", 2, tokens=7), of("main", 1, first_page=7), of("mamba", 1)]
+    with pytest.raises(PageGapError, match="more pages follow") as refused:
+        ranges(pool, *lists, ids=[[9, 4], [2], [1]])
+    assert refused.value.field == "lists[0].tokens"
+
+
+def test_a_list_with_gaps_is_said_as_it_was_named(pool: Pool) -> None:
+    lists = [of("main", 2, first_page=1), of("main", 2, first_page=7, tokens=5)]
+    main, *_ = ranges(pool, *lists, of("mamba", 1), ids=[[9, 4], [3, 6], [1]])
+    said = list(split(main, 4))
+    assert [one for one, _ in said] == lists
+    assert [ids.tolist() for _, ids in said] == [[9, 4], [3, 6]]
+
+
 def test_a_list_starts_at_page_0_unless_it_says_so_but_a_states_or_windows_is_unknown(pool: Pool) -> None:
     main, mamba, _ = ranges(pool, PageList(pages=1), PageList(component="mamba", pages=1), ids=[[9], [1]])
     assert (main.first_page, mamba.first_page) == (0, None)
@@ -76,7 +107,8 @@ def test_a_component_may_be_left_out_only_where_it_is_optional(pool: Pool) -> No
     ("error", "field", "second", "ids"),
     [
         (UnknownComponentError, "lists[1].component", of("swa", 1), [1]),
-        (UnknownComponentError, "lists", of("main", 1), [1]),
+        (PageOverlapError, "lists[1].first_page", of("main", 1), [2]),
+        (InvalidFieldError, "lists[2]", of("mamba", 1), [1]),
         (EmptyPagesError, "lists[1].pages", of("draft", 0), []),
         (InvalidFieldError, "lists[1].none", PageList(component="draft", pages=0, none=True), []),
         (InvalidFieldError, "lists[1].pages", PageList(component="mamba", pages=1, none=True), [1]),
@@ -90,8 +122,9 @@ def test_a_component_may_be_left_out_only_where_it_is_optional(pool: Pool) -> No
     ],
 )
 def test_refused(pool: Pool, error: type[KvferryError], field: str, second: PageList, ids: list[int]) -> None:
-    lists = [of("main", 1), second, *([] if second.component == "mamba" else [of("mamba", 1)])]
-    frames = [[1], ids, *([] if second.component == "mamba" else [[1]])]
+    twice = field == "lists[2]"
+    lists = [of("main", 1), second, *([] if second.component == "mamba" and not twice else [of("mamba", 1)])]
+    frames = [[1], ids, [1]][: len(lists)]
     with pytest.raises(error) as refused:
         ranges(pool, *lists, ids=frames, inside=False)
     assert refused.value.field == field

@@ -1,4 +1,4 @@
-"""What happens to transfers between daemons: a test for each row of the table in ``daemon.transfer.peer_transfers``.
+"""What happens to transfers between daemons: a test for each row of the table in ``daemon.transfer.transitions``.
 
 Each is tried by mapping, as between daemons of one host, and by bounce buffers, as between hosts. What differs is when
 a home has settled: a mapped copy that is under way may write pages until it ends, a slot that a peer writes is no page.

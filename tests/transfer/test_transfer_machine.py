@@ -15,8 +15,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.daemon.transfer.endpoints import EndpointKey, SendRequest, State
+from kvferry.daemon.transfer.endpoints import EndpointKey, SendRequest
 from kvferry.daemon.transfer.tombstones import Half
+from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, KvferryError, TransferFailedError
@@ -295,6 +296,7 @@ class TransferMachine(RuleBasedStateMachine):
     def pages_are_held_as_they_must(self) -> None:
         """Check the allocators, and what is held, free and written; see ``TransferHarness.check``."""
         self.harness.check()
+        assert not self.harness.bugs
 
     @invariant()
     def every_side_is_told_once(self) -> None:

@@ -91,10 +91,14 @@ class Party:
             first = (case.wanted if self.is_receive_request else case.sent).start + chunk.start
             end = case.end_tokens[self.is_receive_request]
             tokens = end - first * case.model.page_size if last and end is not None else None
-            main = PageList(component="main", first_page=first, pages=len(ids), tokens=tokens)
-            named.append((main, ids))
+            cut = len(ids) // 2 if case.seed % 3 == 0 else 0  # in one list, or in two without a gap
+            if cut:
+                named.append((PageList(component="main", first_page=first, pages=cut), ids[:cut]))
+                tokens = tokens and tokens - cut * case.model.page_size
+            main = PageList(component="main", first_page=first + cut, pages=len(ids) - cut, tokens=tokens)
+            named.append((main, ids[cut:]))
             if "draft" in self.components and case.seed % 2:
-                named.append((PageList(component="draft", first_page=first, pages=len(ids), tokens=tokens), ids))
+                named.append((PageList(component="draft", first_page=first, pages=len(ids)), ids))
         if case.model.state in self.components and last:
             state = case.wanted_state if self.is_receive_request else case.sent_state
             where = None if state.plain else state.first

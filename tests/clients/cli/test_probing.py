@@ -91,6 +91,7 @@ def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProce
         "CREATE_POOL": {"pool": name + "-new", "spec": SPEC, "model": {"name": "m", "revision": "1"}},
         "ATTACH_POOL": {"pool": name},
         "DELETE_POOL": {"pool": name + "-new"},
+        "ABANDON": {"request_id": REQUEST_ID[::-1], "direction": "send"},
         "ALLOCATE": {"pool": name, "count": 2},
         "CREATE_TABLES": {"tables": "t", "pool": name, "max_batch": 2, "max_context_tokens": 256},
         "LOOKUP": {"pool": name, "hashes": HASH},
@@ -325,7 +326,8 @@ def test_lines_are_answered_as_they_are_typed(daemon: DaemonProcess, name: str) 
     with Client.connect(daemon.runtime_dir) as other:
         other.create_pool(f"{name}-to", msgspec.convert(SPEC, MhaSpec))
         other.wait_settled(other.receive(f"{name}-to", REQUEST_ID, [pages(other.allocate(f"{name}-to", 1))]))
-    assert [typed.hear()["type"] for _ in range(2)] == ["FINISHED", "SETTLED"], "while nothing is typed"
+    heard = [typed.hear()["type"] for _ in range(3)]
+    assert heard == ["MATCHED", "FINISHED", "SETTLED"], "while nothing is typed"
     typed.say("PING")
     assert typed.end() == (0, '{"message":"4","type":"PONG"}\n')
 

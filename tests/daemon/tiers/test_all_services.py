@@ -306,7 +306,7 @@ class _Machine(RuleBasedStateMachine):
     def a_operation_is_late(self, random: Any) -> None:  # noqa: ANN401
         operations = list(self.harness.operations)
         if operations:
-            self.run(_now(lambda: self.harness.operations.stop(random.choice(operations), DeadlineError("late"))))
+            self.run(_now(lambda: self.harness.operations.give_up(random.choice(operations), DeadlineError("late"))))
 
     @precondition(lambda self: any(True for _ in self.harness.operations))
     @rule(engine=engines, random=ANY)
@@ -386,7 +386,7 @@ class _Machine(RuleBasedStateMachine):
         def over() -> bool:
             harness.copier.finish_all()
             demoting = harness.remote is not None and harness.remote.waiting
-            return not (list(harness.operations) or harness.lower.coming or harness.lookups.under_way or demoting)
+            return not (list(harness.operations) or harness.lower.promotions or harness.lookups.under_way or demoting)
 
         await until(over)
         await until(lambda: not any(holder != OPERATOR for holder in harness.host.index.pinned_by()))
@@ -404,7 +404,7 @@ class _Machine(RuleBasedStateMachine):
         await settle()
         harness.check_empty()
         if harness.store is not None:
-            await until(lambda: not harness.lower.leaving)
+            await until(lambda: not harness.lower.removals)
         await harness.close()
 
 

@@ -135,7 +135,7 @@ async def test_an_offload_that_has_no_room_holds_nothing(tiers: Harness) -> None
     with pytest.raises(OutOfMemoryError):
         engine.offload(engine.allocate(33, "large"), "large")
     engine.offload(engine.allocate(15))
-    with pytest.raises(OverloadedError, match=r"snapshots and operations under way have: 61440 of user"):
+    with pytest.raises(OverloadedError, match=r"snapshots and running operations use: 61440 of user"):
         engine.offload(engine.allocate(20, "large"), "large")
     assert tiers.pool("large").allocator.busy_count == 0
     assert tiers.host.arena.used_bytes == 15 * UNIT

@@ -38,6 +38,7 @@ from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.daemon.tiers.transitions import TRANSITIONS, Transitions
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
@@ -76,7 +77,14 @@ class Harness:
         now_s: what the disk tier's clock shows.
     """
 
-    def __init__(self, config: TiersConfig, *, remote: bool = False, hasher: Executor | None = None) -> None:
+    def __init__(
+        self,
+        config: TiersConfig,
+        *,
+        remote: bool = False,
+        hasher: Executor | None = None,
+        transitions: Transitions = TRANSITIONS,
+    ) -> None:
         """Put it together, on the running loop."""
         self.now_s = 0.0
         self.counters = Counters()
@@ -100,7 +108,7 @@ class Harness:
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
         self.host = HostTier(config, self.counters)
         self.copier = ScriptedCopier()
-        self.operations = Operations(self.dispatcher, hub, self.sessions, self.counters, self.copier)
+        self.operations = Operations(self.dispatcher, hub, self.sessions, self.counters, self.copier, transitions)
         jobs = JobStarter(self.operations, self.host, self.executor, checksums=config.checksums)
         self.service = OffloadService(
             self.dispatcher, hub, self.pools, rings, self.host, self.operations, jobs, grace_s=config.snapshot_grace_s
@@ -360,11 +368,12 @@ async def harness(
     disk_bytes: int = 1 << 20,
     remote: bool = False,
     tenants: Sequence[int] = (1,),
+    transitions: Transitions = TRANSITIONS,
     **fields: Any,  # noqa: ANN401
 ) -> AsyncIterator[Harness]:
     """Yield a harness with a pool of each tenant; nothing may be left that does not add up."""
     config = tiers_config(units, disk=DiskTierConfig(path=str(disk) if disk else None, max_bytes=disk_bytes), **fields)
-    made = Harness(config, remote=remote)
+    made = Harness(config, remote=remote, transitions=transitions)
     await made.lower.start()
     try:
         for tenant in tenants:

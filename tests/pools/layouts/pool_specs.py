@@ -108,6 +108,7 @@ def mla_specs(draw: st.DrawFn) -> MlaSpec:
         qk_rope_head_dim=draw(_width(view)),
         dtype=PACKED_DTYPE if packed else draw(st.sampled_from(DTYPES)),
         packed=packed,
+        joined=packed is None and draw(st.booleans()),
         view=view,
         replicas=draw(st.integers(1, 8)),
         draft=draw(st.none() | draft),

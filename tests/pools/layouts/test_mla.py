@@ -1,4 +1,4 @@
-"""Latent attention: widths, the indexer's layers, the packed forms, the draft."""
+"""Latent attention: widths, the indexer's layers, the packed and the joined forms, the draft."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ SPEC = MlaSpec(
     index_head_dim=128,
     dtype="bfloat16",
 )
+JOINED = msgspec.structs.replace(SPEC, joined=True)
 PACKED = msgspec.structs.replace(SPEC, dtype="float8_e4m3fn", packed="ascend", index_scale=True)
 
 
@@ -106,13 +107,58 @@ def test_a_packed_draft_of_another_split_is_another_format() -> None:
     assert (key.page_bytes, key.format) == (656 * 128, "FP8_ASCEND_MLA_384_130")
 
 
+def test_a_joined_token_is_one_row() -> None:
+    roles = by_role(manifest_of(JOINED))
+    assert set(roles) == {"k", "index_k"}
+    (k, *_) = roles["k"]
+    assert (k.page_bytes, k.shape, k.dtype) == ((512 + 64) * 128 * 2, (9, 128, 1, 576), "bfloat16")
+    assert k.format == "LATENT_ROPE_512_64"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"joined": False},
+        {"joined": False, "kv_lora_rank": 576},
+        {"kv_lora_rank": 448, "qk_rope_head_dim": 128},
+        {"view": "nz"},
+        {"dtype": "float16"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("draft", [None, DraftSpec(layers=1)], ids=["alone", "draft"])
+def test_a_joined_token_pairs_with_no_other_form(other: dict[str, Any], draft: DraftSpec | None) -> None:
+    ours, theirs = changed(JOINED, draft=draft), changed(JOINED, draft=draft, **other)
+    assert ours.layout_digest != theirs.layout_digest
+    for component in {entry.component for entry in ours.entries}:
+        of_ours, of_theirs = ([one for one in side.entries if one.component == component] for side in (ours, theirs))
+        for source, destination in itertools.permutations((of_ours, of_theirs)):
+            with pytest.raises(GeometryMismatchError):
+                pair_entries(source, destination)
+
+
+def test_the_scales_of_a_joined_row_are_a_layers() -> None:
+    manifest = changed(JOINED, dtype="float8_e4m3fn", k_scale=(0.5, 0.25, 0.125, 1.0))
+    assert [entry.scales for entry in by_role(manifest)["k"]] == [(0.5,), (0.25,), (0.125,), (1.0,)]
+
+
+def test_a_joined_row_in_fractals() -> None:
+    (k, *_) = by_role(changed(JOINED, view="nz"))["k"]
+    assert (k.shape, k.format) == ((9, 1, 36, 128, 16), "FIA_NZ_LATENT_ROPE_512_64")
+
+
+def test_a_joined_draft_of_another_split() -> None:
+    (k,) = by_role(changed(JOINED, draft=DraftSpec(layers=1, kv_lora_rank=448, qk_rope_head_dim=128)), "draft")["k"]
+    assert (k.shape, k.format) == ((9, 128, 1, 576), "LATENT_ROPE_448_128")
+
+
 def test_fia_nz_is_in_fractals() -> None:
     roles = by_role(changed(view="nz", index_scale=True))
     assert roles["k"][0].shape == (9, 1, 32, 128, 16)
     assert [entries[0].format for entries in roles.values()] == ["FIA_NZ", "FIA_NZ", "FIA_NZ", "ND"]
 
 
-@pytest.mark.parametrize("spec", [SPEC, PACKED])
+@pytest.mark.parametrize("spec", [SPEC, PACKED, JOINED])
 def test_the_draft_is_as_the_model_and_numbered_from_0(spec: MlaSpec) -> None:
     manifest = changed(spec, draft=DraftSpec(layers=2, index_head_dim=128), replicas=4)
     own, draft = by_role(manifest), by_role(manifest, "draft")
@@ -150,6 +196,8 @@ def test_a_draft_without_an_indexer() -> None:
         ("dtype", PACKED, {"dtype": "bfloat16"}),
         ("view", PACKED, {"view": "nz"}),
         ("kv_lora_rank", PACKED, {"kv_lora_rank": 500}),
+        ("joined", PACKED, {"joined": True}),
+        ("view", JOINED, {"view": "nz", "kv_lora_rank": 500}),
         ("view", SPEC, {"view": "nz", "qk_rope_head_dim": 40}),
         ("dtype", SPEC, {"index_dtype": "float5"}),
         ("first_layer", SPEC, {"first_layer": (1 << 31) - 1}),
@@ -181,6 +229,7 @@ def test_a_spec_that_makes_no_sense_is_refused(field: str, spec: MlaSpec, fields
         {"index_dtype": "float16"},
         {"dtype": "float16"},
         {"view": "nz"},
+        {"joined": True},
         {"page_size": 64},
         {"draft": DraftSpec(layers=1)},
     ],

@@ -1,0 +1,124 @@
+"""Host memory that an engine makes itself, in a form that a daemon can map: what ``register_pool`` takes there."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.clients.arguments import sequence, text, whole
+from kvferry.clients.elements import array_dtype, import_torch, torch_dtype
+from kvferry.clients.exclusive_use import OfOneProcess
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.planning.geometry import dtype_bytes
+from kvferry.protocol.errors import InvalidFieldError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 4096
+"""Where each array begins."""
+
+_live: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+class SharedMemory(OfOneProcess):
+    """Zeroed host memory of a fixed size, by a descriptor that can be passed on.
+
+    Arrays are taken from it one after another, by ``array`` or ``tensor``, or cut out of ``view`` by hand. They keep
+    the memory mapped; a forked child does not have it.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Make it; the host's memory is taken as it is touched.
+
+        Raises:
+            InvalidFieldError: the size is no whole number above 0.
+            OutOfMemoryError: the host does not allow so much.
+        """
+        self.region = HostRegion.create("shared-memory", whole(size_bytes, "size_bytes", least=1))
+        self._used = 0
+        _live.add(self)
+
+    def __repr__(self) -> str:
+        """Show the size."""
+        return f"<SharedMemory {self._used} of {self.region.size_bytes} bytes used>"
+
+    @property
+    def size_bytes(self) -> int:
+        """Return its bytes."""
+        return self.region.size_bytes
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """Return all of it as ``(size_bytes,)`` uint8, without a copy."""
+        return self.region.view()
+
+    def array(self, shape: Sequence[int], dtype: str) -> npt.NDArray[Any]:
+        """Return an array of the next bytes; of a dtype that numpy has not, its bits, as ``AttachedPool.array`` does.
+
+        Raises:
+            InvalidFieldError: no such dtype or shape.
+            OutOfMemoryError: fewer bytes are left.
+        """
+        held, sizes = self._take(shape, dtype)
+        return held.view(array_dtype(dtype)).reshape(sizes)
+
+    def tensor(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        """Return a CPU tensor of the next bytes.
+
+        Raises:
+            InvalidFieldError: no such dtype or shape.
+            OutOfMemoryError: fewer bytes are left.
+            TorchMissingError: torch is not installed, or older than the dtype.
+        """
+        wanted = torch_dtype(text(dtype, "dtype"))
+        held, sizes = self._take(shape, dtype)
+        made: torch.Tensor = import_torch().from_numpy(held).view(wanted).reshape(sizes)
+        return made
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes once no array of it is left. Registered pools stay registered."""
+        self.region.close()
+        _live.discard(self)
+
+    def _take(self, shape: Sequence[int], dtype: str) -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
+        sizes = tuple(whole(one, "shape", least=1) for one in sequence(shape, "sizes", "shape"))
+        wanted = math.prod(sizes) * dtype_bytes(text(dtype, "dtype"))
+        start = -(-self._used // ALIGNMENT) * ALIGNMENT
+        if start + wanted > self.size_bytes:
+            raise OutOfMemoryError(
+                f"{wanted} bytes asked for, {max(0, self.size_bytes - start)} are left", field="shape"
+            )
+        self._used = start + wanted
+        return self.view()[start : start + wanted], sizes
+
+
+def memory_at(start: int, stop: int) -> SharedMemory | None:
+    """Return the shared memory of this process that has these bytes, all of them; None without one."""
+    for memory in _live:
+        if memory.region.fd >= 0 and memory.region.is_ours:
+            first = memory.region.address
+            if first <= start and stop <= first + memory.size_bytes:
+                return memory
+    return None
+
+
+def check_memory(name: str, start: int, stop: int, before: SharedMemory | None) -> SharedMemory:
+    """Return the shared memory that an array of a pool lies in, the same one as the arrays before it.
+
+    Raises:
+        InvalidFieldError: it lies elsewhere.
+    """
+    found = memory_at(start, stop)
+    if found is None or before not in {None, found}:
+        what = "lies outside of" if found is None else "lies in another"
+        raise InvalidFieldError(
+            f"{name} {what} kvferry.clients.SharedMemory: on the host, take all arrays of a pool from one, by its "
+            "array() or tensor()",
+            field=f"{name}.storage",
+        )
+    return found

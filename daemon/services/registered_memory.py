@@ -1,0 +1,56 @@
+"""Host memory that engines register: what they say of it, against the manifest, and against other pools of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvferry.pools.devices.base import Region
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.planning.arrays import Held, arrays_of, check_apart, check_form, check_free, check_storage, placed_at
+from kvferry.pools.planning.manifest import each_array
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.pool_messages import RegisteredArrays
+
+
+class MemoryInUse(NamedTuple):
+    """A region in which a pool, whatever its state, has its arrays."""
+
+    region: Region
+    manifest: Manifest
+
+
+def placed_in(
+    region: HostRegion, manifest: Manifest, said: Sequence[RegisteredArrays], in_use: Iterable[MemoryInUse]
+) -> Manifest:
+    """Return the manifest of a pool whose arrays lie in a registered region, where its engine says.
+
+    Raises:
+        InvalidFieldError: an array is not exactly what the spec needs, does not lie within the memory, or has bytes of
+            another array or another pool; names the array.
+        DuplicateEntryError, UncoveredEntryError: some entry is in two arrays, or in none.
+    """
+    arrays = arrays_of(manifest, [(one.component, one.role, one.layer) for one in said])
+    held, offsets = [], []
+    for array, one in zip(arrays, said, strict=True):
+        check_form(array, one.shape, one.strides, one.dtype)
+        if one.offset_bytes is None:
+            raise InvalidFieldError(
+                f"{array.name} does not say where in the memory it begins", field=f"{array.name}.offset_bytes"
+            )
+        check_storage(array, one.offset_bytes, region.size_bytes)
+        offsets.append(one.offset_bytes)
+        held.append(Held(one.offset_bytes, one.offset_bytes + array.size_bytes, array.name))
+    check_apart(held)
+    identity = region.identity
+    check_free(
+        held,
+        [
+            Held(entry.base, entry.base + entry.pages * entry.page_bytes, entry.name)
+            for other in in_use
+            if isinstance(other.region, HostRegion) and other.region.identity == identity
+            for entry in each_array(other.manifest.entries)
+        ],
+    )
+    return placed_at(manifest, arrays, offsets, region.size_bytes)

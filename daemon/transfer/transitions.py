@@ -1,0 +1,207 @@
+"""What an event does to an endpoint of a transfer: the table that the state machine executes. Data, no behaviour.
+
+Both directions go through the same states, and only forwards: OPEN until the outcome is known, FINISHED until no byte
+can move any more, SETTLED. An endpoint whose row stays in its state ignores the event. An event without a row for the
+state that it meets is a bug of the daemon: the endpoint fails with INTERNAL, and still settles.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Final, NamedTuple, TypeAlias
+
+from kvferry.protocol.errors import (
+    CancelledError,
+    DeadlineError,
+    InternalError,
+    KvferryError,
+    PeerCancelledError,
+    PeerLostError,
+    ShuttingDownError,
+)
+
+
+class State(enum.Enum):
+    """How far an endpoint is."""
+
+    OPEN = "open"
+    FINISHED = "finished"
+    SETTLED = "settled"
+
+
+class Kind(enum.Enum):
+    """Whose endpoint it is: of a session here, or of another daemon, as this daemon sees it."""
+
+    SEND = "send request"
+    RECEIVE = "receive request"
+    REMOTE_SEND = "another daemon's send request"
+    REMOTE_RECEIVE = "another daemon's receive request"
+
+
+class Event(enum.Enum):
+    """What can happen to an endpoint. The value says it in words."""
+
+    CANCEL = "its own CANCEL"
+    DEADLINE = "its deadline passes"
+    SESSION_ENDED = "its session ends"
+    SESSION_ENDED_SENT = "its session ends after all was sent"
+    DRAIN = "the daemon ends, and a message is missing"
+    PEER_ABANDONED = "the other half is given up before it came"
+    PEERS_ENDED_BEFORE = "those it would wait for had ended before it came"
+    PEER_FAILED = "a matched peer failed"
+    RECEIVERS_DONE = "every receive request has succeeded"
+    RECEIVERS_FAILED = "every receive request has ended, one failed"
+    COMPLETE = "all planned cells have arrived, all sources are done"
+    CELLS_MISSING = "all copies have ended, and cells are missing"
+    COPY_FAILED = "a copy failed"
+    REFUSED = "its chunk does not fit"
+    WITHDRAWN = "its daemon withdraws it"
+    CLOSED = "its daemon says that it succeeded"
+    CLOSED_FAILED = "its daemon says that it failed"
+    DAEMON_LOST = "its daemon is lost"
+    BEGUN_ANEW = "its receiver has begun anew"
+    NOTHING_UNDER_WAY = "nothing of it is under way any more"
+
+
+class Outcome(enum.Enum):
+    """With what an endpoint finishes, where that is no error of its own type."""
+
+    NOTHING = ""
+    SUCCESS = "success"
+    CAUSE = "the cause"
+
+
+class Notice(enum.Enum):
+    """What other daemons are told."""
+
+    NONE = ""
+    CLOSE = "RECEIVE_CLOSED"
+    WITHDRAW = "SEND_WITHDRAWN"
+    REFUSE = "SEND_REFUSED"
+
+
+Result: TypeAlias = type[KvferryError] | Outcome
+
+
+class Transition(NamedTuple):
+    """What an event does.
+
+    Attributes:
+        state: the next one.
+        own: with what the endpoint finishes.
+        peers: with what its matched peers finish.
+        tombstone: whether its end is remembered for a half that comes later, where one has not come.
+        notice: what other daemons that have, or expect, a half of it are told.
+    """
+
+    state: State
+    own: Result = Outcome.NOTHING
+    peers: Result = Outcome.NOTHING
+    tombstone: bool = False
+    notice: Notice = Notice.NONE
+
+
+Key: TypeAlias = tuple[Kind, State, Event]
+Transitions: TypeAlias = Mapping[Key, Transition]
+
+_CAUSE: Final = Outcome.CAUSE
+_STAYS_OPEN: Final = Transition(State.OPEN)
+_STAYS_FINISHED: Final = Transition(State.FINISHED)
+_SETTLES: Final = Transition(State.SETTLED)
+
+
+def _fails(own: Result, peers: Result, notice: Notice = Notice.NONE, *, tombstone: bool = False) -> Transition:
+    return Transition(State.FINISHED, own, peers, tombstone, notice)
+
+
+_OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
+    Kind.SEND: {
+        Event.CANCEL: _fails(CancelledError, PeerCancelledError, tombstone=True),
+        Event.DEADLINE: _fails(DeadlineError, DeadlineError, tombstone=True),
+        Event.SESSION_ENDED: _fails(PeerLostError, PeerLostError, tombstone=True),
+        Event.SESSION_ENDED_SENT: _STAYS_OPEN,
+        Event.DRAIN: _fails(ShuttingDownError, ShuttingDownError),
+        Event.PEER_ABANDONED: _fails(_CAUSE, _CAUSE),
+        Event.PEERS_ENDED_BEFORE: _fails(_CAUSE, _CAUSE),
+        Event.RECEIVERS_FAILED: _fails(_CAUSE, Outcome.NOTHING),
+        Event.RECEIVERS_DONE: Transition(State.FINISHED, Outcome.SUCCESS),
+        Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
+    },
+    Kind.RECEIVE: {
+        Event.CANCEL: _fails(CancelledError, PeerCancelledError, Notice.CLOSE, tombstone=True),
+        Event.DEADLINE: _fails(DeadlineError, DeadlineError, Notice.CLOSE, tombstone=True),
+        Event.SESSION_ENDED: _fails(PeerLostError, PeerLostError, Notice.CLOSE, tombstone=True),
+        Event.DRAIN: _fails(ShuttingDownError, ShuttingDownError, Notice.CLOSE),
+        Event.PEER_ABANDONED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
+        Event.PEERS_ENDED_BEFORE: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
+        Event.PEER_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
+        Event.COMPLETE: Transition(State.FINISHED, Outcome.SUCCESS, Outcome.SUCCESS, notice=Notice.CLOSE),
+        Event.CELLS_MISSING: _fails(InternalError, InternalError, Notice.CLOSE),
+        Event.COPY_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
+        Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
+    },
+    Kind.REMOTE_SEND: {
+        Event.RECEIVERS_FAILED: _fails(_CAUSE, Outcome.NOTHING),
+        Event.RECEIVERS_DONE: Transition(State.FINISHED, Outcome.SUCCESS),
+        Event.REFUSED: _fails(_CAUSE, _CAUSE, Notice.REFUSE),
+        Event.WITHDRAWN: _fails(_CAUSE, _CAUSE),
+        Event.DAEMON_LOST: _fails(PeerLostError, PeerLostError),
+    },
+    Kind.REMOTE_RECEIVE: {
+        Event.DEADLINE: _fails(DeadlineError, DeadlineError, tombstone=True),
+        Event.PEER_FAILED: _fails(_CAUSE, _CAUSE, Notice.WITHDRAW),
+        Event.REFUSED: _fails(_CAUSE, _CAUSE),
+        Event.CLOSED: Transition(State.FINISHED, Outcome.SUCCESS, Outcome.SUCCESS),
+        Event.CLOSED_FAILED: _fails(_CAUSE, _CAUSE, tombstone=True),
+        Event.DAEMON_LOST: _fails(PeerLostError, PeerLostError),
+        Event.BEGUN_ANEW: _fails(PeerLostError, PeerLostError),
+        Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
+    },
+}
+_FINISHED_IGNORES: Final[Mapping[Kind, tuple[Event, ...]]] = {
+    Kind.SEND: (Event.CANCEL, Event.SESSION_ENDED, Event.SESSION_ENDED_SENT, Event.DRAIN, Event.RECEIVERS_FAILED),
+    Kind.RECEIVE: (Event.CANCEL, Event.SESSION_ENDED, Event.DRAIN, Event.COPY_FAILED),
+    Kind.REMOTE_SEND: (Event.RECEIVERS_FAILED, Event.WITHDRAWN, Event.DAEMON_LOST),
+    Kind.REMOTE_RECEIVE: (Event.REFUSED,),
+}
+
+TRANSITIONS: Final[Transitions] = {
+    **{(kind, State.OPEN, event): row for kind, rows in _OPEN.items() for event, row in rows.items()},
+    **{
+        (kind, State.FINISHED, event): _STAYS_FINISHED for kind, events in _FINISHED_IGNORES.items() for event in events
+    },
+    (Kind.REMOTE_SEND, State.FINISHED, Event.REFUSED): _STAYS_FINISHED._replace(notice=Notice.REFUSE),
+    **{(kind, State.FINISHED, Event.NOTHING_UNDER_WAY): _SETTLES for kind in Kind},
+}
+
+
+def bug_in(state: State) -> Transition:
+    """Return what an event does that the table has no row for."""
+    if state is State.OPEN:
+        return _fails(InternalError, InternalError, Notice.CLOSE)
+    return Transition(state)
+
+
+def as_markdown(transitions: Transitions = TRANSITIONS) -> str:
+    """Return the table as docs/architecture.md shows it."""
+    head = ("endpoint", "state", "event", "next state", "finishes with", "its peers with", "tombstone", "daemons hear")
+    rows = [head, ("---",) * len(head)]
+    rows += [
+        (
+            kind.value,
+            state.name,
+            event.value,
+            row.state.name if row.state is not state else "ignored" if row == Transition(state) else "stays",
+            _words(row.own),
+            _words(row.peers),
+            "yes" if row.tombstone else "",
+            row.notice.value,
+        )
+        for (kind, state, event), row in transitions.items()
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _words(result: Result) -> str:
+    return result.value if isinstance(result, Outcome) else result.code

@@ -1,0 +1,490 @@
+"""Host memory that engines register: what goes into it and out of it, what is claimed of it, and who survives whom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import signal
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvferry.clients import AsyncClient, Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
+from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.errors import (
+    ClientClosedError,
+    InvalidFieldError,
+    KvferryError,
+    OutOfMemoryError,
+    PeerLostError,
+    PoolExistsError,
+    PoolInUseError,
+    PoolLostError,
+)
+from kvferry.protocol.paths import SESSION_SOCKET
+from kvferry.protocol.pool_messages import RegisteredArrays
+from kvferry.protocol.session_messages import MemoryFollows, SessionOpen, SessionOpened, ShareFollows
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
+from tests.daemons import DaemonProcess, running_daemon
+from tests.raw_engine import RawEngine, raw_engine
+from tests.started import started
+
+SPEC: Final = MhaSpec(layers=2, first_layer=4, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
+LATENT: Final = MlaSpec(
+    layers=2, tokens=64, page_size=4, kv_lora_rank=8, qk_rope_head_dim=4, dtype="bfloat16", joined=True
+)
+SHAPE: Final = (2, 17, 4, 2, 4)
+ARRAY_BYTES: Final = 2 * 17 * 4 * 2 * 4 * 4
+MEMORY_BYTES: Final = 4 * ARRAY_BYTES
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+STRIDES: Final = (17 * 32, 32, 8, 4, 1)
+WAIT_S: Final = 20.0
+CONFIG: Final = "[tiers]\nhost_bytes = 4194304\n[pools]\nmax_bytes = 67108864\n"
+Arrays = dict[tuple[Any, ...], Any]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Return a daemon that serves."""
+    with running_daemon(tmp_path_factory.mktemp("memory"), CONFIG) as one:
+        yield one
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """Return a pool's name that no other test has."""
+    return f"pool-{zlib.crc32(request.node.nodeid.encode()):x}"
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return a session of an engine."""
+    with Client.connect(daemon.runtime_dir, name="engine") as one:
+        yield one
+
+
+def filled(memory: SharedMemory, seed: int) -> Arrays:
+    """Return the arrays of SPEC, with content."""
+    chance = np.random.default_rng(seed)
+    arrays: Arrays = {("main", role): memory.array(SHAPE, "float32") for role in ("k", "v")}
+    for one in arrays.values():
+        one[:] = chance.random(SHAPE, np.float32)
+    return arrays
+
+
+def memory_held(daemon: DaemonProcess) -> int:
+    """Return how many descriptors of memory that engines made the daemon has."""
+    links = []
+    for one in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.fspath(one.readlink()))
+    return sum("shared-memory" in link or "claimed" in link for link in links)
+
+
+def wait_until_held(daemon: DaemonProcess, count: int) -> None:
+    """Wait until the daemon has so many: it hears of the end of a session by itself."""
+    ends_at = time.monotonic() + WAIT_S
+    with Client.connect(daemon.runtime_dir, session=False) as watcher:
+        while memory_held(daemon) != count:
+            assert time.monotonic() < ends_at, (memory_held(daemon), count)
+            watcher.ping()
+
+
+# -- into it and out of it
+
+
+def test_bytes_go_into_registered_memory_and_out_of_it(client: Client, name: str) -> None:
+    memory = SharedMemory(MEMORY_BYTES + (1 << 16))
+    source, target = filled(memory, 1), filled(memory, 2)
+    client.register_pool(f"{name}-source", SPEC, source, device="host")
+    by_layer = {(*key, 4 + layer): one[layer] for key, one in target.items() for layer in range(2)}
+    manifest = client.register_pool(f"{name}-target", SPEC, by_layer, device="host")
+    assert [entry.base for entry in manifest.entries] == sorted(entry.base for entry in manifest.entries)
+    before = {key: one.copy() for key, one in target.items()}
+    own = client.create_pool(f"{name}-own", SPEC)
+    ids = client.allocate(own.name, 3)
+    for sender, sent, receiver, wanted in (
+        (f"{name}-source", [3, 1, 16], own.name, ids),
+        (own.name, ids, f"{name}-target", [5, 9, 2]),
+    ):
+        request_id = new_request_id()
+        receiving = client.receive(receiver, request_id, [pages(wanted)])
+        client.wait_settled(client.send(sender, request_id, [pages(sent)]))
+        client.wait_finished(receiving)
+        client.wait_settled(receiving)
+    for key, one in target.items():
+        assert (own.array(*key)[:, ids] == source[key][:, [3, 1, 16]]).all()
+        before[key][:, [5, 9, 2]] = source[key][:, [3, 1, 16]]
+        assert (one == before[key]).all()
+    own.close()
+
+
+def test_a_snapshot_of_registered_memory(client: Client, name: str) -> None:
+    memory = SharedMemory(MEMORY_BYTES)
+    arrays = filled(memory, 3)
+    client.register_pool(name, SPEC, arrays, device="host")
+    wanted = {key: one[:, [1, 2]].copy() for key, one in arrays.items()}
+    snapshot = client.wait_done(client.offload(name, [pages([1, 2])])).snapshot
+    client.wait_done(client.restore(name, snapshot, [pages([8, 7])], drop=True))
+    assert all((one[:, [8, 7]] == wanted[key]).all() for key, one in arrays.items())
+    with pytest.raises(InvalidFieldError, match="numbers its pages itself"):
+        client.free(name, [1])
+
+
+def test_another_daemon_of_the_host_reads_registered_memory(client: Client, name: str, tmp_path: Path) -> None:
+    memory = SharedMemory(MEMORY_BYTES + 8192)
+    memory.array((8192,), "uint8")  # so that the arrays begin elsewhere
+    arrays = filled(memory, 9)
+    client.register_pool(name, SPEC, arrays, device="host")
+    with running_daemon(tmp_path) as there, Client.connect(there.runtime_dir) as decode:
+        target = decode.create_pool("decode", SPEC)
+        ids, request_id = decode.allocate("decode", 2), new_request_id()
+        here = client.status().addresses[0]
+        receiving = decode.receive("decode", request_id, [pages(ids)], source_daemons=[here])
+        client.wait_settled(client.send(name, request_id, [pages([7, 3])]))
+        decode.wait_finished(receiving)
+        assert all((target.array(*key)[:, ids] == one[:, [7, 3]]).all() for key, one in arrays.items())
+        decode.wait_settled(receiving)
+        target.close()
+
+
+def test_other_sessions_of_the_user_attach_it(daemon: DaemonProcess, client: Client, name: str) -> None:
+    memory = SharedMemory(MEMORY_BYTES)
+    arrays = filled(memory, 4)
+    manifest = client.register_pool(name, SPEC, arrays, device="host")
+    with Client.connect(daemon.runtime_dir, name="other") as other:
+        seen = other.attach_pool(name)
+        assert seen.manifest == manifest
+        assert all((seen.array(*key) == one).all() for key, one in arrays.items())
+        arrays["main", "k"][1, 3] = 7.0
+        assert (seen.array("main", "k")[1, 3] == 7.0).all()
+        with pytest.raises(PoolInUseError, match="is registered by"):
+            other.delete_pool(name)
+        with pytest.raises(PoolExistsError, match="is registered by"):
+            other.create_pool(name, SPEC)
+        seen.close()
+
+
+def test_tensors_of_an_asynchronous_client(daemon: DaemonProcess, name: str) -> None:
+    memory = SharedMemory(1 << 20)
+    rows = memory.tensor((2, 17, 4, 1, 12), "bfloat16")
+    rows.copy_(torch.randn(rows.shape))
+
+    async def transfer() -> None:
+        async with AsyncClient.connect(daemon.runtime_dir) as client:
+            await client.register_pool(name, LATENT, {("main", "k"): rows}, device="host")
+            request_id = new_request_id()
+            receiving = client.receive(name, request_id, [pages([5, 6])])
+            await client.wait_settled(client.send(name, request_id, [pages([1, 2])]))
+            await client.wait_finished(receiving)
+            await client.delete_pool(name)
+
+    asyncio.run(transfer())
+    assert torch.equal(rows[:, [5, 6]], rows[:, [1, 2]])
+
+
+def test_layers_of_several_groups_are_registered_by_the_first_ones_name(client: Client, name: str) -> None:
+    spec = msgspec.structs.replace(SPEC, first_layer=0, layers=4, groups=((0, 2), (1, 3)))
+    memory = SharedMemory(MEMORY_BYTES)
+    arrays = filled(memory, 5)
+    manifest = client.register_pool(name, spec, arrays, device="host")
+    assert len({entry.base for entry in manifest.entries}) == 4
+    request_id = new_request_id()
+    wanted = [pages([8]), pages([9, 10], component="group1")]
+    receiving = client.receive(name, request_id, wanted)
+    client.wait_settled(client.send(name, request_id, [pages([1]), pages([2, 3], component="group1")]))
+    client.wait_finished(receiving)
+    assert all((one[:, [8, 9, 10]] == one[:, [1, 2, 3]]).all() for one in arrays.values())
+
+
+# -- who survives whom
+
+
+def test_an_engine_that_is_killed_takes_its_pool_with_it(daemon: DaemonProcess, client: Client, name: str) -> None:
+    program = [os.fspath(Path(__file__).parent / "registering_victim.py"), os.fspath(daemon.runtime_dir), name]
+    with started(program) as victim:
+        assert victim.stdout is not None
+        request_id = victim.stdout.readline().strip()
+        assert name in {one.pool for one in client.status().pools}
+        target = client.create_pool(f"{name}-target", SPEC)
+        receiving = client.receive(f"{name}-target", request_id, [pages(client.allocate(target.name, 3))])
+        client.poll(0)
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.wait(WAIT_S)
+    with pytest.raises(PeerLostError):
+        client.wait_finished(receiving)
+    client.wait_settled(receiving)
+    with pytest.raises(PoolLostError, match="was registered by an engine that is gone"):
+        client.attach_pool(name)
+    wait_until_held(daemon, 0)
+    memory = SharedMemory(MEMORY_BYTES)
+    client.register_pool(name, SPEC, filled(memory, 6), device="host")  # the name is free again
+    target.close()
+
+
+def test_memory_outlives_the_daemon_and_is_registered_again(tmp_path: Path) -> None:
+    memory = SharedMemory(MEMORY_BYTES)
+    arrays = filled(memory, 7)
+    wanted = {key: one.copy() for key, one in arrays.items()}
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with running_daemon(folder) as daemon, Client.connect(daemon.runtime_dir) as client:
+            client.register_pool("pool", SPEC, arrays, device="host")
+            request_id = new_request_id()
+            receiving = client.receive("pool", request_id, [pages([10 + number])])
+            client.wait_settled(client.send("pool", request_id, [pages([1])]))
+            client.wait_finished(receiving)
+            daemon.kill()
+        for key, one in arrays.items():
+            wanted[key][:, 10 + number] = wanted[key][:, 1]
+            assert (one == wanted[key]).all()
+
+
+# -- what is claimed of it
+
+
+class Claim(NamedTuple):
+    """A descriptor and what is said of it."""
+
+    make: Callable[[], int] | None = None
+    spec: MhaSpec = SPEC
+    arrays: Sequence[RegisteredArrays] | None = None
+
+
+def memfd(size_bytes: int = MEMORY_BYTES, seals: int = SEALS, flags: int = os.MFD_ALLOW_SEALING) -> int:
+    """Return memory that an engine makes by itself."""
+    fd = os.memfd_create("claimed", flags | os.MFD_CLOEXEC)
+    os.ftruncate(fd, size_bytes)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def read_only() -> int:
+    """Return memory by a descriptor that cannot be mapped for writing."""
+    fd = memfd()
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    finally:
+        os.close(fd)
+
+
+def socket_fd() -> int:
+    """Return a descriptor that is no memory."""
+    return socket.socket(socket.AF_UNIX).detach()
+
+
+def said(role: str, offset: int | None, **changes: Any) -> RegisteredArrays:  # noqa: ANN401  any field
+    """Return what is said of one array."""
+    whole = RegisteredArrays(
+        component="main", role=role, shape=SHAPE, strides=STRIDES, dtype="float32", offset_bytes=offset
+    )
+    return msgspec.structs.replace(whole, **changes)
+
+
+K: Final = said("k", 0)
+V: Final = said("v", ARRAY_BYTES)
+CLAIMS: Final[dict[str, tuple[Claim, str, str]]] = {
+    "not sealed": (Claim(lambda: memfd(seals=0)), "INVALID_FIELD", "memory"),
+    "may shrink": (Claim(lambda: memfd(seals=fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)), "INVALID_FIELD", "memory"),
+    "may be sealed further": (Claim(lambda: memfd(seals=SEALS & ~fcntl.F_SEAL_SEAL)), "INVALID_FIELD", "memory"),
+    "sealed against writing": (Claim(lambda: memfd(seals=SEALS | fcntl.F_SEAL_WRITE)), "INVALID_FIELD", "memory"),
+    "to be read only": (Claim(read_only), "INVALID_FIELD", "memory"),
+    "empty": (Claim(lambda: memfd(0)), "INVALID_FIELD", "memory"),
+    "no memory": (Claim(socket_fd), "INVALID_FIELD", "memory"),
+    "a file": (Claim(lambda: os.open("/tmp", os.O_TMPFILE | os.O_RDWR)), "INVALID_FIELD", "memory"),  # noqa: S108
+    "too short": (Claim(lambda: memfd(2 * ARRAY_BYTES - 1)), "INVALID_FIELD", "main/v.storage"),
+    "beyond its end": (Claim(arrays=(K, said("v", MEMORY_BYTES))), "INVALID_FIELD", "main/v.storage"),
+    "far beyond its end": (Claim(arrays=(K, said("v", (1 << 63) - 1))), "INVALID_FIELD", "main/v.storage"),
+    "inside an element": (Claim(arrays=(K, said("v", ARRAY_BYTES + 2))), "INVALID_FIELD", "main/v.storage"),
+    "one upon the other": (Claim(arrays=(K, said("v", 0))), "INVALID_FIELD", "main/v.storage"),
+    "a byte of the other": (Claim(arrays=(K, said("v", ARRAY_BYTES - 4))), "INVALID_FIELD", "main/v.storage"),
+    "nowhere": (Claim(arrays=(K, said("v", None))), "INVALID_FIELD", "main/v.offset_bytes"),
+    "another dtype": (Claim(arrays=(K, said("v", ARRAY_BYTES, dtype="int32"))), "INVALID_FIELD", "main/v.dtype"),
+    "another shape": (
+        Claim(arrays=(K, said("v", ARRAY_BYTES, shape=(2, 17, 4, 4, 2)))), "INVALID_FIELD", "main/v.shape",
+    ),
+    "strided": (
+        Claim(arrays=(K, said("v", ARRAY_BYTES, strides=(0, 32, 8, 4, 1)))), "INVALID_FIELD", "main/v.strides",
+    ),
+    "an array too few": (Claim(arrays=(K,)), "UNCOVERED_ENTRY", "arrays"),
+    "an array twice": (Claim(arrays=(K, V, said("v", 2 * ARRAY_BYTES))), "DUPLICATE_ENTRY", "arrays[2]"),
+    "an array of no pool": (Claim(arrays=(K, V, said("w", 2 * ARRAY_BYTES))), "INVALID_FIELD", "arrays[2]"),
+    "more than the daemon's pools may have": (
+        Claim(lambda: memfd(1 << 45), spec=msgspec.structs.replace(SPEC, tokens=1 << 20)), "OUT_OF_MEMORY", "spec",
+    ),
+}  # fmt: skip
+
+
+def register(engine: RawEngine, name: str, claim: Claim) -> None:
+    """Register what a claim says."""
+    arrays = (K, V) if claim.arrays is None else tuple(claim.arrays)
+    if claim.spec is not SPEC:
+        shape = (2, claim.spec.tokens // 4 + 1, 4, 2, 4)
+        strides, size = (shape[1] * 32, 32, 8, 4, 1), 8 * shape[1] * 32
+        arrays = (said("k", 0, shape=shape, strides=strides), said("v", size, shape=shape, strides=strides))
+    fd = memfd() if claim.make is None else claim.make()
+    try:
+        call = calls.register_pool(name, claim.spec, "host", arrays)
+        engine.call(call, lambda message_id: [MemoryFollows(message_id=message_id)], fds=(fd,))
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_claim_is_checked(daemon: DaemonProcess, client: Client, name: str, claim: str) -> None:
+    what, code, field = CLAIMS[claim]
+    wait_until_held(daemon, 0)
+    pools = {one.pool for one in client.status().pools}
+    with raw_engine(daemon.runtime_dir) as engine:
+        with pytest.raises(KvferryError) as refused:
+            register(engine, name, what)
+        assert (refused.value.code, refused.value.field) == (code, field), refused.value
+        if field == "memory":
+            assert "SharedMemory" in refused.value.detail
+        assert memory_held(daemon) == 0
+        assert {one.pool for one in client.status().pools} == pools
+        register(engine, name, Claim())
+        assert memory_held(daemon) > 0
+
+
+@pytest.mark.parametrize("offset", [0, ARRAY_BYTES // 2, 2 * ARRAY_BYTES - 4, 2 * ARRAY_BYTES])
+def test_no_byte_is_of_two_pools(daemon: DaemonProcess, name: str, offset: int) -> None:
+    fd = memfd()
+    with raw_engine(daemon.runtime_dir) as engine, raw_engine(daemon.runtime_dir) as other:
+        register(engine, name, Claim(lambda: os.dup(fd)))
+        second = Claim(lambda: os.dup(fd), arrays=(said("k", offset), said("v", offset + ARRAY_BYTES)))
+        if offset == 2 * ARRAY_BYTES:
+            register(other, f"{name}-second", second)
+        else:
+            with pytest.raises(InvalidFieldError, match="has bytes of another pool"):
+                register(other, f"{name}-second", second)
+    os.close(fd)
+
+
+def test_a_pool_of_the_daemon_is_not_registered_once_more(daemon: DaemonProcess, client: Client, name: str) -> None:
+    pool = client.create_pool(name, SPEC)
+    assert isinstance(pool.region, HostRegion)
+    fd = pool.region.fd
+    with raw_engine(daemon.runtime_dir) as engine, pytest.raises(InvalidFieldError, match="has bytes of another pool"):
+        register(engine, f"{name}-again", Claim(lambda: os.dup(fd)))
+    pool.close()
+
+
+@pytest.mark.parametrize("where", ["numpy", "torch", "another memory", "closed"])
+def test_arrays_outside_of_shared_memory_are_named(client: Client, name: str, where: str) -> None:
+    memory, other = SharedMemory(MEMORY_BYTES), SharedMemory(MEMORY_BYTES)
+    outside: dict[str, npt.NDArray[Any] | torch.Tensor] = {
+        "numpy": np.zeros(SHAPE, np.float32),
+        "torch": torch.zeros(SHAPE),
+        "another memory": other.array(SHAPE, "float32"),
+    }
+    arrays = {("main", "k"): memory.array(SHAPE, "float32"), ("main", "v"): outside.get(where, np.zeros(1))}
+    if where == "closed":
+        arrays["main", "v"] = memory.array(SHAPE, "float32")
+        memory.close()
+    with pytest.raises(InvalidFieldError, match=r"kvferry\.clients\.SharedMemory") as refused:
+        client.register_pool(name, SPEC, arrays, device="host")
+    assert refused.value.field == ("main/k.storage" if where == "closed" else "main/v.storage")
+
+
+def test_shared_memory_has_as_much_as_it_says() -> None:
+    memory = SharedMemory(8192)
+    assert memory.array((4,), "float32").ctypes.data % 4096 == 0
+    assert memory.tensor((2, 3), "bfloat16").shape == (2, 3)
+    with pytest.raises(OutOfMemoryError, match="0 are left"):
+        memory.array((1,), "int8")
+    memory.close()
+    with pytest.raises(ClientClosedError):
+        memory.view()
+
+
+# -- descriptors on the session socket
+
+
+def session(daemon: DaemonProcess) -> socket.socket:
+    """Open a session without the client library's good manners."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel.settimeout(WAIT_S)
+    channel.connect(os.fspath(daemon.runtime_dir / SESSION_SOCKET))
+    channel.sendall(pack(SessionOpen(protocol_min=2, protocol_max=2, name="rude")))
+    (frame,) = FrameSplitter().feed(channel.recv(4096))
+    assert isinstance(unpack_frame(frame), SessionOpened)
+    return channel
+
+
+MEMORY_FRAME: Final = pack(MemoryFollows(message_id=1))
+
+
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [
+        (pack(ShareFollows(message_id=1)), 1),
+        (MEMORY_FRAME, 0),
+        (MEMORY_FRAME, 2),
+        (MEMORY_FRAME, 100),
+        (MEMORY_FRAME * 2, 2),
+        (MEMORY_FRAME[:7], 2),
+    ],
+    ids=["with a share", "none", "two", "a hundred", "two for one message", "two with half a frame"],
+)
+def test_descriptors_that_no_frame_speaks_of_end_the_session(daemon: DaemonProcess, data: bytes, count: int) -> None:
+    fd = memfd()
+    with session(daemon) as rude:
+        socket.send_fds(rude, [data], [fd] * count)
+        assert rude.recv(4096) == b""
+    os.close(fd)
+    wait_until_held(daemon, 0)
+    with Client.connect(daemon.runtime_dir) as client:
+        client.ping()
+
+
+def test_a_descriptor_with_the_opening_is_refused(daemon: DaemonProcess) -> None:
+    fd = memfd()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as rude:
+        rude.settimeout(WAIT_S)
+        rude.connect(os.fspath(daemon.runtime_dir / SESSION_SOCKET))
+        opening = pack(SessionOpen(protocol_min=2, protocol_max=2))
+        socket.send_fds(rude, [opening[:5]], [fd])
+        assert rude.recv(4096)[4:] != b""
+        assert rude.recv(4096) == b""
+    os.close(fd)
+    wait_until_held(daemon, 0)
+
+
+def test_descriptors_of_messages_that_never_come_have_a_bound(daemon: DaemonProcess) -> None:
+    fd = memfd()
+    with session(daemon) as rude:
+        for number in range(MAX_MESSAGES_SHARED + 1):
+            socket.send_fds(rude, [pack(MemoryFollows(message_id=number))], [fd])
+        assert rude.recv(4096) == b""
+    os.close(fd)
+    wait_until_held(daemon, 0)
+
+
+def test_mapped_memory_stays_as_it_is_when_the_engine_unmaps_it(client: Client, name: str) -> None:
+    memory = SharedMemory(MEMORY_BYTES)
+    client.register_pool(name, SPEC, filled(memory, 8), device="host")
+    fd = os.dup(memory.region.fd)
+    memory.close()
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(fd, mmap.PAGESIZE)
+    request_id = new_request_id()
+    receiving = client.receive(name, request_id, [pages([2])])
+    client.wait_settled(client.send(name, request_id, [pages([1])]))
+    client.wait_finished(receiving)
+    os.close(fd)
