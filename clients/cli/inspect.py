@@ -33,7 +33,7 @@ def add_ping(command: argparse.ArgumentParser) -> None:
 
 
 def ping(options: argparse.Namespace) -> int:
-    """Print which daemon answers, and how fast."""
+    """Print which daemon answers, and the round-trip time."""
     with Connection.open(options.runtime_dir, "ping", timeout_s=options.timeout) as connection:
         started = time.perf_counter()
         connection.call(Ping(), Pong, timeout_s=options.timeout)
@@ -62,7 +62,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
-    """Yield what ``kvferry status`` prints for people."""
+    """Yield the lines that ``kvferry status`` prints."""
     state = "draining" if report.draining else "serving"
     yield (
         f"kvferry {report.daemon_version} pid {report.pid} boot {boot_id[:8]} {state}, "
@@ -125,7 +125,7 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
 
 
 def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:
-    """Yield a pool's row, and one more for each page space beyond the first; spaces are named where there are more."""
+    """Yield a pool's row, and one for each further page space; spaces are named if there are several."""
     first, *more = [f"{pool.pool} {one.space}" for one in pool.spaces] or [pool.pool]
     yield (
         first, pool.tenant, pool.pages, pool.free, pool.busy, f"{pool.page_bytes / 1024:.1f}",
@@ -143,14 +143,14 @@ def _session_row(one: SessionStatus) -> tuple[object, ...]:
 
 
 def _place(pool: PoolStatus) -> str:
-    """Return where a pool is, and whose memory it is where that is not the daemon's."""
+    """Return a pool's device, and whose memory it is, or with whom it ends, where that is not the daemon."""
     if pool.registered_by is not None:
         return f"{pool.device}, registered by session {pool.registered_by}"
     return pool.device if pool.ends_with is None else f"{pool.device}, ends with instance {pool.ends_with}"
 
 
 def _device_row(device: DeviceStatus) -> tuple[object, ...]:
-    """Return a device's row; memory that nobody has asked for yet is not known."""
+    """Return a device's row; memory sizes are unknown until the device is first used."""
     total, free = (
         f"{size / GIB:.1f}" if device.total_bytes else "?" for size in (device.total_bytes, device.free_bytes)
     )
@@ -158,7 +158,7 @@ def _device_row(device: DeviceStatus) -> tuple[object, ...]:
 
 
 def _tier_row(tier: TierStatus) -> tuple[object, ...]:
-    """Return a tier's row; how large a store of many nodes is only its master knows."""
+    """Return a tier's row; only the store's master knows the size of a store across nodes."""
     sizes = (tier.total_bytes, tier.used_bytes, tier.pinned_bytes)
     total, used, pinned = (f"{size / GIB:.2f}" if tier.total_bytes else "?" for size in sizes)
     return (tier.tier, total, used, pinned, tier.blocks, tier.snapshots, tier.state)

@@ -1,4 +1,4 @@
-"""One run of ``kvferry probe``: sends messages in their order, and says what comes until all of it has settled."""
+"""One run of ``kvferry probe``: sends messages in order, and prints replies and events until everything has settled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Print = Callable[[dict[str, Any]], None]
 
 
 class ProbeRun:
-    """What was sent and has not ended. ``status`` is the exit status so far: FAILED once anything has failed."""
+    """Tracks what was sent and is still open. ``status``: the exit status, FAILED once anything has failed."""
 
     def __init__(self, connection: Connection, timeout_s: float, print_line: Print) -> None:
         self.status = WORKED
@@ -33,11 +33,11 @@ class ProbeRun:
         self._cancelled: set[str] = set()
 
     def send(self, message: ProbeMessage) -> None:
-        """Send a message once what it refers to has come, and wait for its reply.
+        """Send a message once what it refers to has arrived, and wait for its reply.
 
         Raises:
-            InvalidFieldError: it is wrong, now that it is known what it refers to.
-            KvferryError: no reply came in time, or the daemon has gone.
+            InvalidFieldError: the message is invalid with its references replaced.
+            KvferryError: no reply came in time, or the daemon is gone.
         """
         if message.kind == WAIT:
             self.settle()
@@ -60,19 +60,19 @@ class ProbeRun:
         """Wait until everything that was accepted has settled.
 
         Raises:
-            DeadlineError: it has not, within the time.
-            DaemonLostError: the daemon has gone.
+            DeadlineError: it has not settled in time.
+            DaemonLostError: the daemon is gone.
         """
         self._wait(lambda: not self._open, "the end of what was accepted")
 
     def follow(self, timeout_s: float) -> None:
-        """Say what comes, for so long; for ever where that is infinite."""
+        """Print what arrives, for ``timeout_s``, which may be infinite."""
         ends_at = time.monotonic() + timeout_s
         while (left_s := ends_at - time.monotonic()) > 0:
             self.take(left_s)
 
     def take(self, timeout_s: float = math.inf, also: int | None = None) -> None:
-        """Wait for what comes next, and say it; return early where ``also`` is readable."""
+        """Wait for the next message and print it; return early if ``also`` becomes readable."""
         arrived = self._connection.take(timeout_s, also)
         if arrived is None:
             return
@@ -92,7 +92,7 @@ class ProbeRun:
             self.take(left_s)
 
     def _is_known(self, event: Reference) -> bool:
-        """Return whether an event has come, or will not come any more."""
+        """Return whether an event has arrived, or cannot arrive any more."""
         return self._answers.has(event) or not any(event.name in names for names in self._open.values())
 
     def _reply(self, message: ProbeMessage, arrived: Arrived, fields: dict[str, Any]) -> None:

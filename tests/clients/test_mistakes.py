@@ -184,8 +184,10 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "no ids": wrong(lambda w: w.client.free(w.p, None), "ids", "None is no list of integers"),
     "floats for ids": wrong(lambda _: pages(np.array([1.0])), "ids", "float64 is no list of integers"),
     "words for ids": wrong(lambda w: w.client.store(w.p, [], ["a"]), "ids", "is no list of integers"),
-    "an id over 64 bits": wrong(lambda _: pages(np.array([2**63], np.uint64)), "ids", "does not fit in 64 bits"),
-    "a pool for ids": wrong(lambda w: w.client.load(w.p, 1, w.pool), "ids", "a pool is named by its name"),
+    "an id over 64 bits": wrong(
+        lambda _: pages(np.array([2**63], np.uint64)), "ids", "does not fit in a signed 64-bit integer"
+    ),
+    "a pool for ids": wrong(lambda w: w.client.load(w.p, 1, w.pool), "ids", "refer to a pool by its name"),
     "a component that is none": wrong(lambda _: pages([1], component=3), "component", "Expected `str`"),
     "tokens that are none": wrong(lambda _: pages([1], tokens="4"), "tokens", "got `str`"),
     "no tokens": wrong(lambda _: pages([1], tokens=0), "tokens", ">= 1"),
@@ -198,7 +200,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     # -- pools
     "a pool for its name": wrong(lambda w: w.client.allocate(w.pool, 1), "pool", "pool.name"),
     "a pool for a new one's name": wrong(lambda w: w.client.create_pool(w.pool, SPEC), "name", "pool.name"),
-    "a pool for a spec": wrong(lambda w: w.client.create_pool("x", w.pool), "spec", "made of a spec"),
+    "a pool for a spec": wrong(lambda w: w.client.create_pool("x", w.pool), "spec", "create one from a spec"),
     "a dict for a spec": wrong(lambda w: w.client.create_pool("x", {"layers": 1}), "spec", "MhaSpec(...)"),
     "the class for a spec": wrong(lambda w: w.client.create_pool("x", MhaSpec), "spec", "give one of it, MhaSpec(...)"),
     "a manifest for a spec": wrong(lambda w: w.client.create_pool("x", w.pool.manifest), "spec", "MhaSpec(...)"),
@@ -418,7 +420,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "waiting for a transfer's reply": wrong(lambda w: w.client.wait(w.transfer), "pending", "wait_finished"),
     "waiting twice": wrong(lambda w: w.client.wait(w.taken), "pending", "keep what wait returned"),
     "looking twice": wrong(lambda w: w.client.is_ready(w.taken), "pending", "keep what wait returned"),
-    "recording twice": wrong(lambda w: w.ring.record(w.recorded), "step", "record each once"),
+    "recording twice": wrong(lambda w: w.ring.record(w.recorded), "step", "record each step once"),
     "recording a layer": wrong(lambda w: w.ring.record(3), "step", "3 is no step"),
     "recording words": wrong(
         lambda w: w.ring.record(DeviceEvent(event="0", value="1")), "step.event", "'0' is no whole number"
@@ -451,8 +453,8 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "half a block": wrong(lambda _: block_hashes([1, 2], 1.5), "block_tokens", "whole number"),
     "words to hash": wrong(lambda _: block_hashes("abc", 1), "tokens", "no list of integers"),
     "a salt that is a word": wrong(lambda _: block_hashes([1], 1, salt="user"), "salt", "salt.encode()"),
-    "a parent that is a number": wrong(lambda _: block_hashes([1, 2], 1, parent=5), "parent", "5 is no hash"),
-    "a parent that is no hash": wrong(lambda _: block_hashes([1], 1, parent="0" * 16), "parent", "no hash"),
+    "a parent that is a number": wrong(lambda _: block_hashes([1, 2], 1, parent=5), "parent", "5 is not a hash"),
+    "a parent that is no hash": wrong(lambda _: block_hashes([1], 1, parent="0" * 16), "parent", "not a hash"),
     "slots of pages of a word": wrong(lambda _: pages_from_slots([1], "4"), "page_size", "whole number"),
     "slots that are words": wrong(lambda _: pages_from_slots(["a"], 4), "slots", "no list of integers"),
     "tokens that are no number": wrong(lambda _: slots_from_pages([1], 4, None), "tokens", "whole number"),
@@ -554,7 +556,7 @@ def test_a_connection_is_awaited_once(
     async def connect() -> None:
         connecting = AsyncClient.connect(own_daemon.runtime_dir)
         async with await AWAITED[first](connecting) as client:
-            with pytest.raises(MisuseError, match="awaited before: keep the client"):
+            with pytest.raises(MisuseError, match="already awaited: keep the client"):
                 await AWAITED[second](connecting)
             assert await client.ping() > 0
 
@@ -640,7 +642,7 @@ COPIES: Final[dict[str, Callable[[object], object]]] = {
 @pytest.mark.parametrize("how", COPIES)
 def test_what_belongs_to_a_process_is_not_copied(harness: Harness, what: str, how: str) -> None:
     one = getattr(harness, what)
-    with pytest.raises(MisuseError, match=f"{type(one).__name__} belongs to .*: hand .* connect and attach there"):
+    with pytest.raises(MisuseError, match=f"{type(one).__name__} belongs to .*: pass .* connect and attach there"):
         COPIES[how](one)
 
 

@@ -343,7 +343,7 @@ def check_after_restart(daemon: DaemonProcess, engine: Child, device: str) -> No
 
 
 def test_a_device_that_is_not_there(client: Client, name: str) -> None:
-    with pytest.raises(DeviceUnavailableError, match="npu:9 is none of them"):
+    with pytest.raises(DeviceUnavailableError, match="npu:9 is not one of them"):
         client.create_pool(name, SPEC, device="npu:9")
     assert client.ping() > 0
 
