@@ -131,7 +131,7 @@ def test_blocks_of_several_pages_and_other_page_spaces(client: Client, name: str
         client.wait_done(client.load(name, found.lease, ids))
     assert pool.holds(into[0], contents[0])
     assert pool.holds(into[1], contents[1], "swa")
-    with pytest.raises(UnknownComponentError, match="has no page space 'draft', but main, swa"):
+    with pytest.raises(UnknownComponentError, match="has no page space 'draft'; it has main, swa"):
         client.lookup(name, hashes(1), space="draft")
     pool.close()
 
