@@ -1,4 +1,4 @@
-"""The shell between the transfer state machine and other daemons: messages in, effects towards them out."""
+"""Connects the transfer state machine to other daemons: passes their messages in, and executes its effects on them."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ from kvferry.protocol.peer_messages import (
 from kvferry.protocol.session_messages import PeerStatus
 
 MAX_REMOTE_POOLS = 4096
-MAX_UNTOLD = 4096
-UNTOLD_S = 600.0
-"""What was given up is kept for daemons that cannot be reached, so many and so long, as tombstones are."""
+MAX_UNSENT = 4096
+UNSENT_S = 600.0
+"""How many HALF_ABANDONED messages for unreachable daemons are kept, and how long, in seconds; as for tombstones."""
 LONGEST_ANNOUNCEMENT_S = 86_400.0
 log = structlog.get_logger(__name__)
 
 
 class PeerTransferService:
-    """Lets send requests and receive requests of this daemon meet those of other daemons.
+    """Matches send requests and receive requests of this daemon with those of other daemons.
 
     Attributes:
-        remote_pools: what other daemons have described, by who, tenant and name.
+        remote_pools: pools that other daemons have described, by daemon, tenant and name.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PeerTransferService:
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` is the state machine's."""
+        """``clock`` returns seconds, and is the state machine's too."""
         self._links = links
         self._state_machine = state_machine
         self._transports = transports
@@ -92,14 +92,14 @@ class PeerTransferService:
         self._counters = counters
         self._clock = clock
         self.remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
-        self._untold: dict[tuple[str, Half], tuple[HalfAbandoned, float]] = {}
+        self._unsent: dict[tuple[str, Half], tuple[HalfAbandoned, float]] = {}
         hub.subscribe(PoolRemoved, lambda event: self.pool_removed(event.pool))
 
     def source_daemons(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the other daemons among those that a RECEIVE names, and have the links to them.
+        """Return the daemons that a RECEIVE names, without this one, and connect to them.
 
         Raises:
-            InvalidFieldError: one cannot be reached from here.
+            InvalidFieldError: one of them cannot be reached from here.
         """
         for address in addresses:
             if not (self._links.is_own(address) or self._transports.can_reach(address)):
@@ -110,20 +110,20 @@ class PeerTransferService:
         return self.other_daemons(addresses, "source_daemons")
 
     def other_daemons(self, addresses: tuple[str, ...], field: str) -> tuple[str, ...]:
-        """Return the other daemons among those that a message names in a field, and have the links to them.
+        """Return the daemons that a message's field names, without this one, and connect to them.
 
         Raises:
-            InvalidFieldError: one cannot be reached from here.
+            InvalidFieldError: one of them cannot be reached from here.
         """
         others = tuple(dict.fromkeys(one for one in addresses if not self._links.is_own(one)))
         for address in others:
             where = f"{field}[{addresses.index(address)}]"
             self._links.check_reachable(address, where)
-            self._links.connect(address, where)  # now: once the message is accepted, nobody can be refused any more
+            self._links.connect(address, where)  # now, as a message cannot be refused once it is accepted
         return others
 
     def execute(self, effect: Effect) -> None:
-        """Do what the state machine asks towards another daemon; other effects are not ours."""
+        """Execute an effect that concerns another daemon."""
         if isinstance(effect, AnnounceReceive):
             peer = self._links.connect(effect.address)
             if peer is None:
@@ -169,7 +169,7 @@ class PeerTransferService:
         )
 
     def pool_removed(self, pool: Pool) -> None:
-        """Let other daemons give up their mappings of a pool's memory."""
+        """Tell the connected daemons to unmap a pool's memory."""
         gone = PoolGone(tenant=pool.tenant, pool=pool.name, region=pool.region.identity)
         for peer in self._links.up():
             self._links.send(peer, gone)
@@ -201,7 +201,7 @@ class PeerTransferService:
         self._links.send(peer, Announce(receive_request=name_of(receive_request), deadline_ms=left_ms))
 
     def _abandon(self, effect: NotifyAbandoned) -> None:
-        """Tell another daemon what is given up, now or once it is there; the oldest of too many is not told."""
+        """Send HALF_ABANDONED to another daemon, now or once it is connected; of too many, the oldest is dropped."""
         half = effect.half
         info = effect.error.info()
         body = HalfAbandoned(tenant=half.tenant, request_id=half.request_id, direction=half.direction, error=info)
@@ -209,26 +209,26 @@ class PeerTransferService:
         if peer is not None:
             self._links.send(peer, body)
             return
-        self._untold[effect.address, half] = (body, self._clock() + UNTOLD_S)
-        while len(self._untold) > MAX_UNTOLD:
-            del self._untold[next(iter(self._untold))]
+        self._unsent[effect.address, half] = (body, self._clock() + UNSENT_S)
+        while len(self._unsent) > MAX_UNSENT:
+            del self._unsent[next(iter(self._unsent))]
 
-    def _tell(self, peer: Incarnation) -> None:
-        """Tell a daemon that has come up what was given up meanwhile."""
-        for key in [one for one in self._untold if one[0] == peer.address]:
-            body, until = self._untold.pop(key)
+    def _send_unsent(self, peer: Incarnation) -> None:
+        """Send a newly connected daemon the HALF_ABANDONED messages that are kept for it."""
+        for key in [one for one in self._unsent if one[0] == peer.address]:
+            body, until = self._unsent.pop(key)
             if self._clock() < until:
                 self._links.send(peer, body)
 
     def is_needed(self, address: str) -> bool:
         """See ``PeerListener.is_needed``."""
         now = self._clock()
-        untold = any(until > now for (whom, _), (_, until) in self._untold.items() if whom == address)
-        return untold or bool(self._state_machine.receives_expecting(address))
+        has_unsent = any(until > now for (known, _), (_, until) in self._unsent.items() if known == address)
+        return has_unsent or bool(self._state_machine.receives_expecting(address))
 
     def on_up(self, peer: Incarnation) -> None:
         """See ``PeerListener.on_up``."""
-        self._tell(peer)
+        self._send_unsent(peer)
         for receive_request in self._state_machine.receives_expecting(peer.address):
             receive_request.unreachable.discard(peer.address)
             self._announce(peer, receive_request)
@@ -342,17 +342,20 @@ class PeerTransferService:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Check that what another daemon says of its pool can be reckoned with.
+    """Check that another daemon's manifest is consistent, before addresses are computed from it.
 
     Raises:
         InvalidFieldError: no entry, or one that lies beyond the region or whose component is not described.
-        GeometryMismatchError: an entry that contradicts itself.
+        GeometryMismatchError: an entry's fields contradict each other.
     """
     names = {one.name for one in manifest.components}
     for index, entry in enumerate(manifest.entries):
         beyond = entry.base + entry.pages * entry.page_bytes > manifest.region_bytes
         if beyond or entry.component not in names:
-            raise InvalidFieldError(f"{entry.name} does not fit its manifest", field=f"manifest.entries[{index}]")
+            raise InvalidFieldError(
+                f"{entry.name} lies beyond the region, or its component is not described",
+                field=f"manifest.entries[{index}]",
+            )
         check_entry(entry, f"manifest.entries[{index}]")
     if not manifest.entries:
-        raise InvalidFieldError("a pool without entries", field="manifest.entries")
+        raise InvalidFieldError("the pool has no entries", field="manifest.entries")

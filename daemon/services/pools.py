@@ -65,14 +65,15 @@ from kvferry.protocol.shares import Share
 
 SWEEP_S: Final = 0.05
 DEVICE_GRACE_S: Final = 0.05
-"""The sockets of an engine that was killed are closed a moment before its driver stops its work on a device."""
+"""Before an ended instance's device pages are freed: the driver stops a killed engine's kernels a moment after its
+sockets are closed."""
 
 
 log = structlog.get_logger(__name__)
 
 
 class _Creation(msgspec.Struct):
-    """A pool whose memory is being fetched, and the requests that wait for it; the first one asked first."""
+    """A pool whose memory is being allocated or imported, and the requests that wait for it, oldest first."""
 
     manifest: Manifest
     device: str
@@ -85,7 +86,10 @@ class _Creation(msgspec.Struct):
 
 
 class PoolService:
-    """Makes and deletes pools, and allocates pages. Memory is fetched on a thread of its own, one pool at a time."""
+    """Creates, registers and deletes pools, and allocates pages.
+
+    Host memory is populated on one thread, device memory is allocated on another: one pool at a time each.
+    """
 
     def __init__(
         self,
@@ -112,7 +116,7 @@ class PoolService:
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._leaving: list[Pool] = []
         self._executor = ThreadPoolExecutor(1, "populate")
-        self._device_executor = ThreadPoolExecutor(1, "device-memory")  # host memory takes its time
+        self._device_executor = ThreadPoolExecutor(1, "device-memory")  # populating host memory takes long
         for kind, handler in (
             ("CREATE_POOL", self._create),
             ("ATTACH_POOL", self._attach),
@@ -124,14 +128,14 @@ class PoolService:
             dispatcher.handle(kind, handler)
 
     def session_lost(self, session_id: int) -> None:
-        """Forget the pools that a session registered: their memory is its process's, not its instance's."""
+        """Remove the pools that a session registered: their memory belongs to its process, not to its instance."""
         for pool in [one for one in self._pools if one.registered_by == session_id]:
             self._pools.lost.lose(pool.tenant, pool.name, "was registered by an engine that is gone")
             log.warning("pool lost", pool=pool.name, tenant=pool.tenant, cause="its engine is gone")
-            self._take_leave(pool)
+            self._remove(pool)
 
     def instance_lost(self, owner_id: int) -> None:
-        """Take back every page of an instance, and the pools that end with it; what is in flight follows."""
+        """Free every page of an instance, and remove the pools that end with it; pages in flight are freed later."""
         for pool in list(self._pools):
             if pool.region.device == HOST:
                 _release(pool, owner_id)
@@ -140,14 +144,14 @@ class PoolService:
             if pool.ends_with == owner_id:
                 self._pools.lost.deleted(pool.tenant, pool.name)
                 log.info("pool deleted", pool=pool.name, tenant=pool.tenant, cause="its instance has ended")
-                self._take_leave(pool)
+                self._remove(pool)
 
     def status(self) -> tuple[PoolStatus, ...]:
         """Return the pools as STATUS shows them."""
         return tuple(status_of(pool) for pool in self._pools)
 
     def close(self) -> None:
-        """Give all memory back, but for what a device that is lost may hold for ever."""
+        """Free all memory, without waiting for a lost device."""
         self._populating_ends.set()
         for executor in (self._executor, self._device_executor):
             executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
@@ -239,7 +243,7 @@ class PoolService:
             raise PoolExistsError(f"pool {key[1]!r} exists{held and f'; {held}'}", field="pool")
 
     def _register_memory(self, call: Call, body: RegisterPool, key: tuple[int, str]) -> None:
-        """Make a pool of host memory that an engine registers, in the loop's next turn."""
+        """Register a pool in an engine's host memory; answered in the loop's next turn."""
         fd = self._session_socket.take_memory(call.session, call.message_id)
         if fd is None:
             raise InvalidFieldError(
@@ -269,7 +273,7 @@ class PoolService:
         made.add_done_callback(lambda done: self._fetched(key, done))
 
     def _memory_in_use(self) -> list[MemoryInUse]:
-        """Return where the pools lie: those that are made, and those that go once nothing of them is in flight."""
+        """Return the regions of all pools: being registered, live, or removed with pages still in flight."""
         coming = [
             MemoryInUse(one.registered, one.manifest) for one in self._creations.values() if one.registered is not None
         ]
@@ -283,9 +287,9 @@ class PoolService:
             raise
         return region
 
-    def _fetch(self, key: tuple[int, str], executor: Executor, work: Callable[..., Region], *arguments: object) -> None:
-        """Make a pool's region on a thread that may wait, then the pool."""
-        fetched = asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
+    def _fetch(self, key: tuple[int, str], executor: Executor, make: Callable[..., Region], *arguments: object) -> None:
+        """Make a pool's region by ``make(*arguments)`` on a thread that may block, then the pool."""
+        fetched = asyncio.get_running_loop().run_in_executor(executor, make, *arguments)
         fetched.add_done_callback(lambda done: self._fetched(key, done))
 
     def _fetched(self, key: tuple[int, str], done: asyncio.Future[Region]) -> None:
@@ -328,14 +332,14 @@ class PoolService:
             self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
     def _is_wanted(self, creation: _Creation) -> bool:
-        """Return whether those whom a pool ends with are there still, and wait for what they register."""
+        """Return whether a new pool's owner still lives; for a registered pool, also that its request is unanswered."""
         if creation.registered_by is not None:
             call = creation.waiting[0]
             return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
         return creation.ends_with is None or bool(self._dispatcher.sessions.of_instance(creation.ends_with))
 
-    def _take_leave(self, pool: Pool) -> None:
-        """Forget a pool; its mapping goes once nothing of it is in flight."""
+    def _remove(self, pool: Pool) -> None:
+        """Remove a pool; its memory is freed once none of its pages is in flight."""
         self._pools.remove(pool)
         self._leaving.append(pool)
         self._sweep()
@@ -348,7 +352,7 @@ class PoolService:
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def _give_back(self, pool: Pool) -> None:
-        """Close a pool: on a device that may wait, so not on the loop."""
+        """Close a pool: on a device this may block, so it runs on a thread."""
         if pool.region.device == HOST:
             pool.close()
         else:
@@ -369,10 +373,12 @@ class PoolService:
             return Answer(PoolAttached(pool=pool.name, manifest=pool.manifest, model=_public(pool)))
         assert isinstance(region, AcceleratorRegion), region
         if pool.registered_by is not None:
-            raise InvalidFieldError(f"pool {pool.name!r} is its engine's, which registers it: it has it", field="pool")
+            raise InvalidFieldError(
+                f"pool {pool.name!r} is registered: its engine has the memory already", field="pool"
+            )
         process_id = body.device_pid or call.session.peer.pid
-        work = asyncio.get_running_loop().run_in_executor(self._device_executor, region.share, process_id)
-        work.add_done_callback(lambda done: self._shared(call, pool, done))
+        sharing = asyncio.get_running_loop().run_in_executor(self._device_executor, region.share, process_id)
+        sharing.add_done_callback(lambda done: self._shared(call, pool, done))
         return None
 
     def _shared(self, call: Call, pool: Pool, done: asyncio.Future[Share]) -> None:
@@ -429,7 +435,7 @@ class PoolService:
         return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
 
     def _holders(self, pool: Pool | None, call: Call) -> str:
-        """Return who holds pages of a pool, in words; empty where nobody does."""
+        """Return a text saying who holds pages of a pool; empty where nobody does."""
         if pool is None:
             return ""
         return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.owner_id)

@@ -1,4 +1,4 @@
-"""Memory that engines register: what they say of it, against the manifest, and against other pools of it."""
+"""Checks of memory that engines register: against the pool's manifest, and against other pools in the same memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.protocol.shares import Share, TorchShare
 
 
 class MemoryInUse(NamedTuple):
-    """A region in which a pool, whatever its state, has its arrays."""
+    """A region and the manifest of a pool whose arrays lie in it; the pool may be coming or leaving."""
 
     region: Region
     manifest: Manifest
@@ -26,11 +26,11 @@ class MemoryInUse(NamedTuple):
 def placed_in(
     region: HostRegion, manifest: Manifest, said: Sequence[RegisteredArrays], in_use: Iterable[MemoryInUse]
 ) -> Manifest:
-    """Return the manifest of a pool whose arrays lie in a registered region, where its engine says.
+    """Return the manifest of a pool in a registered region, with its arrays at the offsets that the engine gives.
 
     Raises:
         InvalidFieldError: an array is not exactly what the spec needs, does not lie within the memory, or has bytes of
-            another array or another pool; names the array.
+            another array or another pool; the error names the array.
         DuplicateEntryError, UncoveredEntryError: some entry is in two arrays, or in none.
     """
     arrays = arrays_of(manifest, [(one.component, one.role, one.layer) for one in said])
@@ -61,7 +61,7 @@ def placed_in(
 def registered_segments(
     manifest: Manifest, said: Sequence[RegisteredArrays], shares: Sequence[Share]
 ) -> list[RegisteredSegment]:
-    """Return what is registered, checked against the manifest; the driver is asked of the memory later."""
+    """Return the registered tensors, checked against the manifest; the driver checks the memory itself later."""
     arrays = arrays_of(manifest, [(one.component, one.role, one.layer) for one in said])
     parts = []
     for array, one, share in zip(arrays, said, shares, strict=True):

@@ -153,7 +153,7 @@ def test_what_makes_no_sense_is_refused(client: Client, pool: Filled, name: str)
         client.wait_done(client.load(pool.name, found.lease, ids))
     with pytest.raises(UnknownLeaseError):
         client.wait_done(client.load(pool.name, found.lease + 1, ids[:1]))
-    with pytest.raises(InvalidFieldError, match="is of other blocks"):
+    with pytest.raises(InvalidFieldError, match="has blocks of another namespace"):
         client.lookup(pool.name, hashes(1), block_pages=2, lease=found.lease)
     client.create_pool(f"{name}-hybrid", HYBRID, model=MODEL).close()
     with pytest.raises(LayoutMismatchError, match="has layout"):

@@ -260,7 +260,10 @@ MISTAKES: Final[dict[str, Mistake]] = {
         "pages of main/k/0 is 17",
     ),
     "a pool of that name with a draft": Mistake(
-        lambda w: w.client.create_pool(w.p, replace(SPEC, layers=3)), PoolExistsError, "spec", "main/k/2 is not in it"
+        lambda w: w.client.create_pool(w.p, replace(SPEC, layers=3)),
+        PoolExistsError,
+        "spec",
+        "main/k/2 is not in the pool",
     ),
     "deleting what is in use": Mistake(
         lambda w: w.client.delete_pool(w.p), PoolInUseError, "pool", "2 held by session"
@@ -270,7 +273,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
         lambda w: w.client.allocate(w.p + "-full", 1),
         PoolFullError,
         "count",
-        f"of process {os.getpid()}, which asks (free pages, ask for fewer, or wait; kvferry status shows which",
+        f"of process {os.getpid()}, the caller (free pages, ask for fewer, or wait; kvferry status shows which",
     ),
     "none to allocate": wrong(lambda w: w.client.allocate(w.p, 0), "count", ">= 1"),
     "a negative number to allocate": wrong(lambda w: w.client.allocate(w.p, -1), "count", ">= 1"),

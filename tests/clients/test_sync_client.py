@@ -409,7 +409,7 @@ def test_a_half_that_never_comes(engines: TwoEngines, gone: Direction) -> None:
     )
     assert engine.poll(SOON_S) == [waiting]
     assert other.abandon(request_id, gone, reason="aborted by its client").failed == 1
-    with pytest.raises(PeerCancelledError, match="the peer gave the request up: aborted by its client"):
+    with pytest.raises(PeerCancelledError, match="the peer abandoned the request: aborted by its client"):
         engine.wait_finished(waiting, SOON_S)
     with pytest.raises(InvalidFieldError) as refused:
         other.abandon(request_id, gone, daemons=["somewhere"])

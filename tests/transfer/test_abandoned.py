@@ -192,7 +192,7 @@ def test_a_send_at_another_daemon_hears_that_no_receive_comes(harness: PeerHarne
 def test_a_daemon_that_cannot_be_reached_is_told_later_but_not_too_late(
     harness: PeerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_transfers, "MAX_UNTOLD", 1)
+    monkeypatch.setattr(peer_transfers, "MAX_UNSENT", 1)
     source, home = both(harness)
     first, second = at(source), at(source, "second")
     first.begin("send")

@@ -199,7 +199,7 @@ class TransferHarness:
         self,
         direction: Direction,
         *daemons: str,
-        reason: str = "the peer gave the request up",
+        reason: str = "the peer abandoned the request",
         request: str = REQUEST,
         tenant: int = 7,
     ) -> int:

@@ -199,7 +199,7 @@ async def test_a_session_may_have_so_many_pins(tiers: Harness, monkeypatch: pyte
     engine = tiers.engine()
     await stored(tiers, engine, 1, 2)
     lease = engine.lookup(names(1, 2)).lease
-    with pytest.raises(OverloadedError, match="2 blocks, 2 more are over 3"):
+    with pytest.raises(OverloadedError, match="2 blocks; 2 more exceed 3"):
         engine.lookup(names(1, 2), lease=lease)
     assert engine.lookup(names(1, 2), pin=False).blocks == 2
     assert engine.lookup(names(1)).lease > lease

@@ -316,7 +316,7 @@ async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: Harness)
     lists = (PageList(pages=3), PageList(component="draft", pages=3))
     made = engine.ask(Offload(pool="draft", lists=lists), Offloading, ids[:3], ids[3:])
     tiers.copier.finish_all()
-    with pytest.raises(PoolFullError, match="6 pages of 'main', the pool has 5"):
+    with pytest.raises(PoolFullError, match="6 pages of 'main'; the pool has 5"):
         engine.restore(made.snapshot, pool="smaller")
     with pytest.raises(NotOwnerError):
         engine.restore((await offloaded(tiers, engine, 1)), [15])
