@@ -432,7 +432,7 @@ class TransferService:
         return session
 
     def _notify_matched(self, session: Session, event: Matched) -> bool:
-        """Queue MATCHED, unless the session acknowledges no events (RESULT has it then); return whether it is queued."""
+        """Queue MATCHED, unless the session acknowledges no events (RESULT has it then); return whether it was."""
         is_notified = len(session.unacknowledged) < 2 * self._limits.max_transfers_per_session
         if is_notified:
             session.add_event(event)

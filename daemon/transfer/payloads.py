@@ -1,6 +1,6 @@
-"""Payloads: what a pool takes, and how many bytes of them are kept.
+"""Bounds of payloads: for one pool, and for the bytes that are kept.
 
-A send request keeps its payload until it has settled, a receive request that has one until its events are acknowledged.
+A send request keeps its payload until it has settled; a receive request, until its events are acknowledged.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _DEFAULTS = Limits()
 
 
 def check_payload(payload: bytes, pool: Pool) -> None:
-    """Check that a payload is within the bound that a pool declares: the sender's own, or a receiver's.
+    """Check a payload against ``max_payload_bytes`` of the sender's or a receiver's pool.
 
     Raises:
-        TooLargeError: it is not; names the pool and its bound.
+        TooLargeError: it is larger; the error names the pool and its bound.
     """
     if len(payload) > pool.max_payload_bytes:
         raise TooLargeError(
@@ -37,7 +37,7 @@ class KeptPayloads:
         session_bytes: int = _DEFAULTS.max_kept_payload_bytes_per_session,
         all_bytes: int = _DEFAULTS.max_kept_payload_bytes,
     ) -> None:
-        """Keep at most ``session_bytes`` of one session and ``all_bytes`` of all."""
+        """Keep at most ``session_bytes`` for each session and ``all_bytes`` for all sessions."""
         self._session_bytes = session_bytes
         self._all_bytes = all_bytes
         self._sizes: dict[tuple[int, EndpointKey], int] = {}
@@ -53,10 +53,10 @@ class KeptPayloads:
         return self._of_session.total()
 
     def check(self, session_id: int, size_bytes: int) -> None:
-        """Check that a session may keep so many more.
+        """Check that a session may keep ``size_bytes`` more.
 
         Raises:
-            OverloadedError: a bound is reached; says which.
+            OverloadedError: that exceeds a bound; the error says which.
         """
         if not size_bytes:
             return
@@ -66,8 +66,8 @@ class KeptPayloads:
         ):
             if kept + size_bytes > most:
                 raise OverloadedError(
-                    f"{kept} bytes of payloads of {whose} are in transfers that have not settled or events that are "
-                    f"not acknowledged; with these {size_bytes} over {most}",
+                    f"{kept} payload bytes of {whose} are in transfers that have not settled or in events that are "
+                    f"not acknowledged; {size_bytes} more exceed {most}",
                     field="payload",
                 )
 
@@ -78,7 +78,7 @@ class KeptPayloads:
             self._of_session[session_id] += size_bytes
 
     def drop(self, session_id: int, key: EndpointKey) -> None:
-        """Count it no longer, if it was."""
+        """Stop counting an endpoint's payload, if it was counted."""
         size_bytes = self._sizes.pop((session_id, key), 0)
         self._of_session[session_id] -= size_bytes
         if not self._of_session[session_id]:

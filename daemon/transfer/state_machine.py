@@ -1,15 +1,15 @@
-"""The transfer state machine: every live transfer of the daemon, as a state machine without I/O.
+"""The transfer state machine: all live transfers of the daemon, without I/O.
 
-Methods take what happened and the time; they return what to do (``effects``), or raise, and then nothing has changed.
-One rule decides who is refused where two messages do not fit: the one that came later. What was accepted stays.
+Methods take what happened and the time. They leave what is to be done in ``effects``, or raise, and then nothing has
+changed. Where two messages do not fit each other, the later one is refused; what was accepted stays accepted.
 
-What an event does to an endpoint is the table in ``transitions``, which ``completion`` executes.
+The table in ``transitions`` says what an event does to an endpoint; ``completion`` executes it.
 
-A side that comes after the other one has ended by itself, so that nobody was there to be told, ends as soon as it is
-accepted, with the other's code; see ``tombstones``. A side that it has joined already is told so too.
+An endpoint whose peer had ended by itself before it came fails as soon as it is accepted, with the peer's error code,
+and so do the endpoints that it has joined; see ``tombstones``.
 
-A receive request is SETTLED once no transfer op of it is under way; a send request once all its receive requests are.
-What other daemons say is in ``peer_transfers``.
+A receive request is SETTLED once it has no transfer op any more, a send request once all its receive requests are.
+Messages of other daemons are handled in ``peer_transfers``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvferry.protocol.transfer_messages import Accepted, LayerStep, TransferResu
 
 
 class Sender(NamedTuple):
-    """Who sends a message about a transfer, until when it may take, and which instance owns the pages."""
+    """The session and pool of a SEND or RECEIVE, its request id and deadline, and the instance that owns the pages."""
 
     session_id: int
     pool: Pool
@@ -61,10 +61,10 @@ class TransferStateMachine:
     """All live transfers. Single-threaded; ``effects`` must be drained after each call.
 
     Attributes:
-        results: what sessions were told.
-        sides: the live sides.
-        peers: takes what other daemons say.
-        payloads: counts what is kept of them.
+        results: the results that sessions have not acknowledged.
+        endpoints: the live endpoints.
+        peers: handles the messages of other daemons.
+        payloads: counts the payload bytes that are kept.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class TransferStateMachine:
         transitions: Transitions = TRANSITIONS,
         payloads: KeptPayloads | None = None,
     ) -> None:
-        """``activity`` is told while bytes of a transfer op are being written to another daemon."""
+        """``activity`` is told when a write of a transfer op to another daemon begins and ends."""
         self.payloads = KeptPayloads() if payloads is None else payloads
         self.results = Results(self.payloads)
         self.endpoints = Endpoints(Tombstones() if tombstones is None else tombstones)
         self._generations = Generations()
-        self._epoches = itertools.count(1)
+        self._epochs = itertools.count(1)
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
         self._completion = Completion(self.endpoints, self.results, self.payloads, transitions)
         self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes, self.payloads)
@@ -93,12 +93,12 @@ class TransferStateMachine:
         return f"<TransferStateMachine sends={sends} receives={receives} ops={len(endpoints.ops)}>"
 
     def effects(self) -> list[Effect]:
-        """Return what to do because of the last calls, and forget it."""
+        """Return the effects of the calls since the last time, and clear them."""
         effects, self.endpoints.effects = self.endpoints.effects, []
         return effects
 
     def endpoint(self, session_id: int, key: EndpointKey) -> SendRequest | ReceiveRequest | None:
-        """Return the session's own live side of that name, or None."""
+        """Return the session's live endpoint with this key, or None."""
         endpoint = (
             self.endpoints.send_requests.get(key)
             if key.direction == "send"
@@ -115,14 +115,14 @@ class TransferStateMachine:
         *,
         any_model: bool = False,
     ) -> Accepted:
-        """Make a receive request, start what send requests hold for it already, and announce it to other daemons.
+        """Make a receive request, start the copies of send requests that wait for it, and announce it to other daemons.
 
         Args:
-            sender: whose receive request it is.
-            ranges: its pages.
+            sender: the session, pool and deadline of the RECEIVE.
+            ranges: the pages to fill.
             sources: how many send requests fill it, over all daemons.
-            source_daemons: the other daemons that may have send requests.
-            any_model: whether it takes another model's KV too.
+            source_daemons: the other daemons that may have send requests for it.
+            any_model: whether it accepts another model's KV too.
 
         Raises:
             TransferExistsError: the request id is in use.
@@ -154,7 +154,7 @@ class TransferStateMachine:
         check_together(receive_request, send_requests, [one for _, fit in fits for one in fit.match.excused])
         hold_for_writing(receive_request, sender.owner_id)
         receive_request.generation = self._generations.next(receive_request.session_id, receive_request.key)
-        receive_request.epoch = next(self._epoches)
+        receive_request.epoch = next(self._epochs)
         self._enter(receive_request)
         ended = self._ended_sources(receive_request, send_requests, now)
         for send_request, fit in fits:
@@ -164,7 +164,7 @@ class TransferStateMachine:
                 self._copy_scheduler.join(receive_request, send_request)
         if ended is None:
             for send_request in send_requests:
-                self.endpoints.tell_matched(send_request)
+                self.endpoints.notify_matched(send_request)
         self.endpoints.effects.extend(AnnounceReceive(address, receive_request) for address in source_daemons)
         if ended is not None:
             self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=ended)
@@ -172,14 +172,14 @@ class TransferStateMachine:
         return _accepted(receive_request)
 
     def send(self, sender: Sender, chunk: SendChunk, destinations: int) -> Accepted:
-        """Accept a SEND and start it into the receive requests that wait for it.
+        """Accept a SEND and start its copies into the receive requests that wait for it.
 
         Raises:
             TransferExistsError: the request id is in use, or its last SEND from this pool was accepted.
             PageGapError: the chunk does not continue the one before.
             InvalidFieldError: the steps do not name each layer once.
-            TooLargeError: the payload, for this pool or a receiver's.
-            OverloadedError: too many payloads are kept.
+            TooLargeError: the payload exceeds the bound of this pool or a receiver's.
+            OverloadedError: too many payload bytes are kept.
             KvferryError: the pages cannot be read, or a receive request does not take them: see ``match``.
         """
         self._check_tenant(sender)
@@ -198,7 +198,7 @@ class TransferStateMachine:
         fits: list[tuple[ReceiveRequest, list[Fit]]] = []
         try:
             for receive_request in receive_requests:
-                fits.append((receive_request, self._copy_scheduler.fit(receive_request, send_request, number, [chunk])))  # noqa: PERF401  a refusal keeps what fitted
+                fits.append((receive_request, self._copy_scheduler.fit(receive_request, send_request, number, [chunk])))  # noqa: PERF401  on a refusal, the fits so far are undone
             hold_for_reading(send_request, chunk, sender.owner_id)
         except KvferryError:
             for receive_request, its_fits in fits:
@@ -223,7 +223,7 @@ class TransferStateMachine:
         return _accepted(send_request)
 
     def events_reached(self, session_id: int, reached: list[int], now: float) -> None:
-        """Take the values of a session's events, by their slot in its ring, and start what waited for them."""
+        """Start the steps that waited for a session's device events; ``reached`` has the values by ring slot."""
         for send_request in self._stepping.pop(session_id, ()):
             if send_request.state is not State.OPEN:
                 continue
@@ -236,11 +236,11 @@ class TransferStateMachine:
                 self._stepping.setdefault(session_id, []).append(send_request)
 
     def waits_for_events(self, session_id: int) -> bool:
-        """Return whether a step of the session's send requests is not ready."""
+        """Return whether a step of the session's send requests may not be ready yet."""
         return session_id in self._stepping
 
     def op_done(self, op_id: int, error: KvferryError | None, now: float) -> None:
-        """Take a copy's end, in whatever state its receive request is."""
+        """Handle the end of a transfer op, in any state of its receive request."""
         op = self.endpoints.ops.pop(op_id)
         receive_request = op.receive_request
         del receive_request.ops[op_id]
@@ -255,10 +255,10 @@ class TransferStateMachine:
         self._completion.check_settled(receive_request)
 
     def cancel(self, session_id: int, key: EndpointKey, now: float) -> None:
-        """Fail the session's side if it is open still.
+        """Cancel the session's endpoint; does nothing if it has finished.
 
         Raises:
-            UnknownTransferError: the session has no such side.
+            UnknownTransferError: the session has no such live endpoint.
         """
         endpoint = self.endpoint(session_id, key)
         if endpoint is None:
@@ -270,11 +270,12 @@ class TransferStateMachine:
         )
 
     def abandon(self, half: Half, error: KvferryError, now: float, daemons: Sequence[str] = ()) -> int:
-        """Fail the sides that wait for a half that does not come, and remember it for those that come later.
+        """Fail the endpoints that wait for a half that will not come, and leave a tombstone for later ones.
+
+        ``daemons`` are told too, and the homes of receive requests that wait for SENDs from here.
 
         Returns:
-            How many sides of sessions here failed. These daemons are told, and homes whose receive requests wait for
-            SENDs from here.
+            How many endpoints of sessions here failed.
         """
         failed = self.peers.half_abandoned(half, error, now)
         homes = [
@@ -288,7 +289,7 @@ class TransferStateMachine:
         return failed
 
     def session_lost(self, session_id: int, now: float) -> None:
-        """Fail what died with a session; send requests that are complete and ready live on."""
+        """Fail the endpoints of a session that has ended; send requests that are complete and ready go on."""
         for endpoint in self.endpoints.while_live(one for one in self.endpoints if one.session_id == session_id):
             outlives = isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
             event = Event.SESSION_ENDED_SENT if outlives else Event.SESSION_ENDED
@@ -298,7 +299,7 @@ class TransferStateMachine:
         self._generations.forget_session(session_id)
 
     def expire(self, now: float) -> None:
-        """Fail the open sides whose deadline has come."""
+        """Fail the open endpoints whose deadline has passed."""
         for endpoint in self.endpoints.deadlines.due(now):
             if isinstance(endpoint, Announcement):
                 self.peers.expired(endpoint, now)
@@ -307,21 +308,21 @@ class TransferStateMachine:
                 self._completion.apply(endpoint, Event.DEADLINE, now, detail=late)
 
     def drain(self, now: float) -> None:
-        """Fail the open sides that wait for a message which will not be taken any more."""
+        """Fail the open endpoints that wait for a SEND or RECEIVE, as none is accepted any more."""
         for endpoint in self.endpoints.while_live(self.endpoints):
             complete = endpoint.all_planned if isinstance(endpoint, ReceiveRequest) else endpoint.fully_matched
             if not complete:
-                self._completion.apply(endpoint, Event.DRAIN, now, detail="the daemon ends")
+                self._completion.apply(endpoint, Event.DRAIN, now, detail="the daemon is shutting down")
 
     def next_deadline(self) -> float | None:
         """Return when to call ``expire`` next, or None."""
         return self.endpoints.deadlines.next()
 
     def result(self, session_id: int, key: EndpointKey) -> TransferResult:
-        """Return the state of the session's side.
+        """Return the state of the session's endpoint.
 
         Raises:
-            UnknownTransferError: neither live nor unacknowledged.
+            UnknownTransferError: it is neither live nor unacknowledged.
         """
         known = self.results.get(session_id, key)
         if known is None:
@@ -335,7 +336,7 @@ class TransferStateMachine:
         tenants = [one.source_or_destination.tenant for one in self.endpoints.of_request(sender.request_id)]
         tenants += [one.receive_request.tenant for one in self.endpoints.announced(sender.request_id)]
         if any(tenant != sender.pool.tenant for tenant in tenants):
-            raise TransferExistsError("the request id is another tenant's", field="request_id")
+            raise TransferExistsError("the request id is in use by another tenant", field="request_id")
 
     def _open_sends(self, sender: Sender) -> list[SendRequest]:
         endpoints = self.endpoints.of_request(sender.request_id)
@@ -370,7 +371,7 @@ class TransferStateMachine:
         return waiting[: send_request.destinations]
 
     def _enter(self, endpoint: SendRequest | ReceiveRequest) -> None:
-        """Let a side be known, in place of what was known of those before it."""
+        """Add an endpoint; results and tombstones of earlier ones are dropped."""
         self.results.begin(endpoint.session_id, endpoint.key)
         self.endpoints.enter(endpoint)
         self.endpoints.tombstones.renewed(_half(endpoint))
@@ -378,10 +379,10 @@ class TransferStateMachine:
     def _ended_sources(
         self, receive_request: ReceiveRequest, send_requests: list[SendRequest], now: float
     ) -> KvferryError | None:
-        """Return how a source ended for which a new receive request would wait; None where none did.
+        """Return the error of an ended source for which a new receive request would wait, or None.
 
-        A receive request with sources at other daemons is another matter: it may be armed again on those, after one
-        here ended.
+        A receive request that names other daemons only heeds abandoned SENDs: after a source here has ended, the
+        engine may repeat the RECEIVE for a source at another daemon.
         """
         if len(send_requests) >= receive_request.sources:
             return None
@@ -392,7 +393,7 @@ class TransferStateMachine:
         return next(iter(self.endpoints.tombstones.notices_for(half, receive_request.pool.name, now)), None)
 
     def _check_receivers_live(self, send_request: SendRequest, number: int, now: float) -> None:
-        """End a new send request that no room takes, if as many receivers as it is for have ended."""
+        """Fail a new send request if its RECEIVEs were abandoned, or as many as its destinations have ended."""
         if number or not send_request.unmet:
             return
         half = Half(send_request.pool.tenant, send_request.request_id, "receive")
@@ -406,7 +407,7 @@ class TransferStateMachine:
             self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=ended[0])
 
     def _send_to_peers(self, send_request: SendRequest, number: int) -> None:
-        """Send a chunk to other daemons' receive requests; all chunks so far to those that have just been found."""
+        """Send a chunk to other daemons' receive requests; the first chunk joins those that were announced here."""
         known = [
             one
             for one in send_request.receive_requests
@@ -442,5 +443,5 @@ def _accepted(endpoint: SendRequest | ReceiveRequest) -> Accepted:
 
 
 def _ready_steps(steps: tuple[LayerStep, ...], reached: list[int]) -> int:
-    """Return how many of the steps are ready: those before the first whose event has not come."""
+    """Return how many steps are ready: those before the first one whose event is not reached."""
     return next((n for n, step in enumerate(steps) if reached[step.event] < step.value), len(steps))

@@ -1,8 +1,8 @@
-"""What an event does to an endpoint of a transfer: the table that the state machine executes. Data, no behaviour.
+"""The transition table of endpoints, which the transfer state machine executes. Data, no behaviour.
 
-Both directions go through the same states, and only forwards: OPEN until the outcome is known, FINISHED until no byte
-can move any more, SETTLED. An endpoint whose row stays in its state ignores the event. An event without a row for the
-state that it meets is a bug of the daemon: the endpoint fails with INTERNAL, and still settles.
+Endpoints of both directions go through the same states, in order: OPEN until the outcome is known, FINISHED until no
+byte can move any more, SETTLED. A row that stays in its state ignores the event. An event that has no row for the
+endpoint's state is a bug of the daemon: the endpoint fails with INTERNAL, and still settles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvferry.protocol.errors import (
 
 
 class State(enum.Enum):
-    """How far an endpoint is."""
+    """The states of an endpoint, in order."""
 
     OPEN = "open"
     FINISHED = "finished"
@@ -31,7 +31,7 @@ class State(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """Whose endpoint it is: of a session here, or of another daemon, as this daemon sees it."""
+    """The kinds of endpoints: of a session here, or of another daemon as this daemon sees it."""
 
     SEND = "send request"
     RECEIVE = "receive request"
@@ -40,7 +40,7 @@ class Kind(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What can happen to an endpoint. The value says it in words."""
+    """What can happen to an endpoint; the value is its name in docs/architecture.md."""
 
     CANCEL = "its own CANCEL"
     DEADLINE = "its deadline passes"
@@ -65,7 +65,7 @@ class Event(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """With what an endpoint finishes, where that is no error of its own type."""
+    """What an endpoint finishes with, where the table names no error type."""
 
     NOTHING = ""
     SUCCESS = "success"
@@ -73,7 +73,7 @@ class Outcome(enum.Enum):
 
 
 class Notice(enum.Enum):
-    """What other daemons are told."""
+    """Which message other daemons are sent."""
 
     NONE = ""
     CLOSE = "RECEIVE_CLOSED"
@@ -85,14 +85,14 @@ Result: TypeAlias = type[KvferryError] | Outcome
 
 
 class Transition(NamedTuple):
-    """What an event does.
+    """One row of the table: what an event does.
 
     Attributes:
-        state: the next one.
-        own: with what the endpoint finishes.
-        peers: with what its matched peers finish.
-        tombstone: whether its end is remembered for a half that comes later, where one has not come.
-        notice: what other daemons that have, or expect, a half of it are told.
+        state: the next state.
+        own: what the endpoint finishes with.
+        peers: what its matched peers finish with.
+        tombstone: whether a tombstone is left for peers that have not come.
+        notice: which message is sent to other daemons that have, or expect, a half of the request.
     """
 
     state: State
@@ -177,7 +177,7 @@ TRANSITIONS: Final[Transitions] = {
 
 
 def bug_in(state: State) -> Transition:
-    """Return what an event does that the table has no row for."""
+    """Return the row for an event that the table has no row for."""
     if state is State.OPEN:
         return _fails(InternalError, InternalError, Notice.CLOSE)
     return Transition(state)

@@ -93,7 +93,7 @@ def test_a_home_refuses_a_payload_that_its_pool_does_not_take() -> None:
 
 def test_payloads_of_a_session_are_bounded_until_they_settle_or_are_acknowledged(engines: Engines) -> None:
     engines.send(1, 60)
-    with pytest.raises(OverloadedError, match="60 bytes of payloads of session 1") as refused:
+    with pytest.raises(OverloadedError, match="60 payload bytes of session 1") as refused:
         engines.send(2, 41)
     assert refused.value.field == "payload"
     engines.receive(1)
@@ -114,7 +114,7 @@ def test_payloads_of_all_sessions_are_bounded(engines: Engines) -> None:
     for number, session in enumerate(others[:2]):
         engines.send(number, 80, session=session, pool=engines.harness.pool(f"p{number}", max_payload_bytes=80))
     engines.send(2, 80)
-    with pytest.raises(OverloadedError, match="240 bytes of payloads of all sessions"):
+    with pytest.raises(OverloadedError, match="240 payload bytes of all sessions"):
         engines.send(3, 11, session=others[2])
 
 
