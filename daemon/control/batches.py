@@ -1,4 +1,4 @@
-"""A BATCH whose requests have not all been answered: their results, and how large they may be together. Sans I/O."""
+"""A BATCH in progress: collects the results of its requests, within a bound on their total size. Without I/O."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvferry.protocol.errors import TooLargeError
 from kvferry.protocol.refusals import ErrorReply
 
 SMALL_BYTES: Final = 1024
-"""A result up to this size is never left out: what a request has done, its client has to know."""
+"""A result of up to this size is never left out: the client must learn what its request did."""
 
 
 class OpenBatch:
     """One BATCH.
 
     Attributes:
-        places: which of the results is whose, by the number under which the request runs.
+        places: the index of each request's result, by the number under which the request runs.
     """
 
     def __init__(self, session: Session, message_id: int, count: int, max_bytes: int) -> None:
@@ -32,7 +32,7 @@ class OpenBatch:
         self._results: list[tuple[Body, tuple[PageIds, ...]]] = [(Body(), ())] * count
 
     def __repr__(self) -> str:
-        """Show how far it is."""
+        """Show how many results are missing."""
         return f"<OpenBatch {self.message_id} missing={self._missing}>"
 
     @property
@@ -41,10 +41,10 @@ class OpenBatch:
         return self._missing == 0
 
     def put(self, part_id: int, body: Body, ids: tuple[PageIds, ...]) -> None:
-        """Take the result of a request."""
+        """Store a request's result; one that makes the reply too large is replaced by TOO_LARGE."""
         size_bytes = encoded_bytes(body)
         if size_bytes > SMALL_BYTES and self._bytes + size_bytes > self._max_bytes:
-            too_large = TooLargeError(f"the results of the batch are over {self._max_bytes} bytes: ask for this alone")
+            too_large = TooLargeError(f"the batch's results exceed {self._max_bytes} bytes: send this request alone")
             body, ids = ErrorReply(error=too_large.info()), ()
         else:
             self._bytes += size_bytes

@@ -1,4 +1,4 @@
-"""From bytes to a handler and back: every request is answered, once, whatever it is."""
+"""Dispatch of requests to their handlers: decodes, checks, runs and answers each request exactly once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 
 class Call(NamedTuple):
-    """One request on its way to a handler. ``deadline_s`` is the time left to it."""
+    """One request for a handler. ``deadline_s`` is its remaining time in seconds."""
 
     message_id: int
     session: Session
@@ -58,7 +58,7 @@ class Handler(Protocol):
     """Handles one type of request of a session."""
 
     def __call__(self, call: Call) -> Answer | None:
-        """Return the reply, or None where ``Dispatcher.answer`` will be called later. Raises KvferryError to refuse."""
+        """Return the reply, or None if ``Dispatcher.answer`` is called later; raise KvferryError to refuse."""
 
 
 OpenHandler = Callable[[Body], ReplyBody]
@@ -68,10 +68,10 @@ SendFrames = Callable[[bytes, Frames], bool]
 
 
 class Dispatcher:
-    """Knows which handler has which type; the handlers know nothing of envelopes.
+    """Passes each request to the handler of its type; handlers do not see envelopes.
 
     Attributes:
-        sessions: those that live.
+        sessions: the live sessions.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Dispatcher:
         send: SendFrames,
         hub: EventHub,
     ) -> None:
-        """Send replies and events by ``send``, which returns False where the peer is gone."""
+        """``send`` sends replies and events; it returns False if the peer is gone or its queue is full."""
         self._boot_id = boot_id
         self._limits = limits
         self.sessions = sessions
@@ -98,20 +98,20 @@ class Dispatcher:
         self.handle("BATCH", self._batch)
 
     def handle_open(self, kind: str, handler: OpenHandler) -> None:
-        """Let ``handler`` have the requests of a type that needs no session."""
+        """Register the handler of a request type that needs no session."""
         self._open_handlers[REQUEST_TYPES[kind].request] = handler
 
     def handle(self, kind: str, handler: Handler) -> None:
-        """Let ``handler`` have the requests of a type that needs a session."""
+        """Register the handler of a request type that needs a session."""
         self._handlers[REQUEST_TYPES[kind].request] = handler
 
     def check_complete(self) -> None:
-        """Check that every type of request has its handler."""
+        """Assert that every request type has a handler."""
         missing = {row.request for row in REQUEST_TYPES.values()} - {*self._open_handlers, *self._handlers}
         assert not missing, missing
 
     def on_message(self, message: ReceivedMessage) -> None:
-        """Take one message from the control socket. Never raises."""
+        """Handle one message from the control socket. Never raises."""
         self._counters.add("messages.received")
         incoming = decode_request(message.frames)
         if message.too_large:
@@ -128,7 +128,7 @@ class Dispatcher:
             self._serve(message.identity, incoming)
 
     def answer(self, session: Session, message_id: int, answer: Answer) -> None:
-        """Give the reply that a handler deferred; a second one to the same request is dropped."""
+        """Send the reply that a handler deferred; a second one to the same request is dropped."""
         timer = self._deadlines.pop((session.session_id, message_id), None)
         if timer is not None:
             timer.cancel()
@@ -144,7 +144,7 @@ class Dispatcher:
         self.answer(session, message_id, Answer(_error_body(error)))
 
     def push_events(self, session: Session) -> None:
-        """Send the session's unsent events, as many as its queue takes; the rest goes with its next request."""
+        """Send the session's unsent events, as many as its queue takes; the others follow with its next request."""
         while session.unsent and session.identity is not None:
             event = session.unsent[0]
             if not self._send(session.identity, encode(Event(event.cursor, self._boot_id, event.body), event.ids)):
@@ -161,17 +161,19 @@ class Dispatcher:
     def _serve(self, identity: bytes, incoming: IncomingRequest) -> None:
         try:
             self._dispatch(identity, incoming)
-        except Exception as error:  # noqa: BLE001  a bug must not end the loop, nor leave the client waiting
+        except Exception as error:  # noqa: BLE001  a bug must neither end the loop nor leave the client waiting
             number = incoming.request.message_id
             self._send(identity, encode(Reply(number, self._boot_id, self._refusal(incoming.request.body, error))))
 
     def _dispatch(self, identity: bytes, incoming: IncomingRequest) -> None:
         request = incoming.request
         if request.boot_id not in (self._boot_id, NO_BOOT):
-            raise StaleBootError(f"for daemon {request.boot_id}, this is {self._boot_id}", field="boot_id")
+            raise StaleBootError(
+                f"the request is for daemon {request.boot_id}, this is {self._boot_id}", field="boot_id"
+            )
         session = self._session_of(request)
         if session is not None:
-            self._greet(session, identity, request)
+            self._update_session(session, identity, request)
         kind = type(request.body)
         open_handler = self._open_handlers.get(kind)
         if open_handler is not None:
@@ -179,7 +181,7 @@ class Dispatcher:
         elif session is None:
             raise NoSessionError(f"{kind.__name__} needs a session", field="secret")
         elif not request.boot_id:
-            raise InvalidFieldError(f"{kind.__name__} must say which daemon it is for", field="boot_id")
+            raise InvalidFieldError(f"{kind.__name__} needs the boot id of this daemon", field="boot_id")
         else:
             self._handle(session, request, incoming.ids)
 
@@ -191,8 +193,8 @@ class Dispatcher:
             raise NoSessionError("no live session has this secret", field="secret")
         return session
 
-    def _greet(self, session: Session, identity: bytes, request: Request) -> None:
-        """Take what comes with every request of a session: where to answer, and what it has seen."""
+    def _update_session(self, session: Session, identity: bytes, request: Request) -> None:
+        """Apply what every request of a session carries: where to answer, and which events it acknowledges."""
         session.bind(identity)
         for event in session.acknowledge(request.acknowledged):
             self._hub.publish(EventAcknowledged(session, event.body))
@@ -208,7 +210,7 @@ class Dispatcher:
             self._send(session.identity, reply)
 
     def _run(self, call: Call) -> None:
-        """Let its handler have a request that has begun, and see to it that it is answered."""
+        """Run the handler of a request; answer it, or set a timer that answers DEADLINE."""
         try:
             answer = self._handlers[type(call.body)](call)
         except Exception as error:  # noqa: BLE001  see _serve
@@ -223,7 +225,7 @@ class Dispatcher:
             )
 
     def _batch(self, call: Call) -> None:
-        """Run the requests of a BATCH as if each had come by itself, under numbers that no client can give."""
+        """Run the requests of a BATCH as if each had come alone, under numbers below 0, which no client can use."""
         body = expect(call, Batch)
         call.session.check_parts()
         deadlines_ms = body.deadlines_ms or (0,) * len(body.requests)
@@ -246,7 +248,7 @@ class Dispatcher:
             self._run(part)
 
     def _part_answered(self, session: Session, part_id: int, answer: Answer) -> None:
-        """Keep the result of a request of a BATCH, and answer that with the last one."""
+        """Store the result of a request of a BATCH; the last one answers the BATCH."""
         batch = self._batches.pop(part_id, None)
         if batch is None:  # answered before
             return
@@ -259,14 +261,14 @@ class Dispatcher:
         deadline_ms = deadline_ms or self._limits.default_deadline_ms
         if deadline_ms > self._limits.max_deadline_ms:
             raise InvalidFieldError(
-                f"a deadline of {deadline_ms / 1000:g} s; at most {self._limits.max_deadline_ms / 1000:g} s, as "
-                "limits.max_deadline_ms has it",
+                f"a deadline of {deadline_ms / 1000:g} s; at most {self._limits.max_deadline_ms / 1000:g} s "
+                "(limits.max_deadline_ms)",
                 field=field,
             )
         return deadline_ms / 1000
 
     def _refusal(self, body: Body, error: Exception) -> ErrorReply | Busy:
-        """Return what to answer where handling a request raised, and count it."""
+        """Return the answer to a request whose handler raised, and count it."""
         name = type(body).__name__
         if not isinstance(error, KvferryError):
             log.error("request failed", type=name, exc_info=error, **about(body))
@@ -286,6 +288,6 @@ def _error_body(error: KvferryError) -> ErrorReply | Busy:
 
 
 def expect(call: Call, kind: type[BodyT]) -> BodyT:
-    """Return the call's body, which the table of handlers says is of this kind."""
+    """Return the call's body, which is of this type by the handler's registration."""
     assert isinstance(call.body, kind), call.body
     return call.body

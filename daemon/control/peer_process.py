@@ -1,4 +1,4 @@
-"""Which process is at the other end of a Unix socket, by the kernel's word, and how its end is noticed."""
+"""The process at the other end of a Unix socket, as reported by the kernel, and the detection of its end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def peer_of(channel: socket.socket) -> Peer:
 
 
 def pidfd_of(channel: socket.socket, peer: Peer) -> int:
-    """Return a descriptor that is readable once the peer's process has ended; -1 where the kernel shows none.
+    """Return a descriptor that becomes readable when the peer's process ends, or -1 if the kernel gives none.
 
-    SO_PEERPIDFD (Linux 6.5) names the process that connected, even if its number has been taken again since.
+    SO_PEERPIDFD (Linux 6.5) identifies the process that connected, even if its pid has been reused since.
     """
     try:
         return channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)

@@ -1,4 +1,4 @@
-"""What an engine said on the session socket for messages that have yet to come by the control socket."""
+"""Shares and descriptors that came on the session socket, ahead of their messages on the control socket."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ MAX_SHARES_SAID: Final = 16_384
 
 
 class SaidAhead:
-    """The shares and the descriptors of one session; it owns the descriptors until they are taken."""
+    """The shares and descriptors of one session, which owns the descriptors until they are taken."""
 
     def __init__(self) -> None:
         self._shares: dict[int, ShareFollows] = {}
-        self._fds: list[int] = []  # that have come, and of which nothing was said yet
+        self._fds: list[int] = []  # received, and not named by a frame yet
         self._memory: dict[int, int] = {}
 
     def __repr__(self) -> str:
-        """Show how much it is, and nothing of it."""
+        """Show how many there are; never their contents."""
         return f"<SaidAhead shares={len(self._shares)} descriptors={len(self._fds) + len(self._memory)}>"
 
     @property
     def unexplained(self) -> int:
-        """Return how many descriptors came of which no frame has spoken yet."""
+        """Return how many descriptors came that no frame has named yet."""
         return len(self._fds)
 
     def take_share(self, message_id: int) -> ShareFollows | None:
-        """Return what was said for a message, or None."""
+        """Return the shares for a message, or None."""
         return self._shares.pop(message_id, None)
 
     def take_memory(self, message_id: int) -> int | None:
-        """Return the descriptor that came for a message, which is the caller's now, or None."""
+        """Return the descriptor for a message, or None; the caller owns it from now on."""
         return self._memory.pop(message_id, None)
 
     def add_descriptors(self, fds: Sequence[int]) -> None:
-        """Own descriptors that came."""
+        """Add received descriptors."""
         self._fds += fds
 
     def note(self, said: ShareFollows | MemoryFollows) -> None:
-        """Keep what a frame says.
+        """Keep the contents of a frame for its message.
 
         Raises:
-            MalformedError: no descriptor came with a frame that says so, or a second one for its message.
-            OverloadedError: it is too much for messages that have not come.
+            MalformedError: the frame names a descriptor that did not come, or a second one for its message.
+            OverloadedError: too much is kept for messages that have not come.
         """
         if isinstance(said, ShareFollows):
             self._note_share(said)
@@ -55,7 +55,7 @@ class SaidAhead:
             self._note_memory(said.message_id)
 
     def close(self) -> None:
-        """Forget all of it, and close the descriptors."""
+        """Drop everything and close the descriptors."""
         for fd in (*self._fds, *self._memory.values()):
             os.close(fd)
         self._fds.clear()
@@ -75,7 +75,7 @@ class SaidAhead:
 
     def _note_memory(self, message_id: int) -> None:
         if not self._fds or message_id in self._memory:
-            raise MalformedError("one descriptor comes with each frame that says so, one for a message")
+            raise MalformedError("each MEMORY frame needs one descriptor, and a message one such frame")
         if len(self._memory) >= MAX_MESSAGES_SHARED:
             raise OverloadedError(f"descriptors for {MAX_MESSAGES_SHARED} messages that never came")
         self._memory[message_id] = self._fds.pop(0)

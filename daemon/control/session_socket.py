@@ -1,9 +1,9 @@
-"""The session socket: a Unix stream whose life is the session's life, and on which file descriptors travel.
+"""The session socket: a Unix stream that lives as long as its session, and passes file descriptors.
 
-A session ends at its end-of-file or at the death of the process that opened it, whichever is seen first: a forked child
-keeps the socket open, but not the process. One that asked to be kept outlives its end-of-file for a while, but not its
-process. After the opening frame an engine may only send shares of what it registers, descriptors of host memory, one
-with each frame that says so, and the end of its session; other descriptors end it.
+A session ends at end-of-file or when the process that opened it ends, whichever is seen first: a forked child keeps the
+socket open. A session with ``keep`` survives end-of-file for a while, but not its process. After the opening frame, an
+engine may only send shares of memory that it registers, host memory descriptors (one with each MEMORY frame), and the
+end of its session; any other descriptor ends the session.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ BACKLOG: Final = 1024
 ACCEPT_PAUSE_S: Final = 1.0
 _RECEIVE_BYTES: Final = 4096
 MAX_DESCRIPTORS: Final = 2
-"""Of what is taken at once: one that is awaited, and one by which more are noticed; the kernel closes the rest."""
+"""Descriptors taken by one read: the expected one, and a second to detect surplus ones; the kernel closes the rest."""
 
 MAX_BYTES_SAID_AHEAD: Final = 8 << 20
-"""More than a socket's buffer holds: of what an engine said before a message, nothing is left behind."""
+"""More than a socket's buffer holds, so that everything sent before a message is read."""
 
 log = structlog.get_logger(__name__)
 
@@ -76,9 +76,10 @@ class SessionSocket:
         *,
         resume_grace_s: float = 0.0,
     ) -> None:
-        """``region_of`` finds the memory that another daemon of this host asks for, or raises.
+        """Listen on ``path``.
 
-        Sessions that lost their socket and are to be kept are kept for ``resume_grace_s``.
+        ``region_of`` returns the memory that another daemon of this host asks for, or raises. A session with ``keep``
+        whose socket is lost may resume for ``resume_grace_s`` seconds.
         """
         self.resume_grace_s = resume_grace_s
         self.boot_id = boot_id
@@ -118,11 +119,11 @@ class SessionSocket:
         return session.session_id in self._connections
 
     def pass_frame(self, session: Session, frame: SessionFrame, fds: Sequence[int]) -> None:
-        """Hand a frame and descriptors to a session's engine, without waiting.
+        """Send a frame and descriptors to a session's engine, without blocking.
 
         Raises:
             NoSessionError: the session has just ended.
-            OverloadedError: its socket is full: it does not read.
+            OverloadedError: its socket is full, because the engine does not read.
         """
         connection = self._connections.get(session.session_id)
         if connection is None:
@@ -130,42 +131,39 @@ class SessionSocket:
         connection.pass_frame(frame, fds)
 
     def take_share(self, session: Session, message_id: int) -> ShareFollows:
-        """Return what an engine said for a message; it says it before the message, which comes by another socket.
-
-        An empty one where nothing came.
-        """
+        """Return the shares that an engine sent for a message, before the message itself; empty if none came."""
         connection = self._connections.get(session.session_id)
         found = connection.take_share(message_id) if connection is not None else None
         return found or ShareFollows(message_id=message_id)
 
     def take_memory(self, session: Session, message_id: int) -> int | None:
-        """Return the descriptor that an engine passed for a message, which the caller closes; None without one."""
+        """Return the descriptor that an engine sent for a message, or None; the caller owns it."""
         connection = self._connections.get(session.session_id)
         return connection.take_memory(message_id) if connection is not None else None
 
     def opened(self, connection: _Connection, session: Session) -> None:
-        """Note which connection a session has."""
+        """Record a new session's connection, and publish ``SessionBegan``."""
         self._connections[session.session_id] = connection
         self._hub.publish(SessionBegan(session))
 
     def keep(self, connection: _Connection, session: Session) -> None:
-        """Note that a session has lost its socket and may resume."""
+        """Keep a session that has lost its socket, so that it can be resumed."""
         self._connections.pop(session.session_id, None)
         self._kept[session.session_id] = connection
 
     def resume(self, connection: _Connection, opening: SessionOpen, peer: Peer) -> Session:
-        """Give a session that lost its socket to the connection that has its secret.
+        """Attach a kept session to the new connection that knows its secret.
 
         Raises:
             NoSessionError: no session of that user has this secret, or it has not lost its socket.
         """
         session = self.sessions.by_secret(opening.resume)
         if session is None or session.tenant != peer.uid:
-            raise NoSessionError("no session of this user has the secret: it has ended, or never was", field="resume")
+            raise NoSessionError("no session of this user has this secret: it has ended", field="resume")
         kept = self._kept.pop(session.session_id, None)
         if kept is None:
             raise NoSessionError(
-                f"session {session.session_id} has its socket: there is nothing to resume", field="resume"
+                f"session {session.session_id} still has its socket: there is nothing to resume", field="resume"
             )
         kept.release()
         session.resumed_by(peer, keep=opening.keep)
@@ -173,7 +171,7 @@ class SessionSocket:
         return session
 
     def closed(self, session: Session) -> None:
-        """Note that a session's connection is gone, and tell the owner once."""
+        """Close a session whose connection is gone, and publish its end, and its instance's after the last one."""
         self._connections.pop(session.session_id, None)
         self._kept.pop(session.session_id, None)
         self.sessions.close(session)
@@ -197,9 +195,9 @@ class SessionSocket:
             _Connection(self, connection, self._loop)
 
     def _pause(self, cause: OSError) -> None:
-        """Out of descriptors: those who wait are taken later, instead of asking the kernel without end."""
+        """Out of descriptors: accept later, instead of retrying in a busy loop."""
         if self._loop is not None:
-            log.warning("sessions wait", cause=str(cause), remedy="raise LimitNOFILE")
+            log.warning("new sessions wait", cause=str(cause), remedy="raise LimitNOFILE")
             self._loop.remove_reader(self._listener)
             self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
 
@@ -228,15 +226,15 @@ class _Connection:
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
 
     def take_share(self, message_id: int) -> ShareFollows | None:
-        self._hear()
+        self._read_all()
         return self._said.take_share(message_id)
 
     def take_memory(self, message_id: int) -> int | None:
-        self._hear()
+        self._read_all()
         return self._said.take_memory(message_id)
 
-    def _hear(self) -> None:
-        # All of it was said before the message, in as many frames as it took; who goes on saying is not waited for.
+    def _read_all(self) -> None:
+        # It was sent before the message, in any number of frames. Bounded: an engine that keeps sending is not awaited.
         for _ in range(MAX_BYTES_SAID_AHEAD // _RECEIVE_BYTES):
             if self._closed or not self._readable():
                 break
@@ -267,7 +265,7 @@ class _Connection:
             self._owner.closed(self._session)
 
     def release(self) -> None:
-        """Give back all but the session: another connection has it, or it ends."""
+        """Release everything but the session, which another connection takes over, or which ends."""
         self._closed = True
         self._timeout.cancel()
         if not self._is_kept:
@@ -282,7 +280,7 @@ class _Connection:
         self._said.close()
 
     def _lost(self, why: str) -> None:
-        """Take the loss of the socket: a session that will resume is kept while its process lives, for a while."""
+        """Handle the loss of the socket: keep a session with ``keep`` for the grace period while its process lives."""
         session, grace_s = self._session, self._owner.resume_grace_s
         if session is None or not session.keep or grace_s <= 0 or self._pidfd < 0:
             self.close(why)
@@ -295,7 +293,7 @@ class _Connection:
         log.info("session kept", session=session.session_id, pid=session.peer.pid, cause=why, grace_s=grace_s)
 
     def _readable(self) -> bool:
-        """Take what has arrived; return whether there was something to take."""
+        """Read and handle what has arrived; return whether there was anything."""
         try:
             data, fds, flags, _ = socket.recv_fds(
                 self._channel, _RECEIVE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -314,7 +312,7 @@ class _Connection:
                 if self._session is None:
                     self._open(frame)
                 else:
-                    self._take(unpack_said(frame))
+                    self._handle_frame(unpack_said(frame))
             self._check_descriptors(flags)
         except KvferryError as error:
             if self._session is None:
@@ -322,17 +320,17 @@ class _Connection:
             self.close(str(error))
         return True
 
-    def _take(self, said: ShareFollows | MemoryFollows | SessionEnd) -> None:
-        if isinstance(said, SessionEnd):
+    def _handle_frame(self, frame: ShareFollows | MemoryFollows | SessionEnd) -> None:
+        if isinstance(frame, SessionEnd):
             self.close("its engine ended it")
         else:
-            self._said.note(said)
+            self._said.note(frame)
 
     def _check_descriptors(self, flags: int) -> None:
-        """Check that no descriptor has come but one of a frame that is still coming."""
+        """Check that no descriptor has come except one for a frame that is still incomplete."""
         awaited = 0 if self._session is None or self._frames.between_frames else 1
         if not self._closed and (self._said.unexplained > awaited or flags & socket.MSG_CTRUNC):
-            raise MalformedError("descriptors came that no frame speaks of")
+            raise MalformedError("descriptors came that no frame names")
 
     def _open(self, frame: bytes) -> None:
         opening = unpack_open(frame)
@@ -373,14 +371,16 @@ class _Connection:
             self._loop.add_reader(self._pidfd, self.close, "its process ended")
 
     def _give_region(self, asked: RegionRequest) -> None:
-        """Hand a pool's memory to another daemon of this host: to read, and to a daemon of our own user only."""
+        """Pass a pool's memory, read-only, to another daemon of this host that runs as root or as our own user."""
         peer = peer_of(self._channel)
         if peer.uid not in {0, os.getuid()}:
-            raise AccessDeniedError(f"user {peer.uid} runs no daemon that may read pools here", field="pool")
+            raise AccessDeniedError(
+                f"a daemon of user {peer.uid} may not read pools here: run both daemons as one user", field="pool"
+            )
         region = self._owner.region_of(asked)
         if not isinstance(region, HostRegion):
             raise AccessDeniedError(
-                f"pool {asked.pool!r} is on {region.device}, which daemons do not share: name its daemon by the tcp:// "
+                f"pool {asked.pool!r} is on {region.device}, which daemons cannot share: name its daemon by the tcp:// "
                 "address of its peers.listen, and configure network",
                 field="source_daemons",
             )
@@ -391,8 +391,8 @@ class _Connection:
             os.close(fd)
         self._owner.counters.add("peers.regions_given")
         self._served = True
-        self.close("a daemon was given a region")
+        self.close("a region was passed to a daemon")
 
     def _answer(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # a peer that is gone is seen by its end-of-file
+        with contextlib.suppress(OSError):  # end-of-file will tell that the peer is gone
             self._channel.send(data)
