@@ -1,6 +1,6 @@
-"""The table of request types: each one's reply, and whether it needs a session.
+"""The table of request types, with their replies and whether they need a session.
 
-A type's name is never reused or changed. A new one stands here and in ``message_types``.
+A type's name is never reused or changed. A new type is added here and to ``message_types``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ __all__ = ["REQUEST_TYPES", "Busy", "ErrorReply", "EventBody", "ReplyBody", "Req
 
 
 class RequestType(NamedTuple):
-    """One row: the request's and the reply's body, and whether a session is needed."""
+    """One row: the types of the request's and the reply's body, and whether a session is needed."""
 
     request: type[Body]
     reply: type[Body]
