@@ -28,7 +28,7 @@ class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
 
     For a receiver, success means that every page of its lists holds its bytes. ``first_token`` and ``payload`` are the
     sender's, and go to receivers only. ``waited_us`` runs from this endpoint's first message to the first copy,
-    ``moved_us`` from there to the end of the last one.
+    ``moved_us`` from there to the outcome.
     ``snapshot``: the snapshot that holds the bytes, for a receiver into the host tier.
     ``trimmed_pages``: pages of windows and states that were left out, because one list was shorter and one of the lists
     had no first page.

@@ -100,7 +100,7 @@ class Send(Body, frozen=True, kw_only=True, tag="SEND"):
 class Accepted(Body, frozen=True, kw_only=True, tag="ACCEPTED"):
     """SEND's and RECEIVE's reply: the checks passed, events follow.
 
-    ``generation`` counts the RECEIVEs of the same request id and pool: 1 for the first one.
+    ``generation`` counts a session's RECEIVEs of this request id and pool: 1 for the first one; 0 for a SEND.
     """
 
     generation: int = 0
