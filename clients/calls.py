@@ -14,7 +14,7 @@ from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
-from kvferry.protocol.ids import MAIN
+from kvferry.protocol.ids import MAIN, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
@@ -34,7 +34,17 @@ from kvferry.protocol.pool_messages import (
     RegisterPool,
 )
 from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
+from kvferry.protocol.session_messages import (
+    EventsOpened,
+    Hello,
+    OpenEvents,
+    Ping,
+    Pong,
+    SessionOpen,
+    Status,
+    StatusReport,
+    Welcome,
+)
 from kvferry.protocol.table_messages import (
     CreateTables,
     DeleteTables,
@@ -154,6 +164,24 @@ def hello(client: str) -> Call[Welcome]:
     )
 
 
+def session_open(name: str, instance: str = "", *, keep: bool = False, resume: bytes = b"") -> SessionOpen:
+    """Return the frame that opens a session.
+
+    Raises:
+        InvalidFieldError: an argument is not what it has to be.
+    """
+    return checked(
+        SessionOpen(
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            name=str(name),
+            instance=instance,
+            keep=keep,
+            resume=resume,
+        )
+    )
+
+
 def ping() -> Call[Pong]:
     """Ask whether the control loop answers."""
     return Call(Ping(), (), reply_body(Pong))
@@ -174,10 +202,18 @@ def create_pool(
     spec: PoolSpec,
     device: str,
     model: ModelIdentity | None = None,
+    lifetime: PoolLifetime = "daemon",
     max_payload_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> Call[PoolCreated]:
     """Create a pool, or find it as it was created before."""
-    body = CreatePool(pool=pool, spec=pool_spec(spec), device=device, model=model, max_payload_bytes=max_payload_bytes)
+    body = CreatePool(
+        pool=pool,
+        spec=pool_spec(spec),
+        device=device,
+        model=model,
+        lifetime=lifetime,
+        max_payload_bytes=max_payload_bytes,
+    )
     return Call(checked(body, NAME), (), reply_body(PoolCreated))
 
 

@@ -30,7 +30,7 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.events import Finished
-from kvferry.protocol.ids import HOST, MAIN
+from kvferry.protocol.ids import HOST, MAIN, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
@@ -56,7 +56,10 @@ class Client(SyncTiers):
         runtime_dir: Path | str | None = None,
         *,
         name: str = "",
+        instance: str = "",
         session: bool = True,
+        keep: bool = False,
+        resume: bytes = b"",
         devices: Mapping[str, str] | None = None,
         timeout_s: float = 5.0,
     ) -> Client:
@@ -65,7 +68,13 @@ class Client(SyncTiers):
         Args:
             runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
             name: shown in the daemon's status and logs.
+            instance: the engine instance that this session belongs to. Sessions of this user that name the same one,
+                say of a scheduler and its workers, own pages, leases and snapshots together; these are given back when
+                the last of them ends. None: the session is an instance of its own.
             session: without one, only ping and status work.
+            keep: where the session's socket is lost while this process lives, let the daemon keep the session for its
+                ``limits.resume_grace_ms``.
+            resume: the ``secret`` of such a session, to take it over with what it has; nothing is resumed by itself.
             devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
                 ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
             timeout_s: how long to wait for the daemon's first reply.
@@ -74,11 +83,13 @@ class Client(SyncTiers):
             DaemonLostError: no daemon answers.
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
+            NoSessionError: there is no session to resume, or it has its socket still.
         """
         hello, names = calls.hello(name), device_names(devices)
+        opening = calls.session_open(name, instance, keep=truth(keep, "keep"), resume=resume)
         timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = find_runtime_dir(runtime_dir)
-        channel = SessionChannel.open(directory, str(name)) if session else None
+        channel = SessionChannel.open(directory, opening) if session else None
         client = cls(Connection(directory, channel, names))
         try:
             client.welcome = client.call(hello, deadline_s=timeout_s, margin_s=0.0)
@@ -111,6 +122,7 @@ class Client(SyncTiers):
         *,
         model: ModelIdentity | None = None,
         device: str = HOST,
+        lifetime: PoolLifetime = "daemon",
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> AttachedPool:
@@ -122,17 +134,21 @@ class Client(SyncTiers):
             model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
                 this very identity only; a transfer between two models is refused.
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
+            lifetime: ``daemon``: it stays until it is deleted; ``instance``: it is deleted when this session's instance
+                ends, though others have attached it.
             max_payload_bytes: the largest payload of a ``send`` from or to it; at most half of the daemon's
                 ``limits.max_frame_bytes``, and 8 MiB.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
-            PoolExistsError: the name has another layout, size, window or model, or is on another device.
+            PoolExistsError: the name has another layout, size, window, model or lifetime, or is on another device.
             InvalidFieldError: the spec makes no sense.
             OutOfMemoryError: the host or the device cannot give it.
             DeviceUnavailableError: no such device, or what drives it is missing, there or here.
         """
-        created = self.call(calls.create_pool(name, spec, device, model, max_payload_bytes), deadline_s=deadline_s)
+        created = self.call(
+            calls.create_pool(name, spec, device, model, lifetime, max_payload_bytes), deadline_s=deadline_s
+        )
         pool = self.attach_pool(name, created.manifest.layout_digest)
         return seen_as(pool, pool_spec(spec))
 

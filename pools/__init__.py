@@ -1,6 +1,6 @@
 """Paged KV memory: geometry, layouts, manifests, pairing, runs, plans, allocation, regions, copies.
 
-Everything that decides is a pure function or an object without I/O. Knows nothing of sockets, sessions or transfers.
+Decisions are made by pure functions or objects without I/O. Independent of sockets, sessions and transfers.
 """
 
 if __name__ != "kvferry.pools":

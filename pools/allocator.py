@@ -1,8 +1,8 @@
-"""The page allocator of one pool: who owns a page, who reads it, who writes it, and when it is free again.
+"""The page allocator of one page space of a pool: owner, readers and writer of each page, and when it is free again.
 
-A page is free, owned, or doomed (given back while in flight: nobody's any more, free once its last reader and its
-writer are gone). Beside that it has a count of readers and at most one writer; a writer excludes readers. Page 0 is
-the padding page: never free, never owned. Knows nothing of sessions beyond a number above 0 for each owner.
+A page is free, owned, or doomed: released by its owner while in flight, and free once its last reader and its writer
+have ended. Each page also has a reader count and at most one writer; a writer excludes readers. Page 0 is the padding
+page: never free, never owned. An owner is a number above 0; the allocator knows nothing else about sessions.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import NotOwnerError, PageBusyError, PoolFullError
 
 NOBODY = 0
-_SCAN_PAGES = 1 << 10  # at first; each further look is twice as wide
+_SCAN_PAGES = 1 << 10  # first window of the search for free pages; each further window is twice as wide
 
 
 class FreedPages(NamedTuple):
-    """How many pages are free at once, and how many once they are idle."""
+    """Pages that became free immediately, and pages that become free once their readers and writer end."""
 
     freed: int
     deferred: int
 
 
 class PageAllocator:
-    """Hands out the lowest free pages, so that lists have long runs and the pool does not fragment."""
+    """Allocates the lowest free pages, so that page lists have long runs and the pool does not fragment."""
 
     def __init__(self, pages: int) -> None:
         """Start with all pages but page 0 free.
 
         Args:
-            pages: the pool's pages, the padding page included; at least 2.
+            pages: number of pages, including the padding page; at least 2.
         """
         self._pages = pages
         self._free = np.ones(pages, np.bool_)
@@ -48,7 +48,7 @@ class PageAllocator:
         self._when_freed: list[Callable[[], None]] = []
 
     def when_freed(self, call: Callable[[], None]) -> None:
-        """Call this once, when pages have become free; asked for again before that, it is called once all the same."""
+        """Register ``call`` to be called once, the next time pages become free; registering it twice has no effect."""
         if call not in self._when_freed:
             self._when_freed.append(call)
 
@@ -58,7 +58,7 @@ class PageAllocator:
 
     @property
     def capacity(self) -> int:
-        """Return how many pages can be handed out: all but the padding page."""
+        """Return how many pages can be allocated: all but the padding page."""
         return self._pages - 1
 
     @property
@@ -77,23 +77,23 @@ class PageAllocator:
         return self._free_count == self.capacity
 
     def pages_by_owner(self) -> dict[int, int]:
-        """Return how many pages each owner has."""
+        """Return the number of pages of each owner that has any."""
         counts = np.bincount(self._owner)
         return {int(owner): int(counts[owner]) for owner in np.flatnonzero(counts) if owner != NOBODY}
 
     def pages_of(self, owner: int) -> PageIds:
-        """Return the pages of an owner, ascending."""
+        """Return the page ids of an owner, ascending."""
         return np.flatnonzero(self._owner == owner)
 
     def is_busy(self, ids: PageIds) -> bool:
-        """Return whether one of these pages has a reader or a writer."""
+        """Return whether any of these pages has a reader or a writer."""
         return bool(((self._readers[ids] > 0) | self._writing[ids]).any())
 
     def allocate(self, owner: int, count: int) -> PageIds:
-        """Give ``count`` free pages to ``owner`` and return their ids, ascending.
+        """Allocate ``count`` free pages to ``owner`` and return their ids, ascending.
 
         Raises:
-            PoolFullError: fewer are free; none is taken.
+            PoolFullError: fewer pages are free; none is allocated.
         """
         if count > self._free_count:
             raise PoolFullError(f"{count} pages asked for, {self._free_count} of {self.capacity} free", field="count")
@@ -104,38 +104,38 @@ class PageAllocator:
         return ids
 
     def free(self, owner: int, ids: PageIds, field: str = "pages") -> FreedPages:
-        """Take pages back from ``owner``: all or none. A page in flight becomes doomed.
+        """Free pages of ``owner``: all or none. A page in flight becomes doomed.
 
         Raises:
             EmptyPagesError, PageOutOfRangeError, DuplicatePageError, NotOwnerError: nothing was freed.
         """
         self.check_owned(owner, ids, field)
         check_distinct(ids, field)
-        return self._give_back(ids)
+        return self._release(ids)
 
     def free_owned(self, owner: int, ids: PageIds) -> FreedPages:
-        """Take back those of distinct, valid ids that ``owner`` has still; those in flight become doomed."""
-        return self._give_back(ids[self._owner[ids] == owner])
+        """Free those of ``ids`` (distinct, in range) that ``owner`` still owns; pages in flight become doomed."""
+        return self._release(ids[self._owner[ids] == owner])
 
     def release_owner(self, owner: int) -> FreedPages:
-        """Take every page of ``owner`` back; those in flight become doomed."""
-        return self._give_back(self.pages_of(owner))
+        """Free every page of ``owner``; pages in flight become doomed."""
+        return self._release(self.pages_of(owner))
 
     def check_owned(self, owner: int, ids: PageIds, field: str) -> None:
         """Check that the ids are in range and all owned by ``owner``.
 
         Raises:
-            EmptyPagesError, PageOutOfRangeError, NotOwnerError: with the first page at fault.
+            EmptyPagesError, PageOutOfRangeError, NotOwnerError: names the first invalid page.
         """
         check_range(ids, self._pages, field)
         foreign = np.flatnonzero(self._owner[ids] != owner)
         if len(foreign):
             page = int(ids[foreign[0]])
-            whose = "another session's" if self._owner[page] != NOBODY else "nobody's: not allocated, or freed before"
-            raise NotOwnerError(f"page {page} at position {foreign[0]} is {whose}", field=field)
+            state = "owned by another instance" if self._owner[page] != NOBODY else "not allocated, or already freed"
+            raise NotOwnerError(f"page {page} at position {foreign[0]} is {state}", field=field)
 
     def begin_read(self, owner: int, ids: PageIds, field: str) -> None:
-        """Count one more reader on pages of ``owner``; a page named twice has two.
+        """Add a reader to pages of ``owner``; a page listed twice gets two.
 
         Raises:
             EmptyPagesError, PageOutOfRangeError, NotOwnerError, PageBusyError: a page is being written.
@@ -145,12 +145,12 @@ class PageAllocator:
         np.add.at(self._readers, ids, 1)
 
     def end_read(self, ids: PageIds) -> None:
-        """Undo ``begin_read``; doomed pages without a user become free."""
+        """Undo ``begin_read``; doomed pages without readers become free."""
         np.subtract.at(self._readers, ids, 1)
         self._reclaim(np.unique(ids))
 
     def begin_write(self, owner: int, ids: PageIds, field: str) -> None:
-        """Make the caller the one writer of pages of ``owner``.
+        """Mark pages of ``owner`` as being written; a page has one writer at a time.
 
         Raises:
             EmptyPagesError, PageOutOfRangeError, NotOwnerError, DuplicatePageError, PageBusyError: a page has a
@@ -168,10 +168,10 @@ class PageAllocator:
         self._reclaim(ids)
 
     def check_integrity(self) -> None:
-        """Check that the counts are those of the arrays: for tests and for a debugging operator.
+        """Check that counts and arrays agree; for tests and debugging.
 
         Raises:
-            AssertionError: what is wrong.
+            AssertionError: names the invariant that is violated.
         """
         assert int(self._free.sum()) == self._free_count, "free count"
         assert not self._free[: self._lowest_free].any(), "a free page below the hint"
@@ -197,14 +197,14 @@ class PageAllocator:
         self._lowest_free = int(taken[-1]) + 1
         return taken
 
-    def _give_back(self, ids: PageIds) -> FreedPages:
+    def _release(self, ids: PageIds) -> FreedPages:
         self._owner[ids] = NOBODY
         self._doomed[ids] = True
         freed = self._reclaim(ids)
         return FreedPages(freed, len(ids) - freed)
 
     def _reclaim(self, ids: PageIds) -> int:
-        """Free those of the ids that are doomed and idle; return how many."""
+        """Free those of ``ids`` that are doomed and idle; return how many."""
         idle = ids[self._doomed[ids] & (self._readers[ids] == 0) & ~self._writing[ids]]
         if len(idle):
             self._doomed[idle] = False

@@ -1,4 +1,4 @@
-"""Whether KV of one pool may go into another: not where both say whose it is, and it is two models'."""
+"""Check that two pools hold KV of the same model before pages move between them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from kvferry.protocol.model_identity import COMPARED, MAY_BE_UNKNOWN, ModelIdent
 
 
 def check_models(source: ModelIdentity | None, destination: ModelIdentity | None, sender: str, receiver: str) -> None:
-    """Check that two sides are of one model, revision and adapter; who says nothing, or no revision, contradicts none.
+    """Check that source and destination agree on model, revision and adapter.
+
+    A side without a model identity matches any; a revision is compared only where both sides give one.
 
     Args:
-        source: whose KV it is.
-        destination: whose KV is wanted.
-        sender: how to call the one in an error.
-        receiver: how to call the other.
+        source: the model identity of the source pool, or None.
+        destination: the model identity of the destination pool, or None.
+        sender: name of the source in an error.
+        receiver: name of the destination in an error.
 
     Raises:
-        ModelMismatchError: both name a model, and it, a revision that both name, or the adapter is not the same.
+        ModelMismatchError: model name, adapter, or a revision that both sides give differ.
     """
     if source is None or destination is None:
         return

@@ -1,4 +1,4 @@
-"""A pool: its name, its spec's manifest, its memory and its pages. Lives until it is deleted."""
+"""A pool: its name, manifest, memory and page allocators."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ class Pool:
     """One pool of one tenant on one device.
 
     Attributes:
-        tenant: the user id that it belongs to.
-        name: unique for the tenant.
-        manifest: its entries; bases are offsets in ``region``.
+        tenant: user id of the owner.
+        name: unique per tenant.
+        manifest: its entries; bases are byte offsets in ``region``.
         region: its memory, closed by ``close``.
-        allocators: the pages of each page space.
-        registered_by: the session whose engine owns the memory, and with it every page; None: the daemon owns it.
-        model: whose KV its pages hold; None: nobody said so.
+        allocators: one page allocator per page space.
+        registered_by: the session whose process owns the memory; None if the daemon owns it.
+        ends_with: the instance that a pool of the daemon ends with; None if it outlives every instance.
+        model: the model whose KV the pages hold; None if unknown.
         max_payload_bytes: the largest payload of a transfer from or to it.
-        lands_as: the snapshot that its pages become: where a transfer lands in the host tier.
+        lands_as: the snapshot that its pages become, if this pool receives a transfer into the host tier; else "".
     """
 
     def __init__(
@@ -35,22 +36,26 @@ class Pool:
         region: Region,
         *,
         registered_by: int | None = None,
+        owner_id: int | None = None,
+        ends_with: int | None = None,
         model: ModelIdentity | None = None,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
+        """Make a pool of a region; every page of one that is registered is owned by the instance ``owner_id``."""
         self.tenant = tenant
         self.name = name
         self.manifest = manifest
         self.region = region
         self.allocators = {space: PageAllocator(pages) for space, pages in spaces_of(manifest).items()}
         self.registered_by = registered_by
+        self.ends_with = ends_with
         self.model = model
         self.max_payload_bytes = max_payload_bytes
         self.lands_as = ""
         self._block_layouts: dict[str, BlockLayout] = {}
-        if registered_by is not None:
+        if owner_id is not None:
             for allocator in self.allocators.values():
-                allocator.allocate(registered_by, allocator.capacity)
+                allocator.allocate(owner_id, allocator.capacity)
 
     def __repr__(self) -> str:
         """Show the name and the live page counts."""
@@ -58,18 +63,18 @@ class Pool:
 
     @property
     def allocator(self) -> PageAllocator:
-        """Return the first space's pages; most pools have one space only."""
+        """Return the allocator of the first page space; most pools have only one."""
         return next(iter(self.allocators.values()))
 
     @property
     def idle(self) -> bool:
-        """Return whether nobody uses a page: all are free, or none is in flight where an engine owns them all."""
+        """Return whether no page is in use: all free; in a registered pool, whose engine owns all, none in flight."""
         if self.registered_by is not None:
             return not any(one.busy_count for one in self.allocators.values())
         return all(one.idle for one in self.allocators.values())
 
     def space(self, name: str) -> PageAllocator:
-        """Return the pages of a space.
+        """Return the allocator of a page space.
 
         Raises:
             UnknownComponentError: the pool has no such space.
@@ -77,12 +82,12 @@ class Pool:
         allocator = self.allocators.get(name)
         if allocator is None:
             raise UnknownComponentError(
-                f"pool {self.name!r} has no page space {name!r}, but {', '.join(self.allocators)}", field="space"
+                f"pool {self.name!r} has no page space {name!r}; it has {', '.join(self.allocators)}", field="space"
             )
         return allocator
 
     def block_layout(self, space: str) -> BlockLayout:
-        """Return what a block of a page space is, and where its bytes lie in this very pool.
+        """Return the block layout of a page space: what a block holds, and where its bytes lie in this pool.
 
         Raises:
             UnknownComponentError: the pool has no such space.
@@ -94,11 +99,11 @@ class Pool:
         return layout
 
     def allocator_of(self, component: str) -> PageAllocator:
-        """Return the pages that a component of this pool uses."""
+        """Return the allocator of the page space that a component uses."""
         found = component_of(self.manifest, component)
         assert found is not None, component
         return self.allocators[found.space]
 
     def close(self) -> None:
-        """Give the memory back; engines that mapped it keep their mapping."""
+        """Release the memory; engines that mapped it keep their mapping."""
         self.region.close()

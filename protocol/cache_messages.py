@@ -29,10 +29,10 @@ Tier = Literal["host", "disk", "remote"]
 
 
 class Lookup(Body, frozen=True, kw_only=True, tag="LOOKUP"):
-    """Ask how many leading ones of these blocks are cached, and pin them for this session.
+    """Ask how many leading ones of these blocks are cached, and pin them for this session's instance.
 
     Blocks of lower tiers are brought to the host tier meanwhile. The pins are a lease: they end with UNPIN, with the
-    session, or, all but those that RESTORE-class work still reads, with the daemon.
+    instance, or, all but those that RESTORE-class work still reads, with the daemon.
     """
 
     pool: PoolName
@@ -40,7 +40,7 @@ class Lookup(Body, frozen=True, kw_only=True, tag="LOOKUP"):
     space: ComponentName = MAIN
     block_pages: BlockPages = 1
     lease: LeaseNumber | None = None
-    """A lease of this session to go on from: the hashes follow its last block."""
+    """A lease of this instance to go on from: the hashes follow its last block."""
     pin: bool = True
 
 
@@ -59,7 +59,7 @@ class Found(Body, frozen=True, kw_only=True, tag="FOUND"):
 
 
 class Load(Body, frozen=True, kw_only=True, tag="LOAD"):
-    """Copy blocks of a lease into pages of this session, from block ``first_block`` on, ``block_pages`` pages each.
+    """Copy blocks of a lease into pages of this instance, from block ``first_block`` on, ``block_pages`` pages each.
 
     Answered by OPERATION_STARTED; TIER_DONE follows. A block that is gone or damaged by then is CACHE_MISS, which says
     how many blocks before it are in their pages.
@@ -80,7 +80,7 @@ class Load(Body, frozen=True, kw_only=True, tag="LOAD"):
 
 
 class Store(Body, frozen=True, kw_only=True, tag="STORE"):
-    """Put blocks of this session's pages into the cache: those that are not there already.
+    """Put blocks of this instance's pages into the cache: those that are not there already.
 
     Answered by OPERATION_STARTED; TIER_DONE follows. The pages may not be written before it. A block can be found once
     it is there as a whole.
@@ -102,7 +102,7 @@ class Store(Body, frozen=True, kw_only=True, tag="STORE"):
 
 
 class Unpin(Body, frozen=True, kw_only=True, tag="UNPIN"):
-    """End a lease of this session."""
+    """End a lease of this session's instance."""
 
     lease: LeaseNumber
 

@@ -21,8 +21,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_frame_bytes: int = 4 << 20
     """One frame; libzmq closes the connection of a peer that sends more."""
-    max_frames: int = 72
-    """Frames of one message: the envelope and its page lists."""
+    max_frames: int = 1024
+    """Frames of one message: the envelope and its page lists, of a BATCH those of all its requests."""
     max_message_bytes: int = 16 << 20
     """All frames of one message."""
     max_requests_per_session: int = 256
@@ -39,6 +39,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_deadline_ms: int = 3_600_000
     default_deadline_ms: int = 30_000
     """Taken where a request gives 0."""
+    resume_grace_ms: int = 0
+    """How long a session is kept that lost its socket and said that it would resume; 0: not at all."""
 
     @property
     def largest_payload_bytes(self) -> int:

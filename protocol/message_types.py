@@ -22,6 +22,7 @@ _REQUESTS: Final = {
         "LOOKUP", "LOAD", "STORE", "UNPIN", "CACHE_LIST", "CACHE_PIN", "CACHE_EVICT", "CACHE_EVENTS",
     ),
     "transfer_messages": ("SEND", "RECEIVE", "CANCEL", "ABANDON", "RESULT"),
+    "batch_messages": ("BATCH",),
 }  # fmt: skip
 _FROM_DAEMON: Final = {
     "refusals": ("ERROR", "BUSY"),
@@ -33,6 +34,7 @@ _FROM_DAEMON: Final = {
     ),
     "cache_messages": ("FOUND", "UNPINNED", "CACHE_LISTED", "CACHE_PINNED", "CACHE_EVICTED", "CACHE_CHANGES"),
     "transfer_messages": ("ACCEPTED", "CANCELLED", "ABANDONED", "TRANSFER_RESULT"),
+    "batch_messages": ("BATCHED",),
     "events": ("MATCHED", "FINISHED", "SETTLED"),
 }  # fmt: skip
 

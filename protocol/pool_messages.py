@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageCount
 from kvferry.protocol.device_event import DeviceEvent
-from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolName, ProcessId
+from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolLifetime, PoolName, ProcessId
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Index, Manifest, Offset, PoolSpec, RoleName, Size
 from kvferry.protocol.model_identity import ModelIdentity
@@ -27,6 +27,11 @@ class CreatePool(Body, frozen=True, kw_only=True, tag="CREATE_POOL"):
     device: DeviceName = HOST
     model: ModelIdentity | None = None
     """Whose KV its pages hold; without it they cannot be put into the prefix cache, nor looked for there."""
+    lifetime: PoolLifetime = "daemon"
+    """``instance``: it is deleted when the instance that creates it ends, once nothing of it is in flight.
+
+    Until then others of the tenant may attach it, and then lose it; another instance does not create it: POOL_EXISTS.
+    """
     max_payload_bytes: PayloadBound = MAX_PAYLOAD_BYTES
     """The largest payload of a SEND from or to it; at most half of HELLO's ``max_frame_bytes``."""
 
@@ -71,8 +76,8 @@ class RegisterPool(Body, frozen=True, kw_only=True, tag="REGISTER_POOL"):
 
     Its shares, or the descriptor of its host memory, came over the session socket before.
 
-    All its pages are the session's: the engine numbers and uses them as it likes, and names them in SEND and RECEIVE.
-    The pool ends with the session, or with DELETE_POOL.
+    All its pages are its instance's: the engine numbers and uses them as it likes, and names them in SEND and RECEIVE.
+    The memory is this process's, so the pool ends with the session, or with DELETE_POOL.
     """
 
     pool: PoolName
@@ -117,7 +122,7 @@ class PoolDeleted(Body, frozen=True, kw_only=True, tag="POOL_DELETED"):
 
 
 class Allocate(Body, frozen=True, kw_only=True, tag="ALLOCATE"):
-    """Take ``count`` free pages of one page space for this session: all or none."""
+    """Take ``count`` free pages of one page space for this session's instance: all or none."""
 
     pool: PoolName
     count: Annotated[int, Meta(ge=1, lt=1 << 31)]

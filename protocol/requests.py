@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvferry.protocol.base import Body
+from kvferry.protocol.batch_messages import Batch, Batched
 from kvferry.protocol.cache_messages import (
     CacheChanges,
     CacheEvents,
@@ -117,6 +118,7 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "CANCEL": RequestType(Cancel, Cancelled, needs_session=True),
     "ABANDON": RequestType(Abandon, Abandoned, needs_session=True),
     "RESULT": RequestType(Result, TransferResult, needs_session=True),
+    "BATCH": RequestType(Batch, Batched, needs_session=True),
 }
 
 RequestBody = (
@@ -151,6 +153,7 @@ RequestBody = (
     | Cancel
     | Abandon
     | Result
+    | Batch
 )
 ReplyBody = (
     Welcome
@@ -181,6 +184,7 @@ ReplyBody = (
     | Cancelled
     | Abandoned
     | TransferResult
+    | Batched
     | ErrorReply
     | Busy
 )

@@ -9,13 +9,15 @@ from msgspec import Meta
 
 from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.ids import HOST, DeviceName, Hex128, PoolName
+from kvferry.protocol.ids import HOST, PLAIN_TEXT, DeviceName, Hex128, PoolLifetime, PoolName
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.shares import MAX_SHARES, Share, SharedEvents
 from kvferry.protocol.table_messages import TablesFollow
 
 ClientName = Annotated[str, Meta(max_length=128)]
+InstanceName = Annotated[str, Meta(pattern=PLAIN_TEXT, max_length=128)]
+Secret = Annotated[bytes, Meta(max_length=32)]
 
 
 class Hello(Body, frozen=True, kw_only=True, tag="HELLO"):
@@ -76,13 +78,16 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     device: str = HOST
     registered_by: int | None = None
     """The session whose engine owns the memory; None: the daemon does."""
+    lifetime: PoolLifetime = "daemon"
+    ends_with: int | None = None
+    """The instance that it ends with, by its number (``owner`` of its sessions); None: none."""
     model: ModelIdentity | None = None
     """Whose KV its pages hold, without the salt; None: nobody said so."""
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
 
 
-class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One session in STATUS."""
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One session in STATUS. ``pages`` are those of its instance: sessions of one instance show the same number."""
 
     session: int
     name: str
@@ -92,6 +97,10 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     transfers: int
     unacknowledged_events: int
     connected: bool
+    instance: str = ""
+    """The instance that it named when it opened; empty: it is one of its own."""
+    owner: int = 0
+    """The number of its instance, which owns its pages: that of the instance's first session."""
 
 
 class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,11 +234,20 @@ class EventsOpened(Body, frozen=True, kw_only=True, tag="EVENTS_OPENED"):
 
 
 class SessionOpen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPEN"):
-    """The client's only frame on the session socket. The kernel says who it is (SO_PEERCRED)."""
+    """The client's first frame on the session socket. The kernel says who it is (SO_PEERCRED).
+
+    Sessions of one user that name the same ``instance`` are one owner: of pages, leases, pins and snapshots, which are
+    given back when the last of them ends. Without a name the session is an instance of its own.
+    """
 
     protocol_min: int
     protocol_max: int
     name: ClientName = ""
+    instance: InstanceName = ""
+    keep: bool = False
+    """Keep the session for ``limits.resume_grace_ms`` where its socket is lost and its process lives."""
+    resume: Secret = b""
+    """The secret of a session that lost its socket, to take it over; its name and instance stay as they are."""
 
 
 class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REGION_REQUEST"):
@@ -242,11 +260,22 @@ class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPENED"):
-    """The session's number, its secret for the control socket (never log it) and the daemon's boot id."""
+    """The session's number, its secret for the control socket (never log it) and the daemon's boot id.
+
+    ``resumed``: it is the session that was to be resumed; under another boot id than before a restarted daemon has
+    adopted it. Not resumed, though that was asked for: nothing of the old session is there.
+    """
 
     session: int
     secret: bytes
     boot_id: Hex128
+    resumed: bool = False
+    last_message: int = 0
+    """The highest message number that the session has used: who resumes goes on above it."""
+
+
+class SessionEnd(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="END"):
+    """A client that asked to be kept ends its session: it will not resume."""
 
 
 class SessionRefused(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REFUSED"):

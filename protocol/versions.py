@@ -30,6 +30,9 @@ FEATURES = (
     "tiers",
     "tiers.cache",
     "transfers.into",
+    "instances",
+    "batch",
+    "sessions.resume",
 )
 """What this version of kvferry can do, by stable names; clients ignore names they do not know."""
 

@@ -18,7 +18,7 @@ from kvferry.clients.daemon_socket import LAST_WORDS_MS, find_runtime_dir, open_
 from kvferry.protocol.base import Body
 from kvferry.protocol.conversation import Arrived, Conversation
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, MalformedError
-from kvferry.protocol.session_messages import Hello, Welcome
+from kvferry.protocol.session_messages import Hello, SessionOpen, Welcome
 from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
 if TYPE_CHECKING:
@@ -47,7 +47,13 @@ class Connection:
 
     @classmethod
     def open(
-        cls, runtime_dir: str | os.PathLike[str] | None, name: str, *, timeout_s: float, session: bool = False
+        cls,
+        runtime_dir: str | os.PathLike[str] | None,
+        name: str,
+        *,
+        timeout_s: float,
+        session: bool = False,
+        instance: str = "",
     ) -> Connection:
         """Connect and negotiate the protocol version.
 
@@ -56,6 +62,7 @@ class Connection:
             name: shown in the daemon's status and logs.
             timeout_s: how long to wait for the daemon's first reply.
             session: whether to open one.
+            instance: whose session it is to be; see ``SessionOpen``.
 
         Raises:
             DaemonLostError: no daemon answers.
@@ -67,7 +74,8 @@ class Connection:
         if session:
             from kvferry.clients.session_channel import SessionChannel  # noqa: PLC0415  ping and status do not need it
 
-            channel = SessionChannel.open(directory, name)
+            opening = SessionOpen(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, name=name, instance=instance)
+            channel = SessionChannel.open(directory, opening)
         connection = cls(directory, channel)
         hello = Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=name)
         try:

@@ -16,6 +16,7 @@ from kvferry.protocol.session_messages import (
     Ping,
     Pong,
     PoolStatus,
+    SessionStatus,
     Status,
     StatusReport,
     TablesStatus,
@@ -75,8 +76,8 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     )
     yield from table(
         "sessions",
-        ("session", "name", "tenant", "pid", "pages", "transfers", "unacked"),
-        [(s.session, s.name, s.tenant, s.pid, s.pages, s.transfers, s.unacknowledged_events) for s in report.sessions],
+        ("session", "name", "instance", "tenant", "pid", "pages", "transfers", "unacked"),
+        [_session_row(one) for one in report.sessions],
     )
     yield from table(
         "transfers",
@@ -135,9 +136,17 @@ def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:
         yield (name, "", one.pages, one.free, one.busy, f"{one.page_bytes / 1024:.1f}", "", "", "", "")
 
 
+def _session_row(one: SessionStatus) -> tuple[object, ...]:
+    """Return a session's row; its instance by its number, and its name where it has one."""
+    instance = f"{one.owner} {one.instance}".rstrip()
+    return (one.session, one.name, instance, one.tenant, one.pid, one.pages, one.transfers, one.unacknowledged_events)
+
+
 def _place(pool: PoolStatus) -> str:
-    """Return a pool's device, and the session that registered its memory unless the daemon allocated it."""
-    return pool.device if pool.registered_by is None else f"{pool.device}, registered by session {pool.registered_by}"
+    """Return a pool's device, and whose memory it is, or with whom it ends, where that is not the daemon."""
+    if pool.registered_by is not None:
+        return f"{pool.device}, registered by session {pool.registered_by}"
+    return pool.device if pool.ends_with is None else f"{pool.device}, ends with instance {pool.ends_with}"
 
 
 def _device_row(device: DeviceStatus) -> tuple[object, ...]:

@@ -47,10 +47,11 @@ class ProbeRun:
                 self._wait(functools.partial(self._is_known, one), f"{one.event} of message {one.name}")
         fields = resolved(message.fields, self._answers)
         body, frames = request_from_fields(message.kind, fields)
-        if message.kind == "CANCEL":
-            self._cancelled.add(_transfer(fields))
-        if message.kind == "CANCEL_OPERATION":
-            self._cancelled.add(_operation(fields))
+        for kind, its in _requests(message.kind, fields):
+            if kind == "CANCEL":
+                self._cancelled.add(_transfer(its))
+            if kind == "CANCEL_OPERATION":
+                self._cancelled.add(_operation(its))
         number = self._connection.send(body, frames, deadline_s=self._timeout_s)
         self._sent[number] = ProbeMessage(message.name, message.kind, fields)
         self._wait(lambda: number not in self._sent, f"the reply to {message.kind}")
@@ -100,11 +101,14 @@ class ProbeRun:
             self.status = FAILED
             return
         self._answers.put(message.name, "", fields)
-        if fields["type"] == "ACCEPTED":
-            direction = message.kind.lower()
-            self._open.setdefault(_transfer({**message.fields, "direction": direction}), []).append(message.name)
-        elif fields["type"] in {"OFFLOADING", "OPERATION_STARTED"}:
-            self._open[_operation(fields)] = [message.name]
+        results = fields["results"] if message.kind == "BATCH" else [fields]
+        for (kind, its), result in zip(_requests(message.kind, message.fields), results, strict=True):
+            if result["type"] in {"ERROR", "BUSY"}:
+                self.status = FAILED
+            elif result["type"] == "ACCEPTED":
+                self._open.setdefault(_transfer({**its, "direction": kind.lower()}), []).append(message.name)
+            elif result["type"] in {"OFFLOADING", "OPERATION_STARTED"}:
+                self._open[_operation(result)] = [message.name]
 
     def _event(self, fields: dict[str, Any]) -> None:
         what = _operation(fields) if fields["type"] == "TIER_DONE" else _transfer(fields)
@@ -116,6 +120,11 @@ class ProbeRun:
             self.status = FAILED
         if fields["type"] not in {"MATCHED", "FINISHED"}:
             self._open.pop(what, None)
+
+
+def _requests(kind: str, fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return what a message asks for, by type and fields: of a BATCH each of its requests."""
+    return [(one["type"], one) for one in fields["requests"]] if kind == "BATCH" else [(kind, fields)]
 
 
 def _transfer(fields: dict[str, Any]) -> str:

@@ -64,6 +64,7 @@ def add_probe(command: argparse.ArgumentParser) -> None:
         help=f"for each message, and for the end ({DEFAULT_TIMEOUT_S:g}); with --events, how long to follow",
     )
     command.add_argument("--file", metavar="FILE", help="more messages, one per line; - for standard input")
+    command.add_argument("--instance", default="", metavar="NAME", help="open the session for this engine instance")
     command.add_argument("--events", action="store_true", help="stay at the end, and print events until interrupted")
     command.add_argument("--keep-going", action="store_true", help="continue after a failure")
     command.add_argument(
@@ -85,7 +86,9 @@ def probe(options: argparse.Namespace) -> int:
         return _refuse(reader.number, error)
     session = streamed or options.events or any(one.kind not in WITHOUT_SESSION for one in messages)
     opening_s = min(options.timeout or DEFAULT_TIMEOUT_S, OPENING_TIMEOUT_S)
-    with Connection.open(options.runtime_dir, "probe", timeout_s=opening_s, session=session) as connection:
+    with Connection.open(
+        options.runtime_dir, "probe", timeout_s=opening_s, session=session, instance=options.instance
+    ) as connection:
         most_s = connection.welcome.limits.max_deadline_ms / 1000
         run = ProbeRun(connection, options.timeout or min(DEFAULT_TIMEOUT_S, most_s), _print)
         keep_going = options.keep_going or (streamed and sys.stdin.isatty())

@@ -95,9 +95,14 @@ class NetworkConfig(Section, frozen=True, kw_only=True):
 
 
 class ServiceConfig(Section, frozen=True, kw_only=True):
-    """``drain_timeout_s`` is how long running transfers may take to finish after SIGTERM."""
+    """``drain_timeout_s`` is how long running transfers may take to finish after SIGTERM.
+
+    For ``resume_grace_s`` a session that lost its socket, and said that it would resume, is kept while its process
+    lives; 0: no session is.
+    """
 
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+    resume_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
 
 class LimitsConfig(Section, frozen=True, kw_only=True):
@@ -125,11 +130,6 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     max_tombstones: Annotated[int, Meta(ge=0, le=1 << 20)] = 16_384
     tombstone_s: Annotated[float, Meta(ge=0, le=86_400)] = 600.0
 
-    @property
-    def announced(self) -> Limits:
-        """Return the limits that HELLO's reply announces."""
-        return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
-
 
 class Config(Section, frozen=True, kw_only=True):
     """The whole file."""
@@ -144,6 +144,12 @@ class Config(Section, frozen=True, kw_only=True):
     tiers: TiersConfig = TiersConfig()
     service: ServiceConfig = ServiceConfig()
     limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def announced(self) -> Limits:
+        """Return the limits as HELLO's reply says them."""
+        given = {name: getattr(self.limits, name) for name in Limits.__struct_fields__ if hasattr(self.limits, name)}
+        return Limits(**given, resume_grace_ms=round(self.service.resume_grace_s * 1000))
 
     @property
     def max_pool_bytes(self) -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 import structlog
 
+from kvferry.daemon.control.batches import OpenBatch
 from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.protocol.base import Body
+from kvferry.protocol.batch_messages import Batch
 from kvferry.protocol.codec import Frames, IncomingRequest, PageIds, UnreadableRequest, decode_request, encode
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.errors import (
@@ -90,6 +93,9 @@ class Dispatcher:
         self._send = send
         self._hub = hub
         self._deadlines: dict[tuple[int, int], asyncio.TimerHandle] = {}
+        self._part_ids = itertools.count(-1, -1)
+        self._batches: dict[int, OpenBatch] = {}
+        self.handle("BATCH", self._batch)
 
     def handle_open(self, kind: str, handler: OpenHandler) -> None:
         """Let ``handler`` have the requests of a type that needs no session."""
@@ -126,6 +132,9 @@ class Dispatcher:
         timer = self._deadlines.pop((session.session_id, message_id), None)
         if timer is not None:
             timer.cancel()
+        if message_id < 0:
+            self._part_answered(session, message_id, answer)
+            return
         frames = encode(Reply(message_id, self._boot_id, answer.body), answer.ids)
         if session.answered(message_id, frames) and session.identity is not None:
             self._send(session.identity, frames)
@@ -143,16 +152,18 @@ class Dispatcher:
             session.unsent.popleft()
 
     def forget_session(self, session: Session) -> None:
-        """Drop the timers of a session that has ended."""
+        """Drop the timers and open batches of a session that has ended."""
         for key in [one for one in self._deadlines if one[0] == session.session_id]:
             self._deadlines.pop(key).cancel()
+        for part_id in [one for one, batch in self._batches.items() if batch.session is session]:
+            del self._batches[part_id]
 
     def _serve(self, identity: bytes, incoming: IncomingRequest) -> None:
         try:
             self._dispatch(identity, incoming)
         except Exception as error:  # noqa: BLE001  a bug must not end the loop, nor leave the client waiting
             number = incoming.request.message_id
-            self._send(identity, encode(Reply(number, self._boot_id, self._refusal(incoming.request, error))))
+            self._send(identity, encode(Reply(number, self._boot_id, self._refusal(incoming.request.body, error))))
 
     def _dispatch(self, identity: bytes, incoming: IncomingRequest) -> None:
         request = incoming.request
@@ -170,7 +181,7 @@ class Dispatcher:
         elif not request.boot_id:
             raise InvalidFieldError(f"{kind.__name__} must say which daemon it is for", field="boot_id")
         else:
-            self._handle(self._handlers[kind], session, request, incoming.ids)
+            self._handle(session, request, incoming.ids)
 
     def _session_of(self, request: Request) -> Session | None:
         if not request.secret:
@@ -187,44 +198,80 @@ class Dispatcher:
             self._hub.publish(EventAcknowledged(session, event.body))
         self.push_events(session)
 
-    def _handle(self, handler: Handler, session: Session, request: Request, ids: tuple[PageIds, ...]) -> None:
-        message_id = request.message_id
-        deadline_s = self._deadline_s(request)
-        if not session.begin(message_id):
-            reply = session.reply_to(message_id)
-            if reply is not None and session.identity is not None:
-                self._send(session.identity, reply)
+    def _handle(self, session: Session, request: Request, ids: tuple[PageIds, ...]) -> None:
+        call = Call(request.message_id, session, request.body, ids, self._deadline_s(request.deadline_ms))
+        if session.begin(call.message_id):
+            self._run(call)
             return
+        reply = session.reply_to(call.message_id)
+        if reply is not None and session.identity is not None:
+            self._send(session.identity, reply)
+
+    def _run(self, call: Call) -> None:
+        """Let its handler have a request that has begun, and see to it that it is answered."""
         try:
-            answer = handler(Call(message_id, session, request.body, ids, deadline_s))
+            answer = self._handlers[type(call.body)](call)
         except Exception as error:  # noqa: BLE001  see _serve
-            answer = Answer(self._refusal(request, error))
+            answer = Answer(self._refusal(call.body, error))
         if answer is not None:
-            self.answer(session, message_id, answer)
-        elif session.is_pending(message_id):
-            late = DeadlineError(f"no answer within {deadline_s:g} s")
-            late.request_id = about(request.body).get("request_id", "")
-            self._deadlines[session.session_id, message_id] = asyncio.get_running_loop().call_later(
-                deadline_s, self.answer_error, session, message_id, late
+            self.answer(call.session, call.message_id, answer)
+        elif call.session.is_pending(call.message_id) and not isinstance(call.body, Batch):
+            late = DeadlineError(f"no answer within {call.deadline_s:g} s")
+            late.request_id = about(call.body).get("request_id", "")
+            self._deadlines[call.session.session_id, call.message_id] = asyncio.get_running_loop().call_later(
+                call.deadline_s, self.answer_error, call.session, call.message_id, late
             )
 
-    def _deadline_s(self, request: Request) -> float:
-        deadline_ms = request.deadline_ms or self._limits.default_deadline_ms
+    def _batch(self, call: Call) -> None:
+        """Run the requests of a BATCH as if each had come by itself, under numbers that no client can give."""
+        body = expect(call, Batch)
+        call.session.check_parts()
+        deadlines_ms = body.deadlines_ms or (0,) * len(body.requests)
+        if len(deadlines_ms) != len(body.requests):
+            raise InvalidFieldError(
+                f"{len(deadlines_ms)} deadlines for {len(body.requests)} requests", field="deadlines_ms"
+            )
+        deadlines_s = [
+            self._deadline_s(one, f"deadlines_ms[{at}]") if one else call.deadline_s
+            for at, one in enumerate(deadlines_ms)
+        ]
+        batch = OpenBatch(call.session, call.message_id, len(body.requests), self._limits.max_message_bytes)
+        ids = iter(call.ids)
+        for at, (request, deadline_s) in enumerate(zip(body.requests, deadlines_s, strict=True)):
+            its = tuple(itertools.islice(ids, len(request.page_counts())))
+            part = Call(next(self._part_ids), call.session, request, its, deadline_s)
+            batch.places[part.message_id] = at
+            self._batches[part.message_id] = batch
+            call.session.begin_part(part.message_id)
+            self._run(part)
+
+    def _part_answered(self, session: Session, part_id: int, answer: Answer) -> None:
+        """Keep the result of a request of a BATCH, and answer that with the last one."""
+        batch = self._batches.pop(part_id, None)
+        if batch is None:  # answered before
+            return
+        session.part_answered(part_id)
+        batch.put(part_id, answer.body, answer.ids)
+        if batch.is_complete:
+            self.answer(session, batch.message_id, Answer(*batch.reply()))
+
+    def _deadline_s(self, deadline_ms: int, field: str = "deadline_ms") -> float:
+        deadline_ms = deadline_ms or self._limits.default_deadline_ms
         if deadline_ms > self._limits.max_deadline_ms:
             raise InvalidFieldError(
                 f"a deadline of {deadline_ms / 1000:g} s; at most {self._limits.max_deadline_ms / 1000:g} s, as "
                 "limits.max_deadline_ms has it",
-                field="deadline_ms",
+                field=field,
             )
         return deadline_ms / 1000
 
-    def _refusal(self, request: Request, error: Exception) -> ErrorReply | Busy:
+    def _refusal(self, body: Body, error: Exception) -> ErrorReply | Busy:
         """Return what to answer where handling a request raised, and count it."""
-        name = type(request.body).__name__
+        name = type(body).__name__
         if not isinstance(error, KvferryError):
-            log.error("request failed", type=name, exc_info=error, **about(request.body))
+            log.error("request failed", type=name, exc_info=error, **about(body))
             error = InternalError(f"{name} failed: {type(error).__name__}")
-        error.request_id = about(request.body).get("request_id", "")
+        error.request_id = about(body).get("request_id", "")
         self._counters.add(f"requests.refused.{error.code.lower()}")
         return _error_body(error)
 

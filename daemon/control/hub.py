@@ -22,6 +22,12 @@ class SessionEnded(NamedTuple):
     session: Session
 
 
+class InstanceEnded(NamedTuple):
+    """The last session of an instance has ended; published after that session's ``SessionEnded``."""
+
+    owner_id: int
+
+
 class EventAcknowledged(NamedTuple):
     """An engine has seen an event that was sent to its session."""
 

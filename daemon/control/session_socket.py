@@ -1,8 +1,9 @@
 """The session socket: a Unix stream whose life is the session's life, and on which file descriptors travel.
 
 A session ends at its end-of-file or at the death of the process that opened it, whichever is seen first: a forked child
-keeps the socket open, but not the process. After the opening frame an engine may only send shares of what it registers,
-and descriptors of host memory, one with each frame that says so; others end its session.
+keeps the socket open, but not the process. One that asked to be kept outlives its end-of-file for a while, but not its
+process. After the opening frame an engine may only send shares of what it registers, descriptors of host memory, one
+with each frame that says so, and the end of its session; other descriptors end it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from kvferry.daemon.control.hub import EventHub, SessionBegan, SessionEnded
+from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.peer_process import peer_of, pidfd_of
+from kvferry.daemon.control.said_ahead import SaidAhead
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import SOCKET_MODE
 from kvferry.pools.devices.base import Region
@@ -36,7 +38,9 @@ from kvferry.protocol.session_messages import (
     MemoryFollows,
     RegionFollows,
     RegionRequest,
+    SessionEnd,
     SessionFrame,
+    SessionOpen,
     SessionOpened,
     SessionRefused,
     ShareFollows,
@@ -48,14 +52,10 @@ OPENING_TIMEOUT_S: Final = 5.0
 MAX_UNOPENED: Final = 64
 BACKLOG: Final = 1024
 ACCEPT_PAUSE_S: Final = 1.0
-_SO_PEERPIDFD: Final = 77
-_CREDENTIALS: Final = struct.Struct("3i")
 _RECEIVE_BYTES: Final = 4096
-MAX_MESSAGES_SHARED: Final = 16
 MAX_DESCRIPTORS: Final = 2
 """Of what is taken at once: one that is awaited, and one by which more are noticed; the kernel closes the rest."""
 
-MAX_SHARES_SAID: Final = 16_384
 MAX_BYTES_SAID_AHEAD: Final = 8 << 20
 """More than a socket's buffer holds: of what an engine said before a message, nothing is left behind."""
 
@@ -73,8 +73,14 @@ class SessionSocket:
         counters: Counters,
         hub: EventHub,
         region_of: Callable[[RegionRequest], Region],
+        *,
+        resume_grace_s: float = 0.0,
     ) -> None:
-        """``region_of`` finds the memory that another daemon of this host asks for, or raises."""
+        """``region_of`` finds the memory that another daemon of this host asks for, or raises.
+
+        Sessions that lost their socket and are to be kept are kept for ``resume_grace_s``.
+        """
+        self.resume_grace_s = resume_grace_s
         self.boot_id = boot_id
         self.sessions = sessions
         self.counters = counters
@@ -82,6 +88,7 @@ class SessionSocket:
         self._hub = hub
         self.unopened = 0
         self._connections: dict[int, _Connection] = {}
+        self._kept: dict[int, _Connection] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         umask = os.umask(0o777 & ~SOCKET_MODE)
@@ -103,7 +110,7 @@ class SessionSocket:
         if self._loop is not None:
             self._loop.remove_reader(self._listener)
         self._listener.close()
-        for connection in list(self._connections.values()):
+        for connection in [*self._connections.values(), *self._kept.values()]:
             connection.close("the daemon ends")
 
     def is_connected(self, session: Session) -> bool:
@@ -141,11 +148,38 @@ class SessionSocket:
         self._connections[session.session_id] = connection
         self._hub.publish(SessionBegan(session))
 
+    def keep(self, connection: _Connection, session: Session) -> None:
+        """Note that a session has lost its socket and may resume."""
+        self._connections.pop(session.session_id, None)
+        self._kept[session.session_id] = connection
+
+    def resume(self, connection: _Connection, opening: SessionOpen, peer: Peer) -> Session:
+        """Give a session that lost its socket to the connection that has its secret.
+
+        Raises:
+            NoSessionError: no session of that user has this secret, or it has not lost its socket.
+        """
+        session = self.sessions.by_secret(opening.resume)
+        if session is None or session.tenant != peer.uid:
+            raise NoSessionError("no session of this user has the secret: it has ended, or never was", field="resume")
+        kept = self._kept.pop(session.session_id, None)
+        if kept is None:
+            raise NoSessionError(
+                f"session {session.session_id} has its socket: there is nothing to resume", field="resume"
+            )
+        kept.release()
+        session.resumed_by(peer, keep=opening.keep)
+        self._connections[session.session_id] = connection
+        return session
+
     def closed(self, session: Session) -> None:
         """Note that a session's connection is gone, and tell the owner once."""
-        del self._connections[session.session_id]
+        self._connections.pop(session.session_id, None)
+        self._kept.pop(session.session_id, None)
         self.sessions.close(session)
         self._hub.publish(SessionEnded(session))
+        if not self.sessions.of_instance(session.owner_id):
+            self._hub.publish(InstanceEnded(session.owner_id))
 
     def _accept(self) -> None:
         while True:
@@ -186,9 +220,8 @@ class _Connection:
         self._pidfd = -1
         self._closed = False
         self._served = False
-        self._shares: dict[int, ShareFollows] = {}
-        self._fds: list[int] = []  # that have come, and of which nothing was said yet
-        self._memory: dict[int, int] = {}
+        self._is_kept = False
+        self._said = SaidAhead()
         owner.unopened += 1
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         loop.add_reader(channel, self._readable)
@@ -196,11 +229,11 @@ class _Connection:
 
     def take_share(self, message_id: int) -> ShareFollows | None:
         self._hear()
-        return self._shares.pop(message_id, None)
+        return self._said.take_share(message_id)
 
     def take_memory(self, message_id: int) -> int | None:
         self._hear()
-        return self._memory.pop(message_id, None)
+        return self._said.take_memory(message_id)
 
     def _hear(self) -> None:
         # All of it was said before the message, in as many frames as it took; who goes on saying is not waited for.
@@ -223,17 +256,7 @@ class _Connection:
     def close(self, why: str) -> None:
         if self._closed:
             return
-        self._closed = True
-        self._timeout.cancel()
-        self._loop.remove_reader(self._channel)
-        if self._pidfd >= 0:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-        self._channel.close()
-        for fd in (*self._fds, *self._memory.values()):
-            os.close(fd)
-        self._fds.clear()
-        self._memory.clear()
+        self.release()
         if self._session is None:
             self._owner.unopened -= 1
         if self._session is None and not self._served:
@@ -242,6 +265,34 @@ class _Connection:
         elif self._session is not None:
             log.info("session ended", session=self._session.session_id, pid=self._session.peer.pid, cause=why)
             self._owner.closed(self._session)
+
+    def release(self) -> None:
+        """Give back all but the session: another connection has it, or it ends."""
+        self._closed = True
+        self._timeout.cancel()
+        if not self._is_kept:
+            self._loop.remove_reader(self._channel)
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        self._channel.close()
+        self._said.close()
+
+    def _lost(self, why: str) -> None:
+        """Take the loss of the socket: a session that will resume is kept while its process lives, for a while."""
+        session, grace_s = self._session, self._owner.resume_grace_s
+        if session is None or not session.keep or grace_s <= 0 or self._pidfd < 0:
+            self.close(why)
+            return
+        self._is_kept = True
+        self._loop.remove_reader(self._channel)
+        self._close_socket()
+        self._timeout = self._loop.call_later(grace_s, self.close, f"not resumed within {grace_s:g} s")
+        self._owner.keep(self, session)
+        log.info("session kept", session=session.session_id, pid=session.peer.pid, cause=why, grace_s=grace_s)
 
     def _readable(self) -> bool:
         """Take what has arrived; return whether there was something to take."""
@@ -252,18 +303,18 @@ class _Connection:
         except BlockingIOError:
             return False
         except OSError as cause:
-            self.close(cause.strerror or "its socket failed")
+            self._lost(cause.strerror or "its socket failed")
             return False
-        self._fds += fds
+        self._said.add_descriptors(fds)
         if not data:
-            self.close("its socket was closed")
+            self._lost("its socket was closed")
             return False
         try:
             for frame in self._frames.feed(data):
                 if self._session is None:
                     self._open(frame)
                 else:
-                    self._note(unpack_said(frame))
+                    self._take(unpack_said(frame))
             self._check_descriptors(flags)
         except KvferryError as error:
             if self._session is None:
@@ -271,35 +322,17 @@ class _Connection:
             self.close(str(error))
         return True
 
-    def _note(self, said: ShareFollows | MemoryFollows) -> None:
-        if isinstance(said, ShareFollows):
-            self._note_share(said)
+    def _take(self, said: ShareFollows | MemoryFollows | SessionEnd) -> None:
+        if isinstance(said, SessionEnd):
+            self.close("its engine ended it")
         else:
-            self._note_memory(said.message_id)
-
-    def _note_memory(self, message_id: int) -> None:
-        if not self._fds or message_id in self._memory:
-            raise MalformedError("one descriptor comes with each frame that says so, one for a message")
-        if len(self._memory) >= MAX_MESSAGES_SHARED:
-            raise OverloadedError(f"descriptors for {MAX_MESSAGES_SHARED} messages that never came")
-        self._memory[message_id] = self._fds.pop(0)
+            self._said.note(said)
 
     def _check_descriptors(self, flags: int) -> None:
         """Check that no descriptor has come but one of a frame that is still coming."""
         awaited = 0 if self._session is None or self._frames.between_frames else 1
-        if not self._closed and (len(self._fds) > awaited or flags & socket.MSG_CTRUNC):
+        if not self._closed and (self._said.unexplained > awaited or flags & socket.MSG_CTRUNC):
             raise MalformedError("descriptors came that no frame speaks of")
-
-    def _note_share(self, said: ShareFollows) -> None:
-        known = self._shares.get(said.message_id)
-        if known is not None:
-            both = (*known.shares, *said.shares)
-            said = ShareFollows(message_id=said.message_id, shares=both, events=said.events or known.events)
-        elif len(self._shares) >= MAX_MESSAGES_SHARED:
-            raise OverloadedError(f"shares for {MAX_MESSAGES_SHARED} messages that never came")
-        self._shares[said.message_id] = said
-        if sum(len(one.shares) for one in self._shares.values()) > MAX_SHARES_SAID:
-            raise OverloadedError(f"more than {MAX_SHARES_SAID} shares for messages that have not come")
 
     def _open(self, frame: bytes) -> None:
         opening = unpack_open(frame)
@@ -307,24 +340,41 @@ class _Connection:
             self._give_region(opening)
             return
         agree(opening.protocol_min, opening.protocol_max)
-        peer = _peer_of(self._channel)
-        self._pidfd = _pidfd_of(self._channel, peer)
-        session = self._owner.sessions.open(opening.name, peer)
+        peer = peer_of(self._channel)
+        self._pidfd = pidfd_of(self._channel, peer)
+        if opening.resume:
+            session = self._owner.resume(self, opening, peer)
+        else:
+            session = self._owner.sessions.open(opening.name, peer, opening.instance)
+            session.keep = opening.keep
         self._session = session
         self._timeout.cancel()
         self._owner.unopened -= 1
-        self._owner.opened(self, session)
-        self._owner.counters.add("sessions.opened")
-        log.info("session opened", session=session.session_id, name=session.name, pid=peer.pid, tenant=session.tenant)
-        self._answer(
-            pack(SessionOpened(session=session.session_id, secret=session.secret, boot_id=self._owner.boot_id))
+        if not opening.resume:
+            self._owner.opened(self, session)
+        self._owner.counters.add("sessions.resumed" if opening.resume else "sessions.opened")
+        log.info(
+            "session resumed" if opening.resume else "session opened",
+            session=session.session_id,
+            name=session.name,
+            instance=session.instance,
+            pid=peer.pid,
+            tenant=session.tenant,
         )
+        opened = SessionOpened(
+            session=session.session_id,
+            secret=session.secret,
+            boot_id=self._owner.boot_id,
+            resumed=bool(opening.resume),
+            last_message=session.last_message,
+        )
+        self._answer(pack(opened))
         if self._pidfd >= 0 and not self._closed:
             self._loop.add_reader(self._pidfd, self.close, "its process ended")
 
     def _give_region(self, asked: RegionRequest) -> None:
         """Hand a pool's memory to another daemon of this host: to read, and to a daemon of our own user only."""
-        peer = _peer_of(self._channel)
+        peer = peer_of(self._channel)
         if peer.uid not in {0, os.getuid()}:
             raise AccessDeniedError(f"user {peer.uid} runs no daemon that may read pools here", field="pool")
         region = self._owner.region_of(asked)
@@ -346,23 +396,3 @@ class _Connection:
     def _answer(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # a peer that is gone is seen by its end-of-file
             self._channel.send(data)
-
-
-def _peer_of(channel: socket.socket) -> Peer:
-    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return Peer(*_CREDENTIALS.unpack(credentials))
-
-
-def _pidfd_of(channel: socket.socket, peer: Peer) -> int:
-    """Return a descriptor that is readable once the peer's process has ended; -1 where the kernel shows none.
-
-    SO_PEERPIDFD (Linux 6.5) names the process that connected, even if its number has been taken again since.
-    """
-    try:
-        return channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        pass
-    try:
-        return os.pidfd_open(peer.pid) if peer.pid > 0 else -1
-    except OSError:
-        return -1

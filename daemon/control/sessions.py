@@ -32,10 +32,25 @@ class PendingEvent(NamedTuple):
 
 
 class Session:
-    """One engine's session. Its pages, transfers and events are its own; they go when it dies."""
+    """One engine process's session. Its transfers, operations and events are its own; they go when it dies.
 
-    def __init__(self, session_id: int, name: str, peer: Peer, limits: Limits) -> None:
+    Attributes:
+        owner_id: the number of its instance, which owns its pages, leases and snapshots.
+        instance: that instance's name; empty where the session is an instance of its own.
+        keep: whether it is to be kept where its socket is lost.
+        ended: whether it is in the registry no longer.
+        last_message: the highest number of its requests so far.
+    """
+
+    def __init__(
+        self, session_id: int, name: str, peer: Peer, limits: Limits, *, owner_id: int | None = None, instance: str = ""
+    ) -> None:
         self.session_id = session_id
+        self.owner_id = session_id if owner_id is None else owner_id
+        self.instance = instance
+        self.keep = False
+        self.ended = False
+        self.last_message = 0
         self.name = name
         self.peer = peer
         self.secret = new_secret()
@@ -45,6 +60,7 @@ class Session:
         self._limits = limits
         self._next_cursor = 1
         self._replies: OrderedDict[int, Frames | None] = OrderedDict()
+        self._parts: set[int] = set()
 
     def __repr__(self) -> str:
         """Show who it is; never the secret."""
@@ -69,7 +85,25 @@ class Session:
                 raise OverloadedError(f"{len(self._replies)} requests of the session are in flight")
             del self._replies[answered]
         self._replies[message_id] = None
+        self.last_message = max(self.last_message, message_id)
         return True
+
+    def check_parts(self) -> None:
+        """Check that another BATCH may begin.
+
+        Raises:
+            OverloadedError: too many requests of those before have no result yet.
+        """
+        if len(self._parts) >= self._limits.max_requests_per_session:
+            raise OverloadedError(f"{len(self._parts)} requests of the session's batches are in flight")
+
+    def begin_part(self, part_id: int) -> None:
+        """Note that a request of a BATCH is being handled; it has a number below 0, and its reply is not kept."""
+        self._parts.add(part_id)
+
+    def part_answered(self, part_id: int) -> None:
+        """Note that a request of a BATCH has its result."""
+        self._parts.discard(part_id)
 
     def answered(self, message_id: int, reply: Frames) -> bool:
         """Keep the reply for a retry; return False where the request was answered before."""
@@ -80,7 +114,7 @@ class Session:
 
     def is_pending(self, message_id: int) -> bool:
         """Return whether the request is being handled and has no reply yet."""
-        return message_id in self._replies and self._replies[message_id] is None
+        return message_id in self._parts or (message_id in self._replies and self._replies[message_id] is None)
 
     def reply_to(self, message_id: int) -> Frames | None:
         """Return the reply that was given to a request, or None."""
@@ -106,15 +140,26 @@ class Session:
             self.identity = identity
             self.unsent = deque(self.unacknowledged)
 
+    def resumed_by(self, peer: Peer, *, keep: bool) -> None:
+        """Be another peer's from now on, which is sent all unacknowledged events again with its first request."""
+        self.peer = peer
+        self.keep = keep
+        self.identity = None
+
 
 class SessionRegistry:
-    """The live sessions, by number and by secret."""
+    """The live sessions, by number and by secret, and the instances that they make up.
+
+    An instance has the number of its first session, so that numbers of owners never mean two things.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._ids = itertools.count(1)
         self._by_id: dict[int, Session] = {}
         self._by_secret: dict[bytes, Session] = {}
+        self._by_owner: dict[int, list[Session]] = {}
+        self._owners: dict[tuple[int, str], int] = {}
 
     def __len__(self) -> int:
         """Return how many sessions live."""
@@ -124,27 +169,40 @@ class SessionRegistry:
         """Yield the live sessions, oldest first."""
         return iter(self._by_id.values())
 
-    def open(self, name: str, peer: Peer) -> Session:
-        """Return a new session.
+    def open(self, name: str, peer: Peer, instance: str = "") -> Session:
+        """Return a new session, of the live instance of that user and name if there is one.
 
         Raises:
             OverloadedError: as many live as the limits allow.
         """
         if len(self._by_id) >= self._limits.max_sessions:
             raise OverloadedError(f"{len(self._by_id)} sessions live")
-        session = Session(next(self._ids), name, peer, self._limits)
+        session_id = next(self._ids)
+        owner_id = self._owners.setdefault((peer.uid, instance), session_id) if instance else session_id
+        session = Session(session_id, name, peer, self._limits, owner_id=owner_id, instance=instance)
+        self._by_owner.setdefault(owner_id, []).append(session)
         self._by_id[session.session_id] = session
         self._by_secret[session.secret] = session
         return session
 
     def close(self, session: Session) -> None:
-        """Forget a session."""
+        """Forget a session, and its instance with the last one."""
+        session.ended = True
         del self._by_id[session.session_id]
         del self._by_secret[session.secret]
+        its = self._by_owner[session.owner_id]
+        its.remove(session)
+        if not its:
+            del self._by_owner[session.owner_id]
+            self._owners.pop((session.tenant, session.instance), None)
 
     def get(self, session_id: int) -> Session | None:
         """Return the live session of that number, or None."""
         return self._by_id.get(session_id)
+
+    def of_instance(self, owner_id: int) -> tuple[Session, ...]:
+        """Return the live sessions of an instance, oldest first; () where it has ended."""
+        return tuple(self._by_owner.get(owner_id, ()))
 
     def by_secret(self, secret: bytes) -> Session | None:
         """Return the live session of that secret, or None."""

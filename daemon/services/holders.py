@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from kvferry.daemon.control.sessions import SessionRegistry
+from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import PoolFullError
@@ -22,16 +22,27 @@ def in_words(parts: Iterable[str]) -> str:
 
 
 def session_text(sessions: SessionRegistry, session_id: int, asking: int) -> str:
-    """Return which session that is: number, engine's name and process."""
+    """Return which session that is: number, engine's name and process; ``asking`` is the session that asks."""
     session = sessions.get(session_id)
-    known = (
-        f"session {session_id} {session.name!r} of process {session.peer.pid}" if session else "an engine that is gone"
-    )
+    known = _text_of(session) if session else "an engine that is gone"
     return f"{known}, which asks" if session_id == asking else known
 
 
+def owner_text(sessions: SessionRegistry, owner_id: int, asking: int) -> str:
+    """Return which instance that is: its name, if it has one, and its sessions; ``asking`` is the one that asks."""
+    its = sessions.of_instance(owner_id)
+    known = in_words(map(_text_of, its)) or "an engine that is gone"
+    if its and its[0].instance:
+        known = f"instance {its[0].instance!r} ({known})"
+    return f"{known}, which asks" if owner_id == asking else known
+
+
+def _text_of(session: Session) -> str:
+    return f"session {session.session_id} {session.name!r} of process {session.peer.pid}"
+
+
 def holders_text(sessions: SessionRegistry, allocators: Iterable[PageAllocator], asking: int) -> str:
-    """Return who holds how many pages, the most first; empty where nobody holds any."""
+    """Return which instances hold how many pages, the most first; empty where nobody holds any."""
     held: dict[int, int] = {}
     in_flight = 0
     for allocator in allocators:
@@ -40,7 +51,7 @@ def holders_text(sessions: SessionRegistry, allocators: Iterable[PageAllocator],
             held[owner] = held.get(owner, 0) + count
         in_flight += allocator.capacity - allocator.free_count - sum(owned.values())
     parts = [
-        f"{count} held by {session_text(sessions, owner, asking)}"
+        f"{count} held by {owner_text(sessions, owner, asking)}"
         for owner, count in sorted(held.items(), key=lambda one: -one[1])
     ]
     if in_flight:

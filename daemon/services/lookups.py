@@ -1,4 +1,4 @@
-"""LOOKUP and UNPIN: the longest prefix that is cached, pinned for its session until it says otherwise, or ends."""
+"""LOOKUP and UNPIN: the longest prefix that is cached, pinned for its instance until it says otherwise, or ends."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvferry.protocol.errors import InvalidFieldError, KvferryError, OverloadedE
 
 MAX_LEASES = 4096
 MAX_PINS = 1 << 20
-"""Of one session; a block counts in each of its leases."""
+"""Of one instance; a block counts in each of its leases."""
 
 log = structlog.get_logger(__name__)
 
 
 class Lease(msgspec.Struct):
-    """What one session's lookups have pinned, in the order of the prompt."""
+    """What one instance's lookups have pinned, in the order of the prompt."""
 
     number: int
     namespace: Namespace
@@ -72,25 +72,25 @@ class Lookups:
         return len(self._background)
 
     def lease(self, call: Call, number: int) -> Lease:
-        """Return a lease of the session.
+        """Return a lease of the session's instance.
 
         Raises:
             UnknownLeaseError: it has none of that number.
         """
-        lease = self._leases.get(call.session.session_id, {}).get(number)
+        lease = self._leases.get(call.session.owner_id, {}).get(number)
         if lease is None:
-            raise UnknownLeaseError(f"no lease {number} of this session", field="lease")
+            raise UnknownLeaseError(f"no lease {number} of this session's instance", field="lease")
         return lease
 
-    def end(self, session_id: int, lease: Lease) -> None:
+    def end(self, owner_id: int, lease: Lease) -> None:
         """End a lease, unless it has ended."""
-        if self._leases.get(session_id, {}).pop(lease.number, None) is not None:
-            self._host.free_all(self._host.index.unpin(lease.blocks, session_id))
+        if self._leases.get(owner_id, {}).pop(lease.number, None) is not None:
+            self._host.free_all(self._host.index.unpin(lease.blocks, owner_id))
 
-    def session_lost(self, session_id: int) -> None:
-        """Give up what a session has pinned."""
-        self._leases.pop(session_id, None)
-        self._host.free_all(self._host.index.unpin_holder(session_id))
+    def instance_lost(self, owner_id: int) -> None:
+        """Give up what an instance has pinned."""
+        self._leases.pop(owner_id, None)
+        self._host.free_all(self._host.index.unpin_holder(owner_id))
 
     async def close(self) -> None:
         """Give up what waits for other tiers."""
@@ -110,7 +110,7 @@ class Lookups:
             if lease.namespace != namespace:
                 raise InvalidFieldError(f"lease {lease.number} is of other blocks: {lease.namespace}", field="lease")
         elif body.pin:
-            self._check_leases(call.session.session_id)
+            self._check_leases(call.session.owner_id)
         found = self._host.index.longest_prefix(namespace, hashes)
         rest = hashes[len(found) :]
         if not rest or not self._lower.asks_far:
@@ -142,13 +142,13 @@ class Lookups:
         """Pin what was found, let it come up, and say what it is.
 
         Raises:
-            OverloadedError: the session has as many leases or pins as it may.
+            OverloadedError: the instance has as many leases or pins as it may.
         """
         body, blocks = expect(call, Lookup), found.blocks
         if body.pin:
-            self._check_pins(call.session.session_id, len(blocks))
+            self._check_pins(call.session.owner_id, len(blocks))
             if lease is None:
-                self._check_leases(call.session.session_id)  # others may have come while lower tiers were asked
+                self._check_leases(call.session.owner_id)  # others may have come while lower tiers were asked
         self._counters.add("cache.lookups")
         self._counters.add("cache.asked_blocks", len(body.hashes) // HASH_BYTES)
         self._counters.add("cache.hit_blocks", len(blocks))
@@ -157,11 +157,11 @@ class Lookups:
         host = sum(block.in_host for block in blocks)
         disk = sum(block.on_disk and not block.in_host for block in blocks)
         if body.pin and (blocks or lease is not None):
-            session_id = call.session.session_id
-            self._host.index.pin(blocks, session_id)
+            owner_id = call.session.owner_id
+            self._host.index.pin(blocks, owner_id)
             if lease is None:
                 lease = msgspec.structs.replace(found, number=next(self._numbers), blocks=[])
-                self._leases.setdefault(session_id, {})[lease.number] = lease
+                self._leases.setdefault(owner_id, {})[lease.number] = lease
             lease.blocks.extend(blocks)
             for block in blocks:
                 self._lower.promote(block)
@@ -176,16 +176,16 @@ class Lookups:
             )
         )
 
-    def _check_leases(self, session_id: int) -> None:
-        if len(self._leases.get(session_id, ())) >= MAX_LEASES:
-            raise OverloadedError(f"the session has {MAX_LEASES} leases: UNPIN some")
+    def _check_leases(self, owner_id: int) -> None:
+        if len(self._leases.get(owner_id, ())) >= MAX_LEASES:
+            raise OverloadedError(f"the instance has {MAX_LEASES} leases: UNPIN some")
 
-    def _check_pins(self, session_id: int, more: int) -> None:
-        pins = sum(len(lease.blocks) for lease in self._leases.get(session_id, {}).values())
+    def _check_pins(self, owner_id: int, more: int) -> None:
+        pins = sum(len(lease.blocks) for lease in self._leases.get(owner_id, {}).values())
         if pins + more > MAX_PINS:
-            raise OverloadedError(f"the session's leases have {pins} blocks, {more} more are over {MAX_PINS}")
+            raise OverloadedError(f"the instance's leases have {pins} blocks, {more} more are over {MAX_PINS}")
 
     def _unpin(self, call: Call) -> Answer:
         lease = self.lease(call, expect(call, Unpin).lease)
-        self.end(call.session.session_id, lease)
+        self.end(call.session.owner_id, lease)
         return Answer(Unpinned(blocks=len(lease.blocks)))

@@ -104,10 +104,10 @@ class OffloadService:
         ):
             dispatcher.handle(kind, handler)
 
-    def session_lost(self, session_id: int) -> None:
-        """Keep what a session leaves behind for a while: another one of its user may restore it."""
-        for snapshot in [one for one in self.snapshots if one.session_id == session_id]:
-            snapshot.session_id = None
+    def instance_lost(self, owner_id: int) -> None:
+        """Keep what an instance leaves behind for a while: another one of its user may restore it."""
+        for snapshot in [one for one in self.snapshots if one.owner_id == owner_id]:
+            snapshot.owner_id = None
             self._loop.call_later(self._grace_s, self._drop_orphan, snapshot)
 
     def new_snapshot(self, call: Call, pool: Pool, lists: Sequence[PageRange]) -> Snapshot:
@@ -120,7 +120,7 @@ class OffloadService:
         if not lists:
             raise EmptyPagesError("no list names a page", field="lists")
         self.snapshots.check(pool.tenant)
-        snapshot = Snapshot(pool, call.session.session_id, new_segments(pool, lists))
+        snapshot = Snapshot(pool, call.session.owner_id, new_segments(pool, lists))
         reserved = []
         try:
             self._host.region  # noqa: B018  there may be no tier
@@ -177,7 +177,7 @@ class OffloadService:
             if body.release:
                 check_distinct(one.ids, one.field)
         self._operations.check(call.session)
-        held = hold_pages(pool, call.session.session_id, lists, write=False)
+        held = hold_pages(pool, call.session.owner_id, lists, write=False)
         try:
             snapshot = self.new_snapshot(call, pool, lists)
         except BaseException:
@@ -187,7 +187,7 @@ class OffloadService:
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             if error is None and body.release:
-                held.give_back(operation.session.session_id)
+                held.give_back(operation.session.owner_id)
             held.release()
             done = TierDone(operation=operation.number, kind="offload", snapshot=snapshot.name)
             if error is None:
@@ -215,7 +215,7 @@ class OffloadService:
         else:
             lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
             restoring.ids = ids_for(snapshot, lists)
-            restoring.release = hold_pages(pool, call.session.session_id, lists, write=True).release
+            restoring.release = hold_pages(pool, call.session.owner_id, lists, write=True).release
         operation = self._operations.begin(
             call,
             "restore",
@@ -300,7 +300,7 @@ class OffloadService:
             wanted[id(space)] = wanted.get(id(space), 0) + segment.count
         if any(space.free_count < wanted[id(space)] for space in spaces):
             return False
-        owner = restoring.call.session.session_id
+        owner = restoring.call.session.owner_id
         restoring.ids = [space.allocate(owner, segment.count) for space, segment in zip(spaces, segments, strict=True)]
         for space, ids in zip(spaces, restoring.ids, strict=True):
             space.begin_write(owner, ids, "pages")
@@ -324,7 +324,8 @@ class OffloadService:
         restoring.release()
         done = TierDone(operation=operation.number, kind="restore", snapshot=snapshot.name)
         ids: tuple[PageIds, ...] = ()
-        if error is None:
+        unheard = body.allocate and operation.session.ended  # the rest of its instance does not know of these pages
+        if error is None and not unheard:
             done = _copied(done, snapshot)
             if body.allocate:
                 ids = tuple(restoring.ids)
@@ -334,7 +335,7 @@ class OffloadService:
         elif body.allocate:
             _free_quietly(restoring)
         snapshot.readers -= 1
-        if (error is None and body.drop) or snapshot.dropped:
+        if (error is None and body.drop and not unheard) or snapshot.dropped:
             self.drop(snapshot)
         return Ending(done, ids)
 
@@ -354,7 +355,7 @@ class OffloadService:
         return Answer(SnapshotReport(snapshots=tuple(one.status() for one in mine)))
 
     def _drop_orphan(self, snapshot: Snapshot) -> None:
-        if snapshot.session_id is None and not snapshot.dropped:
+        if snapshot.owner_id is None and not snapshot.dropped:
             self.drop(snapshot)
 
     def _free(self, snapshot: Snapshot) -> None:
@@ -386,8 +387,8 @@ def _copied(done: TierDone, snapshot: Snapshot) -> TierDone:
 
 
 def _free_quietly(restoring: _Restoring) -> None:
-    """Free the pages of a restore that failed; a session that is gone has given them back by itself."""
-    owner, pool = restoring.call.session.session_id, restoring.pool
+    """Free the pages that a restore took and nobody hears of; an instance that is gone has none any more."""
+    owner, pool = restoring.call.session.owner_id, restoring.pool
     for segment, ids in zip(restoring.snapshot.segments, restoring.ids, strict=False):
         with contextlib.suppress(NotOwnerError):
             pool.allocator_of(segment.component).free(owner, ids)

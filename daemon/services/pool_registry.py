@@ -72,8 +72,8 @@ class PoolRegistry:
         del self._pools[pool.tenant, pool.name]
         self._hub.publish(PoolRemoved(pool))
 
-    def pages_by_session(self) -> Counter[int]:
-        """Return how many pages of all pools each session owns."""
+    def pages_by_owner(self) -> Counter[int]:
+        """Return how many pages of all pools each instance owns."""
         owned: Counter[int] = Counter()
         for pool in self:
             for allocator in pool.allocators.values():

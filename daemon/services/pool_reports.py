@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvferry.daemon.control.sessions import Session, SessionRegistry
+from kvferry.daemon.services.holders import owner_text
 from kvferry.pools.planning.manifest import bytes_per_page, spaces_of, windows_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import PoolExistsError
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.pool_messages import CreatePool
 from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
 
 _COMPARED: Final = (
@@ -40,6 +43,8 @@ def status_of(pool: Pool) -> PoolStatus:
         spaces=spaces if len(spaces) > 1 else (),
         device=pool.region.device,
         registered_by=pool.registered_by,
+        lifetime="daemon" if pool.ends_with is None else "instance",
+        ends_with=pool.ends_with,
         model=pool.model.public if pool.model else None,
         max_payload_bytes=pool.max_payload_bytes,
     )
@@ -125,6 +130,21 @@ def check_same_model(existing: ModelIdentity | None, wanted: ModelIdentity | Non
     raise PoolExistsError(
         f"pool {name!r} exists for {_model_text(existing)}, asked for {_model_text(wanted)}",
         field=f"model{field and f'.{field}'}",
+    )
+
+
+def check_same_lifetime(sessions: SessionRegistry, ends_with: int | None, session: Session, body: CreatePool) -> None:
+    """Check that a pool, which ends with the instance ``ends_with`` or with none, ends as a session asks for.
+
+    Raises:
+        PoolExistsError: it ends otherwise, or with another instance.
+    """
+    if ends_with == (session.owner_id if body.lifetime == "instance" else None):
+        return
+    end = "the daemon" if ends_with is None else owner_text(sessions, ends_with, session.owner_id)
+    raise PoolExistsError(
+        f"pool {body.pool!r} exists and ends with {end}, asked for with lifetime {body.lifetime!r}: attach it",
+        field="lifetime",
     )
 
 

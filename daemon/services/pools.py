@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final
 
@@ -13,17 +13,22 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.devices.registry import Devices, RegisteredSegment
+from kvferry.daemon.devices.registry import Devices
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.holders import holders_text, pool_full, session_text
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.pool_reports import check_same, check_same_model, check_same_payload, status_of
-from kvferry.daemon.services.registered_memory import MemoryInUse, placed_in
+from kvferry.daemon.services.pool_reports import (
+    check_same,
+    check_same_lifetime,
+    check_same_model,
+    check_same_payload,
+    status_of,
+)
+from kvferry.daemon.services.registered_memory import MemoryInUse, placed_in, registered_segments
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.arrays import arrays_of, check_form, check_storage
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
@@ -52,12 +57,11 @@ from kvferry.protocol.pool_messages import (
     PoolCreated,
     PoolDeleted,
     PoolRegistered,
-    RegisteredArrays,
     RegisterPool,
 )
 from kvferry.protocol.requests import ReplyBody
 from kvferry.protocol.session_messages import PoolStatus, RegionFollows, ShareFollows
-from kvferry.protocol.shares import Share, TorchShare
+from kvferry.protocol.shares import Share
 
 SWEEP_S: Final = 0.05
 DEVICE_GRACE_S: Final = 0.05
@@ -76,6 +80,7 @@ class _Creation(msgspec.Struct):
     registered_by: int | None = None
     model: ModelIdentity | None = None
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    ends_with: int | None = None
     registered: HostRegion | None = None
 
 
@@ -119,14 +124,23 @@ class PoolService:
             dispatcher.handle(kind, handler)
 
     def session_lost(self, session_id: int) -> None:
-        """Take back every page of a session; those in flight follow when their transfers settle."""
+        """Forget the pools that a session registered: their memory is its process's, not its instance's."""
+        for pool in [one for one in self._pools if one.registered_by == session_id]:
+            self._pools.lost.lose(pool.tenant, pool.name, "was registered by an engine that is gone")
+            log.warning("pool lost", pool=pool.name, tenant=pool.tenant, cause="its engine is gone")
+            self._take_leave(pool)
+
+    def instance_lost(self, owner_id: int) -> None:
+        """Take back every page of an instance, and the pools that end with it; what is in flight follows."""
         for pool in list(self._pools):
-            if pool.registered_by == session_id:
-                self._take_leave(pool, "was registered by an engine that is gone")
             if pool.region.device == HOST:
-                _release(pool, session_id)
+                _release(pool, owner_id)
             else:
-                asyncio.get_running_loop().call_later(DEVICE_GRACE_S, _release, pool, session_id)
+                asyncio.get_running_loop().call_later(DEVICE_GRACE_S, _release, pool, owner_id)
+            if pool.ends_with == owner_id:
+                self._pools.lost.deleted(pool.tenant, pool.name)
+                log.info("pool deleted", pool=pool.name, tenant=pool.tenant, cause="its instance has ended")
+                self._take_leave(pool)
 
     def status(self) -> tuple[PoolStatus, ...]:
         """Return the pools as STATUS shows them."""
@@ -160,6 +174,8 @@ class PoolService:
             check_same(known, manifest, body.pool, device, body.device, held)
             model = existing.model if existing else creation.model if creation else body.model
             check_same_model(model, body.model, body.pool)
+            ends_with = existing.ends_with if existing else creation.ends_with if creation else None
+            check_same_lifetime(self._dispatcher.sessions, ends_with, call.session, body)
             bound = (existing or creation or body).max_payload_bytes
             check_same_payload(bound, body.max_payload_bytes, body.pool)
             if creation is None:
@@ -167,7 +183,12 @@ class PoolService:
             creation.waiting.append(call)
             return None
         self._creations[key] = _Creation(
-            manifest, body.device, [call], model=body.model, max_payload_bytes=body.max_payload_bytes
+            manifest,
+            body.device,
+            [call],
+            model=body.model,
+            max_payload_bytes=body.max_payload_bytes,
+            ends_with=call.session.owner_id if body.lifetime == "instance" else None,
         )
         try:
             if body.device == HOST:
@@ -196,7 +217,7 @@ class PoolService:
             )
         self._check_new(key, call)
         manifest = manifest_of(body.spec)
-        registered = _registered_segments(manifest, body.arrays, shares)
+        registered = registered_segments(manifest, body.arrays, shares)
         self._creations[key] = _Creation(
             manifest, body.device, [call], call.session.session_id, body.model, body.max_payload_bytes
         )
@@ -280,10 +301,12 @@ class PoolService:
             creation.manifest,
             done.result(),
             registered_by=creation.registered_by,
+            owner_id=creation.waiting[0].session.owner_id if creation.registered_by is not None else None,
+            ends_with=creation.ends_with,
             model=creation.model,
             max_payload_bytes=creation.max_payload_bytes,
         )
-        if creation.registered_by is not None and not self._is_awaited(creation.waiting[0]):
+        if not self._is_wanted(creation):
             self._give_back(pool)
             return
         self._pools.add(pool)
@@ -304,15 +327,16 @@ class PoolService:
                 reply = PoolRegistered(pool=key[1], manifest=pool.manifest)
             self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
-    def _is_awaited(self, call: Call) -> bool:
-        """Return whether an engine lives and still waits for its answer: else it has given up what it registers."""
-        return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
+    def _is_wanted(self, creation: _Creation) -> bool:
+        """Return whether those whom a pool ends with are there still, and wait for what they register."""
+        if creation.registered_by is not None:
+            call = creation.waiting[0]
+            return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
+        return creation.ends_with is None or bool(self._dispatcher.sessions.of_instance(creation.ends_with))
 
-    def _take_leave(self, pool: Pool, why: str) -> None:
-        """Forget a pool whose memory goes away; its mapping goes once nothing of it is in flight."""
-        self._pools.lost.lose(pool.tenant, pool.name, why)
+    def _take_leave(self, pool: Pool) -> None:
+        """Forget a pool; its mapping goes once nothing of it is in flight."""
         self._pools.remove(pool)
-        log.warning("pool lost", pool=pool.name, tenant=pool.tenant, cause=why)
         self._leaving.append(pool)
         self._sweep()
 
@@ -364,9 +388,11 @@ class PoolService:
     def _delete(self, call: Call) -> Answer:
         body = expect(call, DeletePool)
         pool = self._pools.get(call.session.tenant, body.pool)
-        if pool.registered_by not in {None, call.session.session_id}:
-            owner = session_text(self._dispatcher.sessions, pool.registered_by or 0, call.session.session_id)
-            raise PoolInUseError(f"pool {body.pool!r} is registered by {owner}", field="pool")
+        if pool.registered_by is not None:
+            registering = self._dispatcher.sessions.get(pool.registered_by)
+            if registering is None or registering.owner_id != call.session.owner_id:
+                holder = session_text(self._dispatcher.sessions, pool.registered_by, call.session.session_id)
+                raise PoolInUseError(f"pool {body.pool!r} is registered by {holder}", field="pool")
         if not pool.idle:
             used = sum(one.capacity - one.free_count for one in pool.allocators.values())
             raise PoolInUseError(
@@ -381,7 +407,7 @@ class PoolService:
     def _allocate(self, call: Call) -> Answer:
         body = expect(call, Allocate)
         pool = self._pools.get(call.session.tenant, body.pool)
-        asking = call.session.session_id
+        asking = call.session.owner_id
         try:
             ids = pool.space(body.space).allocate(asking, body.count)
         except PoolFullError as error:
@@ -399,14 +425,14 @@ class PoolService:
             raise InvalidFieldError(
                 f"pool {body.pool!r} is registered: its engine numbers its pages itself", field="pool"
             )
-        freed = pool.space(body.space).free(call.session.session_id, call.ids[0])
+        freed = pool.space(body.space).free(call.session.owner_id, call.ids[0])
         return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
 
     def _holders(self, pool: Pool | None, call: Call) -> str:
         """Return who holds pages of a pool, in words; empty where nobody does."""
         if pool is None:
             return ""
-        return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.session_id)
+        return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.owner_id)
 
     def _check_budget(self, manifest: Manifest) -> None:
         made = [(pool.region.device, pool.manifest) for pool in self._pools]
@@ -423,23 +449,6 @@ def _public(pool: Pool) -> ModelIdentity | None:
     return pool.model.public if pool.model else None
 
 
-def _release(pool: Pool, session_id: int) -> None:
+def _release(pool: Pool, owner_id: int) -> None:
     for allocator in pool.allocators.values():
-        allocator.release_owner(session_id)
-
-
-def _registered_segments(
-    manifest: Manifest, said: Sequence[RegisteredArrays], shares: Sequence[Share]
-) -> list[RegisteredSegment]:
-    """Return what is registered, checked against the manifest; the driver is asked of the memory later."""
-    arrays = arrays_of(manifest, [(one.component, one.role, one.layer) for one in said])
-    parts = []
-    for array, one, share in zip(arrays, said, shares, strict=True):
-        check_form(array, one.shape, one.strides, one.dtype)
-        if not isinstance(share, TorchShare):  # memory by its driver handle could be a pool of ours
-            raise InvalidFieldError(
-                f"{array.name} is registered by {share!r}, not as a tensor", field=f"{array.name}.share"
-            )
-        check_storage(array, share.offset_bytes, share.storage_bytes)
-        parts.append(RegisteredSegment(array, share))
-    return parts
+        allocator.release_owner(owner_id)

@@ -96,7 +96,7 @@ class PrefixCacheService:
         self._host.know(namespace, layout.block_bytes, model_of(pool).label)
         self._operations.check(call.session)
         hold = PageHold(write=False)
-        hold.add(pool.space(body.space), call.session.session_id, call.ids[0], "pages")
+        hold.add(pool.space(body.space), call.session.owner_id, call.ids[0], "pages")
         try:
             fresh, at, offsets = self._begin(namespace, hashes, body.parent or None, layout)
         except KvferryError:
@@ -172,13 +172,13 @@ class PrefixCacheService:
             )
         self._operations.check(call.session)
         hold = PageHold(write=True)
-        hold.add(pool.space(lease.namespace.space), call.session.session_id, call.ids[0], "pages")
+        hold.add(pool.space(lease.namespace.space), call.session.owner_id, call.ids[0], "pages")
         loading = _Loading(pool, lease, blocks, call.ids[0])
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             hold.release()
             if body.unpin:
-                self._lookups.end(operation.session.session_id, lease)
+                self._lookups.end(operation.session.owner_id, lease)
             return self._loaded(operation, loading, error)
 
         operation = self._operations.begin(call, "load", pool.name, len(call.ids[0]), finish)

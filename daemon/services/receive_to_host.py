@@ -95,7 +95,7 @@ class HostReceives:
         made.lands_as = snapshot.name
         _clear(region, made.manifest)
         for allocator in made.allocators.values():
-            allocator.allocate(session.session_id, allocator.capacity)
+            allocator.allocate(session.owner_id, allocator.capacity)
         before = self._live.get((session.session_id, body.request_id, pool.name))
         host_receive = HostReceive(session, body.request_id, made, ranges, snapshot, offset, size_bytes, before)
         self._live[host_receive.key] = host_receive

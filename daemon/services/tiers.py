@@ -87,11 +87,14 @@ class Tiers:
         self._host.populate(0)
 
     def session_lost(self, session_id: int) -> None:
-        """Stop what died with a session, and give back what it held."""
+        """Stop what died with a session."""
         self._operations.session_lost(session_id)
-        self._lookups.session_lost(session_id)
-        self._service.session_lost(session_id)
         self._reports.session_lost(session_id)
+
+    def instance_lost(self, owner_id: int) -> None:
+        """Give back what an instance has pinned, and keep its snapshots for a while."""
+        self._lookups.instance_lost(owner_id)
+        self._service.instance_lost(owner_id)
 
     def drain(self) -> None:
         """Take no new work."""

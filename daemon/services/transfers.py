@@ -312,7 +312,7 @@ class TransferService:
         if self._state_machine.endpoint(session_id, key) is None:  # what has begun may always go on
             self._check_limits(call.session)
         now = time.monotonic()
-        return Sender(session_id, pool, body.request_id, Clocked(now, now + call.deadline_s))
+        return Sender(session_id, pool, body.request_id, Clocked(now, now + call.deadline_s), call.session.owner_id)
 
     def _check_limits(self, session: Session) -> None:
         most = self._limits.max_transfers_per_session

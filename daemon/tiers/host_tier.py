@@ -223,7 +223,7 @@ def _log_populate_failure(done: Future[None]) -> None:
 def holder_name(holder: int) -> str:
     """Return a readable name for a holder of pins."""
     if holder > 0:
-        return f"session {holder}"
+        return f"instance {holder}"
     if holder <= OPERATIONS:
         return f"operation {OPERATIONS - holder}"
     return {DEMOTION: "demotion to a lower tier", LOOKUPS: "lookups"}.get(holder, "an operator (kvferry cache)")

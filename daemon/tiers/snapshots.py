@@ -55,16 +55,16 @@ class Snapshot:
     """One snapshot.
 
     Attributes:
-        session_id: its owner; None once that session has ended.
+        owner_id: the instance that owns it; None once that has ended.
         readers: restores in progress.
         dropped: whether it is freed with its last reader.
         waiting: called once, when it is ready (None) or has failed (its error).
     """
 
-    def __init__(self, pool: Pool, session_id: int | None, segments: Sequence[SnapshotSegment]) -> None:
+    def __init__(self, pool: Pool, owner_id: int | None, segments: Sequence[SnapshotSegment]) -> None:
         self.name = secrets.token_hex(16)
         self.tenant = pool.tenant
-        self.session_id = session_id
+        self.owner_id = owner_id
         self.pool = pool.name
         self.manifest = pool.manifest
         self.model = pool.model
@@ -112,7 +112,7 @@ class Snapshot:
             size_bytes=self.size_bytes,
             checksum=self._checksum(),
             age_ms=round((time.monotonic() - self.created_at) * 1000),
-            session=self.session_id,
+            session=self.owner_id,
             state=self.state,
             restores=self.readers,
             model=self.model.label if self.model else "",

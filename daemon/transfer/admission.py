@@ -96,20 +96,18 @@ def withdraw(fits: Iterable[tuple[ReceiveRequest, list[Match]]]) -> None:
                 receive_request.coverage[planned_copy.component].withdraw(planned_copy.cells)
 
 
-def hold_for_writing(receive_request: ReceiveRequest) -> None:
-    """Make the room the one writer of its pages.
+def hold_for_writing(receive_request: ReceiveRequest, owner_id: int) -> None:
+    """Make the receive request the one writer of its pages.
 
     Raises:
-        KvferryError: a page is not the session's, is named twice, or is busy; none is held then.
+        KvferryError: a page is not the owner's, is named twice, or is busy; none is held then.
     """
     held: list[PageRange] = []
     lists = lists_with_pages(receive_request.ranges.values())
     _check_apart(receive_request, lists)
     try:
         for one in lists:
-            receive_request.pool.allocator_of(one.component).begin_write(
-                receive_request.session_id, one.ids, f"{one.field}.pages"
-            )
+            receive_request.pool.allocator_of(one.component).begin_write(owner_id, one.ids, f"{one.field}.pages")
             held.append(one)
     except KvferryError:
         for one in held:
@@ -131,11 +129,11 @@ def _check_apart(receive_request: ReceiveRequest, lists: Iterable[PageRange]) ->
             check_distinct(np.concatenate(of_space), f"{one.field}.pages")
 
 
-def hold_for_reading(send_request: SendRequest, chunk: SendChunk) -> None:
+def hold_for_reading(send_request: SendRequest, chunk: SendChunk, owner_id: int) -> None:
     """Make the send request a reader of the chunk's pages.
 
     Raises:
-        KvferryError: a page is not the session's, or is being written; none is held then.
+        KvferryError: a page is not the owner's, or is being written; none is held then.
     """
     pool = send_request.holder
     if pool is None:
@@ -143,7 +141,7 @@ def hold_for_reading(send_request: SendRequest, chunk: SendChunk) -> None:
     held: list[PageRange] = []
     try:
         for one in lists_with_pages(chunk.ranges):
-            pool.allocator_of(one.component).begin_read(send_request.session_id, one.ids, f"{one.field}.pages")
+            pool.allocator_of(one.component).begin_read(owner_id, one.ids, f"{one.field}.pages")
             held.append(one)
     except KvferryError:
         for one in held:

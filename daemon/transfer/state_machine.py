@@ -48,12 +48,13 @@ from kvferry.protocol.transfer_messages import Accepted, LayerStep, TransferResu
 
 
 class Sender(NamedTuple):
-    """Who sends a message about a transfer, and until when it may take."""
+    """Who sends a message about a transfer, until when it may take, and which instance owns the pages."""
 
     session_id: int
     pool: Pool
     request_id: str
     times: Clocked
+    owner_id: int
 
 
 class TransferStateMachine:
@@ -151,7 +152,7 @@ class TransferStateMachine:
             for fit in self._copy_scheduler.fit(receive_request, send_request, 0, send_request.chunks)
         ]
         check_together(receive_request, send_requests, [one for _, fit in fits for one in fit.match.excused])
-        hold_for_writing(receive_request)
+        hold_for_writing(receive_request, sender.owner_id)
         receive_request.generation = self._generations.next(receive_request.session_id, receive_request.key)
         receive_request.epoch = next(self._epoches)
         self._enter(receive_request)
@@ -198,7 +199,7 @@ class TransferStateMachine:
         try:
             for receive_request in receive_requests:
                 fits.append((receive_request, self._copy_scheduler.fit(receive_request, send_request, number, [chunk])))  # noqa: PERF401  a refusal keeps what fitted
-            hold_for_reading(send_request, chunk)
+            hold_for_reading(send_request, chunk, sender.owner_id)
         except KvferryError:
             for receive_request, its_fits in fits:
                 self._copy_scheduler.withdraw(receive_request, its_fits)

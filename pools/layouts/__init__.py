@@ -1,4 +1,4 @@
-"""Layouts: from a pool's spec to its manifest, one module a kind."""
+"""Layouts: from a pool's spec to its manifest, one module per kind."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvferry.protocol.manifests import HybridSwaSpec, Manifest, MhaSpec, MlaSpec
 
 
 def manifest_of(spec: PoolSpec) -> Manifest:
-    """Return the manifest of a pool with this spec; entries are laid out one after another from base 0.
+    """Return the manifest of a pool with this spec; entries lie one after another from base 0.
 
     Raises:
-        InvalidFieldError: the spec makes no sense; the field is named.
-        GeometryMismatchError: a bug in a layout: its two derivations of a page's bytes disagree.
+        InvalidFieldError: the spec is invalid; names the field.
+        GeometryMismatchError: a bug in a layout: its two derivations of the bytes of a page disagree.
     """
     if isinstance(spec, MhaSpec):
         return mha.manifest_of(spec)

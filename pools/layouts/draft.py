@@ -1,4 +1,4 @@
-"""A draft model's layers: a component of their own, numbered from 0, on the pages of ``main``."""
+"""A draft model's layers: a separate component, with layers numbered from 0, on the pages of ``main``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ LATENT_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
 
 
 def draft_components(draft: DraftSpec | None, pages: int) -> list[Component]:
-    """Return the component ``draft``, or nothing."""
+    """Return the component ``draft``, or an empty list without a draft."""
     return [] if draft is None else [Component(name=DRAFT, space=MAIN, pages=pages)]
 
 
 def mha_draft_entries(draft: DraftSpec | None, main: Paged, head_dim: int, v_head_dim: int | None) -> list[Entry]:
-    """Return the draft's k and v beside multi-head attention; what the draft leaves out is ``main``'s.
+    """Return the k and v entries of a draft in a multi-head pool; omitted fields default to those of ``main``.
 
     Raises:
-        InvalidFieldError: the heads or the dtype make no sense, or it has fields of latent attention.
+        InvalidFieldError: the heads or the dtype are invalid, or a field of latent attention is given.
     """
     if draft is None:
         return []
@@ -39,15 +39,15 @@ def mha_draft_entries(draft: DraftSpec | None, main: Paged, head_dim: int, v_hea
     )
 
 
-def check_absent(draft: DraftSpec, fields: tuple[str, ...], beside: str) -> None:
-    """Check that the draft has none of these fields.
+def check_absent(draft: DraftSpec, fields: tuple[str, ...], main_attention: str) -> None:
+    """Check that the draft gives none of these fields, which do not apply beside ``main_attention``.
 
     Raises:
-        InvalidFieldError: names the first that it has.
+        InvalidFieldError: names the first field that it gives.
     """
     for field in fields:
         if getattr(draft, field) is not None:
-            raise InvalidFieldError(f"a draft beside {beside} has no {field}", field=f"draft.{field}")
+            raise InvalidFieldError(f"a draft beside {main_attention} has no {field}", field=f"draft.{field}")
 
 
 def _part(draft: DraftSpec, main: Paged, heads: Heads) -> Paged:
@@ -62,7 +62,7 @@ def _part(draft: DraftSpec, main: Paged, heads: Heads) -> Paged:
 
 
 def _scales(draft: DraftSpec, main: Paged) -> KeyValueScales:
-    """Return the draft's scales; in another dtype than the model's it has none but its own."""
+    """Return the draft's scales; they default to the model's only if the dtype is the same."""
     if draft.dtype not in {None, main.dtype}:
         return KeyValueScales(draft.k_scale, draft.v_scale, "draft.")
     return KeyValueScales(

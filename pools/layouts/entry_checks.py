@@ -1,7 +1,7 @@
-"""What an entry from outside says of itself: whether its fields can all be true of one array.
+"""Consistency checks of untrusted entries: whether all fields of an entry can be true of one array.
 
-Our own layouts derive every field from a spec. What an operator writes for ``kvferry plan``, or another daemon says of
-its pool, is only as good as whoever wrote it; addresses and cuts by heads are reckoned from it.
+kvferry's own layouts derive every field from a spec. Entries that an operator writes for ``kvferry plan`` or that
+another daemon sends are untrusted, and addresses and head slices are computed from them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from kvferry.protocol.manifests import Entry
 
 MAX_ADDRESS = (1 << 63) - 1
 STATE_ROLES = ("conv", "ssm")
-"""Arrays ``(slots, window, channels)`` and ``(slots, heads, ...)``, without tokens."""
+"""Roles of arrays ``(slots, window, channels)`` and ``(slots, heads, ...)``, without tokens."""
 
 _TOKENS = {"page_tokens": 1, "heads": 2}
-"""Of ``(pages, page_size, heads, dim)``, as keys, values and packed rows are, and of the indexer's scales."""
+"""Axes of ``(pages, page_size, heads, dim)``: keys, values, packed rows, and (without dim) the indexer's scales."""
 
 _FRACTALS = {"page_tokens": 3, "heads": 1}
-"""Of ``(pages, heads, dim / n, page_size, n)``."""
+"""Axes of ``(pages, heads, dim / n, page_size, n)``."""
 
 
 def check_entry(entry: Entry, field: str) -> None:
-    """Check that an entry does not contradict itself; fields that are left out contradict nothing.
+    """Check that the fields of an entry are consistent; omitted fields are not checked.
 
     Raises:
-        InvalidFieldError: it ends beyond any address, has heads beyond the model's, an unknown dtype, or scales that
-            are none.
-        GeometryMismatchError: ``page_bytes``, ``page_tokens``, ``heads``, ``dtype`` and ``shape`` do not go together.
+        InvalidFieldError: the entry ends beyond the address range, or its heads, dtype or scales are invalid.
+        GeometryMismatchError: ``page_bytes``, ``page_tokens``, ``heads``, ``dtype`` and ``shape`` contradict each
+            other.
     """
     if entry.base + entry.pages * entry.page_bytes > MAX_ADDRESS:
         raise InvalidFieldError(f"{entry.name} ends beyond address {MAX_ADDRESS}", field=f"{field}.base")
@@ -49,7 +49,7 @@ def check_entry(entry: Entry, field: str) -> None:
 
 
 def _check_page(entry: Entry) -> None:
-    """Check that a page divides into its elements, and into its tokens' heads."""
+    """Check that a page divides into elements, and into heads of tokens."""
     element_bytes = 1 if entry.dtype is None else dtype_bytes(entry.dtype)
     if entry.shape is not None:
         _check_elements(entry, entry.shape)
@@ -64,35 +64,35 @@ def _check_page(entry: Entry) -> None:
 
 
 def _check_elements(entry: Entry, shape: tuple[int, ...]) -> None:
-    """Check that a page has the bytes of its share of the array's elements, of whatever size where nobody says it."""
+    """Check that ``page_bytes`` fits the elements per page; without a dtype any integer element size may fit."""
     if entry.dtype is not None:
         page_bytes_of(shape, entry.dtype, entry.pages, entry.page_bytes, entry.name)
         return
     elements, rest = divmod(math.prod(shape), entry.pages)
     if rest or entry.page_bytes % elements:
         raise GeometryMismatchError(
-            f"{entry.name}: {entry.page_bytes} bytes a page are no whole number for each of its elements, "
+            f"{entry.name}: page_bytes {entry.page_bytes} is not a multiple of the elements per page, "
             f"{math.prod(shape) / entry.pages:g} by its shape",
             field="page_bytes",
         )
 
 
 def _check_shape(entry: Entry) -> None:
-    """Check that the shape has the pages, tokens and heads that the entry says, where its axes are known."""
+    """Check that the shape agrees with the entry's pages, tokens and heads, where its axes are known."""
     if entry.shape is None:
         return
     axes = _axes(entry, entry.shape)
     for field, axis in axes.items():
-        said = getattr(entry, field)
-        if said is not None and entry.shape[axis] != said:
+        given = getattr(entry, field)
+        if given is not None and entry.shape[axis] != given:
             raise GeometryMismatchError(
-                f"{entry.name}: its shape {list(entry.shape)} says {field} are {entry.shape[axis]}, not {said}",
+                f"{entry.name}: by its shape {list(entry.shape)} {field} is {entry.shape[axis]}, but {given} is given",
                 field="shape",
             )
 
 
 def _axes(entry: Entry, shape: tuple[int, ...]) -> Mapping[str, int]:
-    """Return at which axis of the shape which field stands; none of an array whose form is not one of ours."""
+    """Return the axis of the shape that each field gives; empty for formats that no layout here makes."""
     if not shape or not (entry.format in {None, ND, PAGE_HEADS} or _is_nz(entry) or is_one_row(entry.format)):
         return {}
     if _is_of_tokens(entry, shape):
@@ -101,7 +101,7 @@ def _axes(entry: Entry, shape: tuple[int, ...]) -> Mapping[str, int]:
 
 
 def _page_axes(entry: Entry, axes: int) -> Mapping[str, int]:
-    """Return the same of what follows the pages; of an array without tokens only its role tells it."""
+    """Return the same for the axes after the page axis; without tokens they depend on the role."""
     if _is_nz(entry):
         return _FRACTALS if axes == 5 else {}  # noqa: PLR2004  see _FRACTALS
     if entry.format == PAGE_HEADS:
@@ -116,7 +116,7 @@ def _is_nz(entry: Entry) -> bool:
 
 
 def _is_of_tokens(entry: Entry, shape: tuple[int, ...]) -> bool:
-    """Return whether the shape may be fused infer attention's view, in which a row is a token, not a page."""
+    """Return whether the shape may be the FIA view (fused infer attention), in which a row is a token, not a page."""
     if len(shape) != 4 or shape[1] != 1:  # noqa: PLR2004  (tokens, 1, heads, dim)
         return False
     if entry.format not in {None, ND} or entry.role in STATE_ROLES:
@@ -127,5 +127,5 @@ def _is_of_tokens(entry: Entry, shape: tuple[int, ...]) -> bool:
 
 
 def _is_of_pages(entry: Entry) -> bool:
-    """Return whether the array has a row a page, and no axis of tokens: scales of whole pages, say."""
+    """Return whether the array has one row per page and no token axis, like scales of whole pages."""
     return entry.shape is not None and len(entry.shape) <= 2  # noqa: PLR2004  (pages, something)

@@ -1,7 +1,7 @@
-"""KV cache groups: layers that share a block table, in a pool whose groups take their pages from one allocator.
+"""KV cache groups: layers that share a block table; all groups of a pool allocate pages from one page space.
 
-Each group is a component: ``main``, ``group1``, ``group2`` and so on. A page is one group's at a time, so one array
-holds a layer of each: those at the same place of their groups. Source: vLLM's hybrid KV cache manager, whose
+Each group is a component: ``main``, ``group1``, ``group2`` and so on. A page belongs to one group at a time, so the
+layers at the same index of their groups share one array. Source: vLLM's hybrid KV cache manager, whose
 ``KVCacheTensor.shared_by`` names these layers.
 """
 
@@ -25,17 +25,18 @@ def lay_out_groups(
     drafts: tuple[Sequence[Entry], Sequence[Component]],
     optional_components: Sequence[str],
 ) -> Manifest:
-    """Return the manifest of a pool whose layers are in these groups, or all in ``main`` without any.
+    """Return the manifest of a pool whose layers are in these groups; without groups, all are in ``main``.
 
     Args:
-        groups: the layers of each; a group without layers here is no component, unless a draft lies on its pages.
+        groups: the layers of each group. A group without layers in this pool is left out, except the first if there is
+            a draft, which uses its pages.
         part: the component ``main``, with all layers.
-        entries: of all layers, as of ``main``.
+        entries: the entries of all layers, as of ``main``.
         drafts: the draft's entries and components.
-        optional_components: those that no source of a transfer has to cover.
+        optional_components: components that no source of a transfer has to cover.
 
     Raises:
-        InvalidFieldError: a layer is in no group, in two, or not of the pool; or see ``lay_out``.
+        InvalidFieldError: a layer is in no group, in two groups, or not in the pool; or see ``lay_out``.
     """
     draft_entries, draft_components = drafts
     if not groups:
@@ -64,7 +65,7 @@ def _name(group: int) -> str:
 
 
 def _check_groups(groups: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Return each layer's group and its place in it."""
+    """Return each layer's group and its index in the group."""
     found: dict[int, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         field = f"groups[{number}]"
@@ -73,7 +74,7 @@ def _check_groups(groups: Sequence[Sequence[int]], layers: Sequence[int]) -> dic
             if layer not in layers:
                 raise InvalidFieldError(f"layer {layer} is not one of {layers[0]}..{layers[-1]}", field=field)
             if layer in found:
-                raise InvalidFieldError(f"layer {layer} is in group {found[layer][0]} too", field=field)
+                raise InvalidFieldError(f"layer {layer} is also in group {found[layer][0]}", field=field)
             found[layer] = (number, place)
     left = [layer for layer in layers if layer not in found]
     if left:

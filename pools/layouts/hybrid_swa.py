@@ -1,7 +1,7 @@
-"""Full and sliding-window attention side by side: two multi-head pools, each with pages of its own.
+"""Full and sliding-window attention in one pool: two multi-head components, each in its own page space.
 
-Component ``main`` holds the full layers, on one page for each ``page_size`` tokens of a request; ``swa`` the window
-layers, on pages of the last tokens only. Which window page stands for which full page is the engine's map. Source:
+Component ``main`` holds the full-attention layers, with one page for each ``page_size`` tokens of a request; ``swa``
+holds the window layers, with pages for the last tokens only. The engine maps full pages to window pages. Source:
 SGLang's ``SWAKVPool``.
 """
 
@@ -33,7 +33,7 @@ def manifest_of(spec: HybridSwaSpec) -> Manifest:
     A stage without full layers has no ``main``, unless it has a draft; one without window layers has no ``swa``.
 
     Raises:
-        InvalidFieldError: the layers, the heads, the window, the dtype or the sizes make no sense.
+        InvalidFieldError: the layers, heads, window, dtype or sizes are invalid.
     """
     _check_layers(spec)
     full = _full(spec)
@@ -58,9 +58,11 @@ def _check_layers(spec: HybridSwaSpec) -> None:
     check_ascending(spec.window_layers, "window_layers")
     check_apart(spec.full_layers, spec.window_layers, "window_layers")
     if not spec.full_layers and not spec.window_layers:
-        raise InvalidFieldError("neither full nor window layers", field="full_layers")
+        raise InvalidFieldError("neither full nor window layers given", field="full_layers")
     if spec.window_tokens < spec.window:
-        raise InvalidFieldError(f"{spec.window_tokens} tokens hold no window of {spec.window}", field="window_tokens")
+        raise InvalidFieldError(
+            f"{spec.window_tokens} tokens cannot hold a window of {spec.window}", field="window_tokens"
+        )
 
 
 def _full(spec: HybridSwaSpec) -> Paged:

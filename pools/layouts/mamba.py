@@ -1,12 +1,13 @@
-"""State of Mamba and of gated delta nets: a slot a request in each state layer, with attention layers or without.
+"""State of Mamba and gated delta nets: one slot per request in each state layer, with or without attention layers.
 
 Device arrays are conv ``(layers, slots, conv_window, conv_channels)`` and ssm ``(layers, slots, heads, ...)``; a page
-of these is one slot, slot 0 the padding. Source: SGLang's ``MambaPool`` as its Ascend backend allocates it, with the
-window before the channels.
+is one slot, slot 0 is padding. Source: SGLang's ``MambaPool`` as its Ascend backend allocates it, with the window axis
+before the channels.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import msgspec
@@ -39,13 +40,13 @@ def manifest_of(spec: MambaSpec) -> Manifest:
     """Return the manifest: k and v of the attention layers, the draft's, then conv and ssm of the state layers.
 
     Raises:
-        InvalidFieldError: the layers, the shapes, the heads, the dtypes or the sizes make no sense.
+        InvalidFieldError: the layers, shapes, heads, dtypes or sizes are invalid.
     """
     check_ascending(spec.state_layers, "state_layers")
     check_ascending(spec.attention_layers, "attention_layers")
     check_apart(spec.state_layers, spec.attention_layers, "attention_layers")
     if not spec.state_layers and not spec.attention_layers:
-        raise InvalidFieldError("neither state nor attention layers", field="state_layers")
+        raise InvalidFieldError("neither state nor attention layers given", field="state_layers")
     has_main = bool(spec.attention_layers or spec.draft)
     part, head_dim = _attention(spec if has_main else _completed(spec))
     components: list[Component] = []
@@ -76,7 +77,7 @@ def _attention(spec: MambaSpec) -> tuple[Paged, int]:
 
 
 def _completed(spec: MambaSpec) -> MambaSpec:
-    """Return the spec of a stage without attention layers with what it need not say of them, to check what it says."""
+    """Return the spec of a stage without attention layers, completed so that its given fields can be checked."""
     page_size = spec.page_size or spec.tokens or 1
     return msgspec.structs.replace(
         spec,
@@ -96,17 +97,17 @@ def _slots(spec: MambaSpec) -> int:
 def _state_entries(spec: MambaSpec, slots: int) -> list[Entry]:
     if (spec.conv_window is None) != (spec.conv_channels is None):
         missing = "conv_window" if spec.conv_window is None else "conv_channels"
-        raise InvalidFieldError("conv is a window of channels: give both", field=missing)
+        raise InvalidFieldError("conv needs both conv_window and conv_channels", field=missing)
     entries: list[Entry] = []
     heads = _state_heads(spec)
     if spec.conv_window is not None and spec.conv_channels is not None:
-        shape = (spec.conv_window, spec.conv_channels)  # its channels are a share of q, of k and of v side by side
+        shape = (spec.conv_window, spec.conv_channels)  # a rank's channels are its shares of q, k and v side by side
         shard = shard_of(heads, "state_head_start")
         entries += _entries(spec, "conv", shape, spec.conv_dtype or spec.dtype, slots, shard)
     if spec.ssm_shape is not None:
         entries += _entries(spec, "ssm", spec.ssm_shape, spec.ssm_dtype, slots, heads)
     if not entries:
-        raise InvalidFieldError("state layers have conv or ssm or both", field="ssm_shape")
+        raise InvalidFieldError("state layers need conv, ssm or both", field="ssm_shape")
     return entries
 
 
@@ -117,9 +118,7 @@ def _state_heads(spec: MambaSpec) -> Heads:
 
 
 def _entries(spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slots: int, heads: Heads) -> list[Entry]:
-    bounce_buffer_bytes = dtype_bytes(dtype)
-    for width in shape:
-        bounce_buffer_bytes *= width
+    slot_bytes = dtype_bytes(dtype) * math.prod(shape)
     return [
         Entry(
             component=MAMBA,
@@ -127,7 +126,7 @@ def _entries(spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slo
             layer=layer,
             base=0,
             pages=slots,
-            page_bytes=page_bytes_of((slots, *shape), dtype, slots, bounce_buffer_bytes, f"{MAMBA}/{role}/{layer}"),
+            page_bytes=page_bytes_of((slots, *shape), dtype, slots, slot_bytes, f"{MAMBA}/{role}/{layer}"),
             head_start=heads.start,
             heads=heads.count,
             total_heads=heads.total,
@@ -141,5 +140,5 @@ def _entries(spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slo
 
 def _required(value: T | None, field: str) -> T:
     if value is None:
-        raise InvalidFieldError("attention layers need it", field=field)
+        raise InvalidFieldError("required for attention layers", field=field)
     return value

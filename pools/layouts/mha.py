@@ -20,7 +20,7 @@ def manifest_of(spec: MhaSpec) -> Manifest:
     """Return the manifest: k of all layers, then v of all layers, then the draft's.
 
     Raises:
-        InvalidFieldError: the layers, the heads, the dtype, the groups or the size make no sense.
+        InvalidFieldError: the layers, heads, dtype, groups or size are invalid.
     """
     pages = page_count(spec.tokens, spec.page_size)
     part = Paged(

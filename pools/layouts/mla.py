@@ -2,14 +2,15 @@
 
 Device arrays are k ``(layers, pages, page_size, 1, kv_lora_rank)``, v ``(layers, pages, page_size, 1,
 qk_rope_head_dim)``, index_k ``(index layers, pages, page_size, 1, index_head_dim)`` and index_scale ``(index layers,
-pages, page_size, 1)`` float32. Every tensor-parallel rank holds the same. Source: SGLang's ``NPUMLATokenToKVPool``.
+pages, page_size, 1)`` float32. All tensor-parallel ranks hold the same content. Source: SGLang's
+``NPUMLATokenToKVPool``.
 
-Packed, a token is one row of bytes: the latent in float8, a float32 scale for each 128 of it, the rope part in
-bfloat16. FlashMLA's kernels (``fp8_ds_mla``) have the scales in the middle, Ascend's at the end: two formats.
+Packed: a token is one row of bytes: the latent in float8, a float32 scale per 128 elements of it, and the rope part in
+bfloat16. FlashMLA's kernels (``fp8_ds_mla``) put the scales in the middle, Ascend's at the end: two formats.
 
-Joined, a token is one row of k too, ``kv_lora_rank + qk_rope_head_dim`` elements of one dtype, the rope part last, as
-in SGLang's ``MLATokenToKVPool`` and vLLM's MLA caches. Its format names the two widths: it pairs with no other split,
-nor with latent and rope apart.
+Joined: a token is one row of k with ``kv_lora_rank + qk_rope_head_dim`` elements of one dtype, the rope part last, as
+in SGLang's ``MLATokenToKVPool`` and vLLM's MLA caches. The format names the two widths, so that it pairs neither with
+another split nor with separate latent and rope.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ from kvferry.protocol.manifests import DraftSpec, Entry, LayerScales, Manifest, 
 
 PACKED_FORMATS = {"ds_mla": "FP8_DS_MLA", "ascend": "FP8_ASCEND_MLA"}
 PACKED_SPLIT = (512, 64)
-"""Latent and rope of the plain formats; the names of other splits end with them: as many bytes may be another token."""
+"""Latent and rope widths of the format names above; other splits append theirs, as the sum alone is ambiguous."""
 
 JOINED_FORMATS = {"paged": "LATENT_ROPE", "nz": "FIA_NZ_LATENT_ROPE"}
-"""By view; the two widths follow."""
+"""Format names by view; the two widths are appended."""
 
 PACKED_DTYPE = "float8_e4m3fn"
 HEAD_FIELDS = ("head_start", "total_heads", "head_dim", "v_head_dim", "v_scale")
 SCALE_GROUP = 128
-"""Elements of the latent that share a scale."""
+"""Elements of the latent that share one scale."""
 
 
 def manifest_of(spec: MlaSpec) -> Manifest:
     """Return the manifest: k, v, index_k and index_scale, each of all its layers, then the draft's.
 
     Raises:
-        InvalidFieldError: the layers, the dtypes, the size, the groups, or the packed or joined form make no sense.
+        InvalidFieldError: the layers, dtypes, size, groups, or the packed or joined form are invalid.
     """
     pages = page_count(spec.tokens, spec.page_size)
     part = Paged(
@@ -78,14 +79,14 @@ def manifest_of(spec: MlaSpec) -> Manifest:
 
 
 def packed_token_bytes(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-    """Return the bytes of a packed token: 656 for 512 and 64.
+    """Return the bytes of a packed token: 656 for widths 512 and 64.
 
     Raises:
-        InvalidFieldError: the latent does not divide into groups of a scale.
+        InvalidFieldError: ``kv_lora_rank`` is not a multiple of the scale group.
     """
     groups, rest = divmod(kv_lora_rank, SCALE_GROUP)
     if rest:
-        raise InvalidFieldError(f"{kv_lora_rank} is no multiple of {SCALE_GROUP}", field="kv_lora_rank")
+        raise InvalidFieldError(f"{kv_lora_rank} is not a multiple of {SCALE_GROUP}", field="kv_lora_rank")
     return (
         kv_lora_rank * dtype_bytes(PACKED_DTYPE)
         + groups * dtype_bytes(SCALE_DTYPE)
@@ -94,24 +95,24 @@ def packed_token_bytes(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
 
 
 def is_one_row(form: str) -> bool:
-    """Return whether entries of this format have a token's latent and rope in one row, packed or joined, of any split.
+    """Return whether entries of this format hold a token's latent and rope in one row, packed or joined, of any split.
 
-    Fractals (``FIA_NZ_…``) have no rows, and are not meant.
+    False for fractals (``FIA_NZ_…``), which have no rows.
     """
     return form.startswith((*PACKED_FORMATS.values(), JOINED_FORMATS["paged"]))
 
 
 def _draft_entries(spec: MlaSpec, main: Paged) -> list[Entry]:
-    """Return the draft's arrays: latent, packed or joined as the model's, or k and v where it has ``kv_heads``."""
+    """Return the draft's entries: latent, in the model's form, or k and v if it has ``kv_heads``."""
     draft = spec.draft
     if draft is None:
         return []
     if draft.kv_heads is not None:
         if draft.head_dim is None:
-            raise InvalidFieldError("a draft with kv_heads has a head_dim", field="draft.head_dim")
-        if draft.total_heads is None and spec.replicas > 1:  # a latent is no KV head: one here may be one of many
+            raise InvalidFieldError("a draft with kv_heads needs a head_dim", field="draft.head_dim")
+        if draft.total_heads is None and spec.replicas > 1:  # the latent has no KV heads to derive the total from
             raise InvalidFieldError(
-                f"{draft.kv_heads} heads here, on one of {spec.replicas} ranks, do not say of how many: give it",
+                f"total_heads cannot be derived from {draft.kv_heads} heads on one of {spec.replicas} ranks: give it",
                 field="draft.total_heads",
             )
         return mha_draft_entries(draft, main, draft.head_dim, draft.v_head_dim)
@@ -139,28 +140,28 @@ def _draft_entries(spec: MlaSpec, main: Paged) -> list[Entry]:
 
 
 def _draft_scale(spec: MlaSpec, draft: DraftSpec) -> Scale | LayerScales | None:
-    """Return the scales of a latent draft; in another dtype than the model's it has none but its own."""
+    """Return the scales of a latent draft; they default to the model's only if the dtype is the same."""
     main = None if draft.dtype not in {None, spec.dtype} else spec.k_scale
     scales = inherited(draft.k_scale, main, "draft.k_scale")
     if isinstance(scales, str) or (isinstance(scales, tuple) and any(isinstance(one, tuple) for one in scales)):
-        raise InvalidFieldError("latent attention has one scale for all, or one a layer", field="draft.k_scale")
+        raise InvalidFieldError("latent attention takes one scale, or one per layer", field="draft.k_scale")
     return cast("Scale | LayerScales | None", scales)
 
 
 def _attention(spec: MlaSpec, part: Paged) -> list[Entry]:
     if spec.packed is None:
-        entries = _joined(spec, part) if spec.joined else _apart(spec, part)
+        entries = _joined(spec, part) if spec.joined else _separate(spec, part)
         field = f"{'draft.' if part.component == DRAFT else ''}k_scale"
         fixed = itertools.cycle(fixed_scales(spec.k_scale, len(part.layers), 1, part.dtype, field))
         return [msgspec.structs.replace(entry, scales=its) for entry, its in zip(entries, fixed, strict=False)]
     if spec.joined:
-        raise InvalidFieldError("packed tokens are one row as they are: leave it out", field="joined")
+        raise InvalidFieldError("packed tokens are one row already: omit joined", field="joined")
     if spec.k_scale is not None:
-        raise InvalidFieldError("packed tokens have their scales in them", field="k_scale")
+        raise InvalidFieldError("packed tokens contain their scales: omit k_scale", field="k_scale")
     if spec.dtype != PACKED_DTYPE:
         raise InvalidFieldError(f"packed tokens are {PACKED_DTYPE}, not {spec.dtype}", field="dtype")
     if spec.view != "paged":
-        raise InvalidFieldError("packed tokens are paged", field="view")
+        raise InvalidFieldError("packed tokens need view paged", field="view")
     size = packed_token_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
     shape = (part.pages, part.page_size, 1, size)
     split = (spec.kv_lora_rank, spec.qk_rope_head_dim)
@@ -168,7 +169,7 @@ def _attention(spec: MlaSpec, part: Paged) -> list[Entry]:
     return [paged_entry(part, "k", layer, shape, size, form=form) for layer in part.layers]
 
 
-def _apart(spec: MlaSpec, part: Paged) -> list[Entry]:
+def _separate(spec: MlaSpec, part: Paged) -> list[Entry]:
     return [*paged_entries(part, "k", spec.kv_lora_rank), *paged_entries(part, "v", spec.qk_rope_head_dim)]
 
 
@@ -182,9 +183,9 @@ def _indexer(spec: MlaSpec, part: Paged) -> list[Entry]:
     if spec.index_head_dim is None:
         for field in ("index_layers", "index_dtype"):
             if getattr(spec, field) is not None:
-                raise InvalidFieldError("there is no indexer without index_head_dim", field=field)
+                raise InvalidFieldError("an indexer needs index_head_dim", field=field)
         if spec.index_scale:
-            raise InvalidFieldError("there is no indexer without index_head_dim", field="index_scale")
+            raise InvalidFieldError("an indexer needs index_head_dim", field="index_scale")
         return []
     layers = _index_layers(spec, part.layers)
     keys = msgspec.structs.replace(part, dtype=spec.index_dtype or spec.dtype)

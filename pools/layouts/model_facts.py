@@ -1,4 +1,4 @@
-"""Facts about well-known models, as far as their KV cache is concerned.
+"""KV-cache parameters of well-known models.
 
 Each is from ``config.json`` in the named repository of the Hugging Face hub: ``num_hidden_layers``,
 ``num_key_value_heads``, ``head_dim``, ``kv_lora_rank``, ``qk_rope_head_dim``, ``index_head_dim``, ``sliding_window``
@@ -13,14 +13,14 @@ import msgspec
 
 
 class Attention(msgspec.Struct, frozen=True):
-    """Multi-head or grouped-query attention: KV heads, and the width of one."""
+    """Multi-head or grouped-query attention: number of KV heads and head width."""
 
     kv_heads: int
     head_dim: int
 
 
 class Latent(msgspec.Struct, frozen=True):
-    """Multi-head latent attention, with an indexer's keys where the model has one."""
+    """Multi-head latent attention; ``index_head_dim`` if the model has an indexer."""
 
     kv_lora_rank: int
     qk_rope_head_dim: int
@@ -28,7 +28,7 @@ class Latent(msgspec.Struct, frozen=True):
 
 
 class DeltaNet(msgspec.Struct, frozen=True):
-    """Gated delta net layers: heads and widths of keys and values, and the kernel of the convolution before them."""
+    """Gated delta net layers: heads and widths of keys and values, and the size of the convolution kernel."""
 
     key_heads: int
     value_heads: int
@@ -38,14 +38,15 @@ class DeltaNet(msgspec.Struct, frozen=True):
 
     @property
     def channels(self) -> int:
-        """Return the channels of the convolution: q and k, each of the key heads, and v."""
+        """Return the channels of the convolution: q and k, each with the key heads, and v."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One model. Of ``full_every`` layers the last has full attention; the others the window or the delta net.
+    """One model. Every ``full_every``-th layer has full attention, the others the window or the delta net.
 
-    ``scales`` of 8-bit keys and values: fixed ones, one a head of each layer, or one a page, which travels with it.
+    ``scales`` of 8-bit keys and values: ``head`` for fixed ones, one per head of each layer; ``page`` for one per page,
+    which travels with the page.
     """
 
     name: str
@@ -64,7 +65,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(layer for layer in stage if (layer + 1) % self.full_every == 0)
 
     def other_layers(self, stage: range) -> tuple[int, ...]:
-        """Return the stage's layers that have not."""
+        """Return the stage's layers without full attention."""
         return tuple(layer for layer in stage if (layer + 1) % self.full_every)
 
 
@@ -141,4 +142,4 @@ MODELS: Final[dict[str, ModelFacts]] = {
         ModelFacts(name="smollm2-135m", source="HuggingFaceTB/SmolLM2-135M", layers=30, attention=Attention(3, 64)),
     )
 }
-"""By name, in lower case."""
+"""By lower-case name."""

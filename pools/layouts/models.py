@@ -1,4 +1,4 @@
-"""Ready specs: the pool that one rank of a well-known model needs."""
+"""Ready-made specs: the pool of one rank of a well-known model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaS
 DEFAULT_PAGE_SIZE = 128
 DEFAULT_REQUESTS = 64
 EXAMPLE_SCALE = 1.0
-"""Stands for the scales of a checkpoint where a model's are fixed: no ready spec can know them."""
+"""Placeholder for fixed scales, which come from the checkpoint."""
 
 
 class _Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """What a spec is made for: the rank, its layers, and the capacity."""
+    """The rank, its layers and the capacity that a spec is made for."""
 
     tokens: int
     page_size: int
@@ -52,15 +52,15 @@ def model_spec(  # noqa: PLR0913  an operator may set each of them
     """Return the spec of one rank's pool.
 
     Args:
-        name: one of ``MODELS``; capitals do not matter.
-        tokens: capacity of the full attention's pages.
-        page_size: tokens of a page.
-        dtype: of keys and values; by default the model's own.
-        tp_size: ranks of tensor parallelism.
-        tp_rank: which of them.
+        name: one of ``MODELS``; case-insensitive.
+        tokens: capacity of the full-attention pages in tokens.
+        page_size: tokens per page.
+        dtype: dtype of keys and values; by default the model's.
+        tp_size: number of tensor-parallel ranks.
+        tp_rank: this rank.
         first_layer: the pipeline stage's first layer.
-        layers: how many layers the stage has; by default all from ``first_layer`` on.
-        requests: how many requests run at once, for what is held per request: windows and states.
+        layers: number of layers of the stage; by default all from ``first_layer`` on.
+        requests: maximum number of concurrent requests, which sizes windows and states.
         draft: add the model's own draft layers, on the stage with the last layer.
         packed: latent attention in its packed float8 form, the indexer's keys in float8 with scales.
         joined: latent attention with latent and rope of a token in one row.
@@ -91,7 +91,7 @@ def model_spec(  # noqa: PLR0913  an operator may set each of them
 
 
 def _checked(spec: PoolSpec) -> PoolSpec:
-    """Return the spec if its numbers may travel: they come from an operator, not from a decoded message."""
+    """Return the spec if the wire's bounds allow it; its numbers come from an operator, not from a decoded message."""
     try:
         checked: PoolSpec = msgspec.convert(msgspec.to_builtins(spec), PoolSpec)
     except msgspec.ValidationError as cause:

@@ -1,6 +1,6 @@
-"""What layouts are made of: the heads a pool holds, and the arrays of one component on pages of tokens.
+"""Building blocks of layouts: the heads a pool holds, and the entries of one component on pages of tokens.
 
-Knows how a page of an array looks in each view and what it weighs. Which arrays a model has is each layout's business.
+Defines shape and bytes of a page in each view. Which arrays a model has is up to each layout.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvferry.protocol.manifests import Component, Entry, View
 
 DRAFT = "draft"
 ND = "ND"
-"""Row after row: ``(page_size, heads, dim)`` in a page."""
+"""Row-major: a page is ``(page_size, heads, dim)``."""
 
 FIA_NZ = "FIA_NZ"
-"""Fractals: ``(heads, dim / n, page_size, n)`` in a page, n elements in 32 bytes. Pairs with itself only."""
+"""Fractals: a page is ``(heads, dim / n, page_size, n)``, n elements in 32 bytes. Pairs only with itself."""
 
 FRACTAL_BYTES = 32
 SCALE_DTYPE = "float32"
 MAX_NUMBER = (1 << 31) - 1
-"""Layers and heads are numbered below this, so that whoever receives the manifest can read it."""
+"""Layers and heads are numbered below this: the wire's bound on a manifest's fields."""
 
 
 class Heads(msgspec.Struct, frozen=True):
-    """Which of the model's KV heads a pool holds, and how many ranks hold these very ones."""
+    """Which of the model's KV heads a pool holds, and how many ranks hold the same heads."""
 
     start: int
     count: int
@@ -38,7 +38,7 @@ class Heads(msgspec.Struct, frozen=True):
 
 
 class Paged(msgspec.Struct, frozen=True, kw_only=True):
-    """The arrays of one attention component: its layers by number, on pages of ``page_size`` tokens."""
+    """Parameters of the arrays of one attention component, on pages of ``page_size`` tokens."""
 
     component: str
     layers: Sequence[int]
@@ -51,10 +51,10 @@ class Paged(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def heads_of(start: int, count: int, total: int | None, replicas: int, *, prefix: str = "") -> Heads:
-    """Return the heads; without ``total`` the model has none beyond these.
+    """Return the heads; ``total`` defaults to ``start + count``.
 
     Raises:
-        InvalidFieldError: they are not within the model's; fields are named with the prefix.
+        InvalidFieldError: the heads exceed ``total`` or the numbering; names the field with the prefix.
     """
     if total is None:
         total = start + count
@@ -68,25 +68,27 @@ def heads_of(start: int, count: int, total: int | None, replicas: int, *, prefix
 def heads_beside(
     full: Heads, start: int | None, count: int | None, total: int | None, replicas: int | None, *, prefix: str
 ) -> Heads:
-    """Return the heads of a part; what is left out is as in the ``full`` attention.
+    """Return the heads of a component beside the full attention; omitted values default to those of ``full``.
 
-    Of another number of heads than the full attention's, here or in all, neither where they begin nor how many there
-    are follows from it, unless this rank has all of them. ``replicas`` then are those of as many ranks.
+    If the number of heads differs from ``full``, on this rank or in total, start and total cannot be derived and must
+    be given, unless this rank holds all heads. ``replicas`` is then derived for the same number of ranks.
 
     Raises:
-        InvalidFieldError: they are not within the model's, or must be given; fields are named with the prefix.
+        InvalidFieldError: the heads exceed the total, or a value that must be given is missing; names the field with
+            the prefix.
     """
     count = full.count if count is None else count
     if count == full.count and total in {None, full.total}:
         start, total = full.start if start is None else start, full.total
     elif total is None and (full.count < full.total or full.replicas > 1):
         raise InvalidFieldError(
-            f"{count} heads here, {full.count} of {full.total} in the full attention, do not say of how many: give it",
+            f"the total cannot be derived from {count} heads here, {full.count} of {full.total} in full attention: "
+            "give it",
             field=f"{prefix}total_heads",
         )
     elif start is None and total is not None and count < total:
         raise InvalidFieldError(
-            f"{count} of {total} heads, beside {full.count} of {full.total} in the full attention, do not say which: "
+            f"which {count} of {total} heads cannot be derived from {full.count} of {full.total} in full attention: "
             "give the first",
             field=f"{prefix}head_start",
         )
@@ -99,7 +101,7 @@ def layers_from(first: int, count: int) -> range:
     """Return the numbers of ``count`` layers from ``first`` on.
 
     Raises:
-        InvalidFieldError: a number is too large.
+        InvalidFieldError: a layer number exceeds the bound.
     """
     if first + count > MAX_NUMBER:
         raise InvalidFieldError(f"layers {first}..; at most {MAX_NUMBER - 1}", field="first_layer")
@@ -107,7 +109,7 @@ def layers_from(first: int, count: int) -> range:
 
 
 def check_ascending(layers: Sequence[int], field: str) -> None:
-    """Check that the layers are numbered upwards, each once.
+    """Check that the layer numbers are strictly ascending.
 
     Raises:
         InvalidFieldError: names the first that is not.
@@ -118,28 +120,28 @@ def check_ascending(layers: Sequence[int], field: str) -> None:
 
 
 def check_apart(layers: Iterable[int], others: Iterable[int], field: str) -> None:
-    """Check that no layer is of both kinds.
+    """Check that no layer is in both lists.
 
     Raises:
-        InvalidFieldError: one is.
+        InvalidFieldError: names the first layer that is.
     """
     both = sorted({*layers} & {*others})
     if both:
-        raise InvalidFieldError(f"layer {both[0]} is of both kinds", field=field)
+        raise InvalidFieldError(f"layer {both[0]} is in both lists of layers", field=field)
 
 
 def main_component(pages: int) -> Component:
-    """Return the component ``main``, on pages of its own space."""
+    """Return the component ``main``, in the page space ``main``."""
     return Component(name=MAIN, space=MAIN, pages=pages)
 
 
 def attention_entries(part: Paged, head_dim: int, v_head_dim: int | None) -> list[Entry]:
     """Return k of all layers, then v of all layers, then the scales that travel with their pages.
 
-    v is as wide as k where ``v_head_dim`` is None.
+    ``v_head_dim`` defaults to ``head_dim``.
 
     Raises:
-        InvalidFieldError: no such dtype, a width that is no multiple of a fractal's, or scales that make no sense.
+        InvalidFieldError: the dtype is unknown, a width is not a multiple of a fractal's, or the scales are invalid.
     """
     return [
         *_scaled_entries(part, "k", head_dim),
@@ -150,16 +152,16 @@ def attention_entries(part: Paged, head_dim: int, v_head_dim: int | None) -> lis
 
 
 def paged_entries(part: Paged, role: str, dim: int, layers: Sequence[int] | None = None) -> list[Entry]:
-    """Return a role's entries, an array ``(pages, page_size, heads, dim)`` a layer, in the part's view.
+    """Return a role's entries: per layer one array ``(pages, page_size, heads, dim)``, in the part's view.
 
     Args:
         part: the component.
-        role: what the arrays hold.
+        role: the role of the entries.
         dim: elements of one head of one token.
-        layers: those that have this role; by default all of the part.
+        layers: the layers that have this role; by default all layers of the part.
 
     Raises:
-        InvalidFieldError: no such dtype, or the width is no multiple of a fractal's.
+        InvalidFieldError: the dtype is unknown, or the width is not a multiple of a fractal's.
     """
     shape = _shape(part, dim)
     token_bytes = part.heads.count * dim * dtype_bytes(part.dtype)
@@ -170,7 +172,7 @@ def paged_entries(part: Paged, role: str, dim: int, layers: Sequence[int] | None
 
 
 def paged_entry(part: Paged, role: str, layer: int, shape: tuple[int, ...], token_bytes: int, *, form: str) -> Entry:
-    """Return one entry whose page holds ``page_size`` tokens of ``token_bytes``, after both derivations agree."""
+    """Return one entry with ``token_bytes`` bytes per token, checked against its shape by ``page_bytes_of``."""
     name = f"{part.component}/{role}/{layer}"
     return Entry(
         component=part.component,
@@ -191,30 +193,30 @@ def paged_entry(part: Paged, role: str, layer: int, shape: tuple[int, ...], toke
 
 
 def shard_of(heads: Heads, field: str) -> Heads:
-    """Return a rank's place as one shard of several: which rank of how many.
+    """Return a rank's shard as one head of as many as there are ranks.
 
-    What a rank makes of all its heads together is no interval of another split's: as one head of as many as there are
-    ranks it pairs with the same rank of the same split only.
+    A value computed over all heads of a rank cannot be cut for another split. Described as one head per rank, it pairs
+    only with the same rank of the same split.
 
     Raises:
-        InvalidFieldError: the heads are no even share.
+        InvalidFieldError: the heads are not an even share of the total.
     """
     if heads.start % heads.count or heads.total % heads.count:
         raise InvalidFieldError(
-            f"heads {heads.start}..{heads.start + heads.count - 1} are no even share of {heads.total}", field=field
+            f"heads {heads.start}..{heads.start + heads.count - 1} are not an even share of {heads.total}", field=field
         )
     return Heads(heads.start // heads.count, 1, heads.total // heads.count, heads.replicas)
 
 
 def _scaled_entries(part: Paged, role: str, dim: int) -> list[Entry]:
-    """Return k or v with the fixed scales of each layer."""
+    """Return the entries of k or v with the fixed scales of each layer."""
     entries = paged_entries(part, role, dim)
     fixed = fixed_scales(part.scales.of(role), len(part.layers), part.heads.count, part.dtype, part.scales.field(role))
     return [msgspec.structs.replace(entry, scales=its) for entry, its in zip(entries, fixed, strict=True)]
 
 
 def _scale_entries(part: Paged, role: str) -> list[Entry]:
-    """Return the arrays ``(pages, heads)`` of scales that travel with k's or v's pages, or none."""
+    """Return the entries ``(pages, heads)`` of the scales that travel with the pages of k or v, if any."""
     scales = part.scales.of(role)
     if not isinstance(scales, str):
         return []
@@ -253,5 +255,7 @@ def _shape(part: Paged, dim: int) -> tuple[int, ...]:
         return (part.pages, part.page_size, part.heads.count, dim)
     fractal = FRACTAL_BYTES // dtype_bytes(part.dtype)
     if dim % fractal:
-        raise InvalidFieldError(f"{dim} is no multiple of {fractal}, a fractal's width in {part.dtype}", field="view")
+        raise InvalidFieldError(
+            f"{dim} is not a multiple of {fractal}, the width of a fractal in {part.dtype}", field="view"
+        )
     return (part.pages, part.heads.count, dim // fractal, part.page_size, fractal)

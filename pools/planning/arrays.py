@@ -1,8 +1,7 @@
-"""The arrays of a pool as engines have them: all layers of a role one after another, or one of them.
+"""The arrays of a pool as engines see them: all layers of a role one after another, or a single layer.
 
-What each must be follows from the manifest's entries alone, here and nowhere else: for the tensors that a pool gives to
-engines, and for those that engines register to the daemon, which both sides of the wire compare with it. Knows no
-torch.
+Shape, strides and dtype of each array are derived from the manifest here and nowhere else: for the tensors that engines
+get from a pool, and to check the tensors that they register, which client and daemon both do. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from kvferry.protocol.manifests import Entry, Manifest
 
 
 class Array(msgspec.Struct, frozen=True, kw_only=True):
-    """One array: contiguous, from byte ``start`` of the pool's region on.
+    """One contiguous array.
 
     Attributes:
-        name: ``component/role`` of all layers, ``component/role/layer`` of one.
-        start: in bytes.
-        shape: ``(layers, *shape of an entry)`` of all layers, an entry's of one.
-        dtype: by torch's name.
+        name: ``component/role`` for all layers, ``component/role/layer`` for one.
+        start: its first byte, as an offset in the pool's region.
+        shape: ``(layers, *entry shape)`` for all layers, the entry's shape for one.
+        dtype: torch's name of the dtype.
     """
 
     name: str
@@ -38,18 +37,18 @@ class Array(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all elements."""
+        """Return the size of all elements in bytes."""
         return math.prod(self.shape) * dtype_bytes(self.dtype)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Return how many elements lie between two neighbours of each dimension."""
+        """Return the strides of each dimension, in elements."""
         steps = itertools.accumulate(reversed(self.shape[1:]), int.__mul__, initial=1)
         return tuple(steps)[::-1]
 
 
 class Held(NamedTuple):
-    """Bytes ``[start, stop)`` of some memory, and which array lies there."""
+    """Byte range ``[start, stop)`` of some memory, and the name of the array in it."""
 
     start: int
     stop: int
@@ -57,10 +56,10 @@ class Held(NamedTuple):
 
 
 def array_of(manifest: Manifest, component: str, role: str, layer: int | None = None) -> Array:
-    """Return what the array of a role must be, of all its layers or of one.
+    """Return the array of a role: all its layers, or the one ``layer``.
 
     Raises:
-        InvalidFieldError: the pool has no such entries, or they are no array: not evenly apart, or of unlike shapes.
+        InvalidFieldError: the pool has no such entries, or they do not form one array: spacing, dtype or shape differ.
     """
     found = [e for e in manifest.entries if (e.component, e.role) == (component, role) and layer in {None, e.layer}]
     if not found:
@@ -69,18 +68,18 @@ def array_of(manifest: Manifest, component: str, role: str, layer: int | None = 
 
 
 def arrays_of(manifest: Manifest, keys: Sequence[tuple[str, str, int | None]]) -> list[Array]:
-    """Return what each array of a registered pool must be; together they hold every entry once.
+    """Return the arrays that a registered pool must have; together they contain every entry once.
 
-    An entry that shares the array of another one's, of an earlier group, is held with that one, under its name.
+    Layers of several KV cache groups that share memory are one array, named after the first group's entry.
 
     Args:
-        manifest: the pool's.
-        keys: (component, role, layer) of each; None for all layers of the role, one after another.
+        manifest: the pool's manifest.
+        keys: (component, role, layer) of each array; layer None for all layers of the role, one after another.
 
     Raises:
         InvalidFieldError: the pool has no such entry; names the array.
         DuplicateEntryError: an entry is in two arrays.
-        UncoveredEntryError: an entry is in none.
+        UncoveredEntryError: an entry is in no array.
     """
     arrays = each_array(manifest.entries)
     left = {key_of(entry): entry for entry in arrays}
@@ -102,65 +101,73 @@ def arrays_of(manifest: Manifest, keys: Sequence[tuple[str, str, int | None]]) -
 
 
 def check_form(array: Array, shape: Sequence[int], strides: Sequence[int], dtype: str) -> None:
-    """Check that a tensor is exactly the array. How far apart the elements of a dimension of one are means nothing.
+    """Check that a tensor has the array's dtype, shape and strides. Strides of dimensions of size 1 are ignored.
 
     Raises:
-        InvalidFieldError: it is not; names the array and what of it.
+        InvalidFieldError: one of them differs; names the array and the property.
     """
     if dtype != array.dtype:
-        raise _not_as("dtype", array, dtype or "nothing", array.dtype)
+        raise _differs("dtype", array, dtype or "missing", array.dtype)
     if tuple(shape) != array.shape:
-        raise _not_as("shape", array, tuple(shape), array.shape)
+        raise _differs("shape", array, tuple(shape), array.shape)
     apart = [(has, wanted) for has, wanted, size in zip(strides, array.strides, shape, strict=False) if size > 1]
     if len(strides) != len(shape) or any(has != wanted for has, wanted in apart):
-        raise _not_as("strides", array, tuple(strides), array.strides)
+        raise _differs("strides", array, tuple(strides), array.strides)
 
 
 def check_storage(array: Array, offset_bytes: int, storage_bytes: int) -> None:
-    """Check that a tensor that begins at a byte of its storage ends within it.
+    """Check that a tensor at ``offset_bytes`` of its storage is aligned to its element size and ends within it.
 
     Raises:
-        InvalidFieldError: it does not, or begins within an element.
+        InvalidFieldError: it ends beyond the storage or is not aligned.
     """
     if offset_bytes + array.size_bytes > storage_bytes or offset_bytes % dtype_bytes(array.dtype):
         raise InvalidFieldError(
-            f"{array.name} has {array.size_bytes} bytes, from byte {offset_bytes} of a storage of {storage_bytes}",
+            f"{array.name} needs {array.size_bytes} aligned bytes at offset {offset_bytes}; its storage has "
+            f"{storage_bytes}",
             field=f"{array.name}.storage",
         )
 
 
 def check_apart(held: Iterable[Held]) -> None:
-    """Check that no two arrays have a byte in common.
+    """Check that no two arrays overlap.
 
     Raises:
-        InvalidFieldError: names the one that begins in another.
+        InvalidFieldError: names the array that begins inside another.
     """
     for one, following in itertools.pairwise(sorted(held)):
         if following.start < one.stop:
             raise InvalidFieldError(
-                f"{following.name} begins {following.start - one.start} bytes behind {one.name}, which has "
-                f"{one.stop - one.start}: each page needs bytes of its own",
+                f"{following.name} begins {following.start - one.start} bytes after the start of {one.name}, which has "
+                f"{one.stop - one.start} bytes: each page needs bytes of its own",
                 field=f"{following.name}.storage",
             )
 
 
 def check_free(held: Iterable[Held], taken: Iterable[Held]) -> None:
-    """Check that arrays have no byte in common with what is taken; either by themselves are apart.
+    """Check that no array overlaps memory in ``taken``; neither of the two may overlap itself.
 
     Raises:
-        InvalidFieldError: names the first array that has.
+        InvalidFieldError: names the first array that overlaps.
     """
     both = sorted([*((one, True) for one in held), *((one, False) for one in taken)])
     for (one, ours), (following, _) in itertools.pairwise(both):
         if following.start < one.stop:
             name = one.name if ours else following.name
             raise InvalidFieldError(
-                f"{name} has bytes of another pool: each page needs bytes of its own", field=f"{name}.storage"
+                f"{name} overlaps memory of another pool: each page needs bytes of its own", field=f"{name}.storage"
             )
 
 
 def placed_at(manifest: Manifest, arrays: Sequence[Array], offsets: Sequence[int], region_bytes: int) -> Manifest:
-    """Return the manifest of a pool whose arrays, all it has, begin at these bytes of a region."""
+    """Return the manifest with each entry's base moved to where its array lies in a region.
+
+    Args:
+        manifest: the pool's manifest.
+        arrays: all arrays of the pool.
+        offsets: byte offset of each array in the region.
+        region_bytes: size of the region.
+    """
     by_start = sorted(zip(arrays, offsets, strict=True), key=lambda one: one[0].start)
     starts = [array.start for array, _ in by_start]
     placed = []
@@ -171,21 +178,21 @@ def placed_at(manifest: Manifest, arrays: Sequence[Array], offsets: Sequence[int
 
 
 def viewed_as(manifest: Manifest, wanted: Manifest, name: str) -> Manifest:
-    """Return a pool's manifest as it is seen by who asked for ``wanted``.
+    """Return a pool's manifest in the view of ``wanted``.
 
-    Views differ in the shape of entries only, and in how equal scales are written.
+    Two views differ only in the shape of entries and in how equal scales are written.
 
     Raises:
-        PoolExistsError: they differ in more.
+        PoolExistsError: the manifests differ in more than that.
     """
     same_use = manifest.layout_digest == wanted.layout_digest and windows_of(manifest) == windows_of(wanted)
     if not same_use or _unviewed(manifest) != _unviewed(wanted):
-        raise PoolExistsError(f"pool {name!r} has other entries or windows than were asked for", field="spec")
+        raise PoolExistsError(f"pool {name!r} exists with other entries or windows than the spec's", field="spec")
     return msgspec.structs.replace(manifest, entries=wanted.entries)
 
 
 def _unviewed(manifest: Manifest) -> list[Entry]:
-    """Return the entries but for what the layout digest, which both share, has compared as it must be."""
+    """Return the entries without shape and scales, which the layout digest compares as far as they must be equal."""
     return [msgspec.structs.replace(entry, shape=None, scales=None) for entry in manifest.entries]
 
 
@@ -198,7 +205,7 @@ def _array(entries: Sequence[Entry], layer: int | None) -> Array:
     for number, entry in enumerate(entries):
         if (entry.base, entry.dtype, entry.shape) != (first.base + number * step, first.dtype, first.shape):
             raise InvalidFieldError(
-                f"the layers of {name} are not evenly apart, or not alike: take them one by one", field="role"
+                f"the layers of {name} differ in spacing, dtype or shape: request each layer by itself", field="role"
             )
     shape = first.shape if layer is not None else (len(entries), *first.shape)
     return Array(name=name, start=first.base, shape=shape, dtype=first.dtype)
@@ -208,5 +215,5 @@ def _name(component: str, role: str, layer: int | None) -> str:
     return f"{component}/{role}" if layer is None else f"{component}/{role}/{layer}"
 
 
-def _not_as(field: str, array: Array, has: object, wanted: object) -> InvalidFieldError:
+def _differs(field: str, array: Array, has: object, wanted: object) -> InvalidFieldError:
     return InvalidFieldError(f"{array.name}: {field} is {has}, the spec needs {wanted}", field=f"{array.name}.{field}")

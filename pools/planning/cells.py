@@ -1,7 +1,7 @@
-"""Segments of a plan's side as cells: numbered rows of one width, for memory that only a device can touch.
+"""Segments of a plan side as gather cells: equal-width rows of a 2-D view, for memory that only a device can access.
 
-A device gathers by taking numbered rows of a two-dimensional view. A whole page is one row; a slice of a page is cut
-into rows of the greatest width of which both a row and a slice have a whole number. Knows nothing of devices.
+A device gathers by row index from a two-dimensional view. A whole page is one cell; a slice of a page is cut into cells
+of gcd(row bytes, slice bytes). Contains no device code. Not the coverage cells of docs/architecture.md, "Words".
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvferry.pools.planning.runs import PageIds
 
 
 class Cells(NamedTuple):
-    """Part of one entry: its cells in the order in which they lie in contiguous memory.
+    """Some cells of one entry, in their order in contiguous memory.
 
     Attributes:
-        offset_bytes: where cell 0 begins in the region.
-        cell_bytes: the width of a cell.
-        numbers: ``(n,)`` int64, ascending only where the pages are.
-        flat_bytes: where the first of them lies in the contiguous memory.
+        offset_bytes: byte offset of cell 0 in the region.
+        cell_bytes: width of a cell in bytes.
+        numbers: ``(n,)`` int64 cell indices; ascending only if the pages are.
+        flat_bytes: byte offset of the first of these cells in the contiguous memory.
     """
 
     offset_bytes: int
@@ -32,12 +32,12 @@ class Cells(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return how many bytes they are."""
+        """Return the total size of the cells in bytes."""
         return self.cell_bytes * len(self.numbers)
 
 
 def cells_of(side: PlanSide, first: int, stop: int) -> Iterator[Cells]:
-    """Yield segments ``[first, stop)`` entry by entry; entries of whole pages on the same pages share one array."""
+    """Yield the cells of segments ``[first, stop)``, entry by entry; whole-page entries share one array of ids."""
     pages, flat = len(side.ids), 0
     shared: tuple[int, PageIds] = (-1, side.ids)
     while first < stop:
@@ -52,7 +52,7 @@ def cells_of(side: PlanSide, first: int, stop: int) -> Iterator[Cells]:
 
 
 def segments_that_fit(side: PlanSide, first: int, stop: int, max_bytes: int) -> int:
-    """Return where to end so that segments ``[first, end)`` have at most ``max_bytes``; one segment at least."""
+    """Return the largest ``end`` such that segments ``[first, end)`` fit in ``max_bytes``; at least ``first + 1``."""
     pages, sizes = len(side.ids), side.segment_bytes
     end = first
     while end < stop:

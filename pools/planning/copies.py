@@ -1,8 +1,9 @@
-"""Copying blocks between addresses of this process, many at a time, with the GIL released.
+"""Copying blocks between addresses of this process, many per call, with the GIL released.
 
-Small blocks go by one ``process_vm_readv`` on ourselves for up to 1024 of them: no Python object and no call a block.
-Larger ones go by memmove, one call each: the kernel pins every 4 KiB that it copies, which costs more than the calls.
-Where a sandbox forbids the former, memmove does it all. Knows nothing of pools; the caller has checked every address.
+Small blocks are copied by ``process_vm_readv`` on this process, up to 1024 per call: no Python object or call per
+block. Larger blocks use one memmove each, because the kernel pins every 4 KiB page that ``process_vm_readv`` copies,
+which costs more than the calls. Where a sandbox forbids ``process_vm_readv``, memmove copies everything. Callers have
+checked every address.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol.errors import TransferFailedError
 
 MAX_VECTOR: Final = 1024
-"""Blocks of one system call (IOV_MAX)."""
+"""Blocks per system call (IOV_MAX)."""
 
 SMALL_BLOCK_BYTES: Final = 8 << 10
-"""Below this, a block costs less within a ``process_vm_readv`` than by a memmove of its own."""
+"""Below this mean size, ``process_vm_readv`` is faster than one memmove per block."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = _libc.process_vm_readv
@@ -37,18 +38,18 @@ _readv.argtypes = (
 
 
 class CopyBlocks(Protocol):
-    """Copies blocks of absolute addresses, in order; source and destination blocks may not overlap."""
+    """Copies blocks at absolute addresses, in order; source and destination blocks must not overlap."""
 
     def __call__(self, blocks: Blocks) -> None:
         """Copy ``(n, 3)`` blocks; n may be 0.
 
         Raises:
-            TransferFailedError: an address is not mapped; blocks before it have been copied.
+            TransferFailedError: an address is not mapped; earlier blocks may have been copied.
         """
 
 
 def copy_vectored(blocks: Blocks) -> None:
-    """Copy by ``process_vm_readv``; see ``CopyBlocks``."""
+    """Copy with ``process_vm_readv``; see ``CopyBlocks``."""
     local, remote = _vectors(blocks[:, 1], blocks[:, 2]), _vectors(blocks[:, 0], blocks[:, 2])
     pid = os.getpid()
     for start in range(0, len(blocks), MAX_VECTOR):
@@ -62,13 +63,13 @@ def copy_vectored(blocks: Blocks) -> None:
 
 
 def copy_one_by_one(blocks: Blocks) -> None:
-    """Copy by memmove; see ``CopyBlocks``. An address that is not mapped is a crash."""
+    """Copy with one memmove per block; see ``CopyBlocks``. An unmapped address crashes the process."""
     for source, destination, size in blocks.tolist():
         ctypes.memmove(destination, source, size)
 
 
 def copy_by_size(blocks: Blocks) -> None:
-    """Copy small blocks vectored and larger ones one by one; see ``CopyBlocks``. The mean size decides."""
+    """Choose between ``copy_vectored`` and ``copy_one_by_one`` by the mean block size; see ``CopyBlocks``."""
     if int(blocks[:, 2].sum()) < SMALL_BLOCK_BYTES * len(blocks):
         copy_vectored(blocks)
     else:
@@ -76,7 +77,7 @@ def copy_by_size(blocks: Blocks) -> None:
 
 
 def vectored_copy_works() -> bool:
-    """Return whether this process may use ``copy_vectored``: some container sandboxes forbid the call."""
+    """Return whether ``copy_vectored`` works in this process: some container sandboxes forbid ``process_vm_readv``."""
     source, destination = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     blocks = np.array([[source.ctypes.data, destination.ctypes.data, 64]], np.uint64)
     try:
@@ -87,13 +88,13 @@ def vectored_copy_works() -> bool:
 
 
 def split_blocks(blocks: Blocks, max_bytes: int) -> Blocks:
-    """Return the same copies with no block above ``max_bytes``, in order."""
-    pieces = (blocks[:, 2] + np.uint64(max_bytes - 1)) // np.uint64(max_bytes)
-    if len(pieces) == int(pieces.sum()):
+    """Return the same copies, in order, as blocks of at most ``max_bytes``."""
+    parts = (blocks[:, 2] + np.uint64(max_bytes - 1)) // np.uint64(max_bytes)
+    if len(parts) == int(parts.sum()):
         return blocks
-    split = np.repeat(blocks, pieces.astype(np.int64), axis=0)
-    first_piece = np.repeat(np.cumsum(pieces) - pieces, pieces.astype(np.int64))
-    offset = (np.arange(len(split), dtype=np.uint64) - first_piece) * np.uint64(max_bytes)
+    split = np.repeat(blocks, parts.astype(np.int64), axis=0)
+    first_part = np.repeat(np.cumsum(parts) - parts, parts.astype(np.int64))
+    offset = (np.arange(len(split), dtype=np.uint64) - first_part) * np.uint64(max_bytes)
     split[:, 0] += offset
     split[:, 1] += offset
     split[:, 2] = np.minimum(split[:, 2] - offset, np.uint64(max_bytes))
@@ -101,7 +102,7 @@ def split_blocks(blocks: Blocks, max_bytes: int) -> Blocks:
 
 
 def chunk_bounds(blocks: Blocks, chunk_bytes: int) -> npt.NDArray[np.int64]:
-    """Return where to cut a list of blocks so that a chunk has about ``chunk_bytes``: ascending, 0 and n included.
+    """Return the block indices at which to cut into chunks of about ``chunk_bytes``: ascending, with 0 and n.
 
     A chunk holds at least one block and exceeds ``chunk_bytes`` by less than one block.
     """

@@ -1,9 +1,9 @@
-"""Coverage: which cells (entry, head interval, logical page) of a transfer are required, planned by a SEND, and there.
+"""Coverage: which cells (entry, heads, logical page) of a transfer are required, planned by a SEND, and have arrived.
 
-Each cell is counted exactly once: a second planned copy is an overlap, unless its sender is one of several that hold
-the same content; then the first to come sends it, whatever its rank, and the others send the rest, if there is any.
-Heads are told apart from the first planned copy on that is of a part of an entry's heads: before that an entry's page
-is one cell.
+Each cell is counted once: a second planned copy of it is an overlap, unless its sender is one of several replicas; then
+the first accepted replica sends the cell, whatever its rank, and the others send what is left (docs/architecture.md,
+"Formulas"). A page of an entry is one cell until the first planned copy that has only some of the entry's heads; from
+then on each head is counted separately.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ from kvferry.protocol.errors import IncompleteError, PageOverlapError, Uncovered
 from kvferry.protocol.manifests import Entry
 
 Rows: TypeAlias = npt.NDArray[np.bool_]
-"""``(rows,)`` bool: some of the rows of ``Cells``."""
+"""``(rows,)`` bool mask over the rows of ``Cells``."""
 
 _Grid: TypeAlias = npt.NDArray[np.bool_]
 """``(entries, heads, pages)`` bool."""
 
 
 class Cells(NamedTuple):
-    """Every combination of some entries (``(rows,)`` indices) and a range of a transfer's pages, from its first on.
+    """The cells of some entries (rows) on one range of a transfer's pages.
 
-    ``heads`` has what part of each entry it is, by the entry's own numbers; None for all heads, of one row or of all.
+    Attributes:
+        entries: ``(rows,)`` indices of entries.
+        start: first page, counted from the transfer's first page.
+        stop: page after the last.
+        heads: the heads of each row, counted within the entry; None in a row, or for all rows, means all heads.
     """
 
     entries: npt.NDArray[np.intp]
@@ -39,13 +43,13 @@ class Cells(NamedTuple):
     heads: tuple[Heads | None, ...] | None = None
 
     def of(self, rows: Rows) -> Cells:
-        """Return the cells of some rows."""
+        """Return the cells of the selected rows."""
         heads = None if self.heads is None else tuple(itertools.compress(self.heads, rows.tolist()))
         return self._replace(entries=self.entries[rows], heads=heads)
 
 
 class Extent(NamedTuple):
-    """Some rows of ``Cells``, and a range of pages on which none of them has a sender."""
+    """Rows of ``Cells``, and a range of pages on which none of them has a sender."""
 
     rows: Rows
     start: int
@@ -53,7 +57,7 @@ class Extent(NamedTuple):
 
 
 def cells_of(pairs: Sequence[Pair], start: int, stop: int) -> Cells:
-    """Return the cells that pairs fill on a range of pages; a row for each pair."""
+    """Return the cells that ``pairs`` fill on pages ``[start, stop)``, one row per pair."""
     entries = np.array([pair.destination_index for pair in pairs], np.intp)
     if not any(pair.heads for pair in pairs):
         return Cells(entries, start, stop)
@@ -64,8 +68,8 @@ def cells_of(pairs: Sequence[Pair], start: int, stop: int) -> Cells:
 class Coverage:
     """The cells of one component of one transfer.
 
-    The head axis of its grids has length 1 until heads are told apart, and then that of the entry with the most; an
-    entry's last head has the rest of the axis to itself.
+    The head axis of its grids has length 1 until heads are counted separately, then the largest number of heads of any
+    entry; an entry with fewer heads uses its last head for the rest of the axis.
     """
 
     def __init__(self, entries: Sequence[Entry], pages: int, optional_components: Collection[str]) -> None:
@@ -73,7 +77,7 @@ class Coverage:
 
         Args:
             entries: the destination's entries of this component, in their order.
-            pages: how many logical pages the transfer has.
+            pages: number of logical pages of the transfer.
             optional_components: components that no source has to cover.
         """
         self._entries = entries
@@ -81,15 +85,17 @@ class Coverage:
         self._planned, self._arrived, self._excused = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
 
     def free_extents(self, cells: Cells, replicated: Rows) -> tuple[Extent, ...]:
-        """Return what has no sender yet: no row twice. A source's own chunks never overlap: admission sees to that.
+        """Return the extents that have no sender yet; each row is in at most one.
+
+        Chunks of one source never overlap: admission checks that.
 
         Args:
             cells: what a source could send.
-            replicated: the rows whose content other sources hold as well; some of their pages may be taken, but not
-                some of the heads of a page, and what is left is in one extent.
+            replicated: rows that other sources hold too. Some of their pages may have a sender already, if those have
+                one for all heads and the pages left are contiguous.
 
         Raises:
-            PageOverlapError: names the first cell that has a sender already, and may not have one.
+            PageOverlapError: names the first cell that already has a sender and must not.
         """
         bounds = np.tile([cells.start, cells.stop], (len(cells.entries), 1))
         for rows, heads in self._parts(cells):
@@ -111,8 +117,8 @@ class Coverage:
         )
 
     def plan(self, cells: Cells) -> None:
-        """Count the cells as planned; ``free_extents`` has found all of them free."""
-        self._tell_heads_apart(cells)
+        """Mark the cells as planned; ``free_extents`` has returned all of them."""
+        self._separate_heads(cells)
         self._set(self._planned, cells, value=True)
 
     def withdraw(self, cells: Cells) -> None:
@@ -120,24 +126,27 @@ class Coverage:
         self._set(self._planned, cells, value=False)
 
     def arrive(self, cells: Cells) -> None:
-        """Count the cells as there."""
+        """Mark the cells as arrived."""
         self._set(self._arrived, cells, value=True)
 
     def excuse(self, cells: Cells) -> None:
-        """Require these cells no longer: nobody has them, and both sides were told."""
-        self._tell_heads_apart(cells)
+        """Stop requiring these cells: no source has them, and both sides have agreed to that."""
+        self._separate_heads(cells)
         self._set(self._excused, cells, value=True)
 
     def check_planned(self, excused: Iterable[Cells] = ()) -> None:
-        """Check that every required cell has a sender, but for those that are excused or would be.
+        """Check that every required cell has a sender or is excused.
+
+        Args:
+            excused: cells to treat as excused in this check only.
 
         Raises:
-            UncoveredEntryError: names the first entry of which no page has one.
-            IncompleteError: names the first cell without one and counts them.
+            UncoveredEntryError: names the first entry without a sender for any page.
+            IncompleteError: names the first cell without a sender and gives their number.
         """
         extra = tuple(excused)
         for cells in extra:
-            self._tell_heads_apart(cells)
+            self._separate_heads(cells)
         settled = self._planned | self._excused
         for cells in extra:
             self._set(settled, cells, value=True)
@@ -158,17 +167,17 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Return whether every required and every planned cell is there."""
+        """Return whether every required and every planned cell has arrived."""
         required = self._required[:, None, None] & ~self._excused
         return not ((self._planned | required) & ~self._arrived).any()
 
     @property
     def arrived_pages(self) -> int:
-        """Return how many pages are there in every required entry, with all heads; excused ones are not there."""
+        """Return how many pages have arrived in every required entry with all heads; excused pages do not count."""
         return int((self._arrived | ~self._required[:, None, None]).all(axis=(0, 1)).sum())
 
     def _parts(self, cells: Cells) -> Iterator[tuple[npt.NDArray[np.intp], slice]]:
-        """Yield the rows that have the same part of the head axis, and that part."""
+        """Yield each part of the head axis, preceded by the rows that use it."""
         if cells.heads is None:
             yield np.arange(len(cells.entries)), slice(None)
             return
@@ -181,7 +190,7 @@ class Coverage:
             yield np.array(rows, np.intp), self._on_axis(start, stop)
 
     def _on_axis(self, start: int, stop: int) -> slice:
-        """Return a part of the head axis; a stop of -1 is its end."""
+        """Return the slice of the head axis; a stop of -1 is its end."""
         if self._planned.shape[1] == 1:
             return slice(None)
         return slice(start, None if stop < 0 else stop)
@@ -190,8 +199,8 @@ class Coverage:
         for rows, heads in self._parts(cells):
             grid[cells.entries[rows], heads, cells.start : cells.stop] = value
 
-    def _tell_heads_apart(self, cells: Cells) -> None:
-        """Give the arrays their head axis, if any of the cells is of a part of its entry's heads."""
+    def _separate_heads(self, cells: Cells) -> None:
+        """Expand the head axis of the grids if any of the cells has only some of its entry's heads."""
         if cells.heads is None or self._planned.shape[1] > 1:
             return
         held = [self._heads_of(entry) for entry in cells.entries.tolist()]
@@ -205,7 +214,7 @@ class Coverage:
         return self._entries[entry].heads or 1
 
     def _counted(self) -> npt.NDArray[np.bool_]:
-        """Return which places on the head axis are heads of their own: ``(entries, heads)`` bool."""
+        """Return which positions on the head axis are real heads of each entry: ``(entries, heads)`` bool."""
         axis = self._planned.shape[1]
         if axis == 1:
             return np.ones((len(self._entries), 1), np.bool_)
@@ -213,7 +222,7 @@ class Coverage:
         return np.arange(axis) < np.array(held)[:, None]
 
     def _overlap(self, cells: Cells, row: int, start: int, taken: npt.NDArray[np.bool_]) -> PageOverlapError:
-        """Return the error that names the first cell of a row that is taken: ``(heads, pages)`` bool."""
+        """Return the error that names the first cell of a row in ``taken``, ``(heads, pages)`` bool."""
         entry = int(cells.entries[row])
         head, page = (int(one) for one in np.argwhere(taken)[0])
         heads = self._head_range(entry, start + head, taken[head:, page])
@@ -223,7 +232,7 @@ class Coverage:
         )
 
     def _head_range(self, entry: int, first: int, wrong: Rows) -> str:
-        """Say which heads are wrong, by the model's numbers: from ``first`` on as long as ``wrong`` is true."""
+        """Return the heads at fault as text, in the model's numbering: from ``first`` on while ``wrong`` is true."""
         one = self._entries[entry]
         held = self._heads_of(entry)
         if self._planned.shape[1] == 1 or held == 1:

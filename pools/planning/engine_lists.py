@@ -1,9 +1,9 @@
-"""Pointer lists as today's engines exchange them: the main list and the state list, in SGLang's order.
+"""Pointer lists as SGLang exchanges them: the main list and the state list, in SGLang's order.
 
-An engine's connector registers memory by three parallel lists: where each array begins, how long it is, and how long
-one of its items is. An item is a page (a slot of a state), also where the array's rows are tokens. Sources:
-``get_contiguous_buf_infos`` and ``get_state_buf_infos`` of SGLang's pools, and ``setup_state_kv_args``. Positions in
-these lists mean nothing across pools: kvferry itself pairs by (component, role, layer).
+An engine's connector registers memory with three parallel lists: address, length and item length of each array. An item
+is a page (for a state: a slot), even where a row of the array is a token. Sources: ``get_contiguous_buf_infos`` and
+``get_state_buf_infos`` of SGLang's pools, and ``setup_state_kv_args``. Positions in these lists mean nothing across
+pools: kvferry itself pairs by (component, role, layer).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ STATE_ROLES = ("conv", "ssm", "k", "v", *SCALE_ROLES)
 
 
 class PointerList(msgspec.Struct, frozen=True):
-    """Three parallel lists, an element an array.
+    """Parallel lists with one element per array.
 
-    ``data_ptrs`` are addresses, ``data_lens`` and ``item_lens`` bytes; ``names`` are ``component/role/layer``.
+    ``data_ptrs`` are addresses, ``data_lens`` and ``item_lens`` are in bytes, ``names`` are ``component/role/layer``.
     """
 
     data_ptrs: tuple[int, ...]
@@ -34,7 +34,7 @@ class PointerList(msgspec.Struct, frozen=True):
 
 
 class EngineLists(msgspec.Struct, frozen=True):
-    """What an engine calls its KV data and its state data; either may be empty."""
+    """An engine's lists of KV data and of state data; either may be empty."""
 
     main: PointerList
     state: PointerList
@@ -43,13 +43,13 @@ class EngineLists(msgspec.Struct, frozen=True):
 def engine_lists(manifest: Manifest, base_address: int = 0) -> EngineLists:
     """Return a pool's lists.
 
-    The main list is k of all layers, v, scales that travel with pages, index_k and index_scale, then the draft's in the
-    same order; an array that layers of several groups share is there once, by the first one's name. The state list is
-    the slots of a request (conv, ssm), the window's k and v (and scales), then once more the indexer's arrays, the
-    draft's last.
+    The main list is k of all layers, v, the scales that travel with pages, index_k and index_scale, then the draft's
+    arrays in the same order; an array shared by layers of several groups is listed once, under the first one's name.
+    The state list is the state slots (conv, ssm), the window's k and v (and scales), then the indexer's arrays again,
+    the draft's last.
 
     Args:
-        manifest: the pool's.
+        manifest: the pool's manifest.
         base_address: where its region is mapped; 0 gives offsets.
     """
     paged = [one.name for one in manifest.components if one.kind == "paged"]

@@ -1,9 +1,9 @@
-"""Gathering what a plan's side exchanges into contiguous memory, and scattering it from there.
+"""Gather the bytes of one plan side into contiguous memory, and scatter them back.
 
-Bytes there are in one order that both sides compute alone: entry by entry, page by page, row by row. One entry's page
-is a segment; segment ``entry * pages + page``. Whole pages in a few runs go by the copies of ``copies``, a call for
-many; scattered pages and slices of pages by numpy, a call an entry, with the GIL released all the while: no Python
-object for each page or token. Knows nothing of transports; whoever calls has checked addresses and ids.
+The order in contiguous memory is entry by entry, page by page, row by row; both sides compute it independently. A
+segment is one page of one entry, numbered ``entry * pages + page``. Whole pages in few runs are copied by ``copies``,
+many per call; scattered pages and slices by numpy, one call per entry. Both release the GIL and create no Python object
+per page or token. Callers have checked addresses and ids.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvferry.protocol.errors import BounceBufferTooSmallError
 
 MAX_WORD_BYTES: Final = 8
 MANY_RUNS: Final = 8
-"""With so many runs, one call of numpy's an entry costs less than a memmove a run, each of which takes the GIL anew."""
+"""From this many runs on, one numpy call per entry is faster than a memmove per run, each of which retakes the GIL."""
 
 
 class CopyChunk(NamedTuple):
-    """Segments ``[first, stop)``, which have so many bytes."""
+    """Segments ``[first, stop)``, ``size_bytes`` bytes in all."""
 
     first: int
     stop: int
@@ -33,16 +33,16 @@ class CopyChunk(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """Some entries by some pages: segments that follow each other.
+    """Consecutive segments: some entries times some pages.
 
     Attributes:
-        first_entry: its number; the arrays, ``(entries,)``, begin with it.
-        ids: the pages.
-        runs: the pages in runs, numbered from 0 on the contiguous side.
-        by_row: which entries numpy copies, page by page or slice by slice.
+        first_entry: index of the entry that the ``(entries,)`` arrays below begin with.
+        ids: page ids.
+        runs: the runs of ``ids``; pages of the contiguous side count from 0.
+        by_row: mask of the entries that numpy copies, by page or by slice.
         sizes: bytes of a segment.
-        base: where the entry lies in memory.
-        flat: where its first segment lies in the contiguous memory.
+        base: address of the entry.
+        flat: address of the entry's first segment in the contiguous memory.
     """
 
     first_entry: int
@@ -55,22 +55,22 @@ class _Rectangle(NamedTuple):
 
 
 def total_segments(side: PlanSide) -> int:
-    """Return how many segments a side has."""
+    """Return the number of segments of a side."""
     return len(side.base) * len(side.ids)
 
 
 def cut_copy_chunks(side: PlanSide, max_bytes: int) -> list[CopyChunk]:
-    """Cut all segments, in order, into copy chunks of at most ``max_bytes``: as few as can be.
+    """Cut all segments, in order, into as few copy chunks of at most ``max_bytes`` as possible.
 
     Raises:
-        BounceBufferTooSmallError: an entry's segment alone is larger.
+        BounceBufferTooSmallError: one segment of an entry is larger than ``max_bytes``.
     """
     sizes, pages = side.segment_bytes.tolist(), len(side.ids)
     largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
     if largest is not None and sizes[largest] > max_bytes:
         raise BounceBufferTooSmallError(
-            f"entry {largest} sends {sizes[largest]} bytes a page, of page_bytes {side.page_bytes[largest]}; one slot "
-            f"has {max_bytes}",
+            f"entry {largest} sends {sizes[largest]} bytes per page (page_bytes {side.page_bytes[largest]}); a bounce "
+            f"buffer has {max_bytes}",
             field="page_bytes",
         )
     copy_chunks: list[CopyChunk] = []
@@ -94,12 +94,12 @@ def gather(
     """Copy segments ``[first, stop)`` into contiguous memory.
 
     Args:
-        side: whose bytes.
-        memory_address: what its bases count from; 0 where they are addresses.
-        first: a segment's number.
-        stop: the one after the last.
-        out_address: where to; ``cut_copy_chunks`` says how much.
-        copy: for whole pages in few runs.
+        side: the plan side to read.
+        memory_address: added to the side's bases; 0 if they are absolute addresses.
+        first: the first segment.
+        stop: the segment after the last.
+        out_address: the contiguous memory; ``cut_copy_chunks`` gives its size.
+        copy: copies whole pages in few runs.
 
     Raises:
         TransferFailedError: an address is not mapped.
@@ -115,7 +115,7 @@ def gather(
 def scatter(
     side: PlanSide, memory_address: int, first: int, stop: int, in_address: int, copy: CopyBlocks = copy_by_size
 ) -> None:
-    """Copy segments ``[first, stop)`` from contiguous memory to where they belong: the reverse of ``gather``."""
+    """Copy segments ``[first, stop)`` from contiguous memory into the side's pages: the reverse of ``gather``."""
     for one in _rectangles(side, first, stop, memory_address, in_address):
         blocks = _whole_blocks(one)
         if len(blocks):
@@ -125,9 +125,9 @@ def scatter(
 
 
 def memory_runs(side: PlanSide, memory_address: int, first: int, stop: int) -> list[tuple[int, int]]:
-    """Return where segments ``[first, stop)`` lie, one after another: (address, bytes) of each run of pages.
+    """Return (address, bytes) of each run of pages in segments ``[first, stop)``, in segment order.
 
-    Only of a side that exchanges whole pages.
+    The side must exchange whole pages only.
     """
     assert not side.sliced.any(), side
     found: list[tuple[int, int]] = []
@@ -143,7 +143,7 @@ def memory_runs(side: PlanSide, memory_address: int, first: int, stop: int) -> l
 
 
 def _rectangles(side: PlanSide, first: int, stop: int, memory_address: int, flat_address: int) -> Iterator[_Rectangle]:
-    """Yield at most three: the rest of the first entry, whole entries, the beginning of the last one."""
+    """Yield at most three rectangles: the rest of the first entry, whole entries, the beginning of the last entry."""
     pages, sizes, sliced = len(side.ids), side.segment_bytes, side.sliced
     while first < stop:
         entry, page = divmod(first, pages)
@@ -162,7 +162,7 @@ def _rectangles(side: PlanSide, first: int, stop: int, memory_address: int, flat
 
 
 def _whole_blocks(part: _Rectangle) -> Blocks:
-    """Return the copies of whole pages that do not go row by row, from memory to flat."""
+    """Return the blocks of the entries not in ``by_row``, from the pages to the contiguous memory."""
     if part.by_row.all():
         return np.empty((0, 3), np.uint64)
     whole = ~part.by_row
@@ -175,16 +175,13 @@ def _whole_blocks(part: _Rectangle) -> Blocks:
 
 
 def _slices_of(side: PlanSide, part: _Rectangle) -> Iterator[_Slices]:
-    """Yield the entries that go row by row, one by one."""
+    """Yield the slices of each entry in ``by_row``."""
     for at in part.by_row.nonzero()[0].tolist():
         yield _Slices(side, part.first_entry + at, part.ids, int(part.base[at]), int(part.flat[at]))
 
 
 class _Slices:
-    """The slices of one entry on some pages, and the contiguous memory they go to or come from.
-
-    A whole page is one row, and its own slice.
-    """
+    """The slices of one entry on some pages, and their contiguous memory. A whole page is one row and one slice."""
 
     def __init__(self, side: PlanSide, entry: int, ids: PageIds, base: int, flat: int) -> None:
         self.ids = ids
@@ -197,22 +194,22 @@ class _Slices:
         self.slice_bytes = self.page_bytes if whole else int(side.slice_bytes[entry])
 
     def gather(self) -> None:
-        """Take cells of the greatest size of which both a row and a slice have a whole number.
+        """Gather cells of gcd(row bytes, slice bytes) bytes.
 
-        numpy's ``take`` copies such a cell with one memcpy straight to where it belongs; indexing a strided view would
-        copy everything twice.
+        numpy's ``take`` copies each cell with one memcpy to its destination; indexing a strided view would copy
+        everything twice.
         """
         cell = int(np.gcd(self.row_bytes, self.slice_bytes))
         a_row, a_slice = self.row_bytes // cell, self.slice_bytes // cell
         rows = self.ids[:, None] * self.rows + np.arange(self.rows)
         cells = (rows.reshape(-1, 1) * a_row + np.arange(a_slice)).reshape(-1)
-        # The view ends with the last slice, not with its row, which may be the last of the memory.
+        # The view ends with the last slice: the rest of its row may lie beyond the end of the memory.
         memory = _at(self.start, (int(cells.max()) + 1, cell), (cell, 1), 1)
         out = _at(self.flat, (len(cells), cell), (cell, 1), 1)
         np.take(memory, cells, axis=0, out=out, mode="clip")  # "raise" would buffer all of out
 
     def scatter(self) -> None:
-        """Assign to a strided view, in the widest words that fit: faster here than cells."""
+        """Assign to a strided view in the widest words that fit: faster than cells in this direction."""
         word = self._word_bytes()
         words = self.slice_bytes // word
         memory = _at(
@@ -222,20 +219,20 @@ class _Slices:
         memory[self.ids] = _at(self.flat, shape, (self.rows * self.slice_bytes, self.slice_bytes, word), word)
 
     def _word_bytes(self) -> int:
-        """Return the widest word at multiples of which everything lies."""
+        """Return the widest word, in bytes, that all addresses and sizes are multiples of."""
         together = self.start | self.flat | self.page_bytes | self.row_bytes | self.slice_bytes
         return min(MAX_WORD_BYTES, together & -together)
 
 
 class _Memory:
-    """Memory at an address, as numpy wants to be told of it."""
+    """Memory at an address, for numpy's array interface."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__array_interface__ = interface
 
 
 def _at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], word: int) -> npt.NDArray[Any]:
-    """Return an array of ``word``-byte unsigned integers over memory that outlives it."""
+    """Return a view of ``word``-byte unsigned integers; the memory must outlive it."""
     return np.asarray(
         _Memory({"data": (address, False), "shape": shape, "strides": strides, "typestr": f"<u{word}", "version": 3})
     )

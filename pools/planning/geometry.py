@@ -1,4 +1,4 @@
-"""Element sizes and the bytes of a page, derived twice so that the two must agree."""
+"""Element sizes, page counts, and the bytes of a page: derived in two ways that must agree."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DTYPE_BYTES = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-"""Bytes of one element, by torch's name of the dtype."""
+"""Bytes per element, by torch's name of the dtype."""
 
 PAGE_HEADS = "PAGE_HEADS"
-"""The format of arrays ``(pages, heads)``: a number a head in each page, and no token axis."""
+"""Format of arrays ``(pages, heads)``: one number per page and head, no token axis."""
 
 MAX_PAGES = (1 << 31) - 1
 """Page numbers are int32 in graph tables."""
@@ -30,33 +30,33 @@ def dtype_bytes(dtype: str) -> int:
     """Return the bytes of one element of ``dtype``.
 
     Raises:
-        InvalidFieldError: no dtype of that name.
+        InvalidFieldError: the dtype is unknown.
     """
     size = DTYPE_BYTES.get(dtype)
     if size is None:
-        raise InvalidFieldError(f"no dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}", field="dtype")
+        raise InvalidFieldError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}", field="dtype")
     return size
 
 
 def page_rows(entry: Entry) -> int | None:
-    """Return of how many rows a page is, each with all heads one after another: its tokens; None where nobody says."""
+    """Return the rows of a page, each with all heads: its tokens, 1 for ``PAGE_HEADS``, None if not given."""
     return 1 if entry.format == PAGE_HEADS else entry.page_tokens
 
 
 def page_count(tokens: int, page_size: int, field: str = "tokens") -> int:
-    """Return the pages of a pool that holds ``tokens`` tokens, the padding page 0 included.
+    """Return the pages of a pool for ``tokens`` tokens, including padding page 0: ``tokens // page_size + 1``.
 
-    ``tokens // page_size + 1``, as SGLang's pools have it, which rounds a pool's tokens to whole pages long before:
-    here a part of a page is refused, since whoever asks for so many tokens would have fewer without a word.
+    SGLang's pools use the same formula after rounding the tokens to whole pages. A partial page is refused here, since
+    rounding down would silently give the caller fewer tokens.
 
     Raises:
-        InvalidFieldError: no whole number of pages, or more than a table can number; names ``field``.
+        InvalidFieldError: not a whole number of pages, or more than a table can number; names ``field``.
     """
     whole, rest = divmod(tokens, page_size)
     if rest:
         below = f"{whole * page_size} or " if whole else ""
         raise InvalidFieldError(
-            f"{tokens} tokens are no whole number of pages of {page_size}: {below}{(whole + 1) * page_size} are",
+            f"{tokens} tokens are not a multiple of page_size {page_size}: use {below}{(whole + 1) * page_size}",
             field=field,
         )
     pages = whole + 1
@@ -66,17 +66,17 @@ def page_count(tokens: int, page_size: int, field: str = "tokens") -> int:
 
 
 def page_bytes_of(shape: tuple[int, ...], dtype: str, pages: int, expected: int, name: str) -> int:
-    """Return the bytes of one page of an entry, from its whole array; it must be what the layout's formula gives.
+    """Return the bytes of one page of an entry, from its whole array, and check them against the layout's formula.
 
-    The two ways differ where a row of the array is taken for a page: in the FIA view one row is one *token*, and a
-    page that is computed as ``array[0].nbytes`` would send 1 / page_size of the data.
+    The two differ where a row of the array is mistaken for a page: in the FIA view a row is one *token*, and
+    ``array[0].nbytes`` would send 1 / page_size of the data. See docs/architecture.md, "Formulas".
 
     Args:
-        shape: the entry's array, as engines see it.
+        shape: shape of the entry's array, as engines see it.
         dtype: its element type.
-        pages: the pages it holds.
+        pages: number of pages in the array.
         expected: bytes of a page by the layout's formula.
-        name: how to name the entry in an error.
+        name: the entry's name in an error.
 
     Raises:
         GeometryMismatchError: the two disagree, or the array does not divide into pages.
@@ -85,7 +85,7 @@ def page_bytes_of(shape: tuple[int, ...], dtype: str, pages: int, expected: int,
     derived, rest = divmod(entry_bytes, pages)
     if rest or derived != expected:
         raise GeometryMismatchError(
-            f"{name}: shape and dtype give {entry_bytes / pages:g} bytes a page, page_bytes is {expected}",
+            f"{name}: shape and dtype give {entry_bytes / pages:g} bytes per page, page_bytes is {expected}",
             field="page_bytes",
         )
     return derived

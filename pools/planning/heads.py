@@ -1,7 +1,4 @@
-"""Which KV heads a rank of tensor parallelism holds, and what two ranks have in common.
-
-Knows nothing of entries or pages: a page's geometry is ``pairing``'s business.
-"""
+"""Which KV heads a tensor-parallel rank holds, and which heads two ranks have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError
 
 
 class Heads(msgspec.Struct, frozen=True):
-    """Consecutive KV heads: the first one and how many. Of the model, or of an entry, as the owner says."""
+    """Consecutive KV heads, numbered in the model or within an entry, as each user states."""
 
     start: int
     count: int
@@ -23,7 +20,7 @@ class Heads(msgspec.Struct, frozen=True):
 
 
 class RankHeads(msgspec.Struct, frozen=True):
-    """The model's heads that one rank holds, and how many ranks hold these very heads (1: no other)."""
+    """The model's heads that one rank holds, and how many ranks hold the same heads (1: only this one)."""
 
     start: int
     count: int
@@ -31,18 +28,16 @@ class RankHeads(msgspec.Struct, frozen=True):
 
     @property
     def heads(self) -> Heads:
-        """Return the heads alone."""
+        """Return the heads without the replica count."""
         return Heads(self.start, self.count)
 
 
 def rank_heads(total_heads: int, tp_size: int, rank: int) -> RankHeads:
-    """Return what rank ``rank`` of ``tp_size`` holds of ``total_heads`` KV heads.
-
-    ``[r * N / T, (r + 1) * N / T)`` where T ranks divide N heads; head ``r // (T / N)`` where N heads divide T ranks.
+    """Return the heads of rank ``rank`` of ``tp_size``, by the formula in docs/architecture.md, "Formulas".
 
     Raises:
-        InvalidFieldError: a count below 1, or no such rank.
-        HeadsIndivisibleError: neither divides the other.
+        InvalidFieldError: a count is below 1, or the rank does not exist.
+        HeadsIndivisibleError: neither of ``total_heads`` and ``tp_size`` divides the other.
     """
     if total_heads < 1 or tp_size < 1:
         field = "total_heads" if total_heads < 1 else "tp_size"
@@ -61,6 +56,6 @@ def rank_heads(total_heads: int, tp_size: int, rank: int) -> RankHeads:
 
 
 def intersect(one: Heads, other: Heads) -> Heads | None:
-    """Return the heads that both have, or None."""
+    """Return the heads in both, or None if there are none."""
     start, stop = max(one.start, other.start), min(one.stop, other.stop)
     return Heads(start, stop - start) if start < stop else None

@@ -1,6 +1,6 @@
 """Manifests: laying entries out in a region, checking them, and the layout digest.
 
-Two pools with one digest hold the same things in pages of the same form: a page of one is a page of the other.
+Pools with equal digests have pages of the same content and form: a page of one can be copied into the other.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ def lay_out(
     optional_components: Sequence[str] = OPTIONAL_COMPONENTS,
     places: Sequence[Hashable] | None = None,
 ) -> Manifest:
-    """Return the manifest with these entries one after another from base 0, in the order given.
+    """Return the manifest with these entries one after another from base 0, in the given order.
 
-    Each begins at a multiple of its element's size, without which no tensor can be made of it.
+    Each begins at a multiple of its element size, as a tensor over it requires.
 
     Args:
         entries: at least one.
-        components: what each component is; by default all are paged, on the pages of the first.
-        optional_components: those that no source of a transfer has to cover.
-        places: one for each entry; entries of one place, which are alike, lie in one array. By default none do.
+        components: the components; by default all are paged, in one space named after the first entry's component.
+        optional_components: components that no source of a transfer has to cover.
+        places: a key per entry; entries with equal keys, which must be of the same form, share one array. By default
+            each entry has its own array.
 
     Raises:
-        InvalidFieldError: more bytes than a region can have, or components are optional that are unknown, or all.
-        DuplicateEntryError: two entries of one (component, role, layer).
+        InvalidFieldError: the region would be too large, or an optional component is unknown, or all are optional.
+        DuplicateEntryError: two entries have the same (component, role, layer).
     """
     placed: list[Entry] = []
     bases: dict[Hashable, int] = {}
@@ -66,7 +67,7 @@ def lay_out(
 
 
 def each_array(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the first entry of each array: layers of several groups lie in one."""
+    """Return the first entry of each array; layers of several KV cache groups may share one."""
     first: dict[int, Entry] = {}
     for entry in entries:
         first.setdefault(entry.base, entry)
@@ -79,12 +80,12 @@ def component_of(manifest: Manifest, name: str) -> Component | None:
 
 
 def spaces_of(manifest: Manifest) -> dict[str, int]:
-    """Return each page space's pages, the padding page included, in the components' order."""
+    """Return the number of pages of each page space, including the padding page, in the components' order."""
     return {one.space: one.pages for one in manifest.components}
 
 
 def windows_of(manifest: Manifest) -> dict[str, int | None]:
-    """Return the tokens of each sliding window, by its component's name."""
+    """Return the length in tokens of each sliding window, by its component's name."""
     return {one.name: one.window for one in manifest.components if one.kind == "window"}
 
 
@@ -92,7 +93,7 @@ def check_unique(entries: Iterable[Entry], field: str) -> None:
     """Check that each (component, role, layer) occurs once.
 
     Raises:
-        DuplicateEntryError: the second of two, by its index in ``field``.
+        DuplicateEntryError: names the second of two by its index in ``field``.
     """
     seen: dict[tuple[str, str, int], int] = {}
     for index, entry in enumerate(entries):
@@ -102,29 +103,29 @@ def check_unique(entries: Iterable[Entry], field: str) -> None:
 
 
 def check_optional(components: set[str], optional: Collection[str], field: str) -> None:
-    """Check that what is optional is there, or might be in any pool, and that something is not.
+    """Check the optional components. Those in ``OPTIONAL_COMPONENTS`` need not exist.
 
     Raises:
-        InvalidFieldError: an optional component is unknown, or all are optional.
+        InvalidFieldError: an optional component is unknown, or all components are optional.
     """
     unknown = sorted(set(optional) - components - set(OPTIONAL_COMPONENTS))
     if unknown:
         raise InvalidFieldError(f"the pool has no component {unknown[0]!r}", field=field)
     if components and components <= set(optional):
-        raise InvalidFieldError("a transfer must bring something: not all can be optional", field=field)
+        raise InvalidFieldError("all components are optional: at least one must be required", field=field)
 
 
 def key_of(entry: Entry) -> tuple[str, str, int]:
-    """Return what an entry is paired by: (component, role, layer)."""
+    """Return the key that entries are paired by: (component, role, layer)."""
     return (entry.component, entry.role, entry.layer)
 
 
 def layout_digest(entries: Iterable[Entry]) -> str:
-    """Return 32 hexadecimal digits over what a page of each entry is.
+    """Return the layout digest: 32 hexadecimal digits over the form of each entry's pages.
 
-    Covers component, role, layer, dtype, format, the geometry of a page (its bytes, tokens and heads; the shape of a
-    state's slot) and fixed scales: the same 8 bits under another scale are another number, so a page of one is no page
-    of the other. Leaves out where entries lie, how many pages there are, and how engines view them.
+    Covers component, role, layer, dtype, format, the geometry of a page (bytes, tokens, heads; the shape of a state's
+    slot) and fixed scales, since the same 8 bits mean another number under another scale. Omits where entries lie, the
+    number of pages, and the view.
     """
     pages = sorted(
         (
@@ -138,15 +139,15 @@ def layout_digest(entries: Iterable[Entry]) -> str:
 
 
 def slot_shape(entry: Entry) -> tuple[int, ...] | None:
-    """Return the shape of a page without tokens, a slot: windows by channels are as many bytes as channels by windows.
+    """Return the shape of a slot (a page without tokens); None for pages of tokens and where the shape is unknown.
 
-    None where its bytes and heads say all about a page, or where the shape is not known.
+    The digest needs it because (window, channels) and (channels, window) have the same number of bytes.
     """
     return None if entry.page_tokens is not None or entry.shape is None else entry.shape[1:]
 
 
 def bytes_per_page(manifest: Manifest, space: str | None = None) -> int:
-    """Return the bytes of one page over all arrays of a page space; by default of the first one."""
+    """Return the bytes of one page over all arrays of a page space, by default the first space."""
     if space is None:
         space = manifest.components[0].space
     inside = {one.name for one in manifest.components if one.space == space}
@@ -154,7 +155,7 @@ def bytes_per_page(manifest: Manifest, space: str | None = None) -> int:
 
 
 def total_bytes(manifest: Manifest) -> int:
-    """Return the bytes of all arrays, wherever they lie."""
+    """Return the bytes of all arrays, without gaps between them."""
     return sum(entry.pages * entry.page_bytes for entry in each_array(manifest.entries))
 
 

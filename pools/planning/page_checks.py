@@ -1,4 +1,4 @@
-"""Checks of page lists, made before the first byte moves."""
+"""Checks of page lists, made before any byte is copied."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvferry.protocol.errors import (
 
 
 def check_range(ids: PageIds, pages: int, field: str) -> None:
-    """Check that every id is one of a pool with ``pages`` pages, and none the padding page.
+    """Check that every id is in 1..pages-1; page 0 is the padding page.
 
     Raises:
-        EmptyPagesError: no id at all.
-        PageOutOfRangeError: the first id outside 1..pages-1 and its position.
+        EmptyPagesError: the list is empty.
+        PageOutOfRangeError: names the first id out of range and its position.
     """
     if len(ids) == 0:
         raise EmptyPagesError("the list names no page", field=field)
@@ -28,10 +28,10 @@ def check_range(ids: PageIds, pages: int, field: str) -> None:
 
 
 def check_distinct(ids: PageIds, field: str) -> None:
-    """Check that no id occurs twice. The ids must be in range.
+    """Check that no id occurs twice.
 
     Raises:
-        DuplicatePageError: the smallest id that does.
+        DuplicatePageError: names the smallest id that does.
     """
     ordered = np.sort(ids)
     again = np.flatnonzero(ordered[1:] == ordered[:-1])
@@ -43,7 +43,7 @@ def check_equal_length(source: PageIds, destination: PageIds, field: str) -> Non
     """Check that both lists have the same length.
 
     Raises:
-        LengthMismatchError: with both lengths.
+        LengthMismatchError: names both lengths.
     """
     if len(source) != len(destination):
         raise LengthMismatchError(f"{len(source)} source pages for {len(destination)} destination pages", field=field)

@@ -1,8 +1,8 @@
-"""Which entry of a source goes into which entry of a destination: by (component, role, layer), never by position.
+"""Pairing of source and destination entries by (component, role, layer), never by position.
 
-Every scheme that pairs by position, count or modulo corrupts some case: compact indexers, uneven pipeline stages,
-draft layers on one side (SGLang #27740, #27160, vllm-ascend #15900). Under unequal tensor parallelism a pair exchanges
-the heads that both sides hold, each entry with its own width of a head.
+Pairing by position, count or modulo corrupts data in some case: compact indexers, uneven pipeline stages, draft layers
+on one side only (SGLang #27740, #27160, vllm-ascend #15900). Under unequal tensor parallelism a pair exchanges the
+heads that both sides hold; each entry has its own head width.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kvferry.protocol.errors import GeometryMismatchError, ScaleMismatchError, U
 from kvferry.protocol.manifests import Entry
 
 MUST_AGREE = ("dtype", "format", "page_tokens", "head_start", "heads", "total_heads", "page_bytes")
-"""What paired entries must have in common, where both give it: what tells most first. Equal bytes are not enough."""
+"""Fields that must be equal where both entries give them, most telling first. Equal bytes alone are not enough."""
 
 MUST_AGREE_SLICED = ("page_tokens", "total_heads", "dtype", "format")
-"""What they must have in common where they hold different heads; beside it the bytes of a token's head."""
+"""Fields that must be equal where the entries hold different heads; so must the bytes of one head of one token."""
 
 SLICEABLE_FORMATS = (None, "ND", PAGE_HEADS)
-"""Physical orders in which one head of one token, or of a page without tokens, is contiguous."""
+"""Formats in which one head of one token (or of one page, without tokens) is contiguous."""
 
 SCALE_ROLES = {"k": "k_scale", "v": "v_scale", "index_k": "index_scale"}
-"""Whose scales travel under which role."""
+"""The role of the scales that travel with each role's pages."""
 
 
 class HeadSlice(msgspec.Struct, frozen=True):
-    """The heads that a pair exchanges: ``count``, from ``source`` and ``destination``, each side's own numbers."""
+    """The heads that a pair exchanges: first head within the source entry, within the destination entry, and count."""
 
     source: int
     destination: int
@@ -41,9 +41,9 @@ class HeadSlice(msgspec.Struct, frozen=True):
 
 
 class Pair(NamedTuple):
-    """One destination entry, by its index in its manifest, and the source entry that fills it.
+    """A destination entry, its index in its manifest, and the source entry that fills it.
 
-    ``heads`` is None where whole pages are exchanged: both sides hold the same heads.
+    ``heads`` is None if both sides hold the same heads: whole pages are exchanged.
     """
 
     source: Entry
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
 
 
 class Pairing(msgspec.Struct, frozen=True):
-    """The pairs, in the destination's order; destination entries left uncovered, and source entries left over."""
+    """The pairs in the destination's order, the uncovered destination entries, and the number of unused source ones."""
 
     pairs: tuple[Pair, ...]
     uncovered: tuple[Entry, ...]
@@ -63,14 +63,14 @@ class Pairing(msgspec.Struct, frozen=True):
 def pair_entries(source: Sequence[Entry], destination: Sequence[Entry]) -> Pairing:
     """Pair the entries and check that each pair may exchange pages.
 
-    Entries of one name without a common head are no pair: the one is left over, the other uncovered.
+    Entries with the same key but no common head are not paired: one is skipped, the other left uncovered.
 
     Raises:
-        DuplicateEntryError: a side has two entries of one (component, role, layer).
-        GeometryMismatchError: the entries of a pair differ in a field that both give, or in the bytes of a token's
-            head.
-        ScaleMismatchError: the heads that a pair exchanges have other scales on the other side, or only one side has
-            scales that travel with them.
+        DuplicateEntryError: a side has two entries with the same (component, role, layer).
+        GeometryMismatchError: paired entries differ in a field that both give, or in the bytes of one head of one
+            token.
+        ScaleMismatchError: the exchanged heads have different scales on the two sides, or only one side has scales
+            that travel with its pages.
     """
     check_unique(source, "source.entries")
     check_unique(destination, "destination.entries")
@@ -91,7 +91,7 @@ def check_covered(pairing: Pairing, optional_components: Collection[str]) -> Non
     """Check that no required destination entry is left uncovered.
 
     Raises:
-        UncoveredEntryError: names the first of them and counts them.
+        UncoveredEntryError: names the first uncovered entry and gives their number.
     """
     required = [entry for entry in pairing.uncovered if entry.component not in optional_components]
     if required:
@@ -102,7 +102,7 @@ def check_covered(pairing: Pairing, optional_components: Collection[str]) -> Non
 
 
 def _pair(source: Entry, destination: Entry, index: int) -> Pair | None:
-    """Return the pair, or None without a common head."""
+    """Return the pair, or None if the entries have no head in common."""
     if (source.head_start, source.heads) != (destination.head_start, destination.heads):
         ours, theirs = _heads_of(source), _heads_of(destination)
         if ours and theirs:
@@ -122,20 +122,20 @@ def _pair(source: Entry, destination: Entry, index: int) -> Pair | None:
 
 
 def _check_scales_travel(pairs: Iterable[Pair], source: Container[object], destination: Container[object]) -> None:
-    """Check that scales which travel as entries of their own are there on both sides of what is paired, or on none."""
+    """Check that scales which travel as separate entries exist on both sides of each pair, or on neither."""
     for pair in pairs:
         entry = pair.destination
         key = (entry.component, SCALE_ROLES.get(entry.role), entry.layer)
         if (key in source) != (key in destination):
             other, bare = ("source", "destination") if key in source else ("destination", "source")
             raise ScaleMismatchError(
-                f"{entry.name} has scales that travel with its pages ({key[1]}) at the {other}, none at the {bare}",
+                f"{entry.name} has scales that travel with its pages ({key[1]}) at the {other}, but none at the {bare}",
                 field=f"destination.entries[{pair.destination_index}].scales",
             )
 
 
 def _heads_of(entry: Entry) -> Heads | None:
-    """Return the model's heads that an entry holds, where it says all about them."""
+    """Return the heads that an entry holds, in the model's numbering; None unless all three head fields are given."""
     if entry.head_start is None or entry.heads is None or entry.total_heads is None:
         return None
     return Heads(entry.head_start, entry.heads)
@@ -144,7 +144,7 @@ def _heads_of(entry: Entry) -> Heads | None:
 def _check_sliceable(source: Entry, destination: Entry, index: int) -> None:
     if destination.format not in SLICEABLE_FORMATS or source.format not in SLICEABLE_FORMATS:
         raise GeometryMismatchError(
-            f"{destination.name}: both sides hold other heads, and pages of format "
+            f"{destination.name}: the two sides hold different heads, and pages of format "
             f"{destination.format or source.format} cannot be cut by heads",
             field=f"destination.entries[{index}].format",
         )
@@ -155,7 +155,7 @@ def _check_sliceable(source: Entry, destination: Entry, index: int) -> None:
             field=f"destination.entries[{index}].page_bytes",
         )
     if destination.format == PAGE_HEADS:
-        return  # its last axis are the heads
+        return  # its last axis is the heads
     if source.shape and destination.shape and source.shape[-1] != destination.shape[-1]:
         raise GeometryMismatchError(
             f"{destination.name}: a head is {source.shape[-1]} wide at the source, {destination.shape[-1]} at the "
@@ -169,7 +169,7 @@ def _head_bytes(entry: Entry, index: int) -> int:
     rows = page_rows(entry)
     if rows is None or entry.heads is None:
         raise GeometryMismatchError(
-            f"{entry.name}: pages can be cut by heads only where both sides give page_tokens",
+            f"{entry.name}: pages can be cut by heads only if both sides give page_tokens",
             field=f"destination.entries[{index}].page_tokens",
         )
     size, rest = divmod(entry.page_bytes, rows * entry.heads)
@@ -193,7 +193,7 @@ def _check_agreement(source: Entry, destination: Entry, index: int) -> None:
 
 
 def _token_shape(entry: Entry) -> tuple[int, ...]:
-    """Return (heads, width) of a token, as far as the shape says it; how many pages there are is no part of it."""
+    """Return the last two axes of the shape without its page axis: (heads, width) of a token; () if unknown."""
     return (entry.shape or ())[1:][-2:]
 
 

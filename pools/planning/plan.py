@@ -1,8 +1,8 @@
-"""Plans: what is copied where, all checks done, as arrays.
+"""Plans: checked copies between two sides, as arrays.
 
-A plan keeps entries and runs apart, since every entry has the same runs; ``blocks`` multiplies them out. Each side
-stands for itself, so that a source on another host can make its own. Addresses are offsets or absolute, as the
-entries' bases are.
+A plan stores entries and runs separately, since every entry has the same runs; ``blocks`` multiplies them out. Each
+side is independent of the other, so that a source on another host can build its own. Addresses are offsets or absolute,
+like the entries' bases.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 
 Blocks: TypeAlias = npt.NDArray[np.uint64]
-"""``(n, 3)`` uint64: source address, destination address, bytes."""
+"""``(n, 3)`` uint64: source address, destination address, size in bytes."""
 
 Sizes: TypeAlias = npt.NDArray[np.uint64]
-"""``(entries,)`` uint64, in bytes unless its name says otherwise."""
+"""``(entries,)`` uint64, in bytes unless stated otherwise."""
 
 
 class PlanSide(msgspec.Struct, frozen=True):
-    """Where one side's bytes lie. A page is ``rows`` rows, of each of which a slice is exchanged.
+    """Where one side's bytes lie. A page has ``rows`` rows; one slice of each row is exchanged.
 
-    A whole page is one row: then ``rows`` is 1 and the slice is the page. Else a row is one token.
+    If whole pages are exchanged, ``rows`` is 1 and the slice is the page. Otherwise a row is one token.
 
     Attributes:
-        base: of each entry.
-        page_bytes: from one page to the next.
-        rows: rows of a page, a number.
-        row_bytes: from one row to the next.
-        slice_offset: of the slice in its row.
-        slice_bytes: of a row.
+        base: address of each entry.
+        page_bytes: distance between pages.
+        rows: number of rows per page.
+        row_bytes: distance between rows.
+        slice_offset: offset of the slice in its row.
+        slice_bytes: size of the slice of one row.
         ids: ``(pages,)`` int64, the side's pages in logical order; not checked here.
     """
 
@@ -54,7 +54,7 @@ class PlanSide(msgspec.Struct, frozen=True):
 
     @property
     def segment_bytes(self) -> Sizes:
-        """Return the bytes that one page of each entry exchanges; the same on both sides."""
+        """Return the bytes exchanged per page of each entry; equal on both sides."""
         return self.rows * self.slice_bytes
 
     @property
@@ -64,7 +64,7 @@ class PlanSide(msgspec.Struct, frozen=True):
         return sliced
 
     def of(self, entries: npt.NDArray[np.bool_]) -> PlanSide:
-        """Return the side with some of the entries only, by a mask."""
+        """Return the side with only the entries selected by a mask."""
         return PlanSide(
             self.base[entries],
             self.page_bytes[entries],
@@ -85,17 +85,17 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def pages(self) -> int:
-        """Return how many pages each entry copies."""
+        """Return the number of pages copied per entry."""
         return int(self.runs.pages.sum())
 
     @property
     def total_bytes(self) -> int:
-        """Return how many bytes are copied."""
+        """Return the number of bytes copied."""
         return self.pages * int(self.source.segment_bytes.sum())
 
     @property
     def sliced(self) -> npt.NDArray[np.bool_]:
-        """Return which entries exchange less than whole pages of some side: ``(entries,)`` bool."""
+        """Return which entries exchange less than whole pages on either side: ``(entries,)`` bool."""
         return self.source.sliced | self.destination.sliced
 
     def of(self, entries: npt.NDArray[np.bool_]) -> Plan:
@@ -120,10 +120,10 @@ class Plan(msgspec.Struct, frozen=True):
 def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageIds) -> Plan:
     """Check the page lists against every pair and return the plan.
 
-    A source page may be named twice (it is only read), a destination page may not.
+    A source page may be listed twice (it is only read), a destination page may not.
 
     Raises:
-        UncoveredEntryError: no entry has a partner.
+        UncoveredEntryError: no source entry has a destination entry.
         LengthMismatchError, EmptyPagesError, PageOutOfRangeError, DuplicatePageError: see ``page_checks``.
     """
     pairs = pairing.pairs
@@ -145,12 +145,13 @@ def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageId
 
 
 def make_side(entries: Sequence[Entry], heads: Sequence[Heads | None] | None, ids: PageIds) -> PlanSide:
-    """Return one side of a plan; a source alone can make its own, of its own entries.
+    """Return one side of a plan, from that side's entries alone.
 
     Args:
         entries: this side's entries of the pairs, in the destination's order.
-        heads: what each pair exchanges, by the entry's own numbers; None for whole pages, of one entry or of all.
-        ids: this side's pages, which have been checked.
+        heads: the exchanged heads of each entry, counted within the entry; None, or None in an entry's position, for
+            whole pages.
+        ids: this side's pages, already checked.
 
     Raises:
         GeometryMismatchError: an entry cannot be cut by these heads.
@@ -172,7 +173,7 @@ def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
     rows, held = page_rows(entry) or 0, entry.heads or 0
     if heads.start < 0 or heads.count < 1 or heads.stop > held or rows < 1 or entry.page_bytes % (rows * held):
         raise GeometryMismatchError(
-            f"{entry.name}: pages of {entry.page_bytes} bytes, {rows} tokens and {held} heads do not have heads "
+            f"{entry.name}: pages of {entry.page_bytes} bytes, {rows} tokens and {held} heads cannot be cut into heads "
             f"{heads.start}..{heads.stop - 1}",
             field="heads",
         )
@@ -185,7 +186,7 @@ def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
 
 def _whole_blocks(plan: Plan) -> Blocks:
     sizes = plan.source.page_bytes[:, None]
-    columns = np.empty((3, len(sizes), len(plan.runs.pages)), np.uint64)  # each column in one piece
+    columns = np.empty((3, len(sizes), len(plan.runs.pages)), np.uint64)  # each column contiguous
     np.multiply(sizes, plan.runs.source.astype(np.uint64), out=columns[0])
     np.multiply(sizes, plan.runs.destination.astype(np.uint64), out=columns[1])
     np.multiply(sizes, plan.runs.pages.astype(np.uint64), out=columns[2])
@@ -195,13 +196,13 @@ def _whole_blocks(plan: Plan) -> Blocks:
 
 
 def _token_blocks(plan: Plan) -> Blocks:
-    """Return a block for each token of each page of the plan's one entry."""
+    """Return a block for each token of each page; the plan has one entry."""
     rows = max(int(plan.source.rows[0]), int(plan.destination.rows[0]))
     size = int(plan.source.segment_bytes[0]) // rows
     tokens = np.arange(rows, dtype=np.uint64)
     blocks = np.empty((len(plan.source.ids), rows, 3), np.uint64)
     for column, side in enumerate((plan.source, plan.destination)):
-        row_bytes = int(side.row_bytes[0]) if side.sliced[0] else size  # a whole page holds its tokens in a row
+        row_bytes = int(side.row_bytes[0]) if side.sliced[0] else size  # whole page: tokens are adjacent
         pages = side.base + side.slice_offset + side.ids.astype(np.uint64) * side.page_bytes
         blocks[:, :, column] = pages[:, None] + tokens * np.uint64(row_bytes)
     blocks[:, :, 2] = size

@@ -1,4 +1,4 @@
-"""Runs: maximal extents of pages that are contiguous at the source and at the destination."""
+"""Runs: maximal sequences of pages that are consecutive both at the source and at the destination."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PageIds: TypeAlias = npt.NDArray[np.int64]
 
 
 class Runs(NamedTuple):
-    """Runs in the order of the page lists: three ``(runs,)`` int64 arrays."""
+    """First source page, first destination page and number of pages of each run: three ``(runs,)`` int64 arrays."""
 
     source: PageIds
     destination: PageIds
@@ -20,10 +20,7 @@ class Runs(NamedTuple):
 
 
 def coalesce(source: PageIds, destination: PageIds) -> Runs:
-    """Return the runs of two page lists of one length; order is kept, nothing is sorted or deduplicated.
-
-    A cut lies between i and i+1 where either side does not go on by exactly one. Two empty lists have no run.
-    """
+    """Return the runs of two page lists of equal length, in list order; see docs/architecture.md, "Formulas"."""
     count = len(source)
     if count == 0:
         return Runs(source, destination, np.empty(0, np.int64))

@@ -1,8 +1,8 @@
-"""Scales of keys and values in 8 bits: what an element has to be multiplied with to be what it was.
+"""Dequantization scales of 8-bit keys and values: the factor that an element is multiplied with.
 
-Fixed scales are values of the spec: one for all, one a layer, or one a head of each layer; they stand on the entries
-that they are of. Scales that a kernel makes page by page travel with the pages, as roles of their own. Engines hold
-scales as float32, so here too two are equal where they are as float32.
+Fixed scales are given in the spec: one for all layers, one per layer, or one per head of each layer; they are stored on
+the entries. Scales that a kernel computes per page travel with the pages, as separate roles. Engines hold scales as
+float32, so two scales are equal if they are equal as float32.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ from kvferry.protocol.manifests import Entry, Scales
 
 EIGHT_BIT_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 PAGE = "page"
-"""A scale a page: a rank's own, over all the heads that it holds."""
+"""One scale per page, over all heads that the rank holds."""
 
 PAGE_HEAD = "page_head"
-"""A scale a page and head."""
+"""One scale per page and head."""
 
 
 class KeyValueScales(msgspec.Struct, frozen=True):
-    """The scales of one component's keys and values, and how their fields are called in errors."""
+    """The scales of one component's keys and values; ``prefix`` is put before their field names in errors."""
 
     k: Scales | None = None
     v: Scales | None = None
     prefix: str = ""
 
     def of(self, role: str) -> Scales | None:
-        """Return those of ``k`` or ``v``."""
+        """Return the scales of role ``k`` or ``v``."""
         return self.k if role == "k" else self.v
 
     def field(self, role: str) -> str:
-        """Return the spec's field that has them."""
+        """Return the name of the spec's field with the scales of ``role``."""
         return f"{self.prefix}{role}_scale"
 
 
 def fixed_scales(
     scales: Scales | None, layers: int, heads: int, dtype: str, field: str
 ) -> list[tuple[float, ...] | None]:
-    """Return what stands on the entry of each layer: one scale, or one a head; None where none is fixed.
+    """Return the fixed scales of each layer's entry: one, or one per head; None without fixed scales.
 
     Args:
-        scales: as the spec has them.
-        layers: how many layers the pool has of these.
-        heads: how many heads it holds.
-        dtype: of the keys or values.
-        field: the spec's, for errors.
+        scales: the spec's scales.
+        layers: number of layers.
+        heads: number of heads held.
+        dtype: dtype of the keys or values.
+        field: the spec's field, for errors.
 
     Raises:
-        InvalidFieldError: not of 8 bits, not as many as layers or heads, or a scale that is none.
+        InvalidFieldError: the dtype does not have 8 bits, the number of scales is not that of layers or heads, or a
+            scale is not above 0 and finite.
     """
     if scales is None:
         return [None] * layers
     if dtype not in EIGHT_BIT_DTYPES:
-        raise InvalidFieldError(f"{dtype} has no scales; {', '.join(EIGHT_BIT_DTYPES)} have", field=field)
+        raise InvalidFieldError(f"{dtype} has no scales; only {', '.join(EIGHT_BIT_DTYPES)} have", field=field)
     if isinstance(scales, str):
         return [None] * layers
     if not isinstance(scales, tuple):
@@ -76,21 +77,22 @@ def fixed_scales(
 
 
 def inherited(own: Scales | None, main: Scales | None, field: str) -> Scales | None:
-    """Return the scales of a part that may leave them out: then they are the main part's.
+    """Return a component's scales, which default to those of ``main``.
 
     Raises:
-        InvalidFieldError: those are a layer's each, and so of the main part's layers only.
+        InvalidFieldError: there is no default, because the scales of ``main`` are given per layer of ``main``.
     """
     if own is None and isinstance(main, tuple):
-        raise InvalidFieldError("scales a layer are of main's layers: these layers need their own", field=field)
+        raise InvalidFieldError("main has one scale per layer: give these layers their own scales", field=field)
     return main if own is None else own
 
 
 def check_scales(entry: Entry, field: str) -> None:
-    """Check the scales of an entry from outside.
+    """Check the scales of an untrusted entry.
 
     Raises:
-        InvalidFieldError: not of 8 bits, neither one nor one a head, or a scale that is none.
+        InvalidFieldError: the dtype does not have 8 bits, there is neither one scale nor one per head, or a scale is
+            not above 0 and finite.
     """
     if entry.scales is None:
         return
@@ -98,7 +100,7 @@ def check_scales(entry: Entry, field: str) -> None:
         raise InvalidFieldError(f"{entry.name}: {entry.dtype} has no scales", field=f"{field}.scales")
     if len(entry.scales) not in {1, entry.heads}:
         raise InvalidFieldError(
-            f"{entry.name} has {len(entry.scales)} scales: one, or one for each of its heads ({entry.heads})",
+            f"{entry.name} has {len(entry.scales)} scales: give one, or one for each of its heads ({entry.heads})",
             field=f"{field}.scales",
         )
     for one in entry.scales:
@@ -106,30 +108,30 @@ def check_scales(entry: Entry, field: str) -> None:
 
 
 def canonical(scales: Sequence[float]) -> tuple[float, ...]:
-    """Return the scales by which equal ones are told: as float32, and one where all heads have the same."""
+    """Return the scales in canonical form for comparison: as float32, and a single one if all heads have the same."""
     rounded = tuple(map(_float32, scales))
     return rounded[:1] if len(set(rounded)) == 1 else rounded
 
 
 def check_same_scales(source: Entry, destination: Entry, ours: Heads | None, theirs: Heads | None, field: str) -> None:
-    """Check that what two sides exchange has the same scales on both.
+    """Check that the exchanged heads have the same scales on both sides.
 
     Args:
-        source: the sending side's entry.
-        destination: the receiving side's.
-        ours: which of the source's heads are exchanged, by its own numbers; None for all.
-        theirs: which of the destination's.
-        field: for the error.
+        source: the source's entry.
+        destination: the destination's entry.
+        ours: the exchanged heads, counted within the source entry; None for all.
+        theirs: the exchanged heads, counted within the destination entry; None for all.
+        field: the field to name in the error.
 
     Raises:
-        ScaleMismatchError: only one side has any, or a head's differ; names the entry and the head.
+        ScaleMismatchError: only one side has scales, or those of a head differ; names the entry and the head.
     """
     if source.scales is None and destination.scales is None:
         return
     if source.scales is None or destination.scales is None:
         bare, other = ("source", "destination") if source.scales is None else ("destination", "source")
         raise ScaleMismatchError(
-            f"{destination.name}{_heads_text(destination, theirs)} has scales at the {other}, none at the {bare}",
+            f"{destination.name}{_heads_text(destination, theirs)} has scales at the {other}, but none at the {bare}",
             field=field,
         )
     sent, wanted = _part(source.scales, ours), _part(destination.scales, theirs)
@@ -159,7 +161,7 @@ def _heads_text(entry: Entry, heads: Heads | None) -> str:
 def _checked(scale: float, field: str) -> float:
     rounded = _float32(scale)
     if not math.isfinite(rounded) or rounded <= 0:
-        raise InvalidFieldError(f"a scale is above 0 and finite as float32, not {scale}", field=field)
+        raise InvalidFieldError(f"a scale must be above 0 and finite as float32, not {scale}", field=field)
     return rounded
 
 

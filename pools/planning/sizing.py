@@ -1,4 +1,4 @@
-"""What a pool takes: bytes a token, a page and in all, for each page space."""
+"""Memory use of a pool: bytes per token, per page and in total, for each page space."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvferry.protocol.manifests import ComponentKind, Manifest
 
 
 class SpaceSize(msgspec.Struct, frozen=True, kw_only=True):
-    """One page space. ``pages`` leaves the padding page out, ``total_bytes`` has it.
+    """Sizes of one page space. ``pages`` excludes the padding page, ``total_bytes`` includes it.
 
-    ``page_tokens`` and ``token_bytes`` are None for a state, whose page is the slot of a request; ``token_bytes`` are
-    rounded up where a page has bytes that are no token's.
+    ``page_tokens`` and ``token_bytes`` are None for a state, whose pages are slots; ``token_bytes`` is rounded up if a
+    page has bytes that belong to no token.
     """
 
     space: str

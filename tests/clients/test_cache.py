@@ -131,7 +131,7 @@ def test_blocks_of_several_pages_and_other_page_spaces(client: Client, name: str
         client.wait_done(client.load(name, found.lease, ids))
     assert pool.holds(into[0], contents[0])
     assert pool.holds(into[1], contents[1], "swa")
-    with pytest.raises(UnknownComponentError, match="has no page space 'draft', but main, swa"):
+    with pytest.raises(UnknownComponentError, match="has no page space 'draft'; it has main, swa"):
         client.lookup(name, hashes(1), space="draft")
     pool.close()
 
@@ -190,7 +190,7 @@ def test_pinned_blocks_stay_and_their_pins_end_with_the_session(
         reader.lookup(pool.name, hashes(3))
         reader.lookup(pool.name, hashes(4), pin=False)
         assert client.evict_cached(hashes(4)).kept == 3
-        assert {one.pinned_by for one in client.cached_blocks()} == {(f"session {_session(reader)}",)}
+        assert {one.pinned_by for one in client.cached_blocks()} == {(f"instance {_session(reader)}",)}
     _until_unpinned(client)
     assert client.evict_cached(hashes(3)).blocks == 3
     assert client.lookup(pool.name, hashes(1)).blocks == 0
@@ -221,7 +221,7 @@ def test_what_nobody_pins_gives_way(small: DaemonProcess, name: str) -> None:
         assert client.lookup(name, hashes(3), pin=False).blocks == 3
         with pytest.raises(OverloadedError) as busy:
             client.wait_done(client.offload(name, [pages(ids[:2])]))
-        assert f"cached blocks are pinned: {3 * UNIT} by session " in busy.value.detail
+        assert f"cached blocks are pinned: {3 * UNIT} by instance " in busy.value.detail
         assert f"snapshots and running operations use: {4 * UNIT} of user {os.getuid()};" in busy.value.detail
         with pytest.raises(OutOfMemoryError, match=r"tiers\.host_bytes"):
             client.wait_done(client.offload(name, [pages(ids[:9])]))

@@ -279,9 +279,13 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "None for a count": wrong(lambda w: w.client.allocate(w.p, None), "count", "got `None`"),
     "too many to count": wrong(lambda w: w.client.allocate(w.p, 2**70), "count", ""),
     "too many to show": wrong(lambda w: w.client.allocate(w.p, 10**5000), "count", "a int is no"),
-    "an unknown space": Mistake(lambda w: w.client.allocate(w.p, 1, "swa"), UnknownComponentError, "space", "but main"),
-    "freeing twice": Mistake(lambda w: w.client.free(w.p, w.freed), NotOwnerError, "pages", "freed before"),
-    "freeing another's": Mistake(lambda w: w.client.free(w.p, w.theirs), NotOwnerError, "pages", "another session's"),
+    "an unknown space": Mistake(
+        lambda w: w.client.allocate(w.p, 1, "swa"), UnknownComponentError, "space", "it has main"
+    ),
+    "freeing twice": Mistake(lambda w: w.client.free(w.p, w.freed), NotOwnerError, "pages", "already freed"),
+    "freeing another's": Mistake(
+        lambda w: w.client.free(w.p, w.theirs), NotOwnerError, "pages", "owned by another instance"
+    ),
     "freeing one twice at once": Mistake(
         lambda w: w.client.free(w.p, [int(w.ids[0])] * 2), DuplicatePageError, "pages", "more than once"
     ),
@@ -329,7 +333,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
         lambda w: w.client.wait_finished(w.client.send(w.p, RID, [pages(w.theirs)]), SOON_S),
         NotOwnerError,
         "lists[0].pages",
-        "another session's",
+        "owned by another instance",
     ),
     "a component that the pool lacks": Mistake(
         lambda w: w.client.wait_finished(w.client.send(w.p, RID, [pages(w.ids), pages([1], component="swa")]), SOON_S),

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
-from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
+from kvferry.daemon.control.said_ahead import MAX_MESSAGES_SHARED
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     ClientClosedError,
@@ -371,7 +371,7 @@ def test_no_byte_is_of_two_pools(daemon: DaemonProcess, name: str, offset: int) 
         if offset == 2 * ARRAY_BYTES:
             register(other, f"{name}-second", second)
         else:
-            with pytest.raises(InvalidFieldError, match="has bytes of another pool"):
+            with pytest.raises(InvalidFieldError, match="overlaps memory of another pool"):
                 register(other, f"{name}-second", second)
     os.close(fd)
 
@@ -380,7 +380,10 @@ def test_a_pool_of_the_daemon_is_not_registered_once_more(daemon: DaemonProcess,
     pool = client.create_pool(name, SPEC)
     assert isinstance(pool.region, HostRegion)
     fd = pool.region.fd
-    with raw_engine(daemon.runtime_dir) as engine, pytest.raises(InvalidFieldError, match="has bytes of another pool"):
+    with (
+        raw_engine(daemon.runtime_dir) as engine,
+        pytest.raises(InvalidFieldError, match="overlaps memory of another pool"),
+    ):
         register(engine, f"{name}-again", Claim(lambda: os.dup(fd)))
     pool.close()
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec, calls
-from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
+from kvferry.daemon.control.said_ahead import MAX_MESSAGES_SHARED
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, MalformedError
 from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.pool_messages import RegisteredArrays

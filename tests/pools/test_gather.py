@@ -110,7 +110,7 @@ def test_a_segment_that_no_slot_holds_is_refused() -> None:
     side = side_of([(4, 2, 8), (4, 2, 16)], 3, cut=True)
     assert len(cut_copy_chunks(side, 64)) == 5
     with pytest.raises(
-        BounceBufferTooSmallError, match=r"entry 1 sends 64 bytes a page, of page_bytes 128; one slot has 63"
+        BounceBufferTooSmallError, match=r"entry 1 sends 64 bytes per page \(page_bytes 128\); a bounce buffer has 63"
     ):
         cut_copy_chunks(side, 63)
 

@@ -152,7 +152,7 @@ def test_a_side_that_gives_all_its_heads_gives_whole_pages() -> None:
 
 @pytest.mark.parametrize("heads", [Heads(1, 2), Heads(-1, 1), Heads(0, 0), Heads(2, 1)])
 def test_a_side_refuses_heads_that_its_entry_lacks(heads: Heads) -> None:
-    with pytest.raises(GeometryMismatchError, match="main/k/0: pages of 24 bytes, 4 tokens and 2 heads do not have"):
+    with pytest.raises(GeometryMismatchError, match="main/k/0: pages of 24 bytes, 4 tokens and 2 heads cannot be cut"):
         make_side([rank(0, 2)], [heads], np.array([1]))
 
 

@@ -210,8 +210,8 @@ def test_what_is_exchanged_must_have_one_scale(ours: list[Entry], theirs: list[E
         (side(0, 2, heads(1, 2)), side(0, 2, heads(1, 3)), "main/k/3, heads 0..1: the scale of head 1 is 2 .* 3"),
         (side(0, 4, heads(1, 2, 3, 4)), side(2, 2, heads(3, 5)), "heads 2..3: the scale of head 3 is 4 .* 5"),
         (side(2, 2, heads(3, 5)), side(0, 4, heads(1, 2, 3, 4)), "heads 2..3: the scale of head 3 is 5 .* 4"),
-        (side(0, 2, 0.5), side(0, 2), "heads 0..1 has scales at the source, none at the destination"),
-        (side(2, 2), side(0, 4, 0.5), "heads 2..3 has scales at the destination, none at the source"),
+        (side(0, 2, 0.5), side(0, 2), "heads 0..1 has scales at the source, but none at the destination"),
+        (side(2, 2), side(0, 4, 0.5), "heads 2..3 has scales at the destination, but none at the source"),
     ],
 )
 def test_scales_that_differ_are_refused_by_entry_and_head(ours: list[Entry], theirs: list[Entry], said: str) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from kvferry.protocol.base import PageList
+from kvferry.protocol.batch_messages import Batch, Batched
 from kvferry.protocol.codec import PageIds, encode
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.envelope import Event, Reply, Request
@@ -405,6 +406,13 @@ MESSAGES: Final[dict[str, Message]] = {
     ),
     "TABLES_UPDATED": _reply(TablesUpdated(sequence=6, replayed_rows=4)),
     "TABLES_DELETED": _reply(TablesDeleted(tables="graph")),
+    "BATCH": _request(
+        Batch(requests=(Free(pool="decode", pages=2), Allocate(pool="decode", count=1)), deadlines_ms=(0, 1000)),
+        IDS[0],
+    ),
+    "BATCHED": _reply(
+        Batched(results=(Freed(freed=2, deferred=0), ErrorReply(error=ERROR), Allocated(pages=2))), IDS[0]
+    ),
     "ALLOCATED": _reply(Allocated(pages=2), IDS[0]),
     "FREED": _reply(Freed(freed=2, deferred=1)),
     "ACCEPTED": _reply(Accepted(generation=2, skipped_source_entries=1, skipped_source_pages=2)),
@@ -437,8 +445,10 @@ SESSION_FRAMES: Final[
         | TablesFollow,
     ]
 ] = {
-    "OPEN": SessionOpen(protocol_min=2, protocol_max=2, name="prefill-0"),
-    "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT),
+    "OPEN": SessionOpen(
+        protocol_min=2, protocol_max=2, name="prefill-0", instance="engine-0", keep=True, resume=b"0123456789abcdef"
+    ),
+    "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT, resumed=True, last_message=9),
     "REFUSED": SessionRefused(error=ERROR),
     "REGION": RegionFollows(message_id=7, pool="decode"),
     "EVENTS": EventsFollow(message_id=7),

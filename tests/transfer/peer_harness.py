@@ -17,7 +17,6 @@ from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.base import Region
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, PeerLostError
-from kvferry.protocol.events import Matched
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import PeerBody
 from tests.transfer.peer_network import Connection, Network, ScriptedLinks
@@ -122,10 +121,7 @@ class Node(TransferHarness):
         if isinstance(effect, ReportBug):
             self.bugs.append(effect.detail)
         elif isinstance(effect, Notify):
-            if isinstance(effect.event, Matched):
-                self.matched.append((effect.session_id, effect.event))
-            elif effect.session_id in self.told:
-                self.told[effect.session_id].append(effect.event)
+            self._notify(effect.session_id, effect.event)
         elif isinstance(effect, StartOp | StopOp):
             op = self.state_machine.endpoints.ops[effect.op_id]
             if isinstance(effect, StartOp) and op.send_request.origin is not None:

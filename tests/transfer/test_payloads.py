@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import pytest
@@ -60,11 +61,11 @@ def test_a_payload_over_its_own_pools_bound_is_refused(engines: Engines) -> None
 @pytest.mark.parametrize("first", ["send", "receive"])
 def test_a_payload_over_a_receiving_pools_bound_is_refused(engines: Engines, first: str) -> None:
     """Whoever came later is refused; what was there waits on."""
-    steps = [lambda: engines.send(1, 61), lambda: engines.receive(1)]
-    steps = steps if first == "send" else steps[::-1]
-    steps[0]()
+    steps: list[Callable[[], object]] = [lambda: engines.send(1, 61), lambda: engines.receive(1)]
+    early, late = steps if first == "send" else steps[::-1]
+    early()
     with pytest.raises(TooLargeError, match="61 bytes; pool 'decode' takes 60") as refused:
-        steps[1]()
+        late()
     assert refused.value.field == "payload"
     assert engines.harness.outcomes(engines.prefill) == engines.harness.outcomes(engines.decode) == []
 
@@ -144,3 +145,13 @@ FRAMES: Final = {128 << 10: 64 << 10, 4 << 20: 2 << 20, 1 << 30: LARGEST_PAYLOAD
 def test_the_largest_payload_leaves_half_of_a_frame(frame_bytes: int) -> None:
     assert Limits(max_frame_bytes=frame_bytes).largest_payload_bytes == FRAMES[frame_bytes]
     assert Limits(max_frame_bytes=frame_bytes).largest_payload_bytes >= MAX_PAYLOAD_BYTES
+
+
+def test_a_receiver_that_fails_keeps_no_payload(engines: Engines) -> None:
+    """It had one, and waits for another source when it ends."""
+    request = f"{1:032x}"
+    engines.harness.receive(engines.decode, engines.destination, {}, sources=2, request=request)
+    engines.send(1, 50)
+    assert engines.kept == 2 * 50
+    engines.harness.cancel(engines.decode, engines.destination, "receive", request)
+    assert engines.kept == 0

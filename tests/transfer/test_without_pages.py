@@ -48,7 +48,7 @@ def test_a_payload_comes_without_pages(engines: Engines, none: Lists, first: str
         lambda: engines.send(none, payload=b"logits"),
         lambda: engines.harness.receive(engines.decode, engines.destination, none),
     ]
-    for step in steps if first == "send" else reversed(steps):
+    for step in steps if first == "send" else steps[::-1]:
         step()
     assert not engines.harness.transport.under_way
     finished = engines.harness.finished(engines.decode)
@@ -73,7 +73,7 @@ def test_what_the_receiver_has_no_list_of_is_skipped(engines: Engines, first: st
         lambda: engines.send(engines.pages, payload=b"x"),
         lambda: engines.harness.receive(engines.decode, engines.destination, {}),
     ]
-    for step in steps if first == "send" else reversed(steps):
+    for step in steps if first == "send" else steps[::-1]:
         step()
     finished = engines.harness.finished(engines.decode)
     assert (finished.error, finished.payload, finished.moved_bytes) == (None, b"x", 0)
@@ -123,7 +123,7 @@ def test_between_daemons(none: Lists, first: str) -> None:
         lambda: source.send(prefill, pools[0], none, payload=b"logits"),
         lambda: home.receive(decode, pools[1], none, source_daemons=(source.tcp,)),
     ]
-    for step in steps if first == "send" else reversed(steps):
+    for step in steps if first == "send" else steps[::-1]:
         step()
         harness.deliver_all()
     assert home.finished(decode).payload == b"logits"

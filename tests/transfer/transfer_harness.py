@@ -308,7 +308,7 @@ class TransferHarness:
         }
 
     def _sender(self, session: int, pool: Pool, request: str, deadline_s: float) -> Sender:
-        return Sender(session, pool, request, Clocked(self.now, self.now + deadline_s))
+        return Sender(session, pool, request, Clocked(self.now, self.now + deadline_s), session)
 
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
         self.state_machine.op_done(op_id, error, self.now)

@@ -153,7 +153,7 @@ async def test_a_store_that_has_no_room_holds_nothing(tiers: Harness) -> None:
         engine.store(names(*range(1, 10)), ids[:9])
     await stored_here(tiers, engine, ids[:6].tolist())
     engine.lookup(names(*range(1, 7)))
-    with pytest.raises(OverloadedError, match=f"{6 * UNIT} by session {engine.session.session_id}"):
+    with pytest.raises(OverloadedError, match=f"{6 * UNIT} by instance {engine.session.session_id}"):
         engine.store(names(7, 8, 9), ids[:3])
     assert tiers.pool().allocator.busy_count == 0
     assert tiers.host.arena.used_bytes == 6 * UNIT

@@ -105,14 +105,14 @@ def test_who_pins_what_is_said(host: HostTier) -> None:
     with pytest.raises(OverloadedError) as error:
         host.reserve(MINE, 2, UNIT)
     assert "user 1 has 20480 of its 24576 bytes in use" in error.value.detail
-    assert error.value.detail.endswith("12288 by session 7, 8192 by an operator (kvferry cache)")
+    assert error.value.detail.endswith("12288 by instance 7, 8192 by an operator (kvferry cache)")
     assert cached(host) == [1, 2, 3, 4, 5]
     assert host.status(0).pinned_bytes == 5 * UNIT
 
 
 def test_holders_have_names() -> None:
     assert [holder_name(one) for one in (3, DEMOTION, LOOKUPS, OPERATIONS - 12)] == [
-        "session 3",
+        "instance 3",
         "demotion to a lower tier",
         "lookups",
         "operation 12",
