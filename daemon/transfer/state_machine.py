@@ -80,7 +80,7 @@ class TransferStateMachine:
         self.results = Results(self.payloads)
         self.endpoints = Endpoints(Tombstones() if tombstones is None else tombstones)
         self._generations = Generations()
-        self._epoches = itertools.count(1)
+        self._epochs = itertools.count(1)
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
         self._completion = Completion(self.endpoints, self.results, self.payloads, transitions)
         self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes, self.payloads)
@@ -154,7 +154,7 @@ class TransferStateMachine:
         check_together(receive_request, send_requests, [one for _, fit in fits for one in fit.match.excused])
         hold_for_writing(receive_request, sender.owner_id)
         receive_request.generation = self._generations.next(receive_request.session_id, receive_request.key)
-        receive_request.epoch = next(self._epoches)
+        receive_request.epoch = next(self._epochs)
         self._enter(receive_request)
         ended = self._ended_sources(receive_request, send_requests, now)
         for send_request, fit in fits:
