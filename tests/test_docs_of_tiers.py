@@ -38,7 +38,7 @@ COUNTERS: Final = {
     for file in (ROOT / "daemon").rglob("*.py")
     for line in file.read_text().splitlines()
     if "counters.add(" in line
-    for name in re.findall(r'"((?:{FAMILIES})\.[a-z_.]+)"', line)
+    for name in re.findall(rf'"((?:{FAMILIES})\.[a-z_.]+)"', line)
 }
 SPEC: Final = MhaSpec(layers=2, tokens=16 * 128, page_size=128, kv_heads=2, head_dim=4, dtype="float32")
 MODEL_OF_TEXT: Final = ModelIdentity(name="Qwen/Qwen3-8B", revision="9c925d6")
