@@ -325,7 +325,7 @@ class AsyncClient(AsyncTiers):
             The transfers and operations that changed since the last call, each once.
 
         Raises:
-            DaemonLostError: the daemon has gone; every transfer and work of this session has failed.
+            DaemonLostError: the daemon has gone; every transfer and operation of this session has failed.
         """
         timeout_s = seconds(timeout_s, "timeout_s")
         with self._use:

@@ -142,7 +142,7 @@ class Submissions(Submitting, OfOneProcess):
             InvalidFieldError: it is none, or another client's.
         """
         if not isinstance(operation, TierOperation):
-            raise wrong_kind(operation, "work, as offload, restore, store and load return it", "operation")
+            raise wrong_kind(operation, "TierOperation, as offload, restore, store and load return it", "operation")
         self._check_ours(operation, "operation")
 
     def _check_ours(self, one: Transfer | TierOperation | PendingReply[T], field: str) -> None:

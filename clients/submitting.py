@@ -233,7 +233,7 @@ class Submitting(ABC):
             lists: the pages, one list a component; see ``pages``.
             release: let the daemon free the pages as soon as they are copied; an operation that fails leaves them.
             after: work that still fills the pages, see ``EventRing.mark``; nothing is read before it is done.
-            deadline_s: for the whole work.
+            deadline_s: for the whole operation.
         """
         body, ids = tier_calls.offload_body(pool, lists, after, release=release)
         return self._begin_operation(body, ids, deadline_s)
@@ -259,7 +259,7 @@ class Submitting(ABC):
             drop: drop the snapshot once it is restored.
             any_model: whether the pool may be another model's; else that is refused (MODEL_MISMATCH).
             after: work that still uses the pages; nothing is written before it is done.
-            deadline_s: for the whole work, waiting for pages included.
+            deadline_s: for the whole operation, waiting for pages included.
         """
         body, ids = tier_calls.restore_body(pool, snapshot, lists, after, drop=drop, any_model=any_model)
         return self._begin_operation(body, ids, deadline_s)

@@ -312,7 +312,7 @@ class Client(SyncTiers):
             The transfers and operations that changed since the last call, each once.
 
         Raises:
-            DaemonLostError: the daemon has gone; every transfer and work of this session has failed.
+            DaemonLostError: the daemon has gone; every transfer and operation of this session has failed.
         """
         ends_at = time.monotonic() + seconds(timeout_s, "timeout_s")
         with self._use:

@@ -146,7 +146,7 @@ class Daemon:
             config.transfers.whole_below_bytes,
             Tombstones(config.limits.max_tombstones, config.limits.tombstone_s),
             scheduler,
-            payloads=KeptPayloads(limits.max_kept_payload_bytes_per_session, limits.max_kept_payload_bytes),
+            payloads=KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes),
         )
         self._transport = LocalTransport(
             loop, threads=config.copy_threads, chunk_bytes=config.transfers.chunk_bytes, copy=best_copy()

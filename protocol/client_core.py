@@ -237,7 +237,7 @@ class ClientCore:
     def operation(
         self, body: Offload | Restore | Store | Load, ids: Sequence[PageIds], *, deadline_ms: int = 0
     ) -> tuple[TierOperation, Outgoing]:
-        """Return a new work of the tiers, and the frames of its request."""
+        """Return a new operation of the tiers, and the frames of its request."""
         operation = TierOperation(_KINDS[type(body)], body.snapshot if isinstance(body, Restore) else "", self.token)
         outgoing = self.request(body, ids, deadline_ms=deadline_ms)
         self._pending[outgoing.message_id] = operation

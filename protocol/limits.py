@@ -31,7 +31,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Sides of transfers that are live, or whose events are not acknowledged."""
     max_transfers: int = 16_384
     """The same over all sessions."""
-    max_kept_payload_bytes_per_session: int = 256 << 20
+    max_kept_session_payload_bytes: int = 256 << 20
     """Payloads in a session's transfers that have not settled, and in events that it has not acknowledged."""
     max_kept_payload_bytes: int = 1 << 30
     """The same over all sessions."""

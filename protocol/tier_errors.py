@@ -23,7 +23,7 @@ class UnknownOperationError(CallerError):
     """No operation of that number in this session."""
 
     code = "UNKNOWN_OPERATION"
-    remedy = "works are known until their TIER_DONE is acknowledged"
+    remedy = "operations are known until their TIER_DONE is acknowledged"
 
 
 class NoModelError(CallerError):

@@ -128,7 +128,7 @@ class PrefillEngine:
         return found
 
     def _keep_full_pages(self, tokens: tuple[int, ...], ids: list[int]) -> list[int]:
-        """Enter the prompt's full pages into the prefix cache; return the pages that are nobody's then."""
+        """Add the prompt's full pages to the prefix cache; return the pages that are not cached, to be freed."""
         spare = []
         for number, page in enumerate(ids):
             end = (number + 1) * self._page_size

@@ -120,8 +120,8 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     max_requests_per_session: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_requests_per_session
     max_transfers_per_session: Annotated[int, Meta(ge=1, le=1 << 20)] = Limits().max_transfers_per_session
     max_transfers: Annotated[int, Meta(ge=2, le=1 << 24)] = Limits().max_transfers
-    max_kept_payload_bytes_per_session: Annotated[int, Meta(ge=64 << 10, le=1 << 40)] = (
-        Limits().max_kept_payload_bytes_per_session
+    max_kept_session_payload_bytes: Annotated[int, Meta(ge=64 << 10, le=1 << 40)] = (
+        Limits().max_kept_session_payload_bytes
     )
     max_kept_payload_bytes: Annotated[int, Meta(ge=64 << 10, le=1 << 40)] = Limits().max_kept_payload_bytes
     max_sessions: Annotated[int, Meta(ge=1, le=65_536)] = Limits().max_sessions

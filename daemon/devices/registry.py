@@ -168,7 +168,7 @@ class Devices:
             device = self._devices.get(name)
             if device is None:
                 device = self._devices[name] = _Device(Accelerator(name, stuck_after_s=self._config.stuck_after_s))
-                device.accelerator.on_lost = lambda error: self._on_lost(name, error)
+                device.accelerator.when_lost(lambda error: self._on_lost(name, error))
         try:
             device.accelerator.open()
         except KvferryError as error:

@@ -55,7 +55,7 @@ class CacheReports:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Waiting] = []
         self._background = Background("a CACHE_PIN or CACHE_EVICT")
-        host.journal.on_change = self._changed
+        host.journal.subscribe(self._changed)
         self._flushing = False
         dispatcher.handle("CACHE_LIST", self._list)
         dispatcher.handle("CACHE_PIN", self._pin)

@@ -34,7 +34,7 @@ class KeptPayloads:
 
     def __init__(
         self,
-        session_bytes: int = _DEFAULTS.max_kept_payload_bytes_per_session,
+        session_bytes: int = _DEFAULTS.max_kept_session_payload_bytes,
         all_bytes: int = _DEFAULTS.max_kept_payload_bytes,
     ) -> None:
         """Keep at most ``session_bytes`` for each session and ``all_bytes`` for all sessions."""

@@ -13,7 +13,10 @@ OnOpDone = Callable[[int, KvferryError | None], None]
 
 
 class Transport(Protocol):
-    """Copies transfer ops in the background. Methods are called on the control loop and return at once."""
+    """Copies transfer ops in the background. Methods are called on the control loop and return at once.
+
+    ``StartOp`` is what is copied within this daemon; transports from other daemons take the ``TransferOp`` itself.
+    """
 
     def start(self, op: StartOp, on_done: OnOpDone) -> None:
         """Start copying; ``on_done`` is called exactly once, when no byte of the transfer op can move any more."""

@@ -5,8 +5,9 @@ exist while they are granted or quarantined.
 
 A bounce buffer is free, granted to one (peer, grant), or quarantined: its grant is over, but a write of the peer may
 still land. Quarantine ends for a single bounce buffer when the peer reports that its writes have ended, or for all at
-once by a fence: this daemon destroys and rebuilds its engine, after which no old write can land. As a fence aborts the
-writes of live grants too, it waits for them to end, with no new grants meanwhile, for at most ``drain_timeout_s``.
+once by a fence: this daemon destroys and rebuilds its network engine, after which no old write can land. As a fence
+aborts the writes of live grants too, it waits for them to end, with no new grants meanwhile, for at most
+``drain_timeout_s``.
 Knows nothing of sockets, engines or clocks: times are seconds of any clock that the caller reads.
 """
 

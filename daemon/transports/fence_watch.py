@@ -1,7 +1,7 @@
 """Decides when to fence, and fences: runs while anything is quarantined.
 
-A fence rebuilds the engine, which also aborts this daemon's own writes, so that their homes would have to fence in
-turn. So while a fence waits for live grants, no write begins, and it waits for the writes in flight as well.
+A fence rebuilds the network engine, which also aborts this daemon's own writes, so that their homes would have to fence
+in turn. So while a fence waits for live grants, no write begins, and it waits for the writes in flight as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Fence(Protocol):
         """Begin no write while ``held``."""
 
     async def rebuild(self) -> str:
-        """Destroy and rebuild the engine; no old write lands afterwards."""
+        """Destroy and rebuild the network engine; no old write lands afterwards."""
 
 
 class Grants(Protocol):

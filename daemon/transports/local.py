@@ -74,7 +74,7 @@ class _Staged(NamedTuple):
     size_bytes: int
 
 
-_Chunk = _WholePages | _Staged
+_CopyChunk = _WholePages | _Staged
 
 
 class _Job:
@@ -84,7 +84,7 @@ class _Job:
         self.op = op
         self.on_done = on_done
         self.expanded = False
-        self.chunks: deque[_Chunk] = deque()
+        self.chunks: deque[_CopyChunk] = deque()
         self.in_flight = 0
         self.error: KvferryError | None = None
 
@@ -169,11 +169,11 @@ class LocalTransport:
                 else:
                     self._finish_if_idle(job)
 
-    def _step(self, job: _Job, chunk: _Chunk | None) -> KvferryError | None:
+    def _step(self, job: _Job, chunk: _CopyChunk | None) -> KvferryError | None:
         """Expand the transfer op, or copy one chunk of it; return the error, if any."""
         try:
             if chunk is None:
-                job.chunks.extend(_chunks_of(job.op, self._chunk_bytes))
+                job.chunks.extend(_copy_chunks_of(job.op, self._chunk_bytes))
                 job.expanded = True
                 if len(job.chunks) == 1:  # a small transfer op takes one turn, on one thread
                     chunk = job.chunks.popleft()
@@ -217,11 +217,11 @@ class LocalTransport:
             job.on_done(job.op.op_id, job.error)
 
 
-def _chunks_of(op: StartOp, chunk_bytes: int) -> list[_Chunk]:
+def _copy_chunks_of(op: StartOp, chunk_bytes: int) -> list[_CopyChunk]:
     """Return the op's copies: whole pages as absolute addresses, no block above MAX_BLOCK_BYTES, then the rest."""
     source, destination = _region(op.source), _region(op.destination)
     whole: list[Blocks] = []
-    staged: list[_Chunk] = []
+    staged: list[_CopyChunk] = []
     for plan in op.plans:
         through_staging = plan.sliced
         if not (isinstance(source, HostRegion) and isinstance(destination, HostRegion)):
@@ -243,7 +243,7 @@ def _chunks_of(op: StartOp, chunk_bytes: int) -> list[_Chunk]:
 
 def _whole_chunks(
     parts: Sequence[Blocks], source_address: int, destination_address: int, chunk_bytes: int
-) -> list[_Chunk]:
+) -> list[_CopyChunk]:
     blocks = np.concatenate(parts)
     blocks[:, 0] += np.uint64(source_address)
     blocks[:, 1] += np.uint64(destination_address)

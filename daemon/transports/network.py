@@ -1,4 +1,4 @@
-"""Transfers between hosts, assembled: engine, bounce buffers, staging, sender and receiver."""
+"""Transfers between hosts, assembled: network engine, bounce buffers, staging, sender and receiver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NetworkMemory:
     """The engine that writes between hosts and the memory that it may access. Made by ``open_network``.
 
     Attributes:
-        engine: Mooncake's transfer engine, listening.
+        engine: the network engine, Mooncake's transfer engine; it listens.
         bounce_buffers: the memory that peers write.
         staging: the memory that outgoing bytes are gathered in, in buffers of ``bounce_buffer_bytes``.
         pages: whole pages that peers may write directly; None where the configuration does not allow it.

@@ -119,7 +119,7 @@ class NetworkReceiver:
         self._watch = FenceWatch(fence, bounce_buffers, self, counters)
         self._silence_s = bounce_buffers.bounds.quarantined_s
         self._pages = pages
-        self._quarantined: dict[int, _IncomingOp] = {}  # by the number of the pages that may still be written
+        self._quarantined_pages: dict[int, _IncomingOp] = {}  # by the number of the pages that may still be written
         self._closed = False
         if pages is not None:
             pages.subscribe(self._on_pages_changed)
@@ -238,7 +238,7 @@ class NetworkReceiver:
 
     def on_fenced(self) -> None:
         """See ``Grants``."""
-        quarantined, self._quarantined = self._quarantined, {}
+        quarantined, self._quarantined_pages = self._quarantined_pages, {}
         for incoming in quarantined.values():
             incoming.in_pages -= 1
             self._check_done(incoming)
@@ -348,7 +348,7 @@ class NetworkReceiver:
         if may_still_land:
             self._bounce_buffers.quarantine(target.number, incoming.boot_id, number, time.monotonic())
             if target.runs:
-                self._quarantined[target.number] = incoming
+                self._quarantined_pages[target.number] = incoming
             self._watch.start_if_needed()
         else:
             self._bounce_buffers.give_back(target.number, incoming.boot_id, number)
@@ -359,7 +359,7 @@ class NetworkReceiver:
         for number, grant in grants.items():
             del self._grants[number]
             if grant.target.runs:
-                self._quarantined[grant.target.number] = grant.incoming
+                self._quarantined_pages[grant.target.number] = grant.incoming
 
     def _fail(self, incoming: _IncomingOp, error: KvferryError) -> None:
         if incoming.error is None:

@@ -60,7 +60,6 @@ class Accelerator:
         name: ``npu:0`` and the like.
         torch: the module; after ``open``.
         lost: why the device cannot be used any more, or None.
-        on_lost: called once when the device is lost, on the thread that detected it.
     """
 
     def __init__(self, name: str, *, stuck_after_s: float = STUCK_AFTER_S) -> None:
@@ -68,7 +67,7 @@ class Accelerator:
         self.kind, _, index = name.partition(":")
         self.index = int(index)
         self.lost: DeviceLostError | None = None
-        self.on_lost: Callable[[DeviceLostError], None] = lambda _error: None
+        self._when_lost: list[Callable[[DeviceLostError], None]] = []
         self._stuck_after_s = stuck_after_s
         self._opening = threading.Lock()
         self._streams_lock = threading.Lock()
@@ -80,6 +79,10 @@ class Accelerator:
         self._streams: Streams | None = None
         self._waiting_streams: list[tuple[torch.Stream, list[object]]] = []
         self._registered: dict[int, torch.Tensor] = {}
+
+    def when_lost(self, handler: Callable[[DeviceLostError], None]) -> None:
+        """Call this once when the device is lost, on the thread that detects it."""
+        self._when_lost.append(handler)
 
     def __repr__(self) -> str:
         """Show name and state."""
@@ -204,7 +207,8 @@ class Accelerator:
             if self.lost is not None:
                 return
             self.lost = error
-        self.on_lost(error)
+        for handler in self._when_lost:
+            handler(error)
 
     def check(self, now_s: float) -> None:
         """Mark the device as lost if a call to it has taken too long: it may never return. From any thread."""

@@ -36,9 +36,8 @@ def _reserve_holes() -> None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
     for mapping, (address, size) in list(_mappings.items()):
         if not mapping.closed and _libc.mmap(address, size, _PROT_NONE, flags, -1, 0) != address:
-            ctypes.pythonapi.Py_IncRef(
-                ctypes.py_object(mapping)
-            )  # the child has memory of its own there: never unmap it
+            # The child has other memory there: keep the object alive, so that it is never unmapped.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
     _mappings.clear()
 
 

@@ -245,18 +245,18 @@ def _registered_bytes(fd: int) -> int:
     """
     wrong = ""
     if not _is_sealed(fd):
-        wrong = "it is no memfd that is sealed against every change of its size, without which its end could be cut off"
+        wrong = "it is not a memfd sealed against changes of its size, and could be truncated"
     elif (
         fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _WRITE_SEALS or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR
     ):
         wrong = "it cannot be written"
     elif os.fstatvfs(fd).f_bsize > mmap.PAGESIZE:
-        wrong = "it is in huge pages, where a page that the host lacks ends whoever touches it"
+        wrong = "it is in huge pages, where accessing a page that the host lacks ends the process"
     elif not os.fstat(fd).st_size:
         wrong = "it is empty"
     if wrong:
         raise InvalidFieldError(
-            f"the memory cannot be registered: {wrong}. Make it by kvferry.clients.SharedMemory, or by "
+            f"the memory cannot be registered: {wrong}. Make it with kvferry.clients.SharedMemory, or with "
             "memfd_create(MFD_ALLOW_SEALING), ftruncate and F_ADD_SEALS of F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL",
             field="memory",
         )

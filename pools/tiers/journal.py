@@ -54,11 +54,7 @@ class Changes(NamedTuple):
 
 
 class CacheJournal:
-    """The latest changes. Consecutive changes of one kind are merged into one until they are read.
-
-    Attributes:
-        on_change: called after each change, unless it is None.
-    """
+    """The latest changes. Consecutive changes of one kind are merged into one until they are read."""
 
     def __init__(self, capacity: int) -> None:
         """Start empty.
@@ -69,13 +65,17 @@ class CacheJournal:
         self._capacity = capacity
         self._ring: list[Change] = []
         self._next = 1  # the number of the first change that is not in the ring
-        self.on_change: Callable[[], None] | None = None
+        self._listeners: list[Callable[[], None]] = []
         self._open: Change | None = None  # the change that still grows; its hashes are in ``_hashes``
         self._hashes: list[bytes] = []
 
     def __repr__(self) -> str:
         """Show the current counts."""
         return f"<CacheJournal changes={len(self._ring)} next={self._next + bool(self._hashes)}>"
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call this after each change."""
+        self._listeners.append(listener)
 
     def stored(self, tier: Tier, namespace: Namespace, block_hash: bytes, parent: bytes | None) -> None:
         """Record that a block was stored in a tier."""
@@ -110,8 +110,8 @@ class CacheJournal:
             self._seal()
             self._open = Change(kind, tier, namespace, (), parent)
         self._hashes.append(block_hash)
-        if self.on_change is not None:
-            self.on_change()
+        for listener in self._listeners:
+            listener()
 
     def _continues(self, kind: ChangeKind, tier: Tier, namespace: Namespace, parent: bytes | None) -> bool:
         change = self._open

@@ -235,7 +235,7 @@ def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
         ("[peers]\nlisten = 'tcp://999.1.1.1:80'\n", "peers.listen"),
         ("[tiers]\nhost_bytes = '1023TiB'\n", "tiers.host_bytes"),
         ("[tiers.disk]\npath = '/dev/null'\n", "[tiers.disk.path]"),
-        ("[tiers.disk]\npath = '/tmp'\n", "name a folder that is the daemon's own"),
+        ("[tiers.disk]\npath = '/tmp'\n", "name a folder of the daemon's own"),
         (None, "No such file"),
     ],
 )

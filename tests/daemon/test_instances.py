@@ -137,7 +137,7 @@ def test_what_is_anothers_and_what_is_not(daemon: DaemonProcess, other: Client) 
         same.wait_done(same.store(PREFILL, hashes(2), ids[:2]))
         lease = one.lookup(PREFILL, hashes(2)).lease
         for stranger in (foreign, other):
-            with pytest.raises(NotOwnerError, match="another instance's"):
+            with pytest.raises(NotOwnerError, match="owned by another instance"):
                 stranger.free(PREFILL, ids)
             with pytest.raises(NotOwnerError):
                 stranger.wait_finished(stranger.send(PREFILL, new_request_id(), [pages(ids)]))

@@ -218,7 +218,7 @@ def _unexpected(name: str, error: DeviceLostError) -> None:
 
 def test_a_lost_device_is_not_called_again_and_only_the_first_reason_counts(device: Accelerator) -> None:
     told: list[DeviceLostError] = []
-    device.on_lost = told.append
+    device.when_lost(told.append)
     region = region_on(device, StagingPool(device), ENTRY_BYTES)
     side = side_of([(1, 4, 9)], 20, cut=False)
     got = np.zeros(whole(side), np.uint8)
@@ -236,7 +236,7 @@ def test_a_call_that_does_not_come_back_loses_the_device(device: Accelerator, si
     region, side = region_on(device, StagingPool(device), ENTRY_BYTES), side_of([(1, 4, 9)], 20, cut=False)
     got = np.zeros(whole(side), np.uint8)
     lost = threading.Event()
-    device.on_lost = lambda _error: lost.set()
+    device.when_lost(lambda _error: lost.set())
     with ThreadPoolExecutor(1) as pool, simulator.held():
         copying = pool.submit(region.gather, side, 0, total_segments(side), got.ctypes.data, copy_one_by_one)
         simulator.wait_until_pending(1)
