@@ -335,7 +335,7 @@ class _Connection:
     def _open(self, frame: bytes) -> None:
         opening = unpack_open(frame)
         if isinstance(opening, RegionRequest):
-            self._give_region(opening)
+            self._pass_region(opening)
             return
         agree(opening.protocol_min, opening.protocol_max)
         peer = peer_of(self._channel)
@@ -370,7 +370,7 @@ class _Connection:
         if self._pidfd >= 0 and not self._closed:
             self._loop.add_reader(self._pidfd, self.close, "its process ended")
 
-    def _give_region(self, asked: RegionRequest) -> None:
+    def _pass_region(self, asked: RegionRequest) -> None:
         """Pass a pool's memory, read-only, to another daemon of this host that runs as root or as our own user."""
         peer = peer_of(self._channel)
         if peer.uid not in {0, os.getuid()}:

@@ -311,7 +311,7 @@ class PoolService:
             max_payload_bytes=creation.max_payload_bytes,
         )
         if not self._is_wanted(creation):
-            self._give_back(pool)
+            self._close_pool(pool)
             return
         self._pools.add(pool)
         if creation.device != HOST and creation.registered_by is None:
@@ -347,11 +347,11 @@ class PoolService:
     def _sweep(self) -> None:
         for pool in [one for one in self._leaving if not any(space.busy_count for space in one.allocators.values())]:
             self._leaving.remove(pool)
-            self._give_back(pool)
+            self._close_pool(pool)
         if self._leaving:
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
-    def _give_back(self, pool: Pool) -> None:
+    def _close_pool(self, pool: Pool) -> None:
         """Close a pool: on a device this may block, so it runs on a thread."""
         if pool.region.device == HOST:
             pool.close()
@@ -406,7 +406,7 @@ class PoolService:
             )
         self._pools.remove(pool)
         self._pools.lost.deleted(pool.tenant, pool.name)
-        self._give_back(pool)
+        self._close_pool(pool)
         log.info("pool deleted", pool=pool.name, tenant=pool.tenant)
         return Answer(PoolDeleted(pool=body.pool))
 

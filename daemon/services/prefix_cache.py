@@ -238,7 +238,7 @@ class PrefixCacheService:
         )
         if there < count:
             self._counters.add("cache.missed_blocks", count - there)
-            miss = CacheMissError(f"block {there} of {count} is gone, or the host tier has no room for it")
+            miss = CacheMissError(f"block {there} of {count} is gone, or does not fit into the host tier")
             done = msgspec.structs.replace(done, error=miss.info())
         return Ending(done)
 

@@ -106,7 +106,7 @@ class HostReceives:
         del self._live[host_receive.key]
         if host_receive.before is not None:
             self._live[host_receive.key] = host_receive.before
-        self._give_up(host_receive, error)
+        self._drop_snapshot(host_receive, error)
 
     def on_event(self, session_id: int, event: Finished | Settled) -> None:
         """Handle a transfer's event: when a receive into the host tier settles, fill or drop its snapshot."""
@@ -120,11 +120,11 @@ class HostReceives:
             return
         del self._live[host_receive.key]
         if host_receive.error is not None:
-            self._give_up(host_receive, host_receive.error)
+            self._drop_snapshot(host_receive, host_receive.error)
         else:
             self._keep(host_receive)
 
-    def _give_up(self, host_receive: HostReceive, error: KvferryError) -> None:
+    def _drop_snapshot(self, host_receive: HostReceive, error: KvferryError) -> None:
         self._service.filled(host_receive.snapshot, None, error)
         self._free(host_receive)
 

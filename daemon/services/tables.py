@@ -117,7 +117,7 @@ class TableService:
     def session_lost(self, session_id: int) -> None:
         """Close a session's tables."""
         for key in [one for one in self._tables if one[0] == session_id]:
-            self._give_back(self._tables.pop(key))
+            self._close_tables(self._tables.pop(key))
 
     def status(self) -> Iterator[TablesStatus]:
         """Yield the tables as STATUS shows them."""
@@ -178,7 +178,7 @@ class TableService:
                 self._loop.run_in_executor(self._executor, visible.close)
                 raise
             if not call.session.is_pending(call.message_id):  # answered with DEADLINE: the engine does not know of them
-                self._give_back(made)
+                self._close_tables(made)
                 return
             answer = self._created(call, made, share)
         except KvferryError as error:
@@ -197,7 +197,7 @@ class TableService:
         try:
             self._session_socket.pass_frame(call.session, follows, fds)
         except KvferryError:
-            self._give_back(made)
+            self._close_tables(made)
             raise
         self._tables[made.session_id, made.name] = made
         layout = table_layout(shape)
@@ -286,7 +286,7 @@ class TableService:
                 f"an update of tables {one.name!r} is in progress: wait for its reply", field="tables"
             )
         del self._tables[one.session_id, one.name]
-        self._give_back(one)
+        self._close_tables(one)
         return Answer(TablesDeleted(tables=body.tables))
 
     def _get(self, session_id: int, name: str) -> _Tables:
@@ -295,7 +295,7 @@ class TableService:
             raise UnknownTablesError(f"the session has no tables {name!r}", field="tables")
         return one
 
-    def _give_back(self, one: _Tables) -> None:
+    def _close_tables(self, one: _Tables) -> None:
         """Close tables; on a device, after the copies that are queued on the tables' thread."""
         if isinstance(one.visible, HostTables):
             one.close()
@@ -304,7 +304,7 @@ class TableService:
 
         def closed(done: asyncio.Future[bool]) -> None:
             if not done.cancelled() and done.exception() is None and not done.result():
-                self._loop.call_later(CLOSE_PAUSE_S, self._give_back, one)
+                self._loop.call_later(CLOSE_PAUSE_S, self._close_tables, one)
 
         closing.add_done_callback(closed)
 
