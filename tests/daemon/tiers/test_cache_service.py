@@ -397,7 +397,7 @@ async def test_where_pins_fill_the_host_tier_a_load_comes_as_far_as_it_can(far: 
     assert done is not None
     assert (done.loaded, engine.error(operation)) == (2, CacheMissError)
     assert done.error is not None
-    assert "no room for it" in done.error.detail
+    assert "does not fit into the host tier" in done.error.detail
     assert held.snapshot
 
 
