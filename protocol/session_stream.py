@@ -73,7 +73,7 @@ def unpack_open(frame: bytes) -> SessionOpen | RegionRequest:
     return opening
 
 
-def unpack_said(frame: bytes) -> ShareFollows | MemoryFollows | SessionEnd:
+def unpack_attachment(frame: bytes) -> ShareFollows | MemoryFollows | SessionEnd:
     """Return a frame of an engine whose session is open.
 
     Raises:

@@ -18,10 +18,10 @@ from typing import Final
 
 import structlog
 
+from kvferry.daemon.control.attachments import Attachments
 from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.peer_process import peer_of, pidfd_of
-from kvferry.daemon.control.said_ahead import SaidAhead
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import SOCKET_MODE
 from kvferry.pools.devices.base import Region
@@ -45,7 +45,7 @@ from kvferry.protocol.session_messages import (
     SessionRefused,
     ShareFollows,
 )
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_open, unpack_said
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_attachment, unpack_open
 from kvferry.protocol.versions import agree
 
 OPENING_TIMEOUT_S: Final = 5.0
@@ -219,7 +219,7 @@ class _Connection:
         self._closed = False
         self._served = False
         self._is_kept = False
-        self._said = SaidAhead()
+        self._attachments = Attachments()
         owner.unopened += 1
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         loop.add_reader(channel, self._readable)
@@ -227,11 +227,11 @@ class _Connection:
 
     def take_share(self, message_id: int) -> ShareFollows | None:
         self._read_all()
-        return self._said.take_share(message_id)
+        return self._attachments.take_share(message_id)
 
     def take_memory(self, message_id: int) -> int | None:
         self._read_all()
-        return self._said.take_memory(message_id)
+        return self._attachments.take_memory(message_id)
 
     def _read_all(self) -> None:
         # It was sent before the message, in any number of frames. Bounded: an engine that keeps sending is not awaited.
@@ -277,7 +277,7 @@ class _Connection:
 
     def _close_socket(self) -> None:
         self._channel.close()
-        self._said.close()
+        self._attachments.close()
 
     def _lost(self, why: str) -> None:
         """Handle the loss of the socket: keep a session with ``keep`` for the grace period while its process lives."""
@@ -303,7 +303,7 @@ class _Connection:
         except OSError as cause:
             self._lost(cause.strerror or "its socket failed")
             return False
-        self._said.add_descriptors(fds)
+        self._attachments.add_descriptors(fds)
         if not data:
             self._lost("its socket was closed")
             return False
@@ -312,7 +312,7 @@ class _Connection:
                 if self._session is None:
                     self._open(frame)
                 else:
-                    self._handle_frame(unpack_said(frame))
+                    self._handle_frame(unpack_attachment(frame))
             self._check_descriptors(flags)
         except KvferryError as error:
             if self._session is None:
@@ -324,12 +324,12 @@ class _Connection:
         if isinstance(frame, SessionEnd):
             self.close("its engine ended it")
         else:
-            self._said.note(frame)
+            self._attachments.note(frame)
 
     def _check_descriptors(self, flags: int) -> None:
         """Check that no descriptor has come except one for a frame that is still incomplete."""
         awaited = 0 if self._session is None or self._frames.between_frames else 1
-        if not self._closed and (self._said.unexplained > awaited or flags & socket.MSG_CTRUNC):
+        if not self._closed and (self._attachments.unexplained > awaited or flags & socket.MSG_CTRUNC):
             raise MalformedError("descriptors came that no frame names")
 
     def _open(self, frame: bytes) -> None:

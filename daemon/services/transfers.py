@@ -437,7 +437,7 @@ class TransferService:
         if is_notified:
             session.add_event(event)
         else:
-            self._counters.add("transfers.matched_untold")
+            self._counters.add("transfers.matched_unsent")
         return is_notified
 
     def _set_timer(self) -> None:

@@ -95,7 +95,7 @@ class LowerTiers:
         return await self._remote.find(namespace, hashes, parent, page_bytes)
 
     @property
-    def asks_far(self) -> bool:
+    def has_remote(self) -> bool:
         """Return whether ``find`` may find anything."""
         return self._remote is not None and self._remote.available
 

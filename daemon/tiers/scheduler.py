@@ -1,9 +1,9 @@
-"""Scheduling of background copy chunks: they give way to transfers, and to each other by class.
+"""Scheduling of background steps: they give way to transfers, and to each other by class.
 
-A chunk is about a millisecond at most. None begins while a transfer op is in flight or a higher class waits, and each
-class has a bound on its bytes in flight. So that steady transfers cannot starve a restore, a chunk that has waited for
-``patience_s`` may start despite them, one such chunk in that time. Waiters are woken and never poll. Knows nothing of
-what a chunk does. All methods are thread-safe.
+A step is about a millisecond at most. None begins while a transfer op is in flight or a higher class waits, and each
+class has a bound on its bytes in flight. So that steady transfers cannot starve a restore, a step that has waited for
+``patience_s`` may start despite them, one such step in that time. Waiters are woken and never poll. Knows nothing of
+what a step does. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ClassCounts:
     """Counters of one class.
 
     Attributes:
-        started: chunks that began.
-        waited: chunks that could not begin at once.
-        patient: chunks that began during transfers, after ``patience_s``.
+        started: steps that began.
+        waited: steps that could not begin at once.
+        patient: steps that began during transfers, after ``patience_s``.
         waited_s: their total waiting time.
-        bytes_in_flight: bytes of chunks that have not ended.
+        bytes_in_flight: bytes of steps that have not ended.
     """
 
     __slots__ = ("bytes_in_flight", "patient", "started", "waited", "waited_s")
@@ -47,7 +47,7 @@ class ClassCounts:
 
 
 class _Ticket:
-    """One chunk that waits to begin."""
+    """One step that waits to begin."""
 
     __slots__ = ("operation_class", "since_s", "size_bytes", "waited")
 
@@ -76,9 +76,9 @@ class Scheduler:
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bound the bytes in flight of each class; a single chunk may be larger.
+        """Bound the bytes in flight of each class; a single step may be larger.
 
-        With ``patience_s`` 0 a chunk waits for as long as transfers are in flight.
+        With ``patience_s`` 0 a step waits for as long as transfers are in flight.
         """
         self.counts = {one: ClassCounts() for one in OperationClass}
         self._max_bytes = {one: max_bytes[one] for one in OperationClass}
@@ -103,7 +103,7 @@ class Scheduler:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Return the bytes of all chunks in flight."""
+        """Return the bytes of all steps in flight."""
         return sum(one.bytes_in_flight for one in self.counts.values())
 
     def transfer_began(self) -> None:
@@ -120,7 +120,7 @@ class Scheduler:
                 self._wake()
 
     def try_begin(self, operation_class: OperationClass, size_bytes: int) -> bool:
-        """Begin a chunk if it may start now and none of its class waits; a True needs an ``end``."""
+        """Begin a step if it may start now and none of its class waits; a True needs an ``end``."""
         with self._changed:
             if self._closed or self._waiting[operation_class]:
                 return False
@@ -128,9 +128,9 @@ class Scheduler:
             return self._start(_Ticket(operation_class, size_bytes, now_s), now_s)
 
     def begin(self, operation_class: OperationClass, size_bytes: int, stopped: Callable[[], bool] = _never) -> bool:
-        """Block this thread until a chunk may start; a True needs an ``end``.
+        """Block this thread until a step may start; a True needs an ``end``.
 
-        Return False, with no chunk begun, once ``stopped`` returns True or the scheduler is closed.
+        Return False, with no step begun, once ``stopped`` returns True or the scheduler is closed.
 
         Args:
             operation_class: the class to queue in.
@@ -170,7 +170,7 @@ class Scheduler:
                         await woken.wait()
 
     def end(self, operation_class: OperationClass, size_bytes: int) -> None:
-        """End a chunk that was begun."""
+        """End a step that was begun."""
         with self._changed:
             self.counts[operation_class].bytes_in_flight -= size_bytes
             assert self.counts[operation_class].bytes_in_flight >= 0, self
@@ -207,7 +207,7 @@ class Scheduler:
                     self._wake()
 
     def _start(self, ticket: _Ticket, now_s: float) -> bool:
-        """Begin a chunk if it may start now, and remove it from its queue. Needs the lock."""
+        """Begin a step if it may start now, and remove it from its queue. Needs the lock."""
         tickets, counts = self._waiting[ticket.operation_class], self.counts[ticket.operation_class]
         if not self._may_start(ticket, now_s):
             ticket.waited = True
@@ -236,15 +236,15 @@ class Scheduler:
         return not in_flight or in_flight + ticket.size_bytes <= self._max_bytes[operation_class]
 
     def _patient_at_s(self, ticket: _Ticket) -> float:
-        """Return the time from which a chunk may start despite transfers."""
+        """Return the time from which a step may start despite transfers."""
         if not self._patience_s:
             return float("inf")
         return max(ticket.since_s, self._last_patient_s) + self._patience_s
 
     def _patience_left_s(self, ticket: _Ticket, now_s: float) -> float | None:
-        """Return how long to wait for a wake at most; None: forever, as only a wake can let the chunk start.
+        """Return how long to wait for a wake at most; None: forever, as only a wake can let the step start.
 
-        Uses the clock reading of the preceding check: otherwise a chunk that became due in between would wait forever.
+        Uses the clock reading of the preceding check: otherwise a step that became due in between would wait forever.
         """
         left_s = self._patient_at_s(ticket) - now_s
         return left_s if self._transfers and 0 < left_s < float("inf") else None

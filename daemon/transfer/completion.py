@@ -164,7 +164,7 @@ class Completion:
         *,
         cause: KvferryError | None = None,
         detail: str = "",
-        peer_detail: str = "",
+        matched_detail: str = "",
     ) -> None:
         """Execute the table's row for an event of an endpoint.
 
@@ -174,22 +174,22 @@ class Completion:
             now: the time.
             cause: the error in rows that finish with the cause.
             detail: the text of errors whose type the table names.
-            peer_detail: that text for the matched peers, if it differs.
+            matched_detail: that text for the matched endpoints, if it differs.
         """
         row = self._row(endpoint, event)
         if row.notice is Notice.REFUSE and cause is not None:
             self._refuse(endpoint, cause)
         if row.state is not State.FINISHED or endpoint.state is not State.OPEN:
             return
-        own, peers = _error(row.own, cause, detail), _error(row.peers, cause, peer_detail or detail)
-        if row.tombstone and peers is not None and not isinstance(endpoint, RemoteEndpoint):
-            self._bury(endpoint, peers, now)
+        own, matched = _error(row.own, cause, detail), _error(row.matched, cause, matched_detail or detail)
+        if row.tombstone and matched is not None and not isinstance(endpoint, RemoteEndpoint):
+            self._bury(endpoint, matched, now)
         if isinstance(endpoint, ReceiveRequest):
-            self._finish_receive(endpoint, row, own, peers, now)
+            self._finish_receive(endpoint, row, own, matched, now)
         elif isinstance(endpoint, SendRequest):
-            self._finish_send(endpoint, own, peers, now)
+            self._finish_send(endpoint, own, matched, now)
         else:
-            self._finish_remote(endpoint, row, peers, now)
+            self._finish_remote(endpoint, row, matched, now)
 
     def close(
         self,
@@ -203,7 +203,7 @@ class Completion:
     ) -> None:
         """End another daemon's receive request for the send requests that joined it; ``unmet``: some had not come."""
         row = self._transitions[Kind.REMOTE_RECEIVE, State.OPEN, event]
-        error = _error(row.peers, cause, detail)
+        error = _error(row.matched, cause, detail)
         if row.tombstone and unmet and error is not None:
             name = announcement.receive_request
             met = [one.send_request.pool.name for one in announcement.remote_endpoints]
@@ -257,7 +257,7 @@ class Completion:
         receive_request: ReceiveRequest,
         row: Transition,
         own: KvferryError | None,
-        peers: KvferryError | None,
+        matched: KvferryError | None,
         now: float,
     ) -> None:
         receive_request.state = State.FINISHED
@@ -267,25 +267,25 @@ class Completion:
         if own is not None:
             self._payloads.drop(receive_request.session_id, receive_request.key)
         if row.notice is Notice.CLOSE:
-            self._close_at_sources(receive_request, peers, receive_request.unmet if row.tombstone else 0)
+            self._close_at_sources(receive_request, matched, receive_request.unmet if row.tombstone else 0)
         for op in receive_request.waiting:  # these have not been started
             del self._endpoints.ops[op.op_id], receive_request.ops[op.op_id]
         receive_request.waiting.clear()
         self._endpoints.effects.extend(StopOp(op_id) for op_id in receive_request.ops)
         for send_request in list(receive_request.send_requests):
-            self.receiver_ended(send_request, peers, now)
+            self.receiver_ended(send_request, matched, now)
         self.check_settled(receive_request)
 
     def _finish_send(
-        self, send_request: SendRequest, own: KvferryError | None, peers: KvferryError | None, now: float
+        self, send_request: SendRequest, own: KvferryError | None, matched: KvferryError | None, now: float
     ) -> None:
         send_request.state = State.FINISHED
         self._endpoints.deadlines.drop(send_request)
         event = send_request.finished_event(own, now)
         self._notify(send_request, TransferResult(state="finished", finished=event))
-        if peers is not None:
+        if matched is not None:
             for one in [one for one in send_request.receive_requests if one.state is State.OPEN]:
-                self.apply(one, Event.PEER_FAILED, now, cause=peers)
+                self.apply(one, Event.MATCHED_FAILED, now, cause=matched)
         self.check_settled(send_request)
 
     def _finish_remote(
@@ -319,7 +319,7 @@ class Completion:
             self._endpoints.effects.append(refused)
 
     def _bury(self, endpoint: SendRequest | ReceiveRequest, error: KvferryError, now: float) -> None:
-        """Leave a tombstone of an endpoint, if some of its peers have not come."""
+        """Leave a tombstone of an endpoint, if some that would match it have not come."""
         if not endpoint.unmet:
             return
         if isinstance(endpoint, ReceiveRequest):

@@ -266,7 +266,7 @@ class TransferStateMachine:
                 f"no live {key.direction} of this request in pool {key.pool!r}", field="request_id"
             )
         self._completion.apply(
-            endpoint, Event.CANCEL, now, detail="cancelled by its own side", peer_detail="the peer cancelled"
+            endpoint, Event.CANCEL, now, detail="cancelled by its own side", matched_detail="the peer cancelled"
         )
 
     def abandon(self, half: Half, error: KvferryError, now: float, daemons: Sequence[str] = ()) -> int:

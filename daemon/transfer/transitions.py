@@ -49,7 +49,7 @@ class Event(enum.Enum):
     DRAIN = "the daemon ends, and a message is missing"
     PEER_ABANDONED = "the other half is given up before it came"
     PEERS_ENDED_BEFORE = "those it would wait for had ended before it came"
-    PEER_FAILED = "a matched peer failed"
+    MATCHED_FAILED = "a matched endpoint failed"
     RECEIVERS_DONE = "every receive request has succeeded"
     RECEIVERS_FAILED = "every receive request has ended, one failed"
     COMPLETE = "all planned cells have arrived, all sources are done"
@@ -90,14 +90,14 @@ class Transition(NamedTuple):
     Attributes:
         state: the next state.
         own: what the endpoint finishes with.
-        peers: what its matched peers finish with.
-        tombstone: whether a tombstone is left for peers that have not come.
+        matched: what its matched endpoints finish with.
+        tombstone: whether a tombstone is left for endpoints that have not come.
         notice: which message is sent to other daemons that have, or expect, a half of the request.
     """
 
     state: State
     own: Result = Outcome.NOTHING
-    peers: Result = Outcome.NOTHING
+    matched: Result = Outcome.NOTHING
     tombstone: bool = False
     notice: Notice = Notice.NONE
 
@@ -111,8 +111,8 @@ _STAYS_FINISHED: Final = Transition(State.FINISHED)
 _SETTLES: Final = Transition(State.SETTLED)
 
 
-def _fails(own: Result, peers: Result, notice: Notice = Notice.NONE, *, tombstone: bool = False) -> Transition:
-    return Transition(State.FINISHED, own, peers, tombstone, notice)
+def _fails(own: Result, matched: Result, notice: Notice = Notice.NONE, *, tombstone: bool = False) -> Transition:
+    return Transition(State.FINISHED, own, matched, tombstone, notice)
 
 
 _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
@@ -135,7 +135,7 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.DRAIN: _fails(ShuttingDownError, ShuttingDownError, Notice.CLOSE),
         Event.PEER_ABANDONED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
         Event.PEERS_ENDED_BEFORE: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
-        Event.PEER_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
+        Event.MATCHED_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
         Event.COMPLETE: Transition(State.FINISHED, Outcome.SUCCESS, Outcome.SUCCESS, notice=Notice.CLOSE),
         Event.CELLS_MISSING: _fails(InternalError, InternalError, Notice.CLOSE),
         Event.COPY_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
@@ -150,7 +150,7 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
     },
     Kind.REMOTE_RECEIVE: {
         Event.DEADLINE: _fails(DeadlineError, DeadlineError, tombstone=True),
-        Event.PEER_FAILED: _fails(_CAUSE, _CAUSE, Notice.WITHDRAW),
+        Event.MATCHED_FAILED: _fails(_CAUSE, _CAUSE, Notice.WITHDRAW),
         Event.REFUSED: _fails(_CAUSE, _CAUSE),
         Event.CLOSED: Transition(State.FINISHED, Outcome.SUCCESS, Outcome.SUCCESS),
         Event.CLOSED_FAILED: _fails(_CAUSE, _CAUSE, tombstone=True),
@@ -185,7 +185,16 @@ def bug_in(state: State) -> Transition:
 
 def as_markdown(transitions: Transitions = TRANSITIONS) -> str:
     """Return the table as docs/architecture.md shows it."""
-    head = ("endpoint", "state", "event", "next state", "finishes with", "its peers with", "tombstone", "daemons hear")
+    head = (
+        "endpoint",
+        "state",
+        "event",
+        "next state",
+        "finishes with",
+        "matched endpoints with",
+        "tombstone",
+        "message to other daemons",
+    )
     rows = [head, ("---",) * len(head)]
     rows += [
         (
@@ -194,7 +203,7 @@ def as_markdown(transitions: Transitions = TRANSITIONS) -> str:
             event.value,
             row.state.name if row.state is not state else "ignored" if row == Transition(state) else "stays",
             _words(row.own),
-            _words(row.peers),
+            _words(row.matched),
             "yes" if row.tombstone else "",
             row.notice.value,
         )

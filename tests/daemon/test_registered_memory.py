@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
-from kvferry.daemon.control.said_ahead import MAX_MESSAGES_SHARED
+from kvferry.daemon.control.attachments import MAX_MESSAGES_SHARED
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     ClientClosedError,

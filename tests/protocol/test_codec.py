@@ -22,7 +22,7 @@ from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Allocate, Free
 from kvferry.protocol.requests import REQUEST_TYPES
 from kvferry.protocol.session_messages import Ping
-from kvferry.protocol.session_stream import FrameSplitter, unpack_frame, unpack_open, unpack_said
+from kvferry.protocol.session_stream import FrameSplitter, unpack_attachment, unpack_frame, unpack_open
 from kvferry.protocol.transfer_messages import Send
 from kvferry.protocol.versions import PROTOCOL_MAX
 from tests.protocol.bodies import ALL_BODIES, REQUESTS, messages
@@ -94,7 +94,7 @@ def test_golden_bytes_are_read(name: str) -> None:
 @pytest.mark.parametrize("name", SESSION_FRAMES)
 def test_golden_session_frames_are_read(name: str) -> None:
     (frame,) = FrameSplitter().feed(bytes.fromhex(GOLDEN_HEX[f"session {name}"][0]))
-    read = {"OPEN": unpack_open, "MEMORY": unpack_said}.get(name, unpack_frame)
+    read = {"OPEN": unpack_open, "MEMORY": unpack_attachment}.get(name, unpack_frame)
     assert read(frame) == SESSION_FRAMES[name]
 
 

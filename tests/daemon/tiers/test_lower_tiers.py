@@ -248,7 +248,7 @@ async def test_a_store_that_is_away_is_no_tier(far: Far) -> None:
     [block] = await stored(far, 1)
     await settle()
     assert not block.in_remote
-    assert not far.lower.asks_far
+    assert not far.lower.has_remote
     [status] = far.lower.status()
     assert (status.tier, status.state) == ("remote", "away")
 

@@ -13,7 +13,7 @@ MAX_MESSAGES_SHARED: Final = 16
 MAX_SHARES_SAID: Final = 16_384
 
 
-class SaidAhead:
+class Attachments:
     """The shares and descriptors of one session, which owns the descriptors until they are taken."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class SaidAhead:
 
     def __repr__(self) -> str:
         """Show how many there are; never their contents."""
-        return f"<SaidAhead shares={len(self._shares)} descriptors={len(self._fds) + len(self._memory)}>"
+        return f"<Attachments shares={len(self._shares)} descriptors={len(self._fds) + len(self._memory)}>"
 
     @property
     def unexplained(self) -> int:
