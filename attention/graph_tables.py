@@ -1,10 +1,10 @@
-"""The graph tables' contents: what a captured graph shall read, kept row by row as updates change it.
+"""The contents of the graph tables that a captured graph reads, maintained row by row as updates change them.
 
-Sans I/O. The master copy is numpy's; the visible tables (host memory, an NPU's, a staging copy) follow by what
-``apply`` returns. Two things are kept apart: the pages that a row was given, which may run ahead of its length, and
-what is visible of them, which follows from the lengths alone: columns below ``ceil((length + extra) / page_size)``, in
-the window table from the window's first page on. Everything else is 0, also the rows that are not in use, so that a
-padded batch of any captured size reads the padding page at length 0.
+Sans I/O. The master copy is in numpy; the visible tables (in host memory, on an NPU, in a staging copy) are brought up
+to date from what ``apply`` returns. Assigned pages and visible entries are separate: a row may be assigned pages ahead
+of its length, and what is visible follows from the lengths alone: the columns below
+``ceil((length + extra) / page_size)``, in the window table from the window's first page on. Everything else is 0, also
+rows that are not in use, so that a padded batch of any captured size reads the padding page at length 0.
 
 An update is checked as a whole before a table changes. No array is ever replaced: addresses stay.
 """
@@ -22,21 +22,21 @@ from kvferry.attention.visible_table import Undo, VisibleTable
 from kvferry.attention.window_table import WindowTable
 from kvferry.protocol.errors import InvalidFieldError, TableHoleError
 
-# -- what an update changed in the visible tables, for whoever copies it there.
+# -- what an update changed in the visible tables.
 #
-# A value of places only; the contents are in ``GraphTables``. Knows no device: a shell copies elements with
-# ``GraphTables.write``, or bytes of the region from a staging copy by ``byte_spans``.
+# Holds positions only; the contents are in ``GraphTables``. Independent of the device: the caller copies elements with
+# ``GraphTables.write``, or byte ranges of the region from a staging copy with ``byte_spans``.
 
 
 class TableChange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The elements to copy; everything else in the visible tables is as it has to be.
+    """The elements to copy; everything else in the visible tables is up to date.
 
     Attributes:
         batch: rows in use from now on.
         replayed_rows: rows that a replay of this batch reads; those from ``batch`` on are all zeros.
         block_tables: flat positions in ``(max_batch, columns)``, ascending, distinct, ``(n,)`` int64.
-        block_tables_swa: the same in the window table; none without a window.
-        length_rows: how many of ``seq_lens``, from row 0 on.
+        block_tables_swa: the same in the window table; empty without a window.
+        length_rows: how many elements of ``seq_lens`` to copy, from row 0 on.
     """
 
     batch: int
@@ -46,7 +46,7 @@ class TableChange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     block_tables_swa: Positions = NONE
 
     def byte_spans(self, layout: TableLayout) -> Spans:
-        """Return the bytes of the region to copy, ascending; extents that touch are one."""
+        """Return the byte ranges of the region to copy, ascending; adjacent ranges are merged."""
         parts = [self.block_tables * ITEM_BYTES + layout.block_tables]
         if layout.block_tables_swa is not None:
             parts.append(self.block_tables_swa * ITEM_BYTES + layout.block_tables_swa)
@@ -60,14 +60,14 @@ class TableChange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return Spans(np.append(starts, layout.seq_lens), np.append(ends, lengths_end))
 
 
-# -- the pages that each row of the graph tables was given, visible or not.
+# -- the assigned pages of each row of the graph tables, visible or not.
 #
-# A row may be assigned pages ahead of its length: a page that was allocated early, pages for draft tokens. Knows
-# nothing of lengths and of windows.
+# A row may be assigned pages ahead of its length: a page that was allocated early, or pages for draft tokens.
+# Independent of lengths and windows.
 
 
 class AssignedPages:
-    """``(max_batch, columns)`` int32; 0 where a row was given no page."""
+    """``(max_batch, columns)`` int32; 0 where a row has no page."""
 
     def __init__(self, shape: TableShape) -> None:
         self._pages: Int32s = np.zeros((shape.max_batch, shape.columns), np.int32)
@@ -78,8 +78,8 @@ class AssignedPages:
         """Return the pages at these flat positions, ``(n,)`` int32, a copy."""
         return self._flat[positions]
 
-    def give(self, update: TableUpdate, entries: Positions, undo: Undo) -> None:
-        """Take an update's whole rows and its entries at these flat positions, which were checked."""
+    def assign(self, update: TableUpdate, entries: Positions, undo: Undo) -> None:
+        """Store an update's whole rows, and its entries at these flat positions; both were checked."""
         if len(update.rows):
             undo.by(self._pages.__setitem__, update.rows, self._pages[update.rows])
             self._pages[update.rows] = 0
@@ -89,17 +89,17 @@ class AssignedPages:
             undo.by(self._flat.__setitem__, entries, self._flat[entries])
             self._flat[entries] = update.entry_pages
 
-    def forget(self, first_row: int, end_row: int) -> None:
-        """Take all pages of these rows."""
+    def clear(self, first_row: int, end_row: int) -> None:
+        """Remove all pages from rows ``[first_row, end_row)``."""
         self._pages[first_row:end_row] = 0
 
 
 class GraphTables:
-    """The tables of one captured model, and the full-to-window map that its window table goes by.
+    """The tables of one captured model, and the full-to-window page map behind its window table.
 
     Attributes:
         shape: of the tables.
-        visible: the tables as they are to be visible, to read only; see ``TableViews``.
+        visible: the tables as a graph should see them, read-only; see ``TableViews``.
     """
 
     def __init__(self, shape: TableShape, pages: int, window_pages: int | None = None) -> None:
@@ -107,8 +107,8 @@ class GraphTables:
 
         Args:
             shape: see ``table_layout``.
-            pages: of the pool that ``block_tables`` names, the padding page included.
-            window_pages: of the window layers' pool, the padding page included; None without a window.
+            pages: number of pages of the pool that ``block_tables`` refers to, the padding page included.
+            window_pages: the same for the window layers' pool; None without a window.
 
         Raises:
             InvalidFieldError: a window without ``window_pages``, or the reverse.
@@ -138,12 +138,12 @@ class GraphTables:
         return self._ranges.batch
 
     def apply(self, update: TableUpdate) -> TableChange:
-        """Take an update, and return what is to be copied to the visible tables; an empty batch is fine.
+        """Apply an update and return what has to be copied to the visible tables; the batch may be empty.
 
-        Nothing changes if anything is wrong.
+        Nothing changes if an error is raised.
 
         Raises:
-            TableHoleError: a row's length needs a page that the row was not given; row and column are named.
+            TableHoleError: a row's length needs a page that the row does not have; row and column are named.
             DuplicatePageError: a row's length needs one page in two columns; row and page are named.
             WindowMismatchError: a visible page has no window page, or one that is released; row and column are named.
             TableOverflowError: a length needs more columns than there are; row, length and columns are named.
@@ -152,15 +152,15 @@ class GraphTables:
         entries = check_update(update, self.shape, self._pages)
         step = step_of(update, entries, self._ranges, self.shape.columns)
         with Undo() as undo:
-            self._assigned.give(update, entries, undo)
+            self._assigned.assign(update, entries, undo)
             touched = step.full()
             pages = self._filled(touched)
             self._full.check_distinct(touched, pages)
             touched_swa = self._apply_window(update, step, undo)
         before = self.batch
         self._full.show(touched, pages)
-        self._assigned.forget(update.batch, before)
-        step.take()
+        self._assigned.clear(update.batch, before)
+        step.commit()
         self._set_lengths(update)
         return TableChange(
             batch=update.batch,
@@ -171,7 +171,7 @@ class GraphTables:
         )
 
     def everything(self) -> TableChange:
-        """Return a change that covers all tables, for visible tables that are new or of unknown contents."""
+        """Return a change that covers all tables, for visible tables that are new or whose contents are unknown."""
         entries = np.arange(self.shape.max_batch * self.shape.columns)
         return TableChange(
             batch=self.batch,
@@ -182,10 +182,10 @@ class GraphTables:
         )
 
     def write(self, change: TableChange, views: TableViews) -> None:
-        """Copy the places that a change names, with their contents of now, into tables that the CPU can touch.
+        """Copy the current contents of a change's positions into tables that the CPU can access.
 
         Args:
-            change: of these tables; one that an error kept from being copied may be followed by ``everything()``.
+            change: of these tables; if an error kept an earlier one from being copied, pass ``everything()``.
             views: writable, of the same shape.
         """
         _copy(change.block_tables, self.visible.block_tables, views.block_tables)
@@ -194,7 +194,7 @@ class GraphTables:
         views.seq_lens[: change.length_rows] = self._seq_lens[: change.length_rows]
 
     def check(self) -> None:
-        """Check what must always hold; a failure is a bug."""
+        """Check the invariants; a failure is a bug."""
         assert not self._seq_lens[self.batch :].any()
         columns = np.arange(self.shape.columns)
         for table, shown in ((self._full, self._ranges.full), (self._swa, self._ranges.shown)):

@@ -1,11 +1,12 @@
-"""The host's copy of the lengths, written by the daemon and read by engines in their own processes.
+"""The host copy of the lengths, written by the daemon and read by engines in their own processes.
 
 A captured graph's attention takes its lengths from a Python list that the engine rewrites before each replay
-(``g.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])``), so the lengths lie in shared host memory too.
+(``g.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])``), so the lengths are in shared host memory as well.
 
-Two records are written in turns, so a reader always finds a complete one, also when a writer died half-way. A record
-counts only with its checksum: Python has no memory barriers, and on aarch64 another process may see stores in any
-order. Who was told a record's sequence number by a message (which is a barrier) finds that record or a later one.
+Two records are written alternately, so a reader always finds a complete one, also when the writer died half-way. A
+record is valid only with its checksum: Python has no memory barriers, and on aarch64 another process may see stores in
+any order. A reader that got a record's sequence number in a message (which is a barrier) finds that record or a later
+one.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from kvferry.protocol.errors import InternalError, LengthMismatchError
 
 HEADER_BYTES = 64  # a cache line: sequence, batch, replayed rows, extra tokens, checksum; int64 each
 SEQUENCE, BATCH, REPLAYED, EXTRA, CHECKSUM = range(5)
-ATTEMPTS = 1000  # a reader loses against a writer that writes twice while it copies some hundred bytes
+ATTEMPTS = 1000  # an attempt fails if the writer writes twice while the reader copies a few hundred bytes
 
 
 class HostLengths(msgspec.Struct, frozen=True, kw_only=True):
-    """One update's lengths, as an engine's graph update takes them: Python lists, padded with 0.
+    """One update's lengths as an engine's graph update takes them: Python lists, padded with 0.
 
     Attributes:
-        sequence: counts the updates; 0 before the first.
-        lengths: tokens of each row in use, without extra ones.
-        replayed_rows: rows that the replay reads, at least as many: the captured batch size.
+        sequence: number of updates so far; 0 before the first.
+        lengths: tokens of each row in use, without the extra ones.
+        replayed_rows: rows that the replay reads, at least ``len(lengths)``: the captured batch size.
         extra_tokens: what the update added to the lengths in ``seq_lens``.
     """
 
@@ -40,26 +41,26 @@ class HostLengths(msgspec.Struct, frozen=True, kw_only=True):
     extra_tokens: int
 
     def padded(self, added_tokens: int = 0) -> list[int]:
-        """Return the lengths with so many tokens more, then 0 up to the captured batch size; idle rows stay 0."""
+        """Return the lengths plus ``added_tokens``, padded with 0 to the captured batch size; idle rows stay 0."""
         added = [length and length + added_tokens for length in self.lengths] if added_tokens else self.lengths
         return added + [0] * (self.replayed_rows - len(added))
 
     def for_update(self) -> list[int]:
-        """Return what ``seq_lens`` holds: the lengths as they are to decode, with the draft tokens to verify."""
+        """Return what ``seq_lens`` holds: the plain lengths to decode, or with the draft tokens to verify."""
         return self.padded(self.extra_tokens)
 
     def for_draft_step(self, step: int) -> list[int]:
-        """Return the lengths of step 0, 1, ... of a multi-step draft, which has ``step + 1`` tokens more."""
+        """Return the lengths of step 0, 1, ... of a multi-step draft: ``step + 1`` tokens more."""
         return self.padded(step + 1)
 
 
 def host_lengths_bytes(max_batch: int) -> int:
-    """Return the size of the region for so many rows."""
+    """Return the size of the region for ``max_batch`` rows."""
     return 2 * _record_bytes(max_batch)
 
 
 class HostLengthsWriter:
-    """The only writer of a region."""
+    """The single writer of a region."""
 
     def __init__(self, region: Region, max_batch: int) -> None:
         """Start with an empty list.
@@ -79,16 +80,16 @@ class HostLengthsWriter:
         """Publish the lengths of an update.
 
         Args:
-            lengths: ``(batch,)`` tokens, at most ``max_batch``.
+            lengths: ``(batch,)`` tokens, at most ``max_batch`` rows.
             replayed_rows: see ``TableChange``.
             extra_tokens: of the update.
 
         Returns:
-            The sequence number, which a reader may wait for.
+            The sequence number of the record.
         """
         self._sequence += 1
         header, values = self._records[self._sequence % 2]
-        header[CHECKSUM] = -1  # not a checksum: what follows is not complete
+        header[CHECKSUM] = -1  # never a checksum: the record is incomplete from here on
         values[: len(lengths)] = lengths
         header[SEQUENCE], header[BATCH] = self._sequence, len(lengths)
         header[REPLAYED], header[EXTRA] = replayed_rows, extra_tokens
@@ -100,7 +101,7 @@ class HostLengthsReader:
     """Reads a region that another process writes; any number of readers."""
 
     def __init__(self, region: Region, max_batch: int) -> None:
-        """Read from this region.
+        """Attach to a region.
 
         Args:
             region: the writer's, ``(host_lengths_bytes(max_batch),)`` uint8 or more; read-only is enough.
@@ -116,7 +117,7 @@ class HostLengthsReader:
         """Return the latest complete record.
 
         Raises:
-            InternalError: there is none: the region has no writer.
+            InternalError: there is none, so the region has no writer.
         """
         for _ in range(ATTEMPTS):
             latest = sorted(self._records, key=lambda record: int(record[0][SEQUENCE]), reverse=True)
@@ -139,7 +140,7 @@ class HostLengthsReader:
 
 
 def _records(region: Region, max_batch: int) -> list[tuple[Positions, Int32s]]:
-    """Return header and lengths of both records."""
+    """Return the header and the lengths of both records."""
     if len(region) < host_lengths_bytes(max_batch):
         raise LengthMismatchError(
             f"{len(region)} bytes, {host_lengths_bytes(max_batch)} needed for {max_batch} rows", field="region"

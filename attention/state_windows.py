@@ -1,9 +1,9 @@
-"""Which logical pages a window holds, and which pages of two state lists belong together.
+"""Which logical pages a sliding window holds, and which pages of two state lists correspond.
 
-Pure: knows no pool, no entry and no room beyond the name that errors give. Both ends of a sliding window move with the
-sequence's length, so where the two sides disagree by a token, lists of equal length can be shifted against each other
-and lists of unequal length can differ at either end. Only logical page numbers tell; lists without them are cut to one
-length, keeping the head, as engines do today, and the caller warns.
+Pure functions: a transfer and a component are only names in errors. Both ends of a sliding window move with the length
+of the sequence, so where the two sides disagree by a token, lists of equal length can be shifted against each other and
+lists of unequal length can differ at either end. Only logical page numbers resolve that; lists without them are cut to
+the shorter length, keeping the head, as engines do today, and the caller logs a warning.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class PageWindow(NamedTuple):
 
     @property
     def pages(self) -> int:
-        """Return how many pages it has."""
+        """Return the number of pages."""
         return self.end_page - self.first_page
 
     def __str__(self) -> str:
-        """Show the pages as errors and logs do."""
+        """Show the pages as ``first..last``."""
         return f"{self.first_page}..{self.end_page - 1}" if self.pages else f"none at {self.first_page}"
 
 
 class StateList(NamedTuple):
     """One side's pages or slots of one component.
 
-    ``first_page`` is the logical page of the first one, None in a plain index list. ``none``: this side has or wants
-    nothing of the component, and says so; ``ids`` is empty then.
+    ``first_page`` is the logical page of the first one, None in a plain index list. ``none``: this side states that it
+    has or wants nothing of the component; ``ids`` is empty then.
     """
 
     first_page: int | None
@@ -49,17 +49,16 @@ class StateList(NamedTuple):
 
     @property
     def window(self) -> PageWindow:
-        """Return the logical pages; only of a list that says where it starts."""
+        """Return the logical pages; only for a list with a ``first_page``."""
         assert self.first_page is not None
         return PageWindow(self.first_page, self.first_page + len(self.ids))
 
 
 class StateMatch(msgspec.Struct, frozen=True):
-    """What of both lists belongs together: ``count`` ids from each start on, and how many are left out.
+    """Which ids of two lists correspond: ``count`` ids from each start on, and how many are dropped.
 
-    ``trimmed``: the lists gave no logical pages and were cut to one length. Warn then, with transfer, component and
-        both
-    lengths: nothing proves that what was kept belongs together.
+    ``trimmed``: the lists had no logical pages and were cut to the shorter length. Log a warning then, with the
+    transfer, the component and both lengths: nothing proves that the kept ids correspond.
     """
 
     source_start: int
@@ -81,11 +80,11 @@ class StateMatch(msgspec.Struct, frozen=True):
 def window_of(prefix_tokens: int, seq_len: int, window: int, page_size: int) -> PageWindow:
     """Return the logical pages of a sliding window of ``window`` tokens at the end of ``seq_len`` tokens.
 
-    ``[floor(max(prefix_tokens, seq_len - window) / page_size), ceil(seq_len / page_size))``: the tokens before
-    ``prefix_tokens`` are at the destination already.
+    ``[floor(max(prefix_tokens, seq_len - window) / page_size), ceil(seq_len / page_size))``: the destination already
+    has the tokens before ``prefix_tokens``.
 
     Raises:
-        InvalidFieldError: a negative number, a window or page of no token, or a prefix longer than the sequence.
+        InvalidFieldError: a negative number, a window or page of 0 tokens, or a prefix longer than the sequence.
     """
     if not 0 <= prefix_tokens <= seq_len:
         raise InvalidFieldError(f"a prefix of {prefix_tokens} tokens of {seq_len}", field="prefix_tokens")
@@ -96,22 +95,22 @@ def window_of(prefix_tokens: int, seq_len: int, window: int, page_size: int) -> 
 
 
 def match_state(source: StateList, destination: StateList, component: str, transfer: str) -> StateMatch:
-    """Return which ids of the two lists belong together; the lists are not changed.
+    """Return which ids of the two lists correspond; the lists are not changed.
 
-    Where both say their first page, they are paired by logical page and what the source has beside the destination's
-    pages is dropped. Where a side does not, both are cut to the shorter length, keeping the head. A destination of
-    ``none`` drops all of the source.
+    If both have a ``first_page``, they are paired by logical page, and source pages outside the destination's are
+    dropped. Otherwise both are cut to the shorter length, keeping the head. A destination with ``none`` drops the whole
+    source list.
 
     Args:
         source: what the sender has.
         destination: what the receiver wants.
-        component: for errors.
-        transfer: for errors.
+        component: its name, for errors.
+        transfer: its name, for errors.
 
     Raises:
-        EmptyStateError: one side is empty and the other is not, and the destination did not say ``none``.
+        EmptyStateError: one side is empty and the other is not, and the destination did not set ``none``.
         WindowMismatchError: the destination wants logical pages that the source does not have.
-        InvalidFieldError: a list that says ``none`` names ids.
+        InvalidFieldError: a list with ``none`` has ids.
     """
     for side, one in (("source", source), ("destination", destination)):
         if one.none and len(one.ids):

@@ -1,8 +1,7 @@
-"""Where each graph table lies in its region.
+"""The offset of each graph table in its region.
 
-A captured graph keeps the addresses that it saw, so the places follow from the shape alone and never move. Knows no
-device: the region may be host memory, an NPU's, or the staging copy of one; only ``views`` is for memory that the CPU
-can touch.
+A captured graph keeps the addresses that it saw, so the offsets follow from the shape alone and never change. The
+region may be host memory, NPU memory, or a staging copy; only ``views`` needs memory that the CPU can access.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import numpy.typing as npt
 
 from kvferry.protocol.errors import InvalidFieldError
 
-# -- how large graph tables are: fixed once, before the first capture, for all tables of one captured model.
+# -- the size of graph tables: fixed once, before the first capture, for all tables of one captured model.
 #
-# Knows no memory and no update. The width is a formula because every narrower guess is written past its end by
-# somebody: draft tokens reach over the context's end, and an engine's own token map is wider than the context in
-# practice.
+# The width is a formula because any narrower table gets written past its end: draft tokens extend beyond the context,
+# and an engine's own token map is wider than the context in practice.
 
 
 MAX_TOKENS = (1 << 31) - 1  # lengths and pages are int32 in the tables
@@ -32,7 +30,7 @@ class TableShape(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_batch: rows of every table; a row is a slot of the captured batch.
-        columns: W, the pages a row can name.
+        columns: W, the number of pages of a row.
         page_size: tokens of one page.
         draft_tokens: the most tokens that an update may add to the lengths (speculation), 0 without.
         window: tokens of the sliding window, None without window layers.
@@ -52,9 +50,9 @@ class TableShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.columns * self.page_size
 
     def replayed_rows(self, batch: int) -> int:
-        """Return the rows that a replay of ``batch`` rows reads: the least captured size that holds them.
+        """Return the rows that a replay of ``batch`` rows reads: the smallest captured size that holds them.
 
-        The batch itself where no captured size does: it is not replayed.
+        Return ``batch`` itself if no captured size does: such a batch is not replayed.
         """
         at = bisect_left(self.captured, batch)
         return self.captured[at] if at < len(self.captured) else batch
@@ -82,7 +80,7 @@ def table_shape(
         captured: the captured batch sizes, in any order, none above ``max_batch``.
 
     Raises:
-        InvalidFieldError: a number outside its range, or tables that int32 cannot address; the field is named.
+        InvalidFieldError: a number out of range, or tables that int32 cannot address; the field is named.
     """
     _at_least(1, max_batch=max_batch, max_context_tokens=max_context_tokens, page_size=page_size)
     _at_least(0, draft_tokens=draft_tokens, request_row_tokens=request_row_tokens)
@@ -113,12 +111,12 @@ def _at_least(least: int, **fields: int) -> None:
             raise InvalidFieldError(f"{value}, but at least {least} is needed", field=field)
 
 
-ALIGNMENT_BYTES = 512  # what NPU copies and kernels like best, and a multiple of every cache line
+ALIGNMENT_BYTES = 512  # best for NPU copies and kernels, and a multiple of every cache line
 ITEM_BYTES = 4
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 Region: TypeAlias = npt.NDArray[np.uint8]
-"""Memory that the CPU can touch, ``(n,)`` uint8, contiguous."""
+"""Memory that the CPU can access, ``(n,)`` uint8, contiguous."""
 
 
 class TableViews(NamedTuple):
@@ -139,10 +137,10 @@ class TableLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Byte offsets in the region, each a multiple of ``ALIGNMENT_BYTES``; all tables are C-contiguous int32.
 
     Attributes:
-        block_tables: of ``(max_batch, columns)``.
-        block_tables_swa: of the same for window layers, None without a window.
-        seq_lens: of ``(max_batch,)``.
-        size_bytes: of the region.
+        block_tables: offset of ``(max_batch, columns)``.
+        block_tables_swa: the same for window layers, None without a window.
+        seq_lens: offset of ``(max_batch,)``.
+        size_bytes: size of the region.
     """
 
     block_tables: int
@@ -152,7 +150,7 @@ class TableLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table_layout(shape: TableShape) -> TableLayout:
-    """Return where the tables of this shape lie."""
+    """Return the layout of the tables of this shape."""
     table = aligned(shape.max_batch * shape.columns * ITEM_BYTES, ALIGNMENT_BYTES)
     tables = 1 if shape.window is None else 2
     return TableLayout(
@@ -185,5 +183,5 @@ def views(shape: TableShape, region: Region) -> TableViews:
 
 
 def aligned(size_bytes: int, alignment_bytes: int) -> int:
-    """Return the size, rounded up to the alignment."""
+    """Return the size rounded up to the alignment."""
     return -(-size_bytes // alignment_bytes) * alignment_bytes

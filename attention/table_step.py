@@ -1,6 +1,6 @@
-"""One update's way through the rows' ranges: the entries that it touches in each table, and then its taking effect.
+"""One update applied to the rows' ranges: the entries that it touches in each table, then the new ranges.
 
-Knows no page.
+Independent of page ids.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy.typing as npt
 from kvferry.attention.row_ranges import FEW, Positions, RowMove, RowRanges, Shown, distinct, expanded
 from kvferry.attention.table_update import TableUpdate
 
-# -- the entries of a table that a step can change: at the ends of rows' ranges, and new contents in them.
+# -- the entries of a table that a step can change: at the ends of rows' ranges, and new contents within them.
 #
-# Two ways to the same entries: one row after the other where few rows move, as in nearly every decode step, and all
-# rows at once where that would take longer. Knows ranges and positions, no page.
+# Two ways to compute the same entries: row by row where few rows move, as in nearly every decode step, and all rows at
+# once where that is faster.
 
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -40,7 +40,7 @@ def touched_by_few(moves: Sequence[RowMove], now: Shown, entries: Sequence[int],
 
     Args:
         moves: of rows, each once.
-        now: what the rows show before.
+        now: what the rows show before the step.
         entries: flat positions with new contents.
         columns: of the table.
     """
@@ -65,8 +65,8 @@ def touched_by_many(now: Shown, after: Shown, rows: Positions, entries: Position
     """Return the entries between what rows show now and after, and those of ``rows`` and ``entries`` that are visible.
 
     Args:
-        now: what the rows show.
-        after: what they will show.
+        now: what the rows show before the step.
+        after: what they show after it.
         rows: rows with new contents, ``(n,)``.
         entries: flat positions with new contents, ``(n,)``.
         columns: of the table.
@@ -97,7 +97,7 @@ def _visible(positions: Positions, shown: Shown, columns: int) -> Mask:
 
 
 class FewMoves:
-    """A step that moves few rows and replaces none."""
+    """A step that moves few rows' ranges and replaces no whole row."""
 
     def __init__(
         self, ranges: RowRanges, update: TableUpdate, moves: list[RowMove], entries: list[int], columns: int
@@ -109,21 +109,21 @@ class FewMoves:
         self._columns = columns
 
     def full(self) -> TouchedEntries:
-        """Return the entries that it touches in the full table."""
+        """Return the entries that the step touches in the full table."""
         moves = [RowMove(one.row, 0, one.end, 0, one.new_end) for one in self._moves]
         return touched_by_few(moves, self._ranges.full, self._entries, self._columns)
 
     def window(self) -> TouchedEntries:
-        """Return the entries that it touches in the window table."""
+        """Return the entries that the step touches in the window table."""
         return touched_by_few(self._moves, self._ranges.shown, self._entries, self._columns)
 
-    def take(self) -> None:
-        """Let the rows show what they do after the step."""
+    def commit(self) -> None:
+        """Change the rows' ranges to those after the step."""
         self._ranges.move(self._moves, self._update.batch)
 
 
 class ManyMoves:
-    """Any step."""
+    """Any step, computed for all rows at once."""
 
     def __init__(self, ranges: RowRanges, update: TableUpdate, after: Shown, entries: Positions, columns: int) -> None:
         self._ranges = ranges
@@ -133,16 +133,16 @@ class ManyMoves:
         self._columns = columns
 
     def full(self) -> TouchedEntries:
-        """Return the entries that it touches in the full table."""
+        """Return the entries that the step touches in the full table."""
         after = Shown(np.zeros_like(self._after.first), self._after.end)
         return touched_by_many(self._ranges.full, after, self._update.rows, self._entries, self._columns)
 
     def window(self) -> TouchedEntries:
-        """Return the entries that it touches in the window table."""
+        """Return the entries that the step touches in the window table."""
         return touched_by_many(self._ranges.shown, self._after, self._update.rows, self._entries, self._columns)
 
-    def take(self) -> None:
-        """Let the rows show what they do after the step."""
+    def commit(self) -> None:
+        """Change the rows' ranges to those after the step."""
         self._ranges.show(self._after, self._update.batch, self._update.extra_tokens)
 
 
@@ -152,7 +152,7 @@ def step_of(update: TableUpdate, entries: Positions, ranges: RowRanges, columns:
     Args:
         update: checked.
         entries: the flat positions of its entries.
-        ranges: what the rows show before.
+        ranges: what the rows show before the step.
         columns: of the tables.
 
     Raises:

@@ -1,7 +1,7 @@
-"""What one decode step changes in the graph tables, and the checks that need no table.
+"""What one decode step changes in the graph tables, and the checks that do not depend on the tables' contents.
 
-An update names what changed and nothing else: the lengths of all rows, entries that a row got, rows that are another
-request's now. Knows neither what the tables hold nor how they are copied.
+An update contains only what changed: the lengths of all rows, new block-table entries, and rows that now belong to
+another request.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class TableUpdate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         lengths: ``(batch,)`` tokens of each row, without the extra ones; rows from ``batch`` on are no longer in use
             and lose their pages. ``(0,)`` for an empty batch.
         extra_tokens: what this step adds to every length: 0 to decode, the draft tokens to verify.
-        entry_rows: the row of each entry that gets a page, none of them in ``rows``.
+        entry_rows: the row of each entry that is assigned a page, none of them in ``rows``.
         entry_columns: its column, the logical page.
         entry_pages: the page.
-        rows: rows that get other pages as a whole, each once.
-        row_pages: how many pages each of them has; 0 empties it.
+        rows: rows whose pages are replaced as a whole, each once.
+        row_pages: the new number of pages of each of them; 0 empties the row.
         pages: their pages, one row after the other, ``(sum(row_pages),)``.
-        released: full pages whose window pages go back; before ``bound_full`` is looked at.
-        bound_full: full pages that get a window page.
+        released: full pages whose window pages are released, before ``bound_full`` is processed.
+        bound_full: full pages that are bound to a window page.
         bound_window: the window page of each.
     """
 
@@ -59,20 +59,20 @@ class TableUpdate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def check_update(update: TableUpdate, shape: TableShape, pages: int) -> Positions:
-    """Check all of an update that depends neither on what the tables hold nor on its lengths' sizes.
+    """Check everything of an update that depends neither on the tables' contents nor on the values of its lengths.
 
     Args:
         update: the step's changes.
         shape: of the tables.
-        pages: of the pool whose pages the tables name, the padding page included.
+        pages: number of pages of the pool that the tables refer to, the padding page included.
 
     Returns:
-        The flat positions of its entries, ``(n,)`` int64, in its order.
+        The flat positions of the update's entries, ``(n,)`` int64, in its order.
 
     Raises:
         TooLargeError: more rows than the tables have.
-        InvalidFieldError: a row or column outside the tables, or twice; extra tokens that the tables were not made for;
-            window pages without window tables.
+        InvalidFieldError: a row or column outside the tables, or given twice; more extra tokens than the tables were
+            created for; window pages without window tables.
         LengthMismatchError: arrays of unequal length.
         PageOutOfRangeError: page 0, or beyond the pool's end.
     """
@@ -149,7 +149,7 @@ def _check_pages(ids: StateIds, pages: int, field: str) -> None:
 
 
 def _extremes(numbers: Positions) -> tuple[int, int]:
-    """Return the least and the greatest; there is at least one number."""
+    """Return the minimum and the maximum of at least one number."""
     if len(numbers) <= FEW:
         few = numbers.tolist()
         return min(few), max(few)

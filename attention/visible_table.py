@@ -1,7 +1,4 @@
-"""One block table as a captured graph sees it: of each row a range of columns, zeros elsewhere.
-
-Knows nothing of where its contents come from.
-"""
+"""One block table as a captured graph sees it: a range of columns of each row, zeros elsewhere."""
 
 from __future__ import annotations
 
@@ -16,32 +13,32 @@ from kvferry.attention.table_layout import Int32s, TableShape
 from kvferry.attention.table_step import TouchedEntries
 from kvferry.protocol.errors import DuplicatePageError
 
-# -- steps that take back what was done, for work that must be done as a whole or not at all.
+# -- rollback, for changes that must be made completely or not at all.
 #
-# Like ``contextlib.ExitStack``, which takes several times as long as the little work that is to be undone here.
+# Like ``contextlib.ExitStack``, which takes several times as long as the few changes that are undone here.
 
 
 Arguments = ParamSpec("Arguments")
 
 
 class Undo:
-    """A block that takes its steps back, the last one first, if it ends with an exception."""
+    """A context that runs its rollback steps, the last one first, if it ends with an exception."""
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []
 
     def by(self, step: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        """Note a call that takes back what was just done; it must not fail."""
+        """Add a call that reverts what was just done; it must not fail."""
         self._steps.append(partial(step, *args, **kwargs))
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Return self."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take the steps back if there is an error."""
+        """Run the rollback steps if there is an error."""
         if kind is not None:
             while self._steps:
                 self._steps.pop()()
@@ -56,14 +53,14 @@ class VisibleTable:
         self._columns = shape.columns
 
     def contents(self, entries: TouchedEntries) -> Int32s:
-        """Return what these entries hold, ``(n,)``, a copy."""
+        """Return the pages in these entries, ``(n,)`` int32, a copy."""
         return self._flat[entries.positions]
 
     def check_distinct(self, entries: TouchedEntries, contents: Int32s) -> None:
-        """Check that no row has a page twice once these entries have these contents: padding, page 0, is no such page.
+        """Check that no row has a page twice once these entries have these contents; page 0, padding, may repeat.
 
         Raises:
-            DuplicatePageError: one has; names row and page.
+            DuplicatePageError: a row has; row and page are named.
         """
         if not contents.any():
             return
@@ -71,7 +68,7 @@ class VisibleTable:
         touched = np.bincount(rows) > 0
         changed = np.flatnonzero(touched)
         after = self.entries[changed]
-        skipped = np.cumsum(~touched) * self._columns  # entries of the rows before that are not looked at
+        skipped = np.cumsum(~touched) * self._columns  # entries of skipped rows before each row
         after.reshape(-1)[entries.positions - skipped[rows]] = contents
         after.sort(axis=1)
         again = (after[:, 1:] == after[:, :-1]) & (after[:, 1:] > 0)
@@ -82,5 +79,5 @@ class VisibleTable:
             )
 
     def show(self, entries: TouchedEntries, contents: Int32s) -> None:
-        """Write the contents of these entries."""
+        """Write these contents to the entries."""
         self._flat[entries.positions] = contents

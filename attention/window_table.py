@@ -1,7 +1,7 @@
-"""The block table of the window layers: the window pool's page of each page that a row's window shows.
+"""The block table of the window layers: the window pool's page for each page in a row's window.
 
-Knows the full-to-window map and how often each window page is visible; a page that is visible somewhere cannot lose its
-window page. Knows nothing of lengths.
+Keeps the full-to-window page map and how often each window page is visible; a page that is visible somewhere cannot
+lose its window page. Independent of lengths.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from kvferry.protocol.errors import (
 # -- the full-to-window page map of hybrid sliding-window models.
 #
 # Such a model has two pools: its full layers keep every page of a request, its window layers only the last ones, in
-# pages of their own. Requests name full pages; the map says which page of the window pool goes with each. Knows neither
-# pools nor requests, only ids.
+# separate pages. Requests refer to full pages; the map gives the page of the window pool for each. Works on ids only.
 
 
 PADDING = 0
@@ -37,14 +36,14 @@ PageMap: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 
 
 class SwaMap:
-    """A page map that is kept up to date: no window page ever goes with two full pages.
+    """A page map under change: no window page is ever bound to two full pages.
 
     Attributes:
-        pages: the map, ``(full_pages,)`` int64, to read only; page 0 stays 0.
+        pages: the map, ``(full_pages,)`` int64, read-only; page 0 stays 0.
     """
 
     def __init__(self, full_pages: int, window_pages: int) -> None:
-        """Make an empty map between pools of these many pages, the padding pages included."""
+        """Make an empty map between two pools of these sizes, the padding pages included."""
         self._map = np.zeros(full_pages, np.int64)
         self._holders = np.zeros(window_pages, np.int64)  # the full page of each window page
         self.pages = self._map.view()
@@ -55,16 +54,16 @@ class SwaMap:
         return f"<SwaMap {np.count_nonzero(self._map)} of {len(self._map) - 1} full pages bound>"
 
     def bind(self, full_ids: StateIds, window_ids: StateIds) -> None:
-        """Let each full page go with the window page at its position; all of them or none.
+        """Bind each full page to the window page at the same position; all of them or none.
 
         Args:
             full_ids: ``(n,)`` int64, not bound yet; n may be 0.
-            window_ids: ``(n,)`` int64, not held by any full page.
+            window_ids: ``(n,)`` int64, not bound to any full page.
 
         Raises:
             LengthMismatchError: the lists differ in length.
-            PageOutOfRangeError: page 0 or beyond a pool's end.
-            DuplicatePageError: a page twice, or already bound.
+            PageOutOfRangeError: page 0, or beyond the pool's end.
+            DuplicatePageError: a page is given twice, or already bound.
         """
         if len(full_ids) != len(window_ids):
             raise LengthMismatchError(f"{len(full_ids)} full pages, {len(window_ids)} window pages", field="window_ids")
@@ -74,17 +73,17 @@ class SwaMap:
             bound = np.flatnonzero(taken[ids])
             if len(bound):
                 raise DuplicatePageError(
-                    f"page {ids[bound[0]]} goes with page {taken[ids[bound[0]]]} already", field=field
+                    f"page {ids[bound[0]]} is already bound to page {taken[ids[bound[0]]]}", field=field
                 )
         self._map[full_ids] = window_ids
         self._holders[window_ids] = full_ids
 
     def release(self, full_ids: StateIds) -> StateIds:
-        """Forget the window pages of these full pages, all or none, and return them, ``(n,)`` int64, to be freed.
+        """Unbind these full pages, all or none, and return their window pages, ``(n,)`` int64, to be freed.
 
         Raises:
-            PageOutOfRangeError: page 0 or beyond the pool's end.
-            DuplicatePageError: a page twice.
+            PageOutOfRangeError: page 0, or beyond the pool's end.
+            DuplicatePageError: a page is given twice.
             WindowMismatchError: a page has no window page.
         """
         _check_range(full_ids, len(self._map), "full_ids")
@@ -103,16 +102,16 @@ class SwaMap:
 
 
 def window_pages(page_map: PageMap, full_ids: StateIds, first_page: int, window: PageWindow) -> StateIds:
-    """Return the window pool's pages of a request's window, in logical order: ``(window.pages,)`` int64, a copy.
+    """Return the window pool's pages for a request's window, in logical order: ``(window.pages,)`` int64, a copy.
 
     Args:
         page_map: ``(full_pages,)``, an engine's own or ``SwaMap.pages``.
         full_ids: ``(n,)`` int64, the request's full pages from logical page ``first_page`` on.
         first_page: the logical page of the first one.
-        window: the logical pages that are wanted; none gives an empty list.
+        window: the logical pages that are wanted; an empty window gives an empty list.
 
     Raises:
-        WindowMismatchError: the window reaches outside the request's pages, or the window pool has not got one of them.
+        WindowMismatchError: the window reaches outside the request's pages, or one of them has no window page.
         PageOutOfRangeError: a full page of the window is page 0 or beyond the map.
     """
     given = PageWindow(first_page, first_page + len(full_ids))
@@ -131,8 +130,8 @@ def _looked_up(page_map: PageMap, full_ids: StateIds) -> StateIds:
     if len(missing):
         at = int(missing[0])
         raise WindowMismatchError(
-            f"full page {full_ids[at]}, at {at} of the {len(full_ids)} asked for, has no page in the window pool; nor "
-            f"have {len(missing) - 1} after it",
+            f"full page {full_ids[at]}, at position {at} of {len(full_ids)}, has no page in the window pool, and "
+            f"neither have {len(missing) - 1} after it",
             field="full_ids",
         )
     return found
@@ -166,7 +165,7 @@ class WindowTable(VisibleTable):
         self._uses = np.zeros(window_pages, np.int64)  # in how many entries each window page is visible
 
     def rebind(self, update: TableUpdate, undo: Undo) -> StateIds:
-        """Release and bind what an update says; ``visible_table`` takes it back.
+        """Release and bind the pages of an update; ``undo`` reverts it.
 
         Returns:
             The released window pages, ``(n,)`` int64.
@@ -187,13 +186,13 @@ class WindowTable(VisibleTable):
         """Return the window pages of these entries, ``(n,)`` int32, 0 where an entry is not visible.
 
         Args:
-            entries: what may change.
+            entries: that may change.
             full_ids: the full page of each, ``(n,)``.
             released: window pages that ``rebind`` released.
-            undo: takes back what is counted here.
+            undo: reverts the counts.
 
         Raises:
-            WindowMismatchError: a visible page has no window page, or lost it; row, column and page are named.
+            WindowMismatchError: a visible page has no window page, or it was released; row, column and page are named.
         """
         pages: Int32s = (self.swa.pages[full_ids] * entries.visible).astype(np.int32)
         if np.count_nonzero(pages) != np.count_nonzero(entries.visible):

@@ -15,7 +15,7 @@ import zmq
 
 from benchmarks.measure import MICROSECONDS, THOUSANDS_A_SECOND, Contender, Effort, Row, Target, compare
 from benchmarks.processes import running_daemon, running_echo_server
-from kvferry.clients import Client, MhaSpec
+from kvferry.clients import Client, MhaSpec, calls
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.codec import Frames, decode_from_daemon, encode
 from kvferry.protocol.envelope import Request
@@ -44,7 +44,7 @@ def round_trip(effort: Effort) -> list[Row]:
         running_daemon() as runtime_dir,
         running_echo_server() as echo,
         Client.connect(runtime_dir, name="bench") as client,
-        contextlib.closing(SessionChannel.open(runtime_dir, "bench-raw")) as channel,
+        contextlib.closing(SessionChannel.open(runtime_dir, calls.session_open("bench-raw"))) as channel,
         dealer(control_address(runtime_dir)) as raw,
         dealer(echo) as bare,
     ):
@@ -82,7 +82,7 @@ def pipelined(effort: Effort) -> list[Row]:
         running_daemon() as runtime_dir,
         running_echo_server() as echo,
         Client.connect(runtime_dir, name="bench") as client,
-        contextlib.closing(SessionChannel.open(runtime_dir, "bench-raw")) as channel,
+        contextlib.closing(SessionChannel.open(runtime_dir, calls.session_open("bench-raw"))) as channel,
         dealer(control_address(runtime_dir)) as raw,
         dealer(echo) as bare,
     ):

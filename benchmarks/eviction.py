@@ -16,9 +16,9 @@ from benchmarks.measure import Effort, Row, Unit, compare
 from benchmarks.optimum import optimal_hits
 from benchmarks.plot import Labels, Point, line_plot
 from benchmarks.traces import TracedRequest, bound, count_blocks, count_unique, read_trace
-from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
+from kvferry.pools.tiers.policies import POLICY_NAMES, EvictionPolicy, make_policy
 
-POLICIES = ("sieve", "lru")
+POLICIES = POLICY_NAMES
 OPTIMUM = "belady"
 """What no policy can better: see ``optimum``."""
 

@@ -1,7 +1,7 @@
-"""What callers give, checked before anything is sent: each mistake names the argument and says what to give instead.
+"""Checks of callers' arguments before anything is sent: errors name the argument and say what to pass instead.
 
-Bodies are checked as a whole by the protocol's own types, so that what the daemon would refuse is refused here, where
-the mistake was made. Numbers of numpy's and torch's are taken for what they are.
+Bodies are validated as a whole by the protocol's types, so that what the daemon would refuse is refused here, where the
+mistake was made. Numbers of numpy and torch are accepted as Python's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import PoolSpec
 
 MAX_SECONDS: Final = 1e6
-"""Of any deadline or time-out: eleven days."""
+"""Upper bound of deadlines and timeouts: eleven days."""
 
 _MAX_INT64: Final = (1 << 63) - 1
 
@@ -33,25 +33,25 @@ S = TypeVar("S")
 
 
 def wrong_kind(value: object, wanted: str, field: str) -> InvalidFieldError:
-    """Return the error for an argument of a wrong kind, with a hint where the mistake is a common one."""
+    """Return the error for an argument of the wrong type, with a hint for common mistakes."""
     hint = _hint(value)
     return InvalidFieldError(f"{shown(value)} is no {wanted}{hint and f': {hint}'}", field=field)
 
 
 def seconds(value: float, field: str) -> float:
-    """Return a time span.
+    """Return a duration in seconds.
 
     Raises:
-        InvalidFieldError: it is no number of seconds from 0 on.
+        InvalidFieldError: it is not a number from 0 to ``MAX_SECONDS``.
     """
     if type(value) is not float:
         try:
             if isinstance(value, bool | str | bytes):
-                raise TypeError  # noqa: TRY301  as float() does for the rest
+                raise TypeError  # noqa: TRY301  as float() does for other types
             value = float(value)
         except (TypeError, ValueError):
             raise wrong_kind(value, "number of seconds", field) from None
-        except OverflowError:  # a whole number of more than 300 digits
+        except OverflowError:  # an integer of more than 300 digits
             value = math.inf if value > 0 else -math.inf
     if not 0.0 <= value <= MAX_SECONDS:
         raise InvalidFieldError(f"{value:g} seconds; give from 0 to {MAX_SECONDS:g}", field=field)
@@ -59,10 +59,10 @@ def seconds(value: float, field: str) -> float:
 
 
 def page_ids(value: npt.ArrayLike, field: str) -> PageIds:
-    """Return page ids, or other integers, as they travel: ``(n,)`` int64.
+    """Return page ids, or other integers, as they are sent: ``(n,)`` int64.
 
     Raises:
-        InvalidFieldError: they are no list of integers of 64 bits.
+        InvalidFieldError: the value is not a list of 64-bit integers.
     """
     if isinstance(value, np.ndarray) and value.dtype == np.int64 and value.ndim == 1:
         return value
@@ -77,15 +77,15 @@ def page_ids(value: npt.ArrayLike, field: str) -> PageIds:
         what = f"an array {array.shape} of {array.dtype}" if isinstance(value, np.ndarray) else shown(value)
         raise InvalidFieldError(f"{what} is no list of integers{hint and f': {hint}'}", field=field)
     if array.dtype.kind == "u" and array.size and int(array.max()) > _MAX_INT64:
-        raise InvalidFieldError(f"{array.max()} does not fit in 64 bits with a sign", field=field)
+        raise InvalidFieldError(f"{array.max()} does not fit in a signed 64-bit integer", field=field)
     return array.astype(np.int64, copy=False)
 
 
 def sequence(value: Sequence[T], wanted: str, field: str) -> tuple[T, ...]:
-    """Return the members of a list, which a string is not.
+    """Return the members of a list; strings and mappings do not count as one.
 
     Raises:
-        InvalidFieldError: it is none.
+        InvalidFieldError: the value is not a list.
     """
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return tuple(value)
@@ -98,18 +98,18 @@ def sequence(value: Sequence[T], wanted: str, field: str) -> tuple[T, ...]:
 
 
 def checked(body: BodyT, names: Mapping[str, str] | None = None) -> BodyT:
-    """Return a body whose every field is what the protocol says it is.
+    """Return a body with every field validated and converted to the protocol's types.
 
     Args:
-        body: as a caller's arguments have made it.
-        names: what the caller calls a field, where that differs.
+        body: built from a caller's arguments.
+        names: the caller's argument for a field, if the names differ.
 
     Raises:
-        InvalidFieldError: a field is not; it names the argument.
+        InvalidFieldError: a field is invalid; names the argument.
     """
     kind = type(body)
     try:
-        as_said: BodyT = _decoder(kind).decode(_encoder.encode(body))
+        converted: BodyT = _decoder(kind).decode(_encoder.encode(body))
     except msgspec.ValidationError as cause:
         error = invalid_field(cause)
         head, dot, rest = error.field.partition(".")
@@ -117,7 +117,7 @@ def checked(body: BodyT, names: Mapping[str, str] | None = None) -> BodyT:
         raise InvalidFieldError(error.detail + _hint_at(body, head), field=field) from None
     except (TypeError, ValueError, OverflowError, RecursionError):
         raise _unsendable(body, names or {}) from None
-    return as_said
+    return converted
 
 
 @functools.cache
@@ -126,10 +126,10 @@ def _decoder(kind: type[BodyT]) -> msgspec.msgpack.Decoder[BodyT]:
 
 
 def whole(value: int, field: str, *, least: float = 0) -> int:
-    """Return a whole number.
+    """Return an integer.
 
     Raises:
-        InvalidFieldError: it is none, or below ``least``.
+        InvalidFieldError: the value is not an integer, or below ``least``.
     """
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         raise wrong_kind(value, "whole number", field)
@@ -143,10 +143,10 @@ def whole(value: int, field: str, *, least: float = 0) -> int:
 
 
 def text(value: str, field: str) -> str:
-    """Return a text.
+    """Return a string.
 
     Raises:
-        InvalidFieldError: it is none.
+        InvalidFieldError: the value is not a string.
     """
     if not isinstance(value, str):
         raise wrong_kind(value, "text", field)
@@ -154,10 +154,10 @@ def text(value: str, field: str) -> str:
 
 
 def truth(value: bool, field: str) -> bool:  # noqa: FBT001  any argument of a caller's
-    """Return True or False.
+    """Return a bool.
 
     Raises:
-        InvalidFieldError: it is neither.
+        InvalidFieldError: the value is not a bool.
     """
     if not isinstance(value, bool | np.bool_):
         raise wrong_kind(value, "True or False", field)
@@ -168,7 +168,7 @@ def mapping(value: Mapping[T, S], wanted: str, field: str) -> Mapping[T, S]:
     """Return a mapping.
 
     Raises:
-        InvalidFieldError: it is none.
+        InvalidFieldError: the value is not a mapping.
     """
     if not isinstance(value, Mapping):
         raise wrong_kind(value, f"mapping of {wanted}", field)
@@ -176,10 +176,10 @@ def mapping(value: Mapping[T, S], wanted: str, field: str) -> Mapping[T, S]:
 
 
 def device_names(value: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return what a process calls the daemon's devices.
+    """Return this process's names of the daemon's devices, by the daemon's names.
 
     Raises:
-        InvalidFieldError: it is no mapping of names to names.
+        InvalidFieldError: the value is not a mapping of strings to strings.
     """
     names = mapping({} if value is None else value, "the daemon's names of devices to ours", "devices")
     for pair in names.items():
@@ -189,10 +189,10 @@ def device_names(value: Mapping[str, str] | None) -> Mapping[str, str]:
 
 
 def pool_spec(value: PoolSpec) -> PoolSpec:
-    """Return what a pool is made of, every field of it checked.
+    """Return a pool spec with every field checked.
 
     Raises:
-        InvalidFieldError: it is no spec, or a field is not what it has to be.
+        InvalidFieldError: the value is not a spec, or a field is invalid.
     """
     if not isinstance(value, PoolSpec):
         raise wrong_kind(value, "spec: MhaSpec(...), MlaSpec(...), HybridSwaSpec(...) or MambaSpec(...)", "spec")
@@ -200,7 +200,7 @@ def pool_spec(value: PoolSpec) -> PoolSpec:
 
 
 def _unsendable(body: msgspec.Struct, names: Mapping[str, str]) -> InvalidFieldError:
-    """Return which field of a body is nothing that can be sent."""
+    """Return the error that names the field of a body that cannot be encoded."""
     for field in body.__struct_fields__:
         value = getattr(body, field)
         try:
@@ -219,10 +219,10 @@ def _hint_at(body: msgspec.Struct, field: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a number of numpy's or torch's as Python's."""
+    """Return a scalar of numpy or torch as a Python one."""
     if isinstance(value, np.generic):
         item: object = value.item()
-        if isinstance(item, int | float | str | bytes):  # and no date, which would travel as a text
+        if isinstance(item, int | float | str | bytes):  # not a date, which would be sent as a string
             return item
     if not isinstance(value, bool | float | str) and hasattr(value, "__index__"):
         return operator.index(value)
@@ -230,35 +230,35 @@ def _plain(value: object) -> object:
 
 
 _HINTS: Final = {
-    "AttachedPool": "a pool is named by its name, pool.name, and made of a spec",
+    "AttachedPool": "refer to a pool by its name, pool.name; create one from a spec",
     "Transfer": "a transfer is for wait_finished, wait_settled and cancel",
     "TierOperation": "an operation of the tiers is for wait_done, wait_accepted and cancel_operation",
     "PendingReply": "a pending reply is for wait and is_ready",
     "Tables": "tables are for update_tables and delete_tables",
-    "EventRing": "give a point or steps of it, ring.record_event() or [ring.step(...)]",
+    "EventRing": "give an event or steps of it, ring.record_event() or [ring.step(...)]",
     "LayerStep": "give a list of steps, [step]",
     "UUID": "give its hex digits, request_id.hex",
     "dtype": "give its name, {name!r}",
     "device": "give its name: host, npu:N or cuda:N",
 }
-"""By the name of a kind, so that none has to be imported for it."""
+"""By the name of a type, so that none has to be imported for it."""
 
-_FIELD_HINTS: Final = {"after": "give a point of the session's ring, ring.record_event()"}
+_FIELD_HINTS: Final = {"after": "give an event of the session's ring, ring.record_event()"}
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def shown(value: object) -> str:
-    """Return a value as errors show it."""
+    """Return a value's repr for an error, or only its type if that is not a short line."""
     try:
         line = repr(value)
-    except ValueError:  # Python shows no whole number of thousands of digits
+    except ValueError:  # Python refuses to print integers of thousands of digits
         line = ""
     return line if 0 < len(line) <= 80 and "\n" not in line else f"a {type(value).__name__}"  # noqa: PLR2004  a line
 
 
 def _hint(value: object) -> str:
-    """Return what to do about values that are often given where they do not belong."""
+    """Return a hint for values that are often passed by mistake; empty for others."""
     if isinstance(value, type):
         return f"give one of it, {value.__name__}(...)"
     for kind in type(value).__mro__:

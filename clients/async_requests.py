@@ -23,8 +23,9 @@ from kvferry.clients.connection import (
     open_control_socket,
 )
 from kvferry.clients.loop_use import LoopUse, running_loop
-from kvferry.clients.submissions import PendingReply, Submissions
-from kvferry.protocol.client_core import Outgoing, ReplyArrived
+from kvferry.clients.submissions import Submissions
+from kvferry.clients.submitting import PendingReply
+from kvferry.protocol.client_core import BatchAnswered, News, Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, MisuseError
 from kvferry.protocol.session_messages import MemoryFollows, ShareFollows
 
@@ -223,11 +224,18 @@ class AsyncRequests(Submissions):
         except KvferryError as error:
             self._fail_all(DaemonLostError(f"what answers is no daemon of ours: {error.detail}"))
             return
-        if isinstance(news, ReplyArrived):
+        if news is not None:
+            self._hear(news)
+
+    def _hear(self, news: News | BatchAnswered) -> None:
+        if isinstance(news, BatchAnswered):
+            for one in news.news:
+                self._hear(one)
+        elif isinstance(news, ReplyArrived):
             future = self._replies.get(news.message_id)
             if future is not None and not future.done():
                 future.set_result(news)
-        elif news is not None:
+        else:
             self._note(news)
             self._news.set()
 

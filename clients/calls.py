@@ -14,7 +14,8 @@ from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
-from kvferry.protocol.ids import MAIN
+from kvferry.protocol.ids import MAIN, PoolLifetime
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
@@ -33,7 +34,17 @@ from kvferry.protocol.pool_messages import (
     RegisterPool,
 )
 from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
+from kvferry.protocol.session_messages import (
+    EventsOpened,
+    Hello,
+    OpenEvents,
+    Ping,
+    Pong,
+    SessionOpen,
+    Status,
+    StatusReport,
+    Welcome,
+)
 from kvferry.protocol.table_messages import (
     CreateTables,
     DeleteTables,
@@ -43,6 +54,8 @@ from kvferry.protocol.table_messages import (
     UpdateTables,
 )
 from kvferry.protocol.transfer_messages import (
+    Abandon,
+    Abandoned,
     Cancel,
     Cancelled,
     Direction,
@@ -151,6 +164,24 @@ def hello(client: str) -> Call[Welcome]:
     )
 
 
+def session_open(name: str, instance: str = "", *, keep: bool = False, resume: bytes = b"") -> SessionOpen:
+    """Return the frame that opens a session.
+
+    Raises:
+        InvalidFieldError: an argument is not what it has to be.
+    """
+    return checked(
+        SessionOpen(
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            name=str(name),
+            instance=instance,
+            keep=keep,
+            resume=resume,
+        )
+    )
+
+
 def ping() -> Call[Pong]:
     """Ask whether the control loop answers."""
     return Call(Ping(), (), reply_body(Pong))
@@ -166,9 +197,23 @@ def open_events(device: str) -> Call[EventsOpened]:
     return Call(checked(OpenEvents(device=device)), (), reply_body(EventsOpened))
 
 
-def create_pool(pool: str, spec: PoolSpec, device: str, model: ModelIdentity | None = None) -> Call[PoolCreated]:
+def create_pool(
+    pool: str,
+    spec: PoolSpec,
+    device: str,
+    model: ModelIdentity | None = None,
+    lifetime: PoolLifetime = "daemon",
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+) -> Call[PoolCreated]:
     """Create a pool, or find it as it was created before."""
-    body = CreatePool(pool=pool, spec=pool_spec(spec), device=device, model=model)
+    body = CreatePool(
+        pool=pool,
+        spec=pool_spec(spec),
+        device=device,
+        model=model,
+        lifetime=lifetime,
+        max_payload_bytes=max_payload_bytes,
+    )
     return Call(checked(body, NAME), (), reply_body(PoolCreated))
 
 
@@ -179,10 +224,22 @@ def attach_pool(pool: str, layout_digest: str, device_pid: int | None) -> Call[P
 
 
 def register_pool(
-    pool: str, spec: PoolSpec, device: str, arrays: tuple[RegisteredArrays, ...], model: ModelIdentity | None = None
+    pool: str,
+    spec: PoolSpec,
+    device: str,
+    arrays: tuple[RegisteredArrays, ...],
+    model: ModelIdentity | None = None,
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> Call[PoolRegistered]:
     """Register a pool that this process owns."""
-    body = RegisterPool(pool=pool, spec=pool_spec(spec), device=device, arrays=arrays, model=model)
+    body = RegisterPool(
+        pool=pool,
+        spec=pool_spec(spec),
+        device=device,
+        arrays=arrays,
+        model=model,
+        max_payload_bytes=max_payload_bytes,
+    )
     return Call(checked(body, NAME | {"arrays": "tensors"}), (), reply_body(PoolRegistered))
 
 
@@ -266,9 +323,18 @@ def delete_tables(tables: str) -> Call[TablesDeleted]:
     return Call(checked(DeleteTables(tables=tables), TABLES), (), reply_body(TablesDeleted))
 
 
-def cancel(pool: str, request_id: str, direction: Direction) -> Call[Cancelled]:
+def cancel(pool: str, request_id: str, direction: Direction, *, wait: bool = True) -> Call[Cancelled]:
     """Give up a side of a transfer."""
-    return Call(Cancel(request_id=request_id, pool=pool, direction=direction), (), reply_body(Cancelled))
+    body = Cancel(request_id=request_id, pool=pool, direction=direction, wait=wait)
+    return Call(checked(body), (), reply_body(Cancelled))
+
+
+def abandon(request_id: str, direction: Direction, daemons: Sequence[str], reason: str) -> Call[Abandoned]:
+    """Say that a half of a request does not come."""
+    body = Abandon(
+        request_id=request_id, direction=direction, daemons=sequence(daemons, "addresses", "daemons"), reason=reason
+    )
+    return Call(checked(body), (), reply_body(Abandoned))
 
 
 def result(pool: str, request_id: str, direction: Direction) -> Call[TransferResult]:

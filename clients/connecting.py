@@ -1,4 +1,4 @@
-"""What ``AsyncClient.connect`` returns: awaited it is a client, and ``async with`` takes it as it is."""
+"""What ``AsyncClient.connect`` returns: awaiting it gives a client, and ``async with`` accepts it directly."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvferry.protocol.errors import MisuseError
 
 
 class Closable(Protocol):
-    """What ends with a ``with`` block."""
+    """An object that is closed at the end of a ``with`` block."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 ClientT = TypeVar("ClientT", bound=Closable)
 
 
 class Connecting(Coroutine[Any, Any, ClientT]):
-    """A connection that is being made: ``await`` it, or enter it by ``async with``, once.
+    """A connection being made: ``await`` it, or enter it with ``async with``, once.
 
-    It is a coroutine, so that ``asyncio.run`` and ``create_task`` take it too.
+    It is a coroutine, so that ``asyncio.run`` and ``create_task`` accept it, too.
     """
 
     def __init__(self, kind: type[ClientT], coroutine: Coroutine[Any, Any, ClientT]) -> None:
@@ -31,10 +31,10 @@ class Connecting(Coroutine[Any, Any, ClientT]):
         self._coroutine = coroutine
         self._client: ClientT | None = None
 
-    if not TYPE_CHECKING:  # type checkers find it by themselves
+    if not TYPE_CHECKING:  # type checkers find the mistake themselves
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say that what is asked for is the client's."""
+            """Raise an error that tells to await first, if the client has the attribute."""
             if not name.startswith("_") and hasattr(self._kind, name):
                 raise _not_awaited(name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
@@ -57,15 +57,15 @@ class Connecting(Coroutine[Any, Any, ClientT]):
             self._client.close()
 
     def __enter__(self) -> NoReturn:
-        """Say what to write instead."""
+        """Refuse, and tell what to write instead."""
         self.close()
-        raise MisuseError("an AsyncClient is entered by `async with AsyncClient.connect(...) as client`")
+        raise MisuseError("enter an AsyncClient with `async with AsyncClient.connect(...) as client`")
 
     def __exit__(self, *_: object) -> None:
         """Do nothing: it cannot be entered."""
 
     def send(self, *value: Any, **named: Any) -> Any:  # noqa: ANN401  as the generator protocol has it
-        """See ``Coroutine``; a client's takes more."""
+        """See ``Coroutine``; more arguments are meant for the client's ``send``."""
         if len(value) != 1 or named:
             raise _not_awaited("send")
         self._check(CORO_CREATED, CORO_SUSPENDED)
@@ -76,16 +76,16 @@ class Connecting(Coroutine[Any, Any, ClientT]):
         return self._coroutine.throw(*error)
 
     def close(self) -> None:
-        """Give it up."""
+        """Abandon the connection."""
         self._coroutine.close()
 
     def _check(self, *states: str) -> None:
         if getcoroutinestate(self._coroutine) not in states:
-            raise MisuseError("this connection was awaited before: keep the client that the first await returned")
+            raise MisuseError("this connection was already awaited: keep the client that the first await returned")
 
 
 def _not_awaited(name: str) -> MisuseError:
     return MisuseError(
-        f"{name!r} is asked of a connection that is being made: await it first, as in "
+        f"{name!r} is used on a connection that was not awaited yet: await it first, as in "
         "client = await AsyncClient.connect(...)"
     )

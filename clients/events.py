@@ -1,10 +1,10 @@
-"""An engine's end of its event ring: which layers of a SEND are ready is said by writing memory, not by a message.
+"""An engine's side of its event ring: it signals which layers of a SEND are ready by a memory write, not a message.
 
-``ring.step(first_layer, layers)`` makes a step for ``send(steps=…)``; ``ring.record(step)`` says that its bytes are in
-the pages. Steps become ready in the order in which the SEND names them. ``ring.record_event()`` makes an event that
-RECEIVE and FREE wait for: what was given to the stream before still uses the pages.
+``ring.step(first_layer, layers)`` makes a step for ``send(steps=…)``; ``ring.record(step)`` signals that its bytes are
+in the pages. Steps become ready in the order in which the SEND lists them. ``ring.record_event()`` makes an event that
+RECEIVE and FREE wait for, because kernels queued on the stream before it still use the pages.
 
-On a device an event is an interprocess event that is recorded on the stream which computes: nobody waits on the host.
+On a device an event is an interprocess event recorded on the compute stream: nobody waits on the host.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class RingEvent(NamedTuple):
 
 
 class EventRing(OfOneProcess):
-    """One session's ring; made by ``open_events``. Any thread may use it, also one that does not have the client."""
+    """One session's ring; made by ``open_events``. Any thread may use it, also while another one uses the client."""
 
     def __init__(self, region: HostRegion, eventfd: int, events: Sequence[RingEvent] = ()) -> None:
-        """Own the mapped counters and the descriptor from now on; ``events``, a slot each, where it is on a device."""
+        """Take ownership of the mapped counters and the eventfd; ``events``: one per slot, for a ring on a device."""
         self._region = region
         self._events = events
         self._eventfd = eventfd
         self._counters = region.view().view(np.int64)
-        self._planned: list[int] = self._counters.tolist()  # not 0 where the session opened its ring before
+        self._planned: list[int] = self._counters.tolist()  # not 0 if the session opened its ring before
         self._next = 0
         self._making = threading.Lock()
 
@@ -72,20 +72,20 @@ class EventRing(OfOneProcess):
 
     @property
     def counters(self) -> npt.NDArray[np.int64]:
-        """Return the ring's memory, ``(slots,)``: an engine whose own native code records raises them by itself."""
+        """Return the ring's memory, ``(slots,)`` int64, for engines that record from native code by incrementing it."""
         return self._counters
 
     def fileno(self) -> int:
-        """Return the eventfd that wakes the daemon: add 1 to it after the counters."""
+        """Return the eventfd that wakes the daemon: add 1 to it after changing counters."""
         return self._eventfd
 
     def step(self, first_layer: int, layers: int) -> LayerStep:
-        """Return a step for these layers, by the model's own numbers, with an event that was not used before."""
+        """Return a step for these layers, numbered as in the model, with a new event."""
         event = self.event()
         return LayerStep(first_layer=first_layer, layers=layers, event=event.event, value=event.value)
 
     def event(self) -> DeviceEvent:
-        """Return an event with an event that was not used before, to be recorded later.
+        """Return a new event, to be recorded later.
 
         Raises:
             ClientClosedError: the ring is closed.
@@ -99,19 +99,19 @@ class EventRing(OfOneProcess):
             return DeviceEvent(event=slot, value=self._planned[slot])
 
     def record_event(self, stream: torch.Stream | None = None) -> DeviceEvent:
-        """Return an event that is recorded now, for ``receive(after=…)`` and ``free(after=…)``; see ``record``."""
+        """Make an event and record it, for ``receive(after=…)`` and ``free(after=…)``; see ``record``."""
         event = self.event()
         self.record(event, stream)
         return event
 
     def record(self, step: LayerStep | DeviceEvent, stream: torch.Stream | None = None) -> None:
-        """Say that the step's layers are in the pages. Cheap: one store and one system call.
+        """Signal that the step's layers are in the pages. Cheap: one store and one system call.
 
-        On a device it says so of what was given to the stream until now, by default to the device's current one.
+        On a device this covers everything queued so far on the stream, by default the device's current one.
 
         Raises:
-            InvalidFieldError: it is no step or event of this ring, was recorded before, or one that had the same slot
-                before it was not.
+            InvalidFieldError: not a step or event of this ring, or recorded already, or an earlier one in the same slot
+                was not recorded.
             ClientClosedError: the ring is closed.
             ForkedError: a forked child has no ring.
         """
@@ -122,17 +122,17 @@ class EventRing(OfOneProcess):
         value = whole(step.value, "step.value", least=-math.inf)
         if not 0 <= slot < len(self._planned):
             raise InvalidFieldError(
-                f"this ring has no event {slot}: it is a step of another ring, or made by hand", field="step"
+                f"this ring has no event {slot}: the step is of another ring, or was made by hand", field="step"
             )
         if int(self._counters[slot]) != value - 1:
             raise InvalidFieldError(
-                f"event {slot} stands at {self._counters[slot]}, the step's is {value}: record each once, in the order "
-                "in which they were made",
+                f"event {slot} is at {self._counters[slot]}, the step's value is {value}: record each step once, in "
+                "the order in which they were made",
                 field="step",
             )
         if self._events:
             device, event = self._events[slot]
-            # Before the daemon is told, which else finds the event as it was.
+            # Before the daemon is woken, which would otherwise see the event's previous record.
             device.vendor.record(event, stream or device.current_stream())
         self._counters[slot] = value
         os.eventfd_write(self._eventfd, 1)
@@ -143,7 +143,7 @@ class EventRing(OfOneProcess):
             raise ClientClosedError("the event ring was closed")
 
     def close(self) -> None:
-        """Give the descriptors back. Closing twice does nothing."""
+        """Close the descriptors. Closing twice does nothing."""
         if self._eventfd >= 0:
             os.close(self._eventfd)
             self._eventfd = -1

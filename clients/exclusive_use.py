@@ -1,8 +1,8 @@
-"""A client is one conversation: one thread at a time has it, in the process that began it, until it is closed.
+"""A client is one conversation: it is used by one thread at a time, in the process that opened it, until it is closed.
 
-Two calls at a time would take each other's messages. They are refused instead of queued: a scheduler that only wants to
-look must not wait until another thread's reply has come, and which of two threads that poll would hear of a transfer
-nobody could say. What is refused has sent nothing, and the call that was under way goes on.
+Two concurrent calls would take each other's messages. The second is refused instead of queued: a scheduler that only
+polls must not block on another thread's reply, and if two threads polled, it would be random which of them learns of a
+transfer. A refused call has sent nothing, and does not affect the call in progress.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from kvferry.protocol.errors import ClientClosedError, ConcurrentUseError, Forke
 
 
 def check_process(pid: int) -> None:
-    """Check that this is the process of that number, and not a child of it.
+    """Check that this process has that id, and is not a forked child.
 
     Raises:
-        ForkedError: it is.
+        ForkedError: it is a child.
     """
     if os.getpid() != pid:
         raise ForkedError(f"process {pid} opened this client, not its child {os.getpid()}")
 
 
 class OfOneProcess:
-    """What can be neither copied nor pickled: a second one would share the first one's sockets and memory."""
+    """Base of objects that can be neither copied nor pickled: a copy would share the original's sockets and memory."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Say what to do instead.
+        """Refuse, and tell what to do instead.
 
         Raises:
             MisuseError: always.
         """
         kind = type(self).__name__
         raise MisuseError(
-            f"{kind} belongs to the process that made it, and is neither copied nor pickled: hand the runtime_dir and "
-            "the pool's name to the other process, connect and attach there"
+            f"{kind} belongs to the process that made it, and can be neither copied nor pickled: pass the runtime_dir "
+            "and the pool's name to the other process, connect and attach there"
         )
 
 
 class ExclusiveUse:
-    """Every call of a client is made ``with`` this. A client may change threads between two calls."""
+    """A context for every call of a client. A client may change threads between calls."""
 
     def __init__(self, end: Callable[[], None], release: Callable[[], None]) -> None:
-        """Once, when the client is closed, call ``end`` at once, and ``release`` as soon as no call is under way."""
+        """When the client is closed, call ``end`` immediately, and ``release`` as soon as no call is in progress."""
         self._end = end
         self._release = release
         self._pid = os.getpid()
@@ -55,7 +55,7 @@ class ExclusiveUse:
         self._closing = False
 
     def __repr__(self) -> str:
-        """Show whether a call is under way, or the client closed."""
+        """Show whether a call is in progress, or the client is closed."""
         return f"<ExclusiveUse {'closed' if self._closing else 'busy' if self._lock.locked() else 'idle'}>"
 
     def __enter__(self) -> None:
@@ -63,7 +63,7 @@ class ExclusiveUse:
 
         Raises:
             ForkedError: this is a child of the client's process.
-            ConcurrentUseError: another call is under way.
+            ConcurrentUseError: another call is in progress.
             ClientClosedError: the client is closed.
         """
         if os.getpid() != self._pid:
@@ -93,11 +93,11 @@ class ExclusiveUse:
 
     @property
     def closing(self) -> bool:
-        """Return whether the client is closed, or will be when the call that is under way ends."""
+        """Return whether the client is closed, or will be when the call in progress ends."""
         return self._closing
 
     def close(self) -> None:
-        """Allow no further call; any thread may say so. Closing twice does nothing."""
+        """Refuse any further call. May be called from any thread. Closing twice does nothing."""
         if not self._closing:
             self._closing = True
             self._end()
@@ -115,10 +115,10 @@ class ExclusiveUse:
 def _both(thread: int, user: int) -> str:
     if thread == user:
         return (
-            f"{_name(thread)} is in a call of this client already: a signal handler or a finalizer calls it, or a "
-            "signal's exception broke that call off, and the client is to be closed"
+            f"{_name(thread)} is already in a call of this client: a signal handler or a finalizer calls it, or a "
+            "signal's exception interrupted that call, and the client has to be closed"
         )
-    return f"{_name(thread)} calls a client that {_name(user)} calls"
+    return f"{_name(thread)} calls a client that is in use by {_name(user)}"
 
 
 def _name(thread: int) -> str:
@@ -127,4 +127,4 @@ def _name(thread: int) -> str:
 
 
 def _nothing() -> None:
-    """Do nothing: everything was given back."""
+    """Do nothing: everything was released."""

@@ -1,6 +1,6 @@
-"""An asynchronous client is used on the event loop that connected it, in the process that began it.
+"""An asynchronous client is used on the event loop that connected it, in the process that opened it.
 
-See ``ExclusiveUse`` for the synchronous one.
+See ``ExclusiveUse`` for the synchronous client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 class LoopUse:
-    """Every call of an asynchronous client is begun ``with`` this.
+    """A context in which every call of an asynchronous client is started.
 
     Attributes:
         closed: set once the client is closed.
@@ -38,7 +38,7 @@ class LoopUse:
         return f"<LoopUse {self._loop!r}{' closed' if self.closed else ''}>"
 
     def __enter__(self) -> None:
-        """Check that a call may be made here.
+        """Check that a call may be made from here.
 
         Raises:
             ForkedError: this is a child of the client's process.
@@ -56,7 +56,7 @@ class LoopUse:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Do nothing: what is awaited interleaves by turns."""
+        """Do nothing: awaited calls may interleave."""
 
     @property
     def in_child(self) -> bool:

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class AttachedPool(OfOneProcess):
-    """A mapped pool. On the host, what is seen of it stays valid as long as it is referenced, also after its deletion.
+    """A mapped pool. On the host, its tensors and arrays stay valid while referenced, even after the pool's deletion.
 
-    On a device it is valid until ``close``: graphs that were captured over tensors need it mapped as long as they live.
+    On a device they are valid until ``close``: graphs captured over them need the mapping as long as they exist.
 
     Attributes:
         name: the pool's name.
-        manifest: its entries; ``manifest.layout_digest`` names the layout.
+        manifest: its entries; ``manifest.layout_digest`` identifies the layout.
         region: the mapped memory.
-        model: whose KV it holds, without the salt; None: nobody said so.
+        model: the model whose KV it holds, without the salt; None if not given.
     """
 
     def __init__(self, name: str, manifest: Manifest, region: Region, model: ModelIdentity | None = None) -> None:
@@ -50,7 +50,7 @@ class AttachedPool(OfOneProcess):
         return self.manifest.entries[0].page_tokens or 0
 
     def page_tokens(self, component: str) -> int | None:
-        """Return the tokens of a page of a component; None for a state, whose page is the slot of a request.
+        """Return the tokens of a page of a component; None for a state, whose page is one request's slot.
 
         Raises:
             InvalidFieldError: the pool has no such component.
@@ -74,7 +74,7 @@ class AttachedPool(OfOneProcess):
         raise InvalidFieldError(f"pool {self.name!r} has no component {component!r}", field="component")
 
     def layers(self, component: str, role: str) -> tuple[int, ...]:
-        """Return the model's numbers of the layers that ``tensor`` has for a role, in its order; () without any."""
+        """Return the model's layer numbers that ``tensor`` has for a role, in its order; () if there are none."""
         wanted = text(component, "component"), text(role, "role")
         return tuple(e.layer for e in self.manifest.entries if (e.component, e.role) == wanted)
 
@@ -84,7 +84,7 @@ class AttachedPool(OfOneProcess):
         return self.region.device
 
     def engine_lists(self) -> EngineLists:
-        """Return the pointer lists that an engine registers, with addresses of this process's mapping."""
+        """Return the pointer lists that an engine registers, with addresses in this process."""
         region = self.region
         address = region.address if isinstance(region, HostRegion) else int(_on_device(region).tensor.data_ptr())
         return engine_lists(self.manifest, address)
@@ -98,13 +98,13 @@ class AttachedPool(OfOneProcess):
 
         Paged: ``(layers, pages, page_size, heads, dim)``; FIA: ``(layers, pages * page_size, 1, heads, dim)``; FIA-NZ:
         ``(layers, pages, heads, dim / n, page_size, n)``, n elements in 32 bytes; MLA: as paged with one head,
-        ``main``'s index_scale without a dim; scales that travel: ``(layers, pages, heads)``; a state: ``(layers, slots,
-        window, channels)`` for conv, ``(layers, slots, heads, ...)`` for ssm. Layers are local, the first one that has
-        the role is 0: see ``layers``.
+        ``main``'s index_scale without a dim; transferred scales: ``(layers, pages, heads)``; a state: ``(layers, slots,
+        window, channels)`` for conv, ``(layers, slots, heads, ...)`` for ssm. Layers are local: the first one that has
+        the role is 0, see ``layers``.
 
         Raises:
             InvalidFieldError: the pool has no such entries.
-            TorchMissingError: torch is not installed, or older than the pool's dtype; on the host ``array`` needs none.
+            TorchMissingError: torch is not installed, or lacks the pool's dtype; on the host, ``array`` needs no torch.
         """
         return self._tensor(self._layers(component, role))
 
@@ -115,7 +115,7 @@ class AttachedPool(OfOneProcess):
     def array(self, component: str, role: str) -> npt.NDArray[Any]:
         """Return all layers of a role as one numpy array of ``tensor``'s shape, sharing the pool's memory.
 
-        It needs no torch. numpy has no bfloat16 and no float8: of these it has the elements' bits, as uint16 and uint8.
+        Needs no torch. numpy has no bfloat16 and no float8: those are returned as their bits, in uint16 and uint8.
 
         Raises:
             InvalidFieldError: the pool has no such entries, or is on a device.
@@ -123,7 +123,7 @@ class AttachedPool(OfOneProcess):
         return self._array(self._layers(component, role))
 
     def close(self) -> None:
-        """Give the descriptor back; host memory stays mapped while tensors use it, a device's is unmapped at once."""
+        """Close the descriptor; host memory stays mapped while tensors use it, device memory is unmapped at once."""
         self.region.close()
 
     def _entry(self, entry: Entry) -> Array:
@@ -138,7 +138,7 @@ class AttachedPool(OfOneProcess):
         backend = import_torch()
         here = slice(array.start, array.start + array.size_bytes)
         if isinstance(self.region, HostRegion):
-            # By way of numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
+            # Through numpy, whose view keeps the mapping from being closed; torch.frombuffer's would not.
             raw = backend.from_numpy(self.region.view()[here])
         else:
             raw = _on_device(self.region).tensor[here]

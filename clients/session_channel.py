@@ -17,6 +17,7 @@ from kvferry.protocol.session_messages import (
     EventsFollow,
     MemoryFollows,
     RegionFollows,
+    SessionEnd,
     SessionOpen,
     SessionOpened,
     SessionRefused,
@@ -24,7 +25,6 @@ from kvferry.protocol.session_messages import (
 )
 from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
 from kvferry.protocol.table_messages import TablesFollow
-from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
 OPENING_TIMEOUT_S = 10.0
 _RECEIVE_BYTES = 4096
@@ -35,9 +35,11 @@ FDS_OF_FRAME = {RegionFollows: 1, EventsFollow: 2, TablesFollow: 1}
 class SessionChannel:
     """An open session. Its socket is non-blocking; a shell waits until it is readable and calls ``receive``."""
 
-    def __init__(self, channel: socket.socket, opened: SessionOpened) -> None:
+    def __init__(self, channel: socket.socket, opened: SessionOpened, *, kept: bool = False) -> None:
+        """Take a socket over whose session is open; ``kept``: the daemon has to be told when it ends."""
         self.socket = channel
         self.opened = opened
+        self._kept = kept
         self._frames = FrameSplitter()
         self._fds: deque[int] = deque()
         self._passed: dict[int, list[int]] = {}
@@ -46,11 +48,11 @@ class SessionChannel:
         self._saying = threading.Lock()
 
     @classmethod
-    def open(cls, runtime_dir: str | os.PathLike[str], name: str) -> SessionChannel:
+    def open(cls, runtime_dir: str | os.PathLike[str], opening: SessionOpen) -> SessionChannel:
         """Connect and open a session; blocks for as long as the daemon takes to answer, at most ten seconds.
 
         Raises:
-            DaemonLostError: no daemon listens there, or it does not answer.
+            DaemonLostError: no daemon listens there, or it does not answer, or has nothing of the session to resume.
             AccessDeniedError: this user may not connect.
             OverloadedError: too many clients connect at once.
             KvferryError: the daemon refuses the session.
@@ -60,8 +62,8 @@ class SessionChannel:
         try:
             channel.settimeout(OPENING_TIMEOUT_S)
             channel.connect(path)
-            channel.sendall(pack(SessionOpen(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, name=name)))
-            opened = _first_frame(channel)
+            channel.sendall(pack(opening))
+            opened = _opened(channel, opening)
         except PermissionError as cause:
             channel.close()
             raise AccessDeniedError(f"{path}: {cause.strerror}") from cause
@@ -75,7 +77,7 @@ class SessionChannel:
             channel.close()
             raise
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
-        return cls(channel, opened)
+        return cls(channel, opened, kept=opening.keep)
 
     def receive(self) -> None:
         """Take what has arrived, without waiting.
@@ -168,6 +170,8 @@ class SessionChannel:
     def end(self) -> None:
         """End the session: the daemon takes back what it owns, though a forked child has the socket too."""
         with contextlib.suppress(OSError):  # ended by the daemon, or closed
+            if self._kept:
+                self.socket.send(pack(SessionEnd()))
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -179,7 +183,7 @@ class SessionChannel:
         self._passed.clear()
 
 
-def _first_frame(channel: socket.socket) -> SessionOpened:
+def _opened(channel: socket.socket, opening: SessionOpen) -> SessionOpened:
     frames = FrameSplitter()
     while True:
         data = channel.recv(_RECEIVE_BYTES)
@@ -189,6 +193,8 @@ def _first_frame(channel: socket.socket) -> SessionOpened:
             message = unpack_frame(frame)
             if isinstance(message, SessionRefused):
                 raise raised(message.error)
+            if isinstance(message, SessionOpened) and opening.resume and not message.resumed:
+                raise DaemonLostError("this daemon has nothing of the session that was to be resumed")
             if isinstance(message, SessionOpened):
                 return message
             raise MalformedError(f"the daemon opened with {type(message).__name__}")

@@ -1,10 +1,10 @@
-"""Token slots and pages: for engines that know where each token lies, and not in which pages a request does.
+"""Conversion between token slots and pages, for engines that track the slot of each token instead of pages.
 
-The slot of a token is ``page * page_size + offset``, as SGLang's request-to-token map and vLLM's slot mapping have it.
-Token p of a request lies at offset ``p % page_size`` of logical page ``p // page_size``, in every engine whose pages
-hold one request's tokens in order; so the slots of a request say its pages, and these are what travels, as a whole. A
-list that begins inside a page says so by ``position``, else the page's earlier tokens would be taken for another
-request's. Knows nothing of pools: ids that are too high are the daemon's to refuse.
+The slot of a token is ``page * page_size + offset``, as in SGLang's request-to-token map and vLLM's slot mapping. Token
+p of a request is at offset ``p % page_size`` of logical page ``p // page_size`` in every engine whose pages hold one
+request's tokens in order; so a request's slots determine its pages, which are always transferred whole. A list that
+begins inside a page needs ``position``, or the page's earlier tokens would be taken for another request's. Independent
+of pools: the daemon refuses ids that are too high.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from kvferry.protocol.errors import DuplicatePageError, InvalidFieldError, Lengt
 
 
 def pages_from_slots(slots: npt.ArrayLike, page_size: int, *, position: int = 0) -> PageIds:
-    """Return the pages in which consecutive tokens of one request lie, in logical order, each once.
+    """Return the pages that hold consecutive tokens of one request, in logical order, each once.
 
     The first of them is the request's logical page ``position // page_size``, the ``first_page`` of a page list. The
     tokens may end inside a page.
 
     Args:
-        slots: ``(n,)`` integers, the slot of each token in the order of the sequence.
+        slots: ``(n,)`` integers, the slot of each token in sequence order.
         page_size: tokens of a page.
-        position: which token of the request the first slot is of.
+        position: position in the request of the first slot's token.
 
     Returns:
-        ``(pages,)`` int64; none for no slots.
+        ``(pages,)`` int64; empty without slots.
 
     Raises:
-        InvalidFieldError: the list starts inside a page and ``position`` does not, or the other way round; or a page's
-            tokens are not at its consecutive slots; names the first such token.
-        PageOutOfRangeError: a slot of the padding page, or a negative one.
-        DuplicatePageError: a page comes back after another one.
+        InvalidFieldError: the list starts inside a page but ``position`` does not, or the reverse; or a page's tokens
+            are not at consecutive slots; names the first such token.
+        PageOutOfRangeError: a slot in the padding page, or a negative one.
+        DuplicatePageError: a page appears again after another one.
     """
     page_size, position = whole(page_size, "page_size", least=1), whole(position, "position")
     array = page_ids(slots, "slots")
@@ -44,8 +44,8 @@ def pages_from_slots(slots: npt.ArrayLike, page_size: int, *, position: int = 0)
     offset = position % page_size
     if int(array[0]) % page_size != offset:
         raise InvalidFieldError(
-            f"slot {array[0]} lies at {array[0] % page_size} in its page of {page_size}, token {position} of a request "
-            f"lies at {offset}: begin with a page's first token, or say by position which token the first one is",
+            f"slot {array[0]} is at offset {array[0] % page_size} in its page of {page_size}, token {position} of a "
+            f"request at offset {offset}: begin with a page's first token, or give the first token's position",
             field="slots",
         )
     starts = np.concatenate(([0], np.arange(page_size - offset, len(array), page_size)))
@@ -60,23 +60,23 @@ def pages_from_slots(slots: npt.ArrayLike, page_size: int, *, position: int = 0)
 
 
 def slots_from_pages(pages: npt.ArrayLike, page_size: int, tokens: int, *, position: int = 0) -> PageIds:
-    """Return the slots of consecutive tokens of a request that lies in these pages: the way back, after a restore.
+    """Return the slots of consecutive tokens of a request in these pages: the reverse, for example after a restore.
 
     Args:
-        pages: ``(n,)`` integers in logical order; the first is logical page ``position // page_size``. More than the
-            tokens need may be there, as for a request that goes on.
+        pages: ``(n,)`` integers in logical order; the first is logical page ``position // page_size``. There may be
+            more than the tokens need, as for a request that goes on.
         page_size: tokens of a page.
         tokens: how many.
-        position: which token of the request the first one is.
+        position: position in the request of the first token.
 
     Returns:
         ``(tokens,)`` int64.
 
     Raises:
-        InvalidFieldError: a negative number of tokens, or no list of pages.
-        LengthMismatchError: the pages do not hold that many.
-        PageOutOfRangeError: the padding page, or a negative one.
-        DuplicatePageError: a page is named twice.
+        InvalidFieldError: a negative number of tokens, or not a list of pages.
+        LengthMismatchError: the pages do not hold that many tokens.
+        PageOutOfRangeError: the padding page, or a negative id.
+        DuplicatePageError: a page is given twice.
     """
     page_size, position = whole(page_size, "page_size", least=1), whole(position, "position")
     tokens = whole(tokens, "tokens")
@@ -93,18 +93,18 @@ def slots_from_pages(pages: npt.ArrayLike, page_size: int, tokens: int, *, posit
 
 
 def _slots(ids: PageIds, page_size: int, offset: int, tokens: int) -> PageIds:
-    """Return so many slots from ``offset`` of the first page on."""
+    """Return the slots of ``tokens`` tokens, from ``offset`` in the first page on."""
     every = ids[:, None] * page_size + np.arange(page_size)
     return every.ravel()[offset : offset + tokens]
 
 
 def _check_ids(ids: PageIds, first_tokens: PageIds, field: str) -> None:
-    """Check that no page is the padding page or comes twice; ``first_tokens`` say where, in tokens of the request."""
+    """Check that no page is the padding page or appears twice; ``first_tokens``: the first in each, for errors."""
     if not len(ids):
         return
     if int(ids.min()) < 1:
         at = int(np.flatnonzero(ids < 1)[0])
-        raise PageOutOfRangeError(f"token {first_tokens[at]} is in page {ids[at]}, not from 1 on", field=field)
+        raise PageOutOfRangeError(f"token {first_tokens[at]} is in page {ids[at]}; pages begin at 1", field=field)
     order = np.argsort(ids, kind="stable")
     again = order[1:][np.diff(ids[order]) == 0]
     if len(again):

@@ -30,12 +30,13 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.events import Finished
-from kvferry.protocol.ids import HOST, MAIN
+from kvferry.protocol.ids import HOST, MAIN, PoolLifetime
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.session_messages import ShareFollows, StatusReport
-from kvferry.protocol.transfer_messages import Cancelled, Direction, TransferResult
+from kvferry.protocol.transfer_messages import Abandoned, Cancelled, Direction, TransferResult
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,10 @@ class Client(SyncTiers):
         runtime_dir: Path | str | None = None,
         *,
         name: str = "",
+        instance: str = "",
         session: bool = True,
+        keep: bool = False,
+        resume: bytes = b"",
         devices: Mapping[str, str] | None = None,
         timeout_s: float = 5.0,
     ) -> Client:
@@ -64,7 +68,13 @@ class Client(SyncTiers):
         Args:
             runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
             name: shown in the daemon's status and logs.
+            instance: the engine instance that this session belongs to. Sessions of this user that name the same one,
+                say of a scheduler and its workers, own pages, leases and snapshots together; these are given back when
+                the last of them ends. None: the session is an instance of its own.
             session: without one, only ping and status work.
+            keep: where the session's socket is lost while this process lives, let the daemon keep the session for its
+                ``limits.resume_grace_ms``.
+            resume: the ``secret`` of such a session, to take it over with what it has; nothing is resumed by itself.
             devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
                 ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
             timeout_s: how long to wait for the daemon's first reply.
@@ -73,11 +83,13 @@ class Client(SyncTiers):
             DaemonLostError: no daemon answers.
             AccessDeniedError: this user may not use it.
             VersionMismatchError: it speaks other versions of the protocol.
+            NoSessionError: there is no session to resume, or it has its socket still.
         """
         hello, names = calls.hello(name), device_names(devices)
+        opening = calls.session_open(name, instance, keep=truth(keep, "keep"), resume=resume)
         timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
         directory = find_runtime_dir(runtime_dir)
-        channel = SessionChannel.open(directory, str(name)) if session else None
+        channel = SessionChannel.open(directory, opening) if session else None
         client = cls(Connection(directory, channel, names))
         try:
             client.welcome = client.call(hello, deadline_s=timeout_s, margin_s=0.0)
@@ -110,6 +122,8 @@ class Client(SyncTiers):
         *,
         model: ModelIdentity | None = None,
         device: str = HOST,
+        lifetime: PoolLifetime = "daemon",
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> AttachedPool:
         """Create a pool, or find it as it was created before, and map it.
@@ -120,15 +134,21 @@ class Client(SyncTiers):
             model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
                 this very identity only; a transfer between two models is refused.
             device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
+            lifetime: ``daemon``: it stays until it is deleted; ``instance``: it is deleted when this session's instance
+                ends, though others have attached it.
+            max_payload_bytes: the largest payload of a ``send`` from or to it; at most half of the daemon's
+                ``limits.max_frame_bytes``, and 8 MiB.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
-            PoolExistsError: the name has another layout, size, window or model, or is on another device.
+            PoolExistsError: the name has another layout, size, window, model or lifetime, or is on another device.
             InvalidFieldError: the spec makes no sense.
             OutOfMemoryError: the host or the device cannot give it.
             DeviceUnavailableError: no such device, or what drives it is missing, there or here.
         """
-        created = self.call(calls.create_pool(name, spec, device, model), deadline_s=deadline_s)
+        created = self.call(
+            calls.create_pool(name, spec, device, model, lifetime, max_payload_bytes), deadline_s=deadline_s
+        )
         pool = self.attach_pool(name, created.manifest.layout_digest)
         return seen_as(pool, pool_spec(spec))
 
@@ -154,6 +174,7 @@ class Client(SyncTiers):
         *,
         device: str,
         model: ModelIdentity | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         deadline_s: float | None = None,
     ) -> Manifest:
         """Let the daemon use a pool whose memory this process owns: it ends with this session.
@@ -166,6 +187,7 @@ class Client(SyncTiers):
             device: where they are. On the ``host`` all lie in one ``SharedMemory`` of this process, as numpy arrays or
                 CPU tensors.
             model: whose KV it holds, as in ``create_pool``.
+            max_payload_bytes: as in ``create_pool``.
             deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
 
         Raises:
@@ -175,7 +197,7 @@ class Client(SyncTiers):
             DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
         """
         arrays, said, fds = registered(spec, tensors, device, self._devices.export)
-        call = calls.register_pool(name, spec, device, arrays, model)
+        call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
         _, made = self._round_trip(call, deadline_s=deadline_s, said=said, fds=fds)
         return made.manifest
 
@@ -235,15 +257,45 @@ class Client(SyncTiers):
 
     # -- transfers
 
-    def cancel(self, transfer: Transfer, *, deadline_s: float | None = None) -> Cancelled:
+    def cancel(self, transfer: Transfer, *, wait: bool = True, deadline_s: float | None = None) -> Cancelled:
         """Give up this side; returns when no byte can move any more.
+
+        Args:
+            transfer: which.
+            wait: false returns at once; ``settled`` of what is returned, and of the transfer later, says when its pages
+                may be used again.
+            deadline_s: for the daemon's reply.
 
         Raises:
             UnknownTransferError: the daemon has no such side, or its end was acknowledged before.
         """
         self._check_transfer(transfer)
         key = transfer.key
-        return self.call(calls.cancel(key.pool, key.request_id, key.direction), deadline_s=deadline_s)
+        return self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
+
+    def abandon(
+        self,
+        request_id: str,
+        direction: Direction,
+        *,
+        daemons: Sequence[str] = (),
+        reason: str = "",
+        deadline_s: float | None = None,
+    ) -> Abandoned:
+        """Say that this user's ``send`` (or ``receive``) of a request will never come, aborted before it began.
+
+        Whoever waits for it, here and at the daemons named, fails at once with PEER_CANCELLED; who comes later hears it
+        at once. A side that exists is given up by ``cancel``.
+
+        Args:
+            request_id: of the request.
+            direction: which half does not come.
+            daemons: the addresses of the daemons at which the other half may wait, as ``receive`` takes them. Daemons
+                whose receivers wait for SENDs from here are told anyway.
+            reason: what the error says, up to 256 characters.
+            deadline_s: for the daemon's reply.
+        """
+        return self.call(calls.abandon(request_id, direction, daemons, reason), deadline_s=deadline_s)
 
     def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
         """Return a side's state by the daemon's word.
@@ -260,7 +312,7 @@ class Client(SyncTiers):
             The transfers and operations that changed since the last call, each once.
 
         Raises:
-            DaemonLostError: the daemon has gone; every transfer and work of this session has failed.
+            DaemonLostError: the daemon has gone; every transfer and operation of this session has failed.
         """
         ends_at = time.monotonic() + seconds(timeout_s, "timeout_s")
         with self._use:

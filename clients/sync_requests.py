@@ -25,8 +25,9 @@ from kvferry.clients.connection import (
     open_control_socket,
 )
 from kvferry.clients.exclusive_use import ExclusiveUse
-from kvferry.clients.submissions import PendingReply, Submissions
-from kvferry.protocol.client_core import Outgoing, ReplyArrived
+from kvferry.clients.submissions import Submissions
+from kvferry.clients.submitting import PendingReply
+from kvferry.protocol.client_core import BatchAnswered, News, Outgoing, ReplyArrived
 from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, MisuseError
 from kvferry.protocol.session_messages import MemoryFollows, ShareFollows
 
@@ -214,8 +215,15 @@ class SyncRequests(Submissions):
             else:
                 return False
         news = self._core.feed(self._socket.recv_multipart(NOBLOCK))
-        if isinstance(news, ReplyArrived):
-            self._replies[news.message_id] = news
-        elif news is not None:
-            self._note(news)
+        if news is not None:
+            self._hear(news)
         return True
+
+    def _hear(self, news: News | BatchAnswered) -> None:
+        if isinstance(news, BatchAnswered):
+            for one in news.news:
+                self._hear(one)
+        elif isinstance(news, ReplyArrived):
+            self._replies[news.message_id] = news
+        else:
+            self._note(news)

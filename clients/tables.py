@@ -1,10 +1,10 @@
-"""Graph tables as an engine sees them: memory at fixed addresses, the host lengths, and the order with its replays.
+"""Graph tables as an engine sees them: memory at fixed addresses, the host lengths, and ordering with graph replays.
 
 One decode step::
 
     update = client.update_tables(tables, lengths, entries=Entries(rows, columns, pages), after=ring.record_event())
     ...                                   # the engine's own work hides the update
-    client.wait(update)                   # its copies are on their way, or done
+    client.wait(update)                   # its copies are queued, or done
     tables.order()                        # the current stream waits for them, not the host
     tables.update_graph(graph)            # the lengths that the graph has baked in
     graph.replay()
@@ -45,9 +45,9 @@ class Tables(OfOneProcess):
 
     Attributes:
         name: the tables' name in this session.
-        columns: W, the pages that a row can name.
+        columns: W, the number of pages of a row.
         page_size: tokens of a page.
-        device: where they are.
+        device: where the tables are.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Tables(OfOneProcess):
         host: HostRegion,
         ordered: tuple[Accelerator, torch.Event] | None,
     ) -> None:
-        """Own the mapped memory from now on; ``ordered``: on a device, that and the event of its updates."""
+        """Take ownership of the mapped memory; ``ordered``: the device, if on one, and the event of its updates."""
         self.name = created.tables
         self.columns = created.columns
         self.page_size = created.page_size
@@ -76,22 +76,22 @@ class Tables(OfOneProcess):
 
     @property
     def block_tables(self) -> torch.Tensor:
-        """Return ``(max_batch, columns)`` int32: the page of each logical page of each row, 0 where there is none."""
+        """Return ``(max_batch, columns)`` int32: the page for each logical page of each row, 0 for none."""
         return self._int32(self._created.block_tables, self._max_batch * self.columns).view(self._max_batch, -1)
 
     @property
     def block_tables_swa(self) -> torch.Tensor | None:
-        """Return the same of the window layers' pool; None without a window."""
+        """Return the same for the window layers' pool; None without a window."""
         at = self._created.block_tables_swa
         return None if at is None else self._int32(at, self._max_batch * self.columns).view(self._max_batch, -1)
 
     @property
     def seq_lens(self) -> torch.Tensor:
-        """Return ``(max_batch,)`` int32: tokens of each row, extra ones included; 0 where it is not in use."""
+        """Return ``(max_batch,)`` int32: tokens of each row, extra ones included; 0 if the row is not in use."""
         return self._int32(self._created.seq_lens, self._max_batch)
 
     def array(self, name: Literal["block_tables", "block_tables_swa", "seq_lens"]) -> npt.NDArray[np.int32]:
-        """Return one of the tables, by its tensor's name, as a numpy array of the same shape and memory; on the host.
+        """Return one of the tables on the host, by its tensor's name, as a numpy array of the same shape and memory.
 
         Raises:
             InvalidFieldError: there is no such table, or they are on a device.
@@ -107,7 +107,7 @@ class Tables(OfOneProcess):
         return self._region.view()[start : start + 4 * math.prod(shape)].view(np.int32).reshape(shape)
 
     def host_lengths(self) -> HostLengths:
-        """Return the lengths of the last update, as Python lists.
+        """Return the lengths of the latest update, as Python lists.
 
         Raises:
             ClientClosedError: the tables are closed.
@@ -119,14 +119,14 @@ class Tables(OfOneProcess):
         return self._lengths.read()
 
     def graph_inputs(self, *, draft_step: int | None = None, operators: int = 1) -> list[dict[str, Any]]:
-        """Return what ``NPUGraph.update(cpu_update_input=…)`` takes: the lengths that are baked into the graph.
+        """Return the argument of ``NPUGraph.update(cpu_update_input=…)``: the lengths that are baked into the graph.
 
         Args:
-            draft_step: of a multi-step draft, whose step i reads i + 1 tokens more; None for decode and verify.
-            operators: how many attention operators the graph has; 1 is enough where all take the same lengths.
+            draft_step: step i of a multi-step draft, which reads i + 1 tokens more; None for decode and verify.
+            operators: how many attention operators the graph has; 1 is enough if all take the same lengths.
 
         Raises:
-            InvalidFieldError: one of them is no whole number, or negative.
+            InvalidFieldError: one of them is not an integer, or negative.
         """
         operators = whole(operators, "operators")
         step = None if draft_step is None else whole(draft_step, "draft_step")
@@ -135,19 +135,19 @@ class Tables(OfOneProcess):
         return [{"actual_seq_lengths_kv": kv} for _ in range(operators)]
 
     def order(self, stream: torch.Stream | None = None) -> None:
-        """Let a stream, by default the device's current one, wait for the last update's copies. The host needs none."""
+        """Make a stream, by default the device's current one, wait for the update's copies; no-op on the host."""
         if self._ordered is not None:
             accelerator, event = self._ordered
             (stream or accelerator.current_stream()).wait_event(event)
 
     def update_graph(self, graph: Any, *, draft_step: int | None = None, operators: int = 1) -> None:  # noqa: ANN401
-        """Rewrite the lengths that a captured graph has baked in; nothing where graphs read them from ``seq_lens``."""
+        """Rewrite the lengths baked into a captured graph; does nothing if graphs read them from ``seq_lens``."""
         if self._ordered is not None:
             inputs = self.graph_inputs(draft_step=draft_step, operators=operators)
             self._ordered[0].vendor.update_graph(graph, inputs)
 
     def close(self) -> None:
-        """Unmap: no graph that was captured over the tables may be replayed any more."""
+        """Unmap the tables: graphs captured over them must not be replayed any more."""
         self._host.close()
         self._region.close()
 
@@ -161,10 +161,10 @@ class Tables(OfOneProcess):
 
 
 def tables_name(tables: Tables) -> str:
-    """Return the name of tables that somebody gives as an argument.
+    """Return the name of tables passed as an argument.
 
     Raises:
-        InvalidFieldError: they are none.
+        InvalidFieldError: the argument is not ``Tables``.
     """
     if not isinstance(tables, Tables):
         raise wrong_kind(tables, "Tables, as create_tables returns them", "tables")
@@ -174,7 +174,7 @@ def tables_name(tables: Tables) -> str:
 def mapped_tables(
     created: TablesCreated, max_batch: int, message_id: int, channel: SessionChannel, devices: EngineDevices
 ) -> Tables:
-    """Return the tables that CREATE_TABLES's reply speaks of, mapped by what came over the session socket."""
+    """Return the tables of a CREATE_TABLES reply, mapped by the descriptors received over the session socket."""
     channel.receive()
     follows = channel.take_tables(message_id)
     fds = channel.take_fds(message_id)

@@ -15,7 +15,7 @@ import structlog
 from kvferry.daemon.config.schema import Config
 from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.dispatch import Dispatcher
-from kvferry.daemon.control.hub import EndpointsChanged, EventHub, PoolRemoved, SessionEnded
+from kvferry.daemon.control.hub import EndpointsChanged, EventHub, InstanceEnded, PoolRemoved, SessionEnded
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import SessionRegistry
@@ -35,6 +35,7 @@ from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfers import Movers, TransferService
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transfer.tombstones import Tombstones
 from kvferry.daemon.transports.local import LocalTransport, best_copy
@@ -83,7 +84,7 @@ class Daemon:
         """
         self.boot_id = new_boot_id()
         self._config = config
-        limits = config.limits.announced
+        limits = config.announced
         self._loop = loop = asyncio.get_running_loop()
         self._started_at = time.monotonic()
         self._stopping = stopping
@@ -105,7 +106,13 @@ class Daemon:
         self._devices = Devices(config.devices, self._device_lost)
         self._registry = PoolRegistry(LostPools(directory.path / DEVICE_POOLS_FILE), hub)
         self._session_socket = SessionSocket(
-            directory.session_socket, self.boot_id, self._sessions, counters, hub, self._registry.region_of
+            directory.session_socket,
+            self.boot_id,
+            self._sessions,
+            counters,
+            hub,
+            self._registry.region_of,
+            resume_grace_s=config.service.resume_grace_s,
         )
         self._fetcher = ThreadPoolExecutor(FETCH_THREADS, "fetch")
         self._rings = EventRings(self._dispatcher, self._session_socket, self._devices, self._fetcher, hub)
@@ -117,6 +124,7 @@ class Daemon:
             self._rings,
             max_bytes=config.max_pool_bytes,
             populate=config.pools.populate,
+            largest_payload_bytes=limits.largest_payload_bytes,
         )
         # -- tiers
         scheduler = Scheduler(
@@ -138,6 +146,7 @@ class Daemon:
             config.transfers.whole_below_bytes,
             Tombstones(config.limits.max_tombstones, config.limits.tombstone_s),
             scheduler,
+            payloads=KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes),
         )
         self._transport = LocalTransport(
             loop, threads=config.copy_threads, chunk_bytes=config.transfers.chunk_bytes, copy=best_copy()
@@ -164,6 +173,7 @@ class Daemon:
         # -- graph tables
         self._tables = TableService(self._dispatcher, self._session_socket, self._registry, self._devices, self._rings)
         hub.subscribe(SessionEnded, self._session_ended)
+        hub.subscribe(InstanceEnded, self._instance_ended)
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.handle_open("PING", lambda _body: Pong())
         self._dispatcher.handle_open("STATUS", self._status)
@@ -268,7 +278,7 @@ class Daemon:
             timer.start()
 
     def _session_ended(self, event: SessionEnded) -> None:
-        """Let go of what a session had: what waits for it first, its pages last."""
+        """Let go of what a session had for itself: what waits for it first."""
         session = event.session
         self._dispatcher.forget_session(session)
         self._rings.session_lost(session.session_id)
@@ -277,6 +287,11 @@ class Daemon:
         self._tiers.session_lost(session.session_id)
         self._pools.session_lost(session.session_id)
 
+    def _instance_ended(self, event: InstanceEnded) -> None:
+        """Let go of what the sessions of an instance had together: its pages last."""
+        self._tiers.instance_lost(event.owner_id)
+        self._pools.instance_lost(event.owner_id)
+
     def _hello(self, body: Body) -> Welcome:
         if not isinstance(body, Hello):
             raise MalformedError("no HELLO")
@@ -284,11 +299,11 @@ class Daemon:
             protocol=agree(body.protocol_min, body.protocol_max),
             daemon_version=daemon_version(),
             features=FEATURES,
-            limits=self._config.limits.announced,
+            limits=self._config.announced,
         )
 
     def _status(self, _body: Body) -> StatusReport:
-        owned = self._registry.pages_by_session()
+        owned = self._registry.pages_by_owner()
         return StatusReport(
             daemon_version=daemon_version(),
             pid=os.getpid(),
@@ -301,10 +316,12 @@ class Daemon:
                     name=one.name,
                     tenant=one.tenant,
                     pid=one.peer.pid,
-                    pages=owned.get(one.session_id, 0),
+                    pages=owned.get(one.owner_id, 0),
                     transfers=self._transfers.live(one.session_id),
                     unacknowledged_events=len(one.unacknowledged),
                     connected=self._session_socket.is_connected(one),
+                    instance=one.instance,
+                    owner=one.owner_id,
                 )
                 for one in self._sessions
             ),

@@ -131,7 +131,7 @@ class PageAllocator:
         foreign = np.flatnonzero(self._owner[ids] != owner)
         if len(foreign):
             page = int(ids[foreign[0]])
-            state = "owned by another session" if self._owner[page] != NOBODY else "not allocated, or already freed"
+            state = "owned by another instance" if self._owner[page] != NOBODY else "not allocated, or already freed"
             raise NotOwnerError(f"page {page} at position {foreign[0]} is {state}", field=field)
 
     def begin_read(self, owner: int, ids: PageIds, field: str) -> None:

@@ -7,6 +7,7 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.manifest import component_of, spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import UnknownComponentError
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 
@@ -20,8 +21,10 @@ class Pool:
         manifest: its entries; bases are byte offsets in ``region``.
         region: its memory, closed by ``close``.
         allocators: one page allocator per page space.
-        registered_by: the session whose engine owns the memory, and with it every page; None if the daemon owns it.
+        registered_by: the session whose process owns the memory; None if the daemon owns it.
+        ends_with: the instance that a pool of the daemon ends with; None if it outlives every instance.
         model: the model whose KV the pages hold; None if unknown.
+        max_payload_bytes: the largest payload of a transfer from or to it.
         lands_as: the snapshot that its pages become, if this pool receives a transfer into the host tier; else "".
     """
 
@@ -33,20 +36,26 @@ class Pool:
         region: Region,
         *,
         registered_by: int | None = None,
+        owner_id: int | None = None,
+        ends_with: int | None = None,
         model: ModelIdentity | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
+        """Make a pool of a region; every page of one that is registered is owned by the instance ``owner_id``."""
         self.tenant = tenant
         self.name = name
         self.manifest = manifest
         self.region = region
         self.allocators = {space: PageAllocator(pages) for space, pages in spaces_of(manifest).items()}
         self.registered_by = registered_by
+        self.ends_with = ends_with
         self.model = model
+        self.max_payload_bytes = max_payload_bytes
         self.lands_as = ""
         self._block_layouts: dict[str, BlockLayout] = {}
-        if registered_by is not None:
+        if owner_id is not None:
             for allocator in self.allocators.values():
-                allocator.allocate(registered_by, allocator.capacity)
+                allocator.allocate(owner_id, allocator.capacity)
 
     def __repr__(self) -> str:
         """Show the name and the live page counts."""

@@ -30,6 +30,10 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_def
         """Return the length of each page list that follows as a frame, in frame order; () if none follows."""
         return ()
 
+    def frame_field(self, number: int) -> str:  # noqa: ARG002  a body of bodies says which of them it is
+        """Return the field to name where a frame is wrong."""
+        return "pages"
+
 
 class PageList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The pages of one component, in logical order; their ids follow in a frame.

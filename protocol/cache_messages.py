@@ -29,10 +29,10 @@ Tier = Literal["host", "disk", "remote"]
 
 
 class Lookup(Body, frozen=True, kw_only=True, tag="LOOKUP"):
-    """Ask how many leading blocks of this list are cached, and pin them for this session.
+    """Ask how many leading blocks of this list are cached, and pin them for this session's instance.
 
     Blocks of lower tiers are promoted to the host tier meanwhile. The pins form a lease, which ends with UNPIN, with
-    the session or with the daemon; blocks that an operation still reads stay until it has ended.
+    the instance or with the daemon; blocks that an operation still reads stay until it has ended.
     """
 
     pool: PoolName
@@ -40,7 +40,7 @@ class Lookup(Body, frozen=True, kw_only=True, tag="LOOKUP"):
     space: ComponentName = MAIN
     block_pages: BlockPages = 1
     lease: LeaseNumber | None = None
-    """A lease of this session to extend: the hashes continue after its last block."""
+    """A lease of this instance to extend: the hashes continue after its last block."""
     pin: bool = True
 
 
@@ -59,7 +59,7 @@ class Found(Body, frozen=True, kw_only=True, tag="FOUND"):
 
 
 class Load(Body, frozen=True, kw_only=True, tag="LOAD"):
-    """Copy blocks of a lease into pages of this session, from block ``first_block`` on, ``block_pages`` pages each.
+    """Copy blocks of a lease into pages of this instance, from block ``first_block`` on, ``block_pages`` pages each.
 
     Answered by OPERATION_STARTED; TIER_DONE follows. If a block is evicted or damaged by then, the operation fails with
     CACHE_MISS; TIER_DONE gives how many blocks before it were loaded.
@@ -80,7 +80,7 @@ class Load(Body, frozen=True, kw_only=True, tag="LOAD"):
 
 
 class Store(Body, frozen=True, kw_only=True, tag="STORE"):
-    """Store blocks of this session's pages in the cache, except those that are cached already.
+    """Store blocks of this instance's pages in the cache, except those that are cached already.
 
     Answered by OPERATION_STARTED; TIER_DONE follows, before which the pages must not be written. A block can be found
     once it is complete.
@@ -102,7 +102,7 @@ class Store(Body, frozen=True, kw_only=True, tag="STORE"):
 
 
 class Unpin(Body, frozen=True, kw_only=True, tag="UNPIN"):
-    """End a lease of this session."""
+    """End a lease of this session's instance."""
 
     lease: LeaseNumber
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from kvferry.protocol.base import Body
+from kvferry.protocol.batch_messages import Batch, Batched, BatchedRequest
 from kvferry.protocol.cache_messages import Load, Store
 from kvferry.protocol.client_operations import TierOperation
-from kvferry.protocol.codec import Frames, IncomingReply, PageIds, decode_from_daemon, encode
+from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, encoded_bytes
 from kvferry.protocol.envelope import Event, Request
-from kvferry.protocol.errors import KvferryError, MisuseError, OverloadedError, raised
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.errors import KvferryError, MalformedError, MisuseError, OverloadedError, raised
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.requests import Busy, ErrorReply, RequestBody
 from kvferry.protocol.tier_messages import Offload, Offloading, OperationKind, OperationStarted, Restore, TierDone
@@ -39,6 +40,8 @@ class Transfer:
         accepted: the reply to its latest accepted message, or None.
         finished: the FINISHED event, or None.
         settled: the SETTLED event, or None.
+        matched: how many destinations of a send, or sources of a receive, the daemon has reported as matched.
+        wakes_on_match: whether it counts as changed when ``matched`` grows.
         refused: why one of its messages was refused, or None.
         conversation: the ``token`` of the client core that made it.
     """
@@ -49,6 +52,8 @@ class Transfer:
         self.accepted: Accepted | None = None
         self.finished: Finished | None = None
         self.settled: Settled | None = None
+        self.matched = 0
+        self.wakes_on_match = False
         self.refused: KvferryError | None = None
 
     def __repr__(self) -> str:
@@ -98,10 +103,25 @@ class Transfer:
 
 
 class Outgoing(NamedTuple):
-    """A request to send."""
+    """A request to send, alone or in a batch."""
 
-    message_id: int
-    frames: Frames
+    request: Request
+    ids: tuple[PageIds, ...] = ()
+
+    @property
+    def message_id(self) -> int:
+        """Return its number."""
+        return self.request.message_id
+
+    @property
+    def frames(self) -> Frames:
+        """Return its frames."""
+        return encode(self.request, self.ids)
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes that its body and page lists add to a message."""
+        return encoded_bytes(self.request.body) + sum(one.nbytes for one in self.ids)
 
 
 class ReplyArrived(NamedTuple):
@@ -125,6 +145,15 @@ class OperationChanged(NamedTuple):
     operation: TierOperation
 
 
+News: TypeAlias = ReplyArrived | TransferChanged | OperationChanged
+
+
+class BatchAnswered(NamedTuple):
+    """What the results of a BATCH mean, in the order of its requests."""
+
+    news: tuple[News, ...]
+
+
 _KINDS: dict[type[Body], OperationKind] = {Offload: "offload", Restore: "restore", Store: "store", Load: "load"}
 
 
@@ -136,15 +165,18 @@ class ClientCore:
         token: identifies this core in the ``conversation`` of its transfers and operations.
     """
 
-    def __init__(self, boot_id: BootId = NO_BOOT, secret: bytes = b"") -> None:
+    def __init__(self, boot_id: BootId = NO_BOOT, secret: bytes = b"", *, last_message: int = 0) -> None:
+        """Number requests after ``last_message``: the last message id of a resumed session, else 0."""
         self.boot_id = boot_id
         self.token: object = object()
         self._secret = secret
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(last_message + 1)
         self._pending: dict[int, Transfer | TierOperation | None] = {}
         self._operations: dict[int, TierOperation] = {}
         self._transfers: dict[TransferKey, Transfer] = {}
         self._seen_cursor = 0
+        self._batches: dict[int, tuple[int, ...]] = {}
+        self._early: dict[int, tuple[TierDone, tuple[PageIds, ...]]] = {}  # of operations whose batch has no reply yet
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -165,11 +197,29 @@ class ClientCore:
         """
         message_id = next(self._ids)
         self._pending[message_id] = None
-        envelope = Request(message_id, self.boot_id, self._secret, deadline_ms, self._seen_cursor, body)
-        return Outgoing(message_id, encode(envelope, ids))
+        return Outgoing(self._envelope(message_id, body, deadline_ms), tuple(ids))
+
+    def batch(self, requests: Sequence[Outgoing]) -> Outgoing:
+        """Return one message with several requests that were not sent yet; its reply contains theirs."""
+        message_id = next(self._ids)
+        self._batches[message_id] = tuple(one.message_id for one in requests)
+        deadlines_ms = tuple(one.request.deadline_ms for one in requests)
+        body = Batch(
+            requests=tuple(cast("BatchedRequest", one.request.body) for one in requests),
+            deadlines_ms=deadlines_ms if any(deadlines_ms) else (),
+        )
+        return Outgoing(self._envelope(message_id, body, 0), tuple(ids for one in requests for ids in one.ids))
+
+    def refuse(self, requests: Sequence[Outgoing], error: KvferryError) -> BatchAnswered:
+        """Drop requests that were not sent, as if each had been refused with this error."""
+        body = ErrorReply(error=error.info())
+        return self._results([(one.message_id, body, ()) for one in requests])
+
+    def _envelope(self, message_id: int, body: RequestBody, deadline_ms: int) -> Request:
+        return Request(message_id, self.boot_id, self._secret, deadline_ms, self._seen_cursor, body)
 
     def transfer(
-        self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0
+        self, body: Send | Receive, ids: Sequence[PageIds], *, deadline_ms: int = 0, wakes_on_match: bool = False
     ) -> tuple[Transfer, Outgoing]:
         """Return the transfer that a SEND or RECEIVE starts or continues, and the request."""
         key = TransferKey("send" if isinstance(body, Send) else "receive", body.request_id, body.pool)
@@ -179,6 +229,7 @@ class ClientCore:
         elif transfer.finished is not None:
             transfer = Transfer(key, self.token)  # replaces the previous one once it is accepted
         transfer.refused = None
+        transfer.wakes_on_match |= wakes_on_match
         outgoing = self.request(body, ids, deadline_ms=deadline_ms)
         self._pending[outgoing.message_id] = transfer
         return transfer, outgoing
@@ -196,7 +247,7 @@ class ClientCore:
         """Stop waiting for a reply; it is ignored if it still arrives."""
         self._pending.pop(message_id, None)
 
-    def feed(self, frames: Sequence[bytes]) -> ReplyArrived | TransferChanged | OperationChanged | None:
+    def feed(self, frames: Sequence[bytes]) -> News | BatchAnswered | None:
         """Process a message from the daemon; return what it changed, or None if it is obsolete.
 
         Raises:
@@ -207,10 +258,33 @@ class ClientCore:
             self.boot_id = BootId(incoming.message.boot_id)
         if isinstance(incoming.message, Event):
             return self._event(incoming.message, incoming.ids)
-        if incoming.message.message_id not in self._pending:
+        message_id, body = incoming.message.message_id, incoming.message.body
+        if message_id in self._batches:
+            return self._batch_answered(self._batches.pop(message_id), body, incoming.ids)
+        return self._answered(message_id, body, incoming.ids)
+
+    def _batch_answered(self, numbers: tuple[int, ...], body: Body, ids: tuple[PageIds, ...]) -> BatchAnswered:
+        if isinstance(body, ErrorReply | Busy):
+            news = self._results([(number, body, ()) for number in numbers])
+        elif isinstance(body, Batched) and len(body.results) == len(numbers):
+            rest = iter(ids)
+            its = [tuple(itertools.islice(rest, len(one.page_counts()))) for one in body.results]
+            news = self._results(list(zip(numbers, body.results, its, strict=True)))
+        else:
+            raise MalformedError(f"the daemon answered a batch of {len(numbers)} with {type(body).__name__}")
+        if not self._batches:
+            self._early.clear()
+        return news
+
+    def _results(self, results: Sequence[tuple[int, Body, tuple[PageIds, ...]]]) -> BatchAnswered:
+        found = [self._answered(*one) for one in results]
+        return BatchAnswered(tuple(one for one in found if one is not None))
+
+    def _answered(self, message_id: int, body: Body, ids: tuple[PageIds, ...]) -> News | None:
+        if message_id not in self._pending:
             return None
-        waiting = self._pending.pop(incoming.message.message_id)
-        reply = _read_reply(incoming)
+        waiting = self._pending.pop(message_id)
+        reply = _read_reply(message_id, body, ids)
         if waiting is None:
             return reply
         if isinstance(waiting, TierOperation):
@@ -225,6 +299,10 @@ class ClientCore:
             self._operations[operation.number] = operation
             if isinstance(reply.body, Offloading):
                 operation.snapshot = reply.body.snapshot
+            early = self._early.pop(operation.number, None)
+            if early is not None:
+                del self._operations[operation.number]
+                operation.end(*early)
         return OperationChanged(operation)
 
     def _transfer_answered(self, transfer: Transfer, reply: ReplyArrived) -> TransferChanged:
@@ -235,6 +313,7 @@ class ClientCore:
                 del self._transfers[transfer.key]
         elif isinstance(reply.body, Accepted):
             transfer.accepted = reply.body
+            transfer.matched = max(transfer.matched, reply.body.matched)
             self._transfers[transfer.key] = transfer
         return TransferChanged(transfer)
 
@@ -246,12 +325,17 @@ class ClientCore:
         if isinstance(body, TierDone):
             operation = self._operations.pop(body.operation, None)
             if operation is None:
+                if self._batches:  # its event may come before the reply of its batch
+                    self._early[body.operation] = (body, ids)
                 return None
             operation.end(body, ids)
             return OperationChanged(operation)
         transfer = self._transfers.get(TransferKey(body.direction, body.request_id, body.pool))
         if transfer is None:
             return None
+        if isinstance(body, Matched):
+            transfer.matched = max(transfer.matched, body.matched)
+            return TransferChanged(transfer) if transfer.wakes_on_match else None
         if isinstance(body, Finished):
             transfer.finished = body
         else:
@@ -260,12 +344,10 @@ class ClientCore:
         return TransferChanged(transfer)
 
 
-def _read_reply(incoming: IncomingReply) -> ReplyArrived:
-    body = incoming.message.body
+def _read_reply(message_id: int, body: Body, ids: tuple[PageIds, ...]) -> ReplyArrived:
     error = None
     if isinstance(body, ErrorReply):
         error = raised(body.error)
     elif isinstance(body, Busy):
         error = OverloadedError(f"{body.detail}; try again after {body.retry_after_ms} ms")
-    message_id = 0 if isinstance(incoming.message, Event) else incoming.message.message_id
-    return ReplyArrived(message_id, body, incoming.ids, error)
+    return ReplyArrived(message_id, body, ids, error)

@@ -58,6 +58,11 @@ class UnreadableRequest(NamedTuple):
     error: CallerError
 
 
+def encoded_bytes(body: Body) -> int:
+    """Return the size of a body as it travels, without its page lists."""
+    return len(_encoder.encode(body))
+
+
 def encode(message: Request | Reply | Event, ids: Sequence[PageIds] = ()) -> Frames:
     """Return the message's frames. The id frames are views of the arrays: do not modify these before sending.
 

@@ -1,4 +1,4 @@
-"""What the daemon reports by itself: FINISHED and SETTLED of each side of a transfer."""
+"""Events of transfers, which the daemon sends by itself: MATCHED, FINISHED and SETTLED of each endpoint."""
 
 from __future__ import annotations
 
@@ -8,15 +8,30 @@ from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
 
 
+class Matched(Body, frozen=True, kw_only=True, tag="MATCHED"):
+    """Another receiver of an open send request has come; ``matched`` of its ``destinations`` have come so far.
+
+    It is not sent for receivers that were there before the first SEND (ACCEPTED counts them), nor to a session that
+    acknowledges no events: RESULT has the count.
+    """
+
+    request_id: str
+    pool: str
+    direction: Literal["send"]
+    generation: int = 0
+    matched: int
+    destinations: int
+
+
 class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
-    """The outcome of one side of a transfer is known: success exactly where ``error`` is None.
+    """The outcome of one endpoint of a transfer is known; it succeeded if ``error`` is None.
 
     For a receiver, success means that every page of its lists holds its bytes. ``first_token`` and ``payload`` are the
-    sender's, and go to receivers only. ``waited_us`` runs from this side's first message to the first copy,
-    ``moved_us`` from there to the last one.
-    ``snapshot``: where the bytes are, of a receiver that asked for them in the host tier.
-    ``trimmed_pages``: pages of windows and states that were left out because one side's list was shorter and a side did
-    not say where its list starts.
+    sender's, and go to receivers only. ``waited_us`` runs from this endpoint's first message to the first copy,
+    ``moved_us`` from there to the outcome.
+    ``snapshot``: the snapshot that holds the bytes, for a receiver into the host tier.
+    ``trimmed_pages``: pages of windows and states that were left out, because one list was shorter and one of the lists
+    had no first page.
     """
 
     request_id: str
@@ -37,7 +52,7 @@ class Finished(Body, frozen=True, kw_only=True, tag="FINISHED"):
 
 
 class Settled(Body, frozen=True, kw_only=True, tag="SETTLED"):
-    """No byte of this side's pages can move any more, and its pages are held no longer."""
+    """No byte of this endpoint's pages can move any more, and the pages are no longer held."""
 
     request_id: str
     pool: str

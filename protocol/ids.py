@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, NewType
+from typing import Annotated, Literal, NewType
 
 from msgspec import Meta
 
@@ -12,6 +12,9 @@ Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 
 BootId = NewType("BootId", str)
 """One life of a daemon: 32 hexadecimal digits, or empty if any boot id is accepted."""
+
+PoolLifetime = Literal["daemon", "instance"]
+"""With what a pool ends that nobody deletes: the daemon, or the instance that created it."""
 
 PoolName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*\\Z", min_length=1, max_length=128)]
 PeerAddress = Annotated[str, Meta(pattern="^(tcp://[^ ]+:[0-9]+|ipc:///[^ ]+)\\Z", max_length=256)]

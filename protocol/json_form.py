@@ -6,6 +6,7 @@ the parts of a single frame keeps the counts and has the frame's numbers in ``id
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +14,14 @@ import msgspec
 
 from kvferry.protocol.base import Body, PageList
 from kvferry.protocol.complaints import invalid_field
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import CallerError, InvalidFieldError
 from kvferry.protocol.limits import INT64_BYTES
 from kvferry.protocol.message_types import request_type
 from kvferry.protocol.page_frames import pack_ids, unpack_ids
 
+BATCH = "BATCH"
+REQUESTS = "requests"
+RESULTS = "results"
 PAGES = "pages"
 IDS = "ids"
 
@@ -61,6 +65,8 @@ def request_from_fields(kind: str, given: dict[str, Any]) -> BodyWithIds:
     """
     request = request_type(kind)
     check_known_fields(kind, given)
+    if kind == BATCH:
+        return _batch_from_fields(given)
     fields = {**given}
     if isinstance(given.get("lists"), list | tuple):
         fields["lists"] = [{**one} if isinstance(one, dict) else one for one in given["lists"]]
@@ -79,6 +85,30 @@ def request_from_fields(kind: str, given: dict[str, Any]) -> BodyWithIds:
     return BodyWithIds(body, frames)
 
 
+def _batch_from_fields(given: dict[str, Any]) -> BodyWithIds:
+    """Return a BATCH; each of its requests has its ``type`` among its fields."""
+    from kvferry.protocol.batch_messages import check_batched  # noqa: PLC0415  it loads nearly all messages
+
+    parts: list[BodyWithIds] = []
+    for at, one in enumerate(_objects_of(given.get(REQUESTS))):
+        fields = {**one}
+        try:
+            kind = str(fields.pop("type", ""))
+            check_batched(request_type(kind), "type")
+            parts.append(request_from_fields(kind, fields))
+        except CallerError as error:
+            error.field = f"{REQUESTS}[{at}].{error.field}"
+            raise
+    listed = given.get(REQUESTS)
+    if isinstance(listed, list | tuple) and len(listed) == len(parts):
+        listed = [one.body for one in parts]
+    try:
+        body = msgspec.convert({"type": BATCH, **given, REQUESTS: listed}, request_type(BATCH))
+    except msgspec.ValidationError as cause:
+        raise invalid_field(cause) from cause
+    return BodyWithIds(body, tuple(frame for one in parts for frame in one.frames))
+
+
 def body_to_json(body: Body, frames: Sequence[bytes]) -> bytes:
     """Return a message as one line of JSON, page ids in place."""
     return msgspec.json.encode(body_to_fields(body, frames))
@@ -87,7 +117,14 @@ def body_to_json(body: Body, frames: Sequence[bytes]) -> bytes:
 def body_to_fields(body: Body, frames: Sequence[bytes]) -> dict[str, Any]:
     """Return a message's fields in JSON form, page ids in place."""
     fields: dict[str, Any] = msgspec.to_builtins(body, enc_hook=str)
-    if body.one_frame:
+    parts: Sequence[Body] = getattr(body, REQUESTS, ()) or getattr(body, RESULTS, ())
+    if parts:
+        rest = iter(frames)
+        its = [tuple(itertools.islice(rest, len(one.page_counts()))) for one in parts]
+        fields[REQUESTS if REQUESTS in fields else RESULTS] = [
+            body_to_fields(one, its_frames) for one, its_frames in zip(parts, its, strict=True)
+        ]
+    elif body.one_frame:
         fields[IDS] = unpack_ids(frames[0])
     else:
         _put_ids(fields, iter(frames))
@@ -108,6 +145,12 @@ def check_known_fields(kind: str, fields: dict[str, Any]) -> None:
         raise InvalidFieldError(f"unknown field {unknown[0]!r}; known: {known}", field=unknown[0])
     for index, one in enumerate(_lists_of(fields)):
         _check_known_list(one, f"lists[{index}].")
+    for index, one in enumerate(_objects_of(fields.get(REQUESTS))):
+        try:
+            check_known_fields(str(one.get("type", "")), {key: value for key, value in one.items() if key != "type"})
+        except CallerError as error:
+            error.field = f"{REQUESTS}[{index}].{error.field}"
+            raise
 
 
 def _check_known_list(one: dict[str, Any], where: str) -> None:
@@ -117,9 +160,12 @@ def _check_known_list(one: dict[str, Any], where: str) -> None:
 
 
 def _lists_of(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    lists = fields.get("lists")
-    if isinstance(lists, list | tuple):
-        yield from (one for one in lists if isinstance(one, dict))
+    yield from _objects_of(fields.get("lists"))
+
+
+def _objects_of(value: object) -> Iterator[dict[str, Any]]:
+    if isinstance(value, list | tuple):
+        yield from (one for one in value if isinstance(one, dict))
 
 
 def _holders(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

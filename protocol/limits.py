@@ -6,6 +6,9 @@ import msgspec
 
 INT64_BYTES = 8
 MAX_PAYLOAD_BYTES = 64 << 10
+"""Largest payload that a pool accepts by default, in bytes."""
+LARGEST_PAYLOAD_BYTES = 8 << 20
+"""Upper bound of a pool's payload limit, in bytes; see ``Limits.largest_payload_bytes``."""
 EVENT_RING_SLOTS = 1024
 """Events in a session's ring; each is reused with a higher value."""
 
@@ -15,8 +18,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_frame_bytes: int = 4 << 20
     """Size of one frame; libzmq closes the connection of a client that sends more."""
-    max_frames: int = 72
-    """Frames per message: the envelope and its page lists."""
+    max_frames: int = 1024
+    """Frames per message: the envelope and its page lists; for a BATCH, those of all its requests."""
     max_message_bytes: int = 16 << 20
     """Total size of the frames of one message."""
     max_requests_per_session: int = 256
@@ -25,7 +28,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Endpoints of transfers that are live, or whose events are not acknowledged."""
     max_transfers: int = 16_384
     """The same, over all sessions."""
+    max_kept_session_payload_bytes: int = 256 << 20
+    """Payloads of a session's unsettled transfers and of events that it has not acknowledged."""
+    max_kept_payload_bytes: int = 1 << 30
+    """The same, over all sessions."""
     max_sessions: int = 1024
     max_deadline_ms: int = 3_600_000
     default_deadline_ms: int = 30_000
     """Used if a request gives 0."""
+    resume_grace_ms: int = 0
+    """How long a resumable session is kept after it lost its socket; 0: not at all."""
+
+    @property
+    def largest_payload_bytes(self) -> int:
+        """Return the largest ``max_payload_bytes`` of a pool; the rest of a frame is for what goes with a payload."""
+        return min(LARGEST_PAYLOAD_BYTES, self.max_frame_bytes // 2)

@@ -21,7 +21,8 @@ _REQUESTS: Final = {
     "cache_messages": (
         "LOOKUP", "LOAD", "STORE", "UNPIN", "CACHE_LIST", "CACHE_PIN", "CACHE_EVICT", "CACHE_EVENTS",
     ),
-    "transfer_messages": ("SEND", "RECEIVE", "CANCEL", "RESULT"),
+    "transfer_messages": ("SEND", "RECEIVE", "CANCEL", "ABANDON", "RESULT"),
+    "batch_messages": ("BATCH",),
 }  # fmt: skip
 _FROM_DAEMON: Final = {
     "refusals": ("ERROR", "BUSY"),
@@ -32,8 +33,9 @@ _FROM_DAEMON: Final = {
         "OFFLOADING", "OPERATION_STARTED", "SNAPSHOT_DROPPED", "SNAPSHOT_REPORT", "OPERATION_CANCELLED", "TIER_DONE",
     ),
     "cache_messages": ("FOUND", "UNPINNED", "CACHE_LISTED", "CACHE_PINNED", "CACHE_EVICTED", "CACHE_CHANGES"),
-    "transfer_messages": ("ACCEPTED", "CANCELLED", "TRANSFER_RESULT"),
-    "events": ("FINISHED", "SETTLED"),
+    "transfer_messages": ("ACCEPTED", "CANCELLED", "ABANDONED", "TRANSFER_RESULT"),
+    "batch_messages": ("BATCHED",),
+    "events": ("MATCHED", "FINISHED", "SETTLED"),
 }  # fmt: skip
 
 REQUESTS: Final = {name: module for module, names in _REQUESTS.items() for name in names}

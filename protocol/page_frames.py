@@ -35,9 +35,11 @@ def check_frames(body: Body, frames: Sequence[bytes]) -> None:
     """
     counts = body.page_counts()
     if len(counts) != len(frames):
-        raise MalformedError(f"{len(frames)} id frames for {len(counts)} page lists", field="pages")
+        field = body.frame_field(min(len(counts), len(frames)))
+        raise MalformedError(f"{len(frames)} id frames for {len(counts)} page lists", field=field)
     for number, (count, frame) in enumerate(zip(counts, frames, strict=True)):
         if len(frame) != count * INT64_BYTES:
             raise MalformedError(
-                f"id frame {number} has {len(frame)} bytes; {count} pages need {count * INT64_BYTES}", field="pages"
+                f"id frame {number} has {len(frame)} bytes; {count} pages need {count * INT64_BYTES}",
+                field=body.frame_field(number),
             )

@@ -17,7 +17,7 @@ from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
 from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
 from kvferry.protocol.model_identity import ModelIdentity
-from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, PageLists, Payload
+from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, Direction, PageLists, Payload
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Checksum = Annotated[int, Meta(ge=0)]
@@ -65,7 +65,7 @@ class PeerSend(Body, frozen=True, kw_only=True, tag="SEND_REQUEST"):
     manifest: Manifest | None = None
     region: Number = 0
     """The number of the pool's memory region, for a home on the same host."""
-    lists: PageLists
+    lists: PageLists = ()
     last: bool
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
@@ -121,6 +121,18 @@ class ReceiveClosed(Body, frozen=True, kw_only=True, tag="RECEIVE_CLOSED"):
     """(send request, bytes moved, pages trimmed) of each send request of this source."""
     unmet: Number = 0
     """Number of sources that had not sent when the receiver ended the receive request; they are told when they do."""
+
+
+class HalfAbandoned(Body, frozen=True, kw_only=True, tag="HALF_ABANDONED"):
+    """In either direction: an engine abandoned a request before its SENDs, or its RECEIVEs, came.
+
+    If SENDs were abandoned, it applies only to receive requests that name the sending daemon.
+    """
+
+    tenant: Number
+    request_id: Hex128
+    direction: Direction
+    error: ErrorInfo
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
@@ -212,6 +224,7 @@ PeerBody = (
     | SendRefused
     | SendWithdrawn
     | ReceiveClosed
+    | HalfAbandoned
     | OpRequest
     | Grant
     | Written

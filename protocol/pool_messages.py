@@ -1,4 +1,4 @@
-"""Pools and their pages: CREATE_POOL, ATTACH_POOL, DELETE_POOL, ALLOCATE, FREE."""
+"""Pools and their pages: CREATE_POOL, ATTACH_POOL, REGISTER_POOL, DELETE_POOL, ALLOCATE, FREE."""
 
 from __future__ import annotations
 
@@ -9,26 +9,35 @@ from msgspec import Meta
 
 from kvferry.protocol.base import Body, PageCount
 from kvferry.protocol.device_event import DeviceEvent
-from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolName, ProcessId
+from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolLifetime, PoolName, ProcessId
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Index, Manifest, Offset, PoolSpec, RoleName, Size
 from kvferry.protocol.model_identity import ModelIdentity
 
 MAX_DIMENSIONS: Final = 16
+PayloadBound = Annotated[int, Meta(ge=0, le=LARGEST_PAYLOAD_BYTES)]
 Stride = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class CreatePool(Body, frozen=True, kw_only=True, tag="CREATE_POOL"):
-    """Create a pool of this tenant. The same name with the same layout, size and model is not created twice."""
+    """Create a pool of this tenant. If it exists with the same layout, size and model, it is not created again."""
 
     pool: PoolName
     spec: PoolSpec
     device: DeviceName = HOST
     model: ModelIdentity | None = None
-    """Whose KV its pages hold; without it they cannot be put into the prefix cache, nor looked for there."""
+    """The model identity of its KV; the prefix cache cannot be used without it."""
+    lifetime: PoolLifetime = "daemon"
+    """``instance``: the pool is deleted when the instance that creates it ends, once no page is in flight.
+
+    Until then other instances of the tenant may attach it, and then lose it; creating it fails there with POOL_EXISTS.
+    """
+    max_payload_bytes: PayloadBound = MAX_PAYLOAD_BYTES
+    """The largest payload of a SEND from or to it, in bytes; at most half of ``limits.max_frame_bytes``."""
 
 
 class PoolCreated(Body, frozen=True, kw_only=True, tag="POOL_CREATED"):
-    """CREATE_POOL's reply, sent when the memory is there. ``created`` is false where the pool existed."""
+    """CREATE_POOL's reply, sent when the memory is allocated. ``created`` is false if the pool existed."""
 
     pool: str
     created: bool
@@ -36,21 +45,21 @@ class PoolCreated(Body, frozen=True, kw_only=True, tag="POOL_CREATED"):
 
 
 class AttachPool(Body, frozen=True, kw_only=True, tag="ATTACH_POOL"):
-    """Ask for a pool's region: its descriptor, or its share, comes over the session socket before the reply."""
+    """Attach to a pool: its region's descriptor, or share, comes over the session socket before the reply."""
 
     pool: PoolName
     layout_digest: Annotated[str, Meta(max_length=64)] = ""
-    """Where given, the pool must have it."""
+    """If given, the pool must have this layout digest."""
     device_pid: ProcessId | None = None
-    """By which number the device's driver knows this process; needed where that is not the kernel's, in containers."""
+    """This process's pid as the device's driver sees it; needed if the kernel's pid differs, as in containers."""
 
 
 class RegisteredArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one share, or the memory, holds of a registered pool: a role of a component, all its layers or one.
+    """One array of a registered pool, in a share or in host memory: a role of a component, for all layers or one.
 
-    ``shape``, ``strides`` (in elements) and ``dtype`` are the tensor's, as its engine has it. They must be what the
-    spec needs. Where a device's tensor begins in its storage, and how large that is, the share says; where host memory
-    holds it, ``offset_bytes`` does.
+    ``shape``, ``strides`` (in elements) and ``dtype`` are those of the engine's tensor, and must be what the spec
+    needs. A device tensor's offset and storage size are in its share; in host memory, ``offset_bytes`` is the array's
+    offset.
     """
 
     component: ComponentName
@@ -63,21 +72,23 @@ class RegisteredArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class RegisterPool(Body, frozen=True, kw_only=True, tag="REGISTER_POOL"):
-    """Let the daemon use a pool that this session's engine owns.
+    """Register memory that this session's engine allocated as a pool.
 
-    Its shares, or the descriptor of its host memory, came over the session socket before.
+    Its shares, or the descriptor of its host memory, must be sent over the session socket before.
 
-    All its pages are the session's: the engine numbers and uses them as it likes, and names them in SEND and RECEIVE.
-    The pool ends with the session, or with DELETE_POOL.
+    All pages belong to the session's instance: the engine numbers them itself, and names them in SEND and RECEIVE. The
+    memory is this process's, so the pool ends with the session, or with DELETE_POOL.
     """
 
     pool: PoolName
     spec: PoolSpec
     device: DeviceName
     arrays: Annotated[tuple[RegisteredArrays, ...], Meta(min_length=1, max_length=16_384)]
-    """What each share holds, in their order, or the memory; together every entry of the pool, once. Each share is a
-    tensor's."""
+    """The array of each share, which is a tensor, in the order of the shares; or the arrays in host memory. Together
+    they hold every entry of the pool once."""
     model: ModelIdentity | None = None
+    """As in CREATE_POOL."""
+    max_payload_bytes: PayloadBound = MAX_PAYLOAD_BYTES
     """As in CREATE_POOL."""
 
 
@@ -95,11 +106,11 @@ class PoolAttached(Body, frozen=True, kw_only=True, tag="POOL_ATTACHED"):
     manifest: Manifest
     device: str = HOST
     model: ModelIdentity | None = None
-    """What the pool was created with, without the salt."""
+    """The model identity that the pool was created with, without the salt."""
 
 
 class DeletePool(Body, frozen=True, kw_only=True, tag="DELETE_POOL"):
-    """Delete a pool that has no owned page. Mappings that engines still have stay valid."""
+    """Delete a pool with no owned page. Mappings that engines still have stay valid."""
 
     pool: PoolName
 
@@ -111,7 +122,7 @@ class PoolDeleted(Body, frozen=True, kw_only=True, tag="POOL_DELETED"):
 
 
 class Allocate(Body, frozen=True, kw_only=True, tag="ALLOCATE"):
-    """Take ``count`` free pages of one page space for this session: all or none."""
+    """Allocate ``count`` pages of one page space for this session's instance: all or none."""
 
     pool: PoolName
     count: Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -119,7 +130,7 @@ class Allocate(Body, frozen=True, kw_only=True, tag="ALLOCATE"):
 
 
 class Allocated(Body, frozen=True, kw_only=True, tag="ALLOCATED"):
-    """ALLOCATE's reply; the page ids, ascending, follow in a frame."""
+    """ALLOCATE's reply; the page ids follow in a frame, ascending."""
 
     pages: PageCount
 
@@ -129,13 +140,13 @@ class Allocated(Body, frozen=True, kw_only=True, tag="ALLOCATED"):
 
 
 class Free(Body, frozen=True, kw_only=True, tag="FREE"):
-    """Give pages of one page space back: all or none. A page in flight is given back when its transfer settles."""
+    """Free pages of one page space: all or none. A page in flight becomes free when its transfer settles."""
 
     pool: PoolName
     pages: PageCount
     space: ComponentName = MAIN
     after: DeviceEvent | None = None
-    """Wait for this before anyone else gets the pages: work that still uses them is under way on a device."""
+    """Wait for this event before the pages are freed, as a device's kernels may still use them."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the one list's length."""

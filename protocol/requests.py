@@ -1,6 +1,6 @@
-"""The table of request types: each one's reply, and whether it needs a session.
+"""The table of request types, with their replies and whether they need a session.
 
-A type's name is never reused or changed. A new one stands here and in ``message_types``.
+A type's name is never reused or changed. A new type is added here and to ``message_types``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvferry.protocol.base import Body
+from kvferry.protocol.batch_messages import Batch, Batched
 from kvferry.protocol.cache_messages import (
     CacheChanges,
     CacheEvents,
@@ -24,7 +25,7 @@ from kvferry.protocol.cache_messages import (
     Unpin,
     Unpinned,
 )
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -62,13 +63,23 @@ from kvferry.protocol.tier_messages import (
     Snapshots,
     TierDone,
 )
-from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive, Result, Send, TransferResult
+from kvferry.protocol.transfer_messages import (
+    Abandon,
+    Abandoned,
+    Accepted,
+    Cancel,
+    Cancelled,
+    Receive,
+    Result,
+    Send,
+    TransferResult,
+)
 
 __all__ = ["REQUEST_TYPES", "Busy", "ErrorReply", "EventBody", "ReplyBody", "RequestBody", "RequestType"]
 
 
 class RequestType(NamedTuple):
-    """One row: the request's and the reply's body, and whether a session is needed."""
+    """One row: the types of the request's and the reply's body, and whether a session is needed."""
 
     request: type[Body]
     reply: type[Body]
@@ -105,7 +116,9 @@ REQUEST_TYPES: dict[str, RequestType] = {
     "SEND": RequestType(Send, Accepted, needs_session=True),
     "RECEIVE": RequestType(Receive, Accepted, needs_session=True),
     "CANCEL": RequestType(Cancel, Cancelled, needs_session=True),
+    "ABANDON": RequestType(Abandon, Abandoned, needs_session=True),
     "RESULT": RequestType(Result, TransferResult, needs_session=True),
+    "BATCH": RequestType(Batch, Batched, needs_session=True),
 }
 
 RequestBody = (
@@ -138,7 +151,9 @@ RequestBody = (
     | Send
     | Receive
     | Cancel
+    | Abandon
     | Result
+    | Batch
 )
 ReplyBody = (
     Welcome
@@ -167,8 +182,10 @@ ReplyBody = (
     | CacheChanges
     | Accepted
     | Cancelled
+    | Abandoned
     | TransferResult
+    | Batched
     | ErrorReply
     | Busy
 )
-EventBody = Finished | Settled | TierDone
+EventBody = Matched | Finished | Settled | TierDone

@@ -9,15 +9,15 @@ import msgspec
 
 from kvferry.protocol.base import Body
 from kvferry.protocol.envelope import Event, Reply, Request
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply
-from kvferry.protocol.session_messages import RegionFollows, SessionOpen, SessionOpened, SessionRefused
+from kvferry.protocol.session_messages import RegionFollows, SessionEnd, SessionOpen, SessionOpened, SessionRefused
 from kvferry.protocol.tier_messages import TierDone
 from kvferry.protocol.versions import PROTOCOL_MAX
 
-EVENTS: tuple[type[Body], ...] = (Finished, Settled, TierDone)
+EVENTS: tuple[type[Body], ...] = (Matched, Finished, Settled, TierDone)
 REFUSALS: tuple[type[Body], ...] = (ErrorReply, Busy)
-SESSION_FRAMES = (SessionOpen, SessionOpened, SessionRefused, RegionFollows)
+SESSION_FRAMES = (SessionOpen, SessionEnd, SessionOpened, SessionRefused, RegionFollows)
 
 
 def asyncapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Opening and describing a conversation: HELLO, PING, STATUS, and the frames of the session socket."""
+"""HELLO, PING, STATUS, OPEN_EVENTS, and the frames of the session socket."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from msgspec import Meta
 
 from kvferry.protocol.base import Body
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.ids import HOST, DeviceName, Hex128, PoolName
-from kvferry.protocol.limits import Limits
+from kvferry.protocol.ids import HOST, PLAIN_TEXT, DeviceName, Hex128, PoolLifetime, PoolName
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.shares import MAX_SHARES, Share, SharedEvents
 from kvferry.protocol.table_messages import TablesFollow
 
 ClientName = Annotated[str, Meta(max_length=128)]
+InstanceName = Annotated[str, Meta(pattern=PLAIN_TEXT, max_length=128)]
+Secret = Annotated[bytes, Meta(max_length=32)]
 
 
 class Hello(Body, frozen=True, kw_only=True, tag="HELLO"):
-    """Open a conversation on the control socket. Needs no session; with a secret it binds this socket to one."""
+    """Open a connection on the control socket. Needs no session; with a secret, binds the connection to its session."""
 
     protocol_min: int
     protocol_max: int
@@ -27,7 +29,7 @@ class Hello(Body, frozen=True, kw_only=True, tag="HELLO"):
 
 
 class Welcome(Body, frozen=True, kw_only=True, tag="WELCOME"):
-    """HELLO's reply: what this daemon speaks, can do and accepts. The envelope carries the boot id."""
+    """HELLO's reply: this daemon's protocol version, features and limits. The envelope carries the boot id."""
 
     protocol: int
     daemon_version: str
@@ -44,7 +46,7 @@ class Pong(Body, frozen=True, kw_only=True, tag="PONG"):
 
 
 class Status(Body, frozen=True, kw_only=True, tag="STATUS"):
-    """Ask what the daemon holds and does."""
+    """Ask for the daemon's pools, sessions, transfers, tiers and counters."""
 
 
 class SpaceStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,10 +60,10 @@ class SpaceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One pool in STATUS. ``pages`` leaves the padding page out; ``busy`` pages have a reader or a writer.
+    """One pool in STATUS. ``pages`` excludes the padding page; ``busy`` pages have a reader or a writer.
 
-    ``page_bytes``, ``pages``, ``free`` and ``busy`` are of the first page space; ``spaces`` has all where there are
-    several.
+    ``page_bytes``, ``pages``, ``free`` and ``busy`` are of the first page space; ``spaces`` has all of them if there
+    are several.
     """
 
     pool: str
@@ -75,13 +77,17 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spaces: tuple[SpaceStatus, ...] = ()
     device: str = HOST
     registered_by: int | None = None
-    """The session whose engine owns the memory; None: the daemon does."""
+    """The session whose engine owns the memory; None: the daemon owns it."""
+    lifetime: PoolLifetime = "daemon"
+    ends_with: int | None = None
+    """The number of the instance that the pool ends with (``owner`` of its sessions); None: it ends with none."""
     model: ModelIdentity | None = None
-    """Whose KV its pages hold, without the salt; None: nobody said so."""
+    """The model identity of its KV, without the salt; None: it was created without one."""
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
 
 
-class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One session in STATUS."""
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One session in STATUS. ``pages`` counts its instance's pages: sessions of one instance show the same number."""
 
     session: int
     name: str
@@ -91,10 +97,14 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     transfers: int
     unacknowledged_events: int
     connected: bool
+    instance: str = ""
+    """The instance that it named when it opened; empty: it is an instance of its own."""
+    owner: int = 0
+    """The number of its instance, which owns its pages: that of the instance's first session."""
 
 
 class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a live transfer in STATUS. ``request`` is ``request_id`` too, for readers older than that field."""
+    """One endpoint of a live transfer in STATUS. ``request`` equals ``request_id``, for older readers."""
 
     request: str
     direction: str
@@ -108,7 +118,7 @@ class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Another daemon in STATUS. ``announced`` RECEIVEs of ours wait for its sends, ``waiting`` ones of its for ours."""
+    """Another daemon in STATUS: ``announced`` of our RECEIVEs wait for its SENDs, ``waiting`` of its for ours."""
 
     address: str
     state: str
@@ -117,10 +127,10 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory into which daemons of other hosts write, in slots; ``quarantined`` ones rest until they are fenced.
+    """The bounce buffers into which daemons of other hosts write; ``quarantined`` ones are unused until a fence.
 
-    ``quarantined_bytes`` are theirs and, where pages are written directly, those of pages that rest. ``state``:
-    ``draining`` while a fence waits for live grants, ``fencing``, or ``broken`` where the engine could not be rebuilt.
+    ``quarantined_bytes``: their bytes and, with direct writes, those of quarantined pages. ``state``: ``ready``,
+    ``draining`` while a fence waits for live grants, ``fencing``, or ``broken`` if the transport could not be rebuilt.
     ``held_by``: how many grants each peer has not answered, by its address.
     """
 
@@ -137,7 +147,10 @@ class NetworkStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One device that a pool was asked for on. ``state``: ``ready``, or why it is not; bytes are the whole device's."""
+    """One device on which a pool was requested. ``state``: ``ready``, or why it is not usable.
+
+    ``total_bytes`` and ``free_bytes`` are of the whole device.
+    """
 
     device: str
     state: str
@@ -147,7 +160,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TablesStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Graph tables in STATUS. ``waiting`` is 1 while an update waits for its event."""
+    """Graph tables in STATUS. ``waiting`` is 1 while an update waits for its event or is being copied."""
 
     session: int
     tables: str
@@ -161,7 +174,8 @@ class TablesStatus(msgspec.Struct, frozen=True, kw_only=True):
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One tier in STATUS. ``state``: ``ready``, ``full``, or why it is not in use.
 
-    ``pinned_bytes`` of the host tier are snapshots, and blocks that a lease, an operation or an operator pins.
+    ``pinned_bytes``: in the host tier, the bytes of snapshots and of blocks pinned by a lease, an operation or an
+    operator.
     """
 
     tier: str
@@ -174,7 +188,7 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OperationStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One live work in STATUS. ``waits_for`` says what it waits for; nothing: it is copying."""
+    """One live operation in STATUS. ``waits_for`` says what it waits for; empty: it is copying."""
 
     session: int
     operation: int
@@ -186,7 +200,7 @@ class OperationStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
-    """STATUS's reply. ``counters`` only grow, by stable names."""
+    """STATUS's reply. ``counters`` only grow, and have stable names."""
 
     daemon_version: str
     pid: int
@@ -197,7 +211,7 @@ class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     transfers: tuple[TransferStatus, ...]
     counters: dict[str, int]
     addresses: tuple[str, ...] = ()
-    """Where other daemons find this one."""
+    """The addresses at which other daemons reach this one."""
     peers: tuple[PeerStatus, ...] = ()
     network: NetworkStatus | None = None
     devices: tuple[DeviceStatus, ...] = ()
@@ -207,11 +221,11 @@ class StatusReport(Body, frozen=True, kw_only=True, tag="STATUS_REPORT"):
 
 
 class OpenEvents(Body, frozen=True, kw_only=True, tag="OPEN_EVENTS"):
-    """Ask for this session's event ring, by which a SEND says when which layers are ready.
+    """Open this session's event ring, by which requests wait for the engine's progress.
 
-    Its descriptors come over the session socket before the reply. Asked for again, it is the same ring.
-    With a device, the engine's interprocess events came over the session socket before: then a slot's counter says how
-    often the slot's event was recorded, and the daemon looks at the event itself.
+    Its descriptors come over the session socket before the reply. A second request returns the same ring.
+    For a device, the engine first sends its interprocess events over the session socket: a slot's counter then says
+    how often the slot's event was recorded, and the daemon queries the event itself.
     """
 
     device: DeviceName = HOST
@@ -224,55 +238,75 @@ class EventsOpened(Body, frozen=True, kw_only=True, tag="EVENTS_OPENED"):
 
 
 class SessionOpen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPEN"):
-    """The client's only frame on the session socket. The kernel says who it is (SO_PEERCRED)."""
+    """The client's first frame on the session socket. The kernel identifies its process (SO_PEERCRED).
+
+    Sessions of one user that name the same ``instance`` are one owner of pages, leases, pins and snapshots, which are
+    released when the last session ends. Without a name, the session is an instance of its own.
+    """
 
     protocol_min: int
     protocol_max: int
     name: ClientName = ""
+    instance: InstanceName = ""
+    keep: bool = False
+    """Keep the session for ``limits.resume_grace_ms`` if its socket is lost while its process lives."""
+    resume: Secret = b""
+    """The secret of a session that lost its socket, to resume it; its name and instance do not change."""
 
 
 class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REGION_REQUEST"):
-    """Another daemon of this host asks, instead of opening a session, for a pool's memory: to read it."""
+    """Sent by another daemon of this host instead of OPEN: it asks for a pool's memory, for reading."""
 
     tenant: Annotated[int, Meta(ge=0, lt=1 << 32)]
     pool: PoolName
     region: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-    """Which memory the pool had when it was offered."""
+    """The identity of the pool's memory when its pages were sent."""
 
 
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPENED"):
-    """The session's number, its secret for the control socket (never log it) and the daemon's boot id."""
+    """The session's number, its secret for the control socket (never log it) and the daemon's boot id.
+
+    ``resumed``: the session was resumed; if the boot id has changed, a restarted daemon has adopted it. If ``resume``
+    was given and this is false, nothing of the old session is left.
+    """
 
     session: int
     secret: bytes
     boot_id: Hex128
+    resumed: bool = False
+    last_message: int = 0
+    """The highest message number that the session has used; a client that resumes continues above it."""
+
+
+class SessionEnd(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="END"):
+    """Ends a session that was opened with ``keep``: the client will not resume it."""
 
 
 class SessionRefused(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REFUSED"):
-    """Why no session was opened; the daemon closes the connection after it."""
+    """Why no session was opened; the daemon then closes the connection."""
 
     error: ErrorInfo
 
 
 class RegionFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REGION"):
-    """One file descriptor comes with this frame: the region of the pool that message ``message_id`` attached."""
+    """Comes with one file descriptor: the region of the pool that message ``message_id`` attaches."""
 
     message_id: int
     pool: str
 
 
 class EventsFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="EVENTS"):
-    """Two file descriptors come with this frame: the ring's counters, and the eventfd that says they have changed."""
+    """Comes with two file descriptors: the ring's counters, and the eventfd that signals a change of them."""
 
     message_id: int
 
 
 class ShareFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SHARE"):
-    """A device's memory, or its events, to be mapped by whoever reads this: for message ``message_id``.
+    """Shares of a device's memory or events, for the reader to map; they belong to message ``message_id``.
 
     Several frames for one message add up.
 
-    The daemon says it before the reply of ATTACH_POOL and CREATE_TABLES; an engine says it before REGISTER_POOL,
+    The daemon sends it before the reply to ATTACH_POOL and CREATE_TABLES; an engine sends it before REGISTER_POOL,
     OPEN_EVENTS and CREATE_TABLES.
     """
 
@@ -282,9 +316,9 @@ class ShareFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class MemoryFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="MEMORY"):
-    """One file descriptor comes with this frame: host memory that message ``message_id``, a REGISTER_POOL, registers.
+    """Comes with one file descriptor: the host memory that message ``message_id``, a REGISTER_POOL, registers.
 
-    An engine says it before the message. It is a memfd sealed against every change of its size.
+    An engine sends it before the message. The descriptor is a memfd that is sealed against resizing.
     """
 
     message_id: int

@@ -11,6 +11,7 @@ from kvferry.protocol.errors import MalformedError
 from kvferry.protocol.session_messages import (
     MemoryFollows,
     RegionRequest,
+    SessionEnd,
     SessionFrame,
     SessionOpen,
     ShareFollows,
@@ -20,11 +21,11 @@ MAX_SESSION_FRAME_BYTES = 16384
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _open_decoder = msgspec.msgpack.Decoder(SessionOpen | RegionRequest)
-_said_decoder = msgspec.msgpack.Decoder(ShareFollows | MemoryFollows)
+_said_decoder = msgspec.msgpack.Decoder(ShareFollows | MemoryFollows | SessionEnd)
 _frame_decoder = msgspec.msgpack.Decoder(SessionFrame)
 
 
-def pack(message: SessionOpen | RegionRequest | MemoryFollows | SessionFrame) -> bytes:
+def pack(message: SessionOpen | SessionEnd | RegionRequest | MemoryFollows | SessionFrame) -> bytes:
     """Return the message as one frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -72,14 +73,14 @@ def unpack_open(frame: bytes) -> SessionOpen | RegionRequest:
     return opening
 
 
-def unpack_said(frame: bytes) -> ShareFollows | MemoryFollows:
+def unpack_attachment(frame: bytes) -> ShareFollows | MemoryFollows | SessionEnd:
     """Return a later frame from an engine, after its session was opened.
 
     Raises:
         MalformedError: the bytes are not such a frame.
     """
     try:
-        message: ShareFollows | MemoryFollows = _said_decoder.decode(frame)
+        message: ShareFollows | MemoryFollows | SessionEnd = _said_decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         raise MalformedError("not a share of memory or events") from None  # the cause's text might contain a handle
     return message

@@ -43,7 +43,7 @@ class CreateTables(Body, frozen=True, kw_only=True, tag="CREATE_TABLES"):
 
 
 class TablesCreated(Body, frozen=True, kw_only=True, tag="TABLES_CREATED"):
-    """CREATE_TABLES's reply: byte offsets of the tables ``(max_batch, columns)`` and lengths ``(max_batch,)``, int32."""
+    """CREATE_TABLES's reply: byte offsets of the int32 tables ``(max_batch, columns)`` and lengths ``(max_batch,)``."""
 
     tables: str
     device: str

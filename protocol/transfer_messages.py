@@ -1,4 +1,4 @@
-"""Transfers: SEND, RECEIVE, CANCEL, RESULT."""
+"""Transfers: SEND, RECEIVE, CANCEL, ABANDON, RESULT."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.protocol.base import MAX_PAGE_LISTS, Body, PageList
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
-from kvferry.protocol.limits import EVENT_RING_SLOTS, MAX_PAYLOAD_BYTES
+from kvferry.protocol.limits import EVENT_RING_SLOTS, LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Index, LayerCount
 
 Direction = Literal["send", "receive"]
@@ -19,15 +19,15 @@ ReceiveInto = Literal["pages", "host"]
 MAX_STEPS = 256
 MAX_POOLS = 1024
 Few = Annotated[int, Meta(ge=1, le=MAX_POOLS)]
-PageLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=MAX_PAGE_LISTS)]
-Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
+PageLists = Annotated[tuple[PageList, ...], Meta(max_length=MAX_PAGE_LISTS)]
+Payload = Annotated[bytes, Meta(max_length=LARGEST_PAYLOAD_BYTES)]
 
 
 class LayerStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Layers of a SEND whose bytes are there once an event of the session's ring has reached a value.
+    """Layers of a SEND whose bytes are ready once an event of the session's ring has reached a value.
 
-    ``layers`` are counted from ``first_layer``, by the model's own numbers, in every component but draft; what no step
-    names goes with the last one. Steps become ready in their order.
+    The step has ``layers`` layers from ``first_layer`` on, by the model's own layer numbers, in every component but
+    draft; draft layers go with the last step. Steps become ready in order.
     """
 
     first_layer: Index
@@ -42,49 +42,55 @@ class LayerStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
-    """Make a transfer: these pages of this session are to be filled, by ``sources`` sending pools.
+    """Receive a request's KV into these pages of this session, from ``sources`` sending pools.
 
-    Answered by ACCEPTED, then by the events FINISHED and SETTLED. The pages may not be touched before FINISHED, nor
-    used again before SETTLED.
+    Answered by ACCEPTED, then by the events FINISHED and SETTLED. The pages must not be read or written before
+    FINISHED, nor reused before SETTLED.
     """
 
     request_id: Hex128
     pool: PoolName
-    lists: PageLists
+    lists: PageLists = ()
+    """No lists, or only empty ones: receive only the first token and payload. Source components without a list here
+    are skipped."""
     sources: Few = 1
     source_daemons: Annotated[tuple[PeerAddress, ...], Meta(max_length=64)] = ()
-    """Where the sending pools are; none: with this daemon only. Its own address may be among them."""
+    """The daemons of the sending pools; none: this daemon only. Its own address may be among them."""
     after: DeviceEvent | None = None
-    """Wait for this before the pages are written: work that still reads them is under way on a device."""
+    """Wait for this event before the pages are written, as a device's kernels may still read them."""
     into: ReceiveInto = "pages"
-    """``host``: the lists say how many pages, and no ids follow: the bytes become a snapshot in the host tier, which
-    FINISHED names, to be restored once there are pages."""
+    """``host``: the lists give only the number of pages, and no ids follow. The bytes become a snapshot in the host
+    tier, which FINISHED names, and which RESTORE brings into pages later."""
     any_model: bool = False
-    """Take pages of a pool of another model too: whoever asks knows that its KV fits."""
+    """Accept pages of a pool with another model identity too: the engine knows that the KV is compatible."""
 
     def page_counts(self) -> tuple[int, ...]:
-        """Return each list's length; none where it lands in the host tier."""
+        """Return each list's length; empty for the host tier, for which no ids follow."""
         return tuple(one.pages for one in self.lists) if self.into == "pages" else ()
 
 
 class Send(Body, frozen=True, kw_only=True, tag="SEND"):
-    """Send filled pages of this session to ``destinations`` transfers of the request; waits for them if need be.
+    """Send filled pages of this session to ``destinations`` receive requests of the request, waiting for late ones.
 
-    A prompt may be sent in chunks as its prefill goes on: each SEND but the last one has ``last=false``, ends on a
-    page boundary, and the next one continues it. One SEND of a request carries ``first_token`` and ``payload``.
-    A SEND may come before its pages are filled: then it says by ``steps`` when which layers are.
+    A prompt may be sent in chunks during its prefill: each SEND but the last one has ``last=false`` and ends on a page
+    boundary, and the next one continues there. One SEND of a request carries ``first_token`` and ``payload``.
+    A SEND with no lists, ``last=false`` and no payload asks which receivers wait: ACCEPTED has their number, and
+    MATCHED comes with each further one.
+    A SEND may come before its pages are filled: then ``steps`` say after which events which layers are.
     Answered by ACCEPTED; FINISHED and SETTLED come once for all SENDs of a request from one pool.
     """
 
     request_id: Hex128
     pool: PoolName
-    lists: PageLists
+    lists: PageLists = ()
+    """No lists, or only empty ones: no page is sent."""
     last: bool = True
     destinations: Few = 1
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
+    """At most ``max_payload_bytes`` of its own pool and of each receiver's."""
     steps: Annotated[tuple[LayerStep, ...], Meta(max_length=MAX_STEPS)] = ()
-    """In which order, and after which events, its layers are there; none: all of them are there now."""
+    """In which order, and after which events, its layers are ready; none: all of them are ready now."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return each list's length."""
@@ -92,31 +98,61 @@ class Send(Body, frozen=True, kw_only=True, tag="SEND"):
 
 
 class Accepted(Body, frozen=True, kw_only=True, tag="ACCEPTED"):
-    """SEND's and RECEIVE's reply: the checks passed, events follow. ``generation`` counts a transfer's re-epoch."""
+    """SEND's and RECEIVE's reply: the checks passed, events follow.
+
+    ``generation`` counts a session's RECEIVEs of this request id and pool: 1 for the first one; 0 for a SEND.
+    """
 
     generation: int = 0
     skipped_source_entries: int = 0
     skipped_source_pages: int = 0
     covered_source_entries: int = 0
-    """Entries that another source of the transfer, a replica of this one, has sent already."""
+    """Entries that another source of the transfer has sent already, as a replica."""
+    matched: int = 0
+    """How many of a SEND's ``destinations``, or of a RECEIVE's ``sources``, have come."""
 
 
 class Cancel(Body, frozen=True, kw_only=True, tag="CANCEL"):
-    """Give up this session's side of a transfer. Answered when it has settled."""
+    """Cancel this session's endpoint of a transfer. Answered when it has settled or, without ``wait``, at once."""
 
     request_id: Hex128
     pool: PoolName
     direction: Direction
+    wait: bool = True
+    """Whether the reply waits until the endpoint has settled; FINISHED and SETTLED come either way."""
 
 
 class Cancelled(Body, frozen=True, kw_only=True, tag="CANCELLED"):
-    """CANCEL's reply: no byte moves any more. ``was_finished`` says that the outcome was known before."""
+    """CANCEL's reply. ``was_finished``: the outcome was known before."""
 
     was_finished: bool
+    settled: bool = True
+    """Whether no byte moves any more; false only without ``wait``: SETTLED is still to come."""
+
+
+class Abandon(Body, frozen=True, kw_only=True, tag="ABANDON"):
+    """Declare that this user's SENDs (or RECEIVEs) of a request will never come.
+
+    Every RECEIVE (or SEND) of the request that waits for one fails with PEER_CANCELLED and the reason, here and at
+    ``daemons``; one that comes later fails at once, within the bounds of the daemon's tombstones.
+    """
+
+    request_id: Hex128
+    direction: Direction
+    """Which half will not come."""
+    daemons: Annotated[tuple[PeerAddress, ...], Meta(max_length=64)] = ()
+    """Where the other half may wait; this daemon, and daemons whose RECEIVEs wait here, are told in any case."""
+    reason: Annotated[str, Meta(max_length=256)] = ""
+
+
+class Abandoned(Body, frozen=True, kw_only=True, tag="ABANDONED"):
+    """ABANDON's reply: how many endpoints failed here; other daemons are told, and do not answer."""
+
+    failed: int
 
 
 class Result(Body, frozen=True, kw_only=True, tag="RESULT"):
-    """Ask for the state of this session's side of a transfer; recovers an event that was lost."""
+    """Ask for the state of this session's endpoint of a transfer; recovers a lost event."""
 
     request_id: Hex128
     pool: PoolName
@@ -129,3 +165,5 @@ class TransferResult(Body, frozen=True, kw_only=True, tag="TRANSFER_RESULT"):
     state: Literal["open", "finished", "settled"]
     finished: Finished | None = None
     settled: Settled | None = None
+    matched: int = 0
+    """As in ACCEPTED, until it has settled."""

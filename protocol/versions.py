@@ -30,6 +30,9 @@ FEATURES = (
     "tiers",
     "tiers.cache",
     "transfers.into",
+    "instances",
+    "batch",
+    "sessions.resume",
 )
 """The features of this version of kvferry, by stable names; clients ignore unknown names."""
 

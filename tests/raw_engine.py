@@ -20,7 +20,7 @@ from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.client_core import ClientCore, ReplyArrived
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.session_messages import MemoryFollows, ShareFollows
+from kvferry.protocol.session_messages import MemoryFollows, SessionOpen, ShareFollows
 
 REPLY_MS = 60_000
 T = TypeVar("T")
@@ -83,10 +83,10 @@ def _numbered(registered: ShareFollows, message_id: int) -> Sequence[ShareFollow
 
 
 @contextmanager
-def raw_engine(runtime_dir: Path, name: str = "raw") -> Iterator[RawEngine]:
-    """Open a session."""
+def raw_engine(runtime_dir: Path, name: str = "raw", opening: SessionOpen | None = None) -> Iterator[RawEngine]:
+    """Open a session, with this frame if it is given."""
     with zmq.Context() as context, open_control_socket(context, runtime_dir) as control:
-        channel = SessionChannel.open(runtime_dir, name)
+        channel = SessionChannel.open(runtime_dir, opening or calls.session_open(name))
         try:
             core = ClientCore(BootId(channel.opened.boot_id), channel.opened.secret)
             engine = RawEngine(channel, control, core)

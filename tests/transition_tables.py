@@ -1,4 +1,7 @@
-"""Tables of transitions: which rows a test has reached, and what docs/architecture.md shows of them."""
+"""Tables of transitions: which rows a test has reached, and what docs/architecture.md shows of them.
+
+``python -m tests.transition_tables`` writes the tables into the page anew.
+"""
 
 from __future__ import annotations
 
@@ -35,3 +38,18 @@ def transitions_of(name: str) -> str:
     """Return the table of transitions that the page shows under this name."""
     _, _, after = PAGE.read_text().partition(f"<!-- transitions: {name} -->\n")
     return after.partition("<!-- /transitions -->")[0].strip("\n") + "\n"
+
+
+def show(name: str, table: str) -> None:
+    """Write a table of transitions into the page."""
+    before, marker, after = PAGE.read_text().partition(f"<!-- transitions: {name} -->\n")
+    _, end, rest = after.partition("<!-- /transitions -->")
+    PAGE.write_text(f"{before}{marker}\n{table}\n{end}{rest}")
+
+
+if __name__ == "__main__":
+    from kvferry.daemon.tiers import transitions as of_operations
+    from kvferry.daemon.transfer import transitions as of_transfers
+
+    show("transfer", of_transfers.as_markdown())
+    show("operation", of_operations.as_markdown())

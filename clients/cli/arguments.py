@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and the reading of their values."""
+"""Command-line arguments that several commands share, and their parsing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DEFAULT_TIMEOUT_S = 2.0
 
 
 def add_daemon(command: argparse.ArgumentParser, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Add which daemon is meant, and how long to wait for it."""
+    """Add the arguments that select the daemon, and the timeout."""
     add_runtime_dir(command)
     command.add_argument(
         "--timeout", type=seconds, default=timeout_s, metavar="SECONDS", help=f"how long to wait ({timeout_s:g})"
@@ -16,26 +16,26 @@ def add_daemon(command: argparse.ArgumentParser, timeout_s: float = DEFAULT_TIME
 
 
 def add_runtime_dir(command: argparse.ArgumentParser) -> None:
-    """Add which daemon is meant."""
+    """Add the argument that selects the daemon."""
     command.add_argument("--runtime-dir", type=_folder, metavar="DIR", help="where the daemon's sockets are")
 
 
 def seconds(text: str) -> float:
-    """Return a span of time.
+    """Return a duration in seconds.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or longer than a day.
+        argparse.ArgumentTypeError: the text is no number, or not between 0 and a day.
     """
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value <= 86_400:  # noqa: PLR2004  a day; nan and inf are neither
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and 86400")
+    if not 0 < value <= 86_400:  # noqa: PLR2004  a day; false for nan and inf
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds between 0 and 86400")
     return value
 
 
 def _folder(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("an empty path names no directory")
+        raise argparse.ArgumentTypeError("the path is empty")
     return text

@@ -1,4 +1,4 @@
-"""``kvferry cache``: what is in the tiers, and by hand: pin, evict, clear, drop a snapshot, watch changes."""
+"""``kvferry cache``: list what is in the tiers, pin, evict and clear blocks, drop snapshots, watch changes."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def add_cache(command: argparse.ArgumentParser) -> None:
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text, run in (
         ("list", "list this user's cached blocks, oldest first", _list),
-        ("pin", "keep blocks whatever happens", _pin),
-        ("unpin", "let blocks go again", _pin),
+        ("pin", "protect blocks from eviction", _pin),
+        ("unpin", "allow eviction of blocks again", _pin),
         ("evict", "drop blocks from every tier; pinned ones stay", _evict),
         ("clear", "drop all of this user's blocks from every tier; pinned ones stay", _evict),
-        ("watch", "print changes as they happen, a JSON object a line", _watch),
+        ("watch", "print changes as they happen, one JSON object per line", _watch),
         ("snapshots", "list this user's snapshots", _snapshots),
         ("drop", "drop snapshots", _drop),
     ):
         action = actions.add_parser(name, help=text, description=text)
         add_daemon(action, TIMEOUT_S)
         if name in {"list", "snapshots"}:
-            action.add_argument("--json", action="store_true", help="for programs: a JSON object a line")
+            action.add_argument("--json", action="store_true", help="for programs: one JSON object per line")
         if name in {"pin", "unpin", "evict"}:
             action.add_argument("hashes", nargs="+", metavar="HASH", help="32 hexadecimal digits, as list shows them")
         if name == "drop":
             action.add_argument("snapshots", nargs="+", metavar="SNAPSHOT", help="as snapshots shows them")
         if name == "watch":
-            action.add_argument("--from", dest="cursor", type=int, metavar="CURSOR", help="by default from now on")
+            action.add_argument("--from", dest="cursor", type=int, metavar="CURSOR", help="where to start (now)")
         action.set_defaults(act=run)
 
 
 def cache(options: argparse.Namespace) -> int:
-    """Do what the action says."""
+    """Run the selected action."""
     with Client.connect(options.runtime_dir, name="cache", timeout_s=options.timeout) as client:
         status: int = options.act(client, options)
     return status
@@ -102,7 +102,7 @@ def _snapshots(client: Client, options: argparse.Namespace) -> int:
 def _drop(client: Client, options: argparse.Namespace) -> int:
     for name in options.snapshots:
         dropped = client.drop_snapshot(name)
-        print(f"{name} {'goes when its restores are done' if dropped.deferred else 'dropped'}")
+        print(f"{name} {'is dropped when its restores are done' if dropped.deferred else 'dropped'}")
     return 0
 
 
@@ -114,7 +114,7 @@ def _hashes(given: Sequence[str]) -> list[bytes]:
         except ValueError as cause:
             raise InvalidFieldError(f"{one!r} is not hexadecimal", field="HASH") from cause
         if len(found[-1]) != HASH_BYTES:
-            raise InvalidFieldError(f"{one!r} has not {2 * HASH_BYTES} digits", field="HASH")
+            raise InvalidFieldError(f"{one!r} does not have {2 * HASH_BYTES} digits", field="HASH")
     return found
 
 
@@ -122,7 +122,7 @@ def _block_row(one: CachedBlockStatus) -> Sequence[object]:
     size = f"{one.size_bytes / MIB:.2f}"
     pinned = ", ".join(one.pinned_by) or "-"
     parent = one.parent[:8] or "-"
-    # Salted caches of one model have one label: the identity tells them apart.
+    # Differently salted caches of one model share a label: only the identity differs.
     model = f"{one.model or '?'} ({one.identity[:8]})"
     form = (one.block_pages, one.space, one.layout_digest[:8], model)
     return (one.hash, "+".join(one.tiers), size, *form, parent, pinned)
@@ -147,6 +147,6 @@ def _snapshot_row(one: SnapshotStatus) -> Sequence[object]:
 
 
 def _shown(change: CacheChange) -> dict[str, object]:
-    """Return a change with its hashes as list shows them."""
+    """Return a change with its hashes as ``kvferry cache list`` shows them."""
     hashes = [change.hashes[at : at + HASH_BYTES].hex() for at in range(0, len(change.hashes), HASH_BYTES)]
     return {**msgspec.to_builtins(change), "hashes": hashes, "parent": change.parent.hex()}

@@ -1,6 +1,6 @@
-"""The daemon as the quick commands talk to it: one conversation over its control socket, with a session or without.
+"""The connection of the quick commands: one conversation over the daemon's control socket, with or without a session.
 
-Knows no kind of message, and loads neither the clients nor numpy nor an event loop: see ``conversation``.
+Independent of message types; imports neither the clients nor numpy nor an event loop: see ``conversation``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.clients.daemon_socket import LAST_WORDS_MS, find_runtime_dir, open_
 from kvferry.protocol.base import Body
 from kvferry.protocol.conversation import Arrived, Conversation
 from kvferry.protocol.errors import DaemonLostError, DeadlineError, MalformedError
-from kvferry.protocol.session_messages import Hello, Welcome
+from kvferry.protocol.session_messages import Hello, SessionOpen, Welcome
 from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ NOBLOCK = int(zmq.NOBLOCK)
 
 
 class Connection:
-    """A conversation with the daemon of this node. Leaving it ends its session."""
+    """A conversation with the daemon of this node. Leaving the context ends its session."""
 
     welcome: Welcome
 
@@ -47,27 +47,35 @@ class Connection:
 
     @classmethod
     def open(
-        cls, runtime_dir: str | os.PathLike[str] | None, name: str, *, timeout_s: float, session: bool = False
+        cls,
+        runtime_dir: str | os.PathLike[str] | None,
+        name: str,
+        *,
+        timeout_s: float,
+        session: bool = False,
+        instance: str = "",
     ) -> Connection:
-        """Connect and agree on the protocol.
+        """Connect and negotiate the protocol version.
 
         Args:
-            runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
+            runtime_dir: where the daemon's sockets are; by default the directory that ``kvferry daemon`` chooses.
             name: shown in the daemon's status and logs.
             timeout_s: how long to wait for the daemon's first reply.
             session: whether to open one.
+            instance: whose session it is to be; see ``SessionOpen``.
 
         Raises:
             DaemonLostError: no daemon answers.
-            AccessDeniedError: this user may not use it.
-            VersionMismatchError: it speaks other versions of the protocol.
+            AccessDeniedError: this user may not use the daemon.
+            VersionMismatchError: the daemon supports other versions of the protocol.
         """
         directory = find_runtime_dir(runtime_dir)
         channel = None
         if session:
-            from kvferry.clients.session_channel import SessionChannel  # noqa: PLC0415  ping and status need none
+            from kvferry.clients.session_channel import SessionChannel  # noqa: PLC0415  ping and status do not need it
 
-            channel = SessionChannel.open(directory, name)
+            opening = SessionOpen(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, name=name, instance=instance)
+            channel = SessionChannel.open(directory, opening)
         connection = cls(directory, channel)
         hello = Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=name)
         try:
@@ -96,7 +104,7 @@ class Connection:
 
     @property
     def boot_id(self) -> str:
-        """Return which incarnation of the daemon this is."""
+        """Return the daemon's boot id."""
         return self._conversation.boot_id
 
     def close(self) -> None:
@@ -107,20 +115,20 @@ class Connection:
         self._context.term()
 
     def send(self, body: Body, frames: Sequence[bytes] = (), *, deadline_s: float) -> int:
-        """Send a request that has so much time; return its number."""
+        """Send a request with this deadline; return its message id."""
         number, outgoing = self._conversation.request(body, frames, deadline_ms=max(1, round(deadline_s * 1000)))
         self._socket.send_multipart(outgoing, NOBLOCK)
         return number
 
     def take(self, timeout_s: float, also: int | None = None) -> Arrived | None:
-        """Return what comes next within the time; None where nothing does, or ``also`` is readable before.
+        """Return the next message; None if none comes in time, or ``also`` becomes readable first.
 
         Args:
-            timeout_s: how long to wait; ``math.inf`` for ever.
+            timeout_s: how long to wait; ``math.inf`` to wait forever.
             also: another descriptor to wait for, such as standard input's.
 
         Raises:
-            DaemonLostError: the daemon has gone.
+            DaemonLostError: the daemon is gone.
         """
         waited_ms = None if math.isinf(timeout_s) else math.ceil(timeout_s * 1000)
         if also is not None:
@@ -142,10 +150,10 @@ class Connection:
         return None
 
     def call(self, body: Body, kind: type[BodyT], *, timeout_s: float) -> BodyT:
-        """Send a request and return its reply, which must be of that kind.
+        """Send a request and return its reply, which must be of type ``kind``.
 
         Raises:
-            KvferryError: it was refused, or no reply came in time, or the daemon has gone.
+            KvferryError: it was refused, no reply came in time, or the daemon is gone.
         """
         ends_at = time.monotonic() + timeout_s
         number = self.send(body, deadline_s=timeout_s)

@@ -1,7 +1,4 @@
-"""A transfer between two pools, planned by the daemon's own functions and not executed.
-
-Knows the input of ``kvferry plan``, not how its result is shown.
-"""
+"""A transfer between two pools, planned with the daemon's own functions but not executed."""
 
 from __future__ import annotations
 
@@ -28,10 +25,10 @@ from kvferry.protocol.manifests import Entry
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one page list of either side comes to: ``count`` pages from each start on.
+    """How one page list of each side is aligned: ``count`` pages from each start on.
 
-    ``component`` is None where all entries share the lists. ``trimmed``: lists without logical pages were cut to the
-    shorter length. ``plan`` is None where nothing is copied.
+    ``component`` is None if all entries share the lists. ``trimmed``: lists without logical pages were cut to the
+    shorter length. ``plan`` is None if nothing is copied.
     """
 
     component: str | None
@@ -45,9 +42,9 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class DryRun(msgspec.Struct, frozen=True):
-    """What came of it; where a rule refused, ``error`` says which, and ``parts`` are those up to it.
+    """The result; if a rule refused the transfer, ``error`` says which, and ``parts`` are those before it.
 
-    ``unlisted``: names of entries that would pair, but a side gives no pages of their component.
+    ``unlisted``: names of entries that would pair, but one side gives no pages of their component.
     """
 
     source_entries: tuple[Entry, ...]
@@ -62,8 +59,8 @@ def dry_run(given: PlanInput) -> DryRun:
     """Pair the entries, align the pages, check and plan.
 
     Raises:
-        InvalidFieldError, UnknownComponentError: a page list cannot be read.
-        InvalidFieldError, DuplicateEntryError, GeometryMismatchError: the entries do not make a pairing at all.
+        InvalidFieldError, UnknownComponentError: a page list is invalid.
+        InvalidFieldError, DuplicateEntryError, GeometryMismatchError: the entries cannot be paired at all.
     """
     source_entries = entries_of(given.source, "source")
     destination_entries = destination_entries_of(given.destination)
@@ -98,7 +95,7 @@ def dry_run(given: PlanInput) -> DryRun:
 
 
 def _listed_only(pairing: Pairing, components: Collection[str]) -> Pairing:
-    """Return the pairing without the components that a side has no list of: nothing of them is exchanged."""
+    """Return the pairing without the components for which one side has no list: they are not exchanged."""
     pairs = tuple(pair for pair in pairing.pairs if pair.destination.component in components)
     unlisted = tuple(pair.destination for pair in pairing.pairs if pair.destination.component not in components)
     skipped = pairing.skipped_source_entries + len(unlisted)
@@ -111,7 +108,7 @@ def _of_component(pairing: Pairing, name: str) -> Pairing:
 
 
 def _align(name: str | None, source: ListedPages, destination: ListedPages) -> Part:
-    """Return which pages belong together; of paged components, source pages before the destination's are dropped."""
+    """Return which pages correspond; for paged components, source pages before the destination's first are dropped."""
     if destination.paged:
         surplus = (destination.first_page or 0) - (source.first_page or 0)
         start = min(max(surplus, 0), len(source.ids))
@@ -123,7 +120,7 @@ def _align(name: str | None, source: ListedPages, destination: ListedPages) -> P
 
 
 def _check_heads(entries: tuple[Entry, ...], pairing: Pairing, part: Part, optional: tuple[str, ...]) -> None:
-    """Check that the destination gets all heads of the entries that are paired: one source is all there is."""
+    """Check that the destination gets all heads of the paired entries from this one source."""
     mine = pairing if part.component is None else _of_component(pairing, part.component)
     paired = [entries[pair.destination_index] for pair in mine.pairs]
     coverage = Coverage(paired, 1, optional)

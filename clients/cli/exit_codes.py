@@ -1,4 +1,4 @@
-"""The exit status of every command: 0 it worked, 1 it did not, 2 the input is wrong."""
+"""The exit status of every command: 0 success, 1 failure, 2 invalid input."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ WORKED: Final = 0
 FAILED: Final = 1
 BAD_INPUT: Final = 2
 INTERRUPTED: Final = 130
-"""As shells have it: 128 and SIGINT."""
+"""As in shells: 128 + SIGINT."""
 
 _INPUT_ERRORS: Final = frozenset({"INVALID_FIELD", "UNKNOWN_TYPE", "CONFIG"})
-"""The errors that no daemon's state can mend."""
+"""Errors that do not depend on the daemon's state."""
 
 
 def status_of(error: KvferryError) -> int:
-    """Return with which status a command ends that such an error ends."""
+    """Return the exit status of a command that ends with this error."""
     return BAD_INPUT if error.code in _INPUT_ERRORS else FAILED

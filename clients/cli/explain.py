@@ -18,11 +18,11 @@ from kvferry.protocol.manifests import Entry
 SHOWN_PAGES = 8
 
 Coverage = Literal["optional", "other source", "missing"]
-"""Why a destination entry may stay uncovered, or that it may not."""
+"""Why a destination entry may stay uncovered; ``missing``: it may not."""
 
 
 class Place(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An entry in one side's list. ``head_start`` and ``heads`` are the model's heads that it holds."""
+    """An entry in one side's list. ``head_start`` and ``heads``: the model's heads that it holds."""
 
     index: int
     base: int
@@ -32,7 +32,7 @@ class Place(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExplainedPair(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A pair. ``heads``: the model's heads exchanged, [first, end), where given; ``sliced``: not all that are held."""
+    """A pair. ``heads``: the model's heads exchanged, [first, end), if known; ``sliced``: not all that are held."""
 
     entry: str
     source: Place
@@ -42,7 +42,7 @@ class ExplainedPair(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Skipped(msgspec.Struct, frozen=True):
-    """A source entry that goes nowhere."""
+    """A source entry that is not copied."""
 
     entry: str
     index: int
@@ -58,9 +58,9 @@ class Uncovered(msgspec.Struct, frozen=True):
 
 
 class DroppedPages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Pages of a list that are not copied: their first logical page, if it is known, their ids and why.
+    """Pages of a list that are not copied: their first logical page, if known, their ids, and why.
 
-    ``component`` is missing where all entries share the lists.
+    ``component`` is missing if all entries share the lists.
     """
 
     side: Literal["source", "destination"]
@@ -73,8 +73,8 @@ class DroppedPages(msgspec.Struct, frozen=True, omit_defaults=True):
 class Blocks(msgspec.Struct, frozen=True):
     """How much is copied.
 
-    ``before``: one block for each page of each pair, one for each token of it where heads are sliced. ``after``: with
-    the runs coalesced, as ``kvferry plan`` lists them.
+    ``before``: one block per page of each pair, or per token if heads are sliced. ``after``: with the runs coalesced,
+    as ``kvferry plan`` lists them.
     """
 
     pages: int
@@ -86,7 +86,7 @@ class Blocks(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All of it. ``blocks`` is missing and ``error`` is there where the transfer is refused."""
+    """The whole explanation. If the transfer is refused, ``blocks`` is missing and ``error`` is set."""
 
     pairs: tuple[ExplainedPair, ...]
     skipped_source_entries: tuple[Skipped, ...]
@@ -97,7 +97,7 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def explain(given: PlanInput, run: DryRun, error: dict[str, str] | None = None) -> Explanation:
-    """Return what the dry run decided; ``error`` as it is shown, where it was refused."""
+    """Return what the dry run decided; ``error``: the refusal as it is shown, if any."""
     return Explanation(
         pairs=tuple(_pairs(run)),
         skipped_source_entries=tuple(_skipped(run)),
@@ -109,7 +109,7 @@ def explain(given: PlanInput, run: DryRun, error: dict[str, str] | None = None) 
 
 
 def lines_of(explanation: Explanation) -> Iterable[str]:
-    """Yield the explanation for people; bases as they are in the manifests and in the blocks."""
+    """Yield the explanation as text; bases are those in the manifests and in the blocks."""
     yield from table(
         "pairs",
         ("entry", "source", "base", "page bytes", "destination", "base", "page bytes", "heads"),
@@ -141,7 +141,7 @@ def lines_of(explanation: Explanation) -> Iterable[str]:
 
 
 def refusal_line(error: dict[str, str]) -> str:
-    """Return a refusal for people."""
+    """Return a refusal as one line of text."""
     field, remedy = error.get("field"), error.get("remedy")
     return f"refused: {error['code']}{f' [{field}]' if field else ''}: {error['detail']}{f' ({remedy})' * bool(remedy)}"
 
@@ -179,7 +179,7 @@ def _skipped(run: DryRun) -> Iterable[Skipped]:
         if entry.name in used:
             continue
         if entry.name in names and entry.name in run.unlisted:
-            reason = f"a side gives no pages of component {entry.component}"
+            reason = f"one side gives no pages of component {entry.component}"
         elif entry.name in names:
             reason = "the destination's entry of that name holds other heads"
         elif entry.component in components:
@@ -238,12 +238,12 @@ def _blocks(plans: Sequence[Plan]) -> Blocks:
 
 
 def _whole(plan: Plan) -> int:
-    """Return how many entries exchange whole pages."""
+    """Return the number of entries that exchange whole pages."""
     return int((~plan.sliced).sum())
 
 
 def _slices(plan: Plan) -> int:
-    """Return the blocks of the entries that exchange some heads of each token."""
+    """Return the number of blocks of entries that exchange only some heads of each token."""
     return int(np.maximum(plan.source.rows, plan.destination.rows)[plan.sliced].sum()) * plan.pages
 
 

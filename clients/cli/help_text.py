@@ -1,4 +1,4 @@
-"""How help looks. By itself, for ``kvferry --help`` needs nothing else of ours."""
+"""Formatting of help texts. A module by itself, because ``kvferry --help`` imports nothing else of kvferry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PIPE_COLUMNS = 80
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """argparse's help as wide as the terminal; by itself it loads shutil and four compressors to learn the width."""
+    """argparse's help, as wide as the terminal; argparse itself imports shutil and four compressors for that."""
 
     def __init__(self, prog: str) -> None:
         """Ask the terminal for its width."""

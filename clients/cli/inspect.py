@@ -16,6 +16,7 @@ from kvferry.protocol.session_messages import (
     Ping,
     Pong,
     PoolStatus,
+    SessionStatus,
     Status,
     StatusReport,
     TablesStatus,
@@ -32,7 +33,7 @@ def add_ping(command: argparse.ArgumentParser) -> None:
 
 
 def ping(options: argparse.Namespace) -> int:
-    """Print which daemon answers, and how fast."""
+    """Print which daemon answers, and the round-trip time."""
     with Connection.open(options.runtime_dir, "ping", timeout_s=options.timeout) as connection:
         started = time.perf_counter()
         connection.call(Ping(), Pong, timeout_s=options.timeout)
@@ -61,7 +62,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
-    """Yield what ``kvferry status`` prints for people."""
+    """Yield the lines that ``kvferry status`` prints."""
     state = "draining" if report.draining else "serving"
     yield (
         f"kvferry {report.daemon_version} pid {report.pid} boot {boot_id[:8]} {state}, "
@@ -75,8 +76,8 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     )
     yield from table(
         "sessions",
-        ("session", "name", "tenant", "pid", "pages", "transfers", "unacked"),
-        [(s.session, s.name, s.tenant, s.pid, s.pages, s.transfers, s.unacknowledged_events) for s in report.sessions],
+        ("session", "name", "instance", "tenant", "pid", "pages", "transfers", "unacked"),
+        [_session_row(one) for one in report.sessions],
     )
     yield from table(
         "transfers",
@@ -124,7 +125,7 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
 
 
 def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:
-    """Yield a pool's row, and one more for each page space beyond the first; spaces are named where there are more."""
+    """Yield a pool's row, and one for each further page space; spaces are named if there are several."""
     first, *more = [f"{pool.pool} {one.space}" for one in pool.spaces] or [pool.pool]
     yield (
         first, pool.tenant, pool.pages, pool.free, pool.busy, f"{pool.page_bytes / 1024:.1f}",
@@ -135,13 +136,21 @@ def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:
         yield (name, "", one.pages, one.free, one.busy, f"{one.page_bytes / 1024:.1f}", "", "", "", "")
 
 
+def _session_row(one: SessionStatus) -> tuple[object, ...]:
+    """Return a session's row; its instance by its number, and its name where it has one."""
+    instance = f"{one.owner} {one.instance}".rstrip()
+    return (one.session, one.name, instance, one.tenant, one.pid, one.pages, one.transfers, one.unacknowledged_events)
+
+
 def _place(pool: PoolStatus) -> str:
-    """Return where a pool is, and whose memory it is where that is not the daemon's."""
-    return pool.device if pool.registered_by is None else f"{pool.device}, registered by session {pool.registered_by}"
+    """Return a pool's device, and whose memory it is, or with whom it ends, where that is not the daemon."""
+    if pool.registered_by is not None:
+        return f"{pool.device}, registered by session {pool.registered_by}"
+    return pool.device if pool.ends_with is None else f"{pool.device}, ends with instance {pool.ends_with}"
 
 
 def _device_row(device: DeviceStatus) -> tuple[object, ...]:
-    """Return a device's row; memory that nobody has asked for yet is not known."""
+    """Return a device's row; memory sizes are unknown until the device is first used."""
     total, free = (
         f"{size / GIB:.1f}" if device.total_bytes else "?" for size in (device.total_bytes, device.free_bytes)
     )
@@ -149,7 +158,7 @@ def _device_row(device: DeviceStatus) -> tuple[object, ...]:
 
 
 def _tier_row(tier: TierStatus) -> tuple[object, ...]:
-    """Return a tier's row; how large a store of many nodes is only its master knows."""
+    """Return a tier's row; only the store's master knows the size of a store across nodes."""
     sizes = (tier.total_bytes, tier.used_bytes, tier.pinned_bytes)
     total, used, pinned = (f"{size / GIB:.2f}" if tier.total_bytes else "?" for size in sizes)
     return (tier.tier, total, used, pinned, tier.blocks, tier.snapshots, tier.state)

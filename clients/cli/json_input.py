@@ -1,4 +1,4 @@
-"""JSON in and out of commands that need no daemon: one object from a file, one object printed; errors as asked for."""
+"""JSON input and output of commands that need no daemon: one object from a file, one object or error printed."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ T = TypeVar("T")
 
 
 def read_json(name: str, kind: type[T]) -> T:
-    """Return the object in a file, or on standard input where the name is ``-``.
+    """Return the object in a file, or on standard input if the name is ``-``.
 
     Raises:
-        InvalidFieldError: no such file, no JSON object, or a field is unknown or wrong; names the field.
+        InvalidFieldError: no such file, not a JSON object, or a field is unknown or invalid; names the field.
     """
     try:
         return msgspec.json.decode(_read(name), type=kind)
     except msgspec.ValidationError as cause:
         raise invalid_field(cause) from cause
     except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
-        raise InvalidFieldError(f"the input is no JSON object: {cause}") from cause
+        raise InvalidFieldError(f"the input is not a JSON object: {cause}") from cause
 
 
 def print_json(value: Any) -> int:  # noqa: ANN401  whatever msgspec can encode
-    """Print a value on one line; return the exit status of success."""
+    """Print a value as JSON on one line; return the exit status of success."""
     print(msgspec.json.encode(value).decode())
     return 0
 
 
 def shown(error: KvferryError) -> dict[str, str]:
-    """Return what a person is told of an error: its code, detail, field and remedy, as far as it has them."""
+    """Return an error's code, detail, field and remedy; empty ones are left out."""
     info = error.info()
     fields = {"code": info.code, "detail": info.detail, "field": info.field, "remedy": info.remedy}
     return {name: text for name, text in fields.items() if text}
 
 
 def refuse(command: str, error: KvferryError, *, as_json: bool) -> int:
-    """Say why the input was refused: as JSON in place of the result, else in one line; return the exit status."""
+    """Print why the input was refused, as JSON or as one line on standard error; return the exit status."""
     if as_json:
         print_json({"error": shown(error)})
     else:

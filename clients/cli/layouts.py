@@ -1,4 +1,4 @@
-"""``kvferry layout``: the manifest of a pool spec, or the memory that a well-known model needs."""
+"""``kvferry layout``: the manifest of a pool spec, or the memory that the pool of a well-known model needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_layout(command: argparse.ArgumentParser) -> None:
     """Add the command's arguments: a file, a model, or the list of models."""
     what = command.add_mutually_exclusive_group(required=True)
     what.add_argument("file", nargs="?", metavar="FILE", help="a JSON file with a pool spec, or - for standard input")
-    what.add_argument("--model", metavar="NAME", help="the pool of a well-known model: what memory it needs")
+    what.add_argument("--model", metavar="NAME", help="a well-known model: show the memory that its pool needs")
     what.add_argument("--models", action="store_true", help="list the models")
     command.add_argument(
         "--json", action="store_true", help="for programs: errors, and with --model its spec and manifest"
@@ -40,11 +40,14 @@ def add_layout(command: argparse.ArgumentParser) -> None:
     of_model.add_argument("--dtype", help="of keys and values (the model's own)")
     of_model.add_argument("--tp", type=int, default=DEFAULT_TP_SIZE, help="ranks of tensor parallelism (1)")
     of_model.add_argument("--rank", type=int, default=0, help="which of them (0)")
-    of_model.add_argument("--layers", metavar="FIRST:END", help="the pipeline stage's, END not included (all)")
+    of_model.add_argument("--layers", metavar="FIRST:END", help="of the pipeline stage, END not included (all)")
     of_model.add_argument(
-        "--requests", type=int, default=DEFAULT_REQUESTS, help=f"at once, for windows and states ({DEFAULT_REQUESTS})"
+        "--requests",
+        type=int,
+        default=DEFAULT_REQUESTS,
+        help=f"concurrent requests, for windows and states ({DEFAULT_REQUESTS})",
     )
-    of_model.add_argument("--packed", choices=("ds_mla", "ascend"), help="latent attention in this float8 form")
+    of_model.add_argument("--packed", choices=("ds_mla", "ascend"), help="latent attention in this float8 format")
     of_model.add_argument("--joined", action="store_true", help="latent attention with latent and rope in one row")
     of_model.add_argument("--draft", action="store_true", help="with the model's own draft layers")
 
@@ -125,7 +128,7 @@ def _model_lines() -> Iterable[str]:
     head = ("model", "kind", "layers", "bytes a token", "bytes a page", "window", "state bytes", "source")
     yield from table("models", head, [_model_row(name) for name in MODELS])
     yield ""
-    yield f"One rank holds all; pages of {DEFAULT_PAGE_SIZE} tokens, keys and values as in the model itself."
+    yield f"For a single rank, with pages of {DEFAULT_PAGE_SIZE} tokens and the model's own dtype of keys and values."
 
 
 def _model_row(name: str) -> Sequence[object]:

@@ -1,6 +1,6 @@
-"""``kvferry``: the command line. A command's module is loaded when it is asked for, so that ``ping`` starts fast.
+"""``kvferry``: the command line. A command's module is imported only when it is run, so that ``ping`` starts fast.
 
-Exit status 0 where it worked, 1 where it did not, 2 where the input is wrong: see ``exit_codes``.
+Exit status 0 for success, 1 for failure, 2 for invalid input: see ``exit_codes``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PURPOSES: Final = {
     "ping": "ask whether the daemon answers",
     "status": "show what the daemon holds and does",
     "probe": "send any messages, written as JSON, and print the replies and events",
-    "layout": "print the manifest of a pool spec, or what a model's pool takes",
+    "layout": "print the manifest of a pool spec, or the memory a model's pool needs",
     "cache": "list, pin, evict and watch cached blocks and snapshots",
     "plan": "print the copies of a transfer, without a daemon",
-    "doctor": "say what this host has and lacks, each with the fix",
+    "doctor": "check what this host has and lacks, with fixes",
 }
 MODULES: Final = {
     "ping": "kvferry.clients.cli.inspect",
@@ -39,11 +39,11 @@ MODULES: Final = {
     "plan": "kvferry.clients.cli.planning",
     "doctor": "kvferry.clients.cli.doctor.command",
 }
-"""Where each command is: two functions, ``add_NAME`` for its arguments and ``NAME`` to run it."""
+"""The module of each command, with two functions: ``add_NAME`` declares its arguments, ``NAME`` runs it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status. Without ``arguments`` it has this process for itself."""
+    """Run the command line; return the exit status. Without ``arguments`` it may change process-wide state."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given[0] if given else ""
     if name == DAEMON:
@@ -53,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return demo(given[1:])
     if name not in MODULES:
-        _front_parser().parse_args(given)  # --help, --version, or a complaint: each ends the process
+        _front_parser().parse_args(given)  # --help, --version, or an error: each ends the process
         raise AssertionError(given)
     if arguments is not None:
         return _run(importlib.import_module(MODULES[name]), name, given[1:])
-    if sys.stdin is None:  # closed: an empty one takes its place, and its number, before a socket does
-        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: PTH123, SIM115  it is the process's
-    gc.disable()  # nothing that is loaded is ever garbage; looking for some would take a fifth of a ping's time
+    if sys.stdin is None:  # closed: open an empty one, before a socket gets its descriptor
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: PTH123, SIM115  stays open for the process's life
+    gc.disable()  # imports create no garbage; collecting would take a fifth of a ping's time
     module = importlib.import_module(MODULES[name])
     gc.freeze()
     gc.enable()
@@ -75,7 +75,7 @@ def _run(module: ModuleType, name: str, arguments: Sequence[str]) -> int:
     getattr(module, f"add_{name}")(parser)
     options = parser.parse_args(arguments)
 
-    from kvferry.clients.cli.exit_codes import FAILED, INTERRUPTED, status_of  # noqa: PLC0415  --help does without
+    from kvferry.clients.cli.exit_codes import FAILED, INTERRUPTED, status_of  # noqa: PLC0415  --help does not need it
     from kvferry.protocol.error_base import KvferryError  # noqa: PLC0415  the same
 
     try:
@@ -91,12 +91,12 @@ def _run(module: ModuleType, name: str, arguments: Sequence[str]) -> int:
 
 
 def _become_daemon(arguments: Sequence[str]) -> int:
-    import signal  # noqa: PLC0415  the quick commands do without
+    import signal  # noqa: PLC0415  the quick commands do not need it
 
     classic = "HUP", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "IO", "PWR", "XCPU", "STKFLT"
     ignored = {*(signal.Signals[f"SIG{name}"] for name in classic), *range(signal.SIGRTMIN, signal.SIGRTMAX + 1)}
-    for number in ignored:  # as the daemon's own module has them
-        signal.signal(number, signal.SIG_IGN)  # threads of what was imported take signals as well
+    for number in ignored:  # the same ones as in the daemon's own module
+        signal.signal(number, signal.SIG_IGN)  # threads of imported libraries receive signals as well
     signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # until the daemon can log them
     os.execv(sys.executable, [sys.executable, "-P", "-m", "kvferry.daemon", *arguments])  # noqa: S606  ourselves, no shell
 
@@ -104,7 +104,7 @@ def _become_daemon(arguments: Sequence[str]) -> int:
 def _front_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferry",
-        description="The KV-cache daemon of a node, and the tools to look at it.",
+        description="The KV-cache daemon of a node, and tools to inspect it.",
         formatter_class=Help,
     )
     parser.add_argument("--version", action="version", version=f"kvferry {VERSION}")

@@ -1,7 +1,4 @@
-"""What ``kvferry plan`` reads: two sides, each with its entries or its pool's spec, and their page lists.
-
-Knows the form of the input, not what is planned from it.
-"""
+"""The input of ``kvferry plan``: two sides, each with its entries or its pool's spec, and their page lists."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ PageNumbers = tuple[int, ...]
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A JSON object; unknown fields are mistakes."""
+    """A JSON object without unknown fields."""
 
 
 class PlanList(_Strict, frozen=True, kw_only=True):
-    """One component's pages as SEND and RECEIVE give them.
+    """One component's pages, as in SEND and RECEIVE.
 
-    ``first_page`` is the logical number of the first one: 0 unless given, of a window or state unknown; ``none``
-    says that this side has or wants nothing of a window or state.
+    ``first_page`` is the logical number of the first one: 0 by default, or unknown for a window or state; ``none``
+    states that this side has or wants nothing of a window or state.
     """
 
     component: ComponentName
@@ -43,7 +40,7 @@ class PlanList(_Strict, frozen=True, kw_only=True):
 
 
 class PlanSource(_Strict, frozen=True, kw_only=True):
-    """The sending side: its entries, or its pool's spec. ``lists`` where components have pages of their own."""
+    """The sending side: its entries, or its pool's spec; ``lists`` if components have separate pages."""
 
     entries: tuple[Entry, ...] | None = None
     spec: PoolSpec | None = None
@@ -53,15 +50,14 @@ class PlanSource(_Strict, frozen=True, kw_only=True):
 class PlanDestination(PlanSource, frozen=True, kw_only=True):
     """The receiving side; no source has to cover its optional components.
 
-    ``optional_components`` are those of its manifest, which stand beside the entries in it; left out, they are the
-    spec's, or where there is no spec those of a pool that says nothing of them.
+    ``optional_components`` are those of its manifest; by default the spec's, or without a spec the default ones.
     """
 
     optional_components: tuple[str, ...] | None = None
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Return the optional components, whoever says them."""
+        """Return the optional components, from the input, the spec or the default."""
         if self.optional_components is not None:
             return self.optional_components
         return OPTIONAL_COMPONENTS if self.spec is None else self.spec.optional_components
@@ -84,12 +80,12 @@ class PlanInput(_Strict, frozen=True, kw_only=True):
 
     @property
     def has_lists(self) -> bool:
-        """Return whether components have lists of their own; else all entries share one a side."""
+        """Return whether components have separate lists; otherwise all entries share one per side."""
         return self.source.lists is not None or self.destination.lists is not None
 
 
 class ListedPages(NamedTuple):
-    """A page list, where the input has it, and whether windows' rules hold for it."""
+    """A page list; ``field``: where the input has it; ``paged``: whether it is not of a window or state."""
 
     first_page: int | None
     ids: PageIds
@@ -99,7 +95,7 @@ class ListedPages(NamedTuple):
 
     @property
     def state(self) -> StateList:
-        """Return it as a window's or state's list."""
+        """Return it as the list of a window or state."""
         return StateList(self.first_page, self.ids, self.none)
 
 
@@ -107,7 +103,7 @@ def entries_of(side: PlanSource, name: str) -> tuple[Entry, ...]:
     """Return a side's entries, checked.
 
     Raises:
-        InvalidFieldError: the side has neither entries nor a spec, or both; or one of them makes no sense.
+        InvalidFieldError: the side has neither entries nor a spec, or both; or one of them is invalid.
         GeometryMismatchError: an entry contradicts itself.
     """
     if (side.entries is None) == (side.spec is None):
@@ -121,10 +117,10 @@ def entries_of(side: PlanSource, name: str) -> tuple[Entry, ...]:
 
 
 def destination_entries_of(side: PlanDestination) -> tuple[Entry, ...]:
-    """Return the destination's entries, checked, also against what it calls optional.
+    """Return the destination's entries, checked together with its optional components.
 
     Raises:
-        InvalidFieldError: as ``entries_of``, or no entry is of an optional component, or all are.
+        InvalidFieldError: as ``entries_of``, or no entry belongs to an optional component, or all do.
         GeometryMismatchError: an entry contradicts itself.
     """
     entries = entries_of(side, "destination")
@@ -138,30 +134,30 @@ def shared_lists(given: PlanInput) -> tuple[ListedPages, ListedPages]:
     """Return the source's and the destination's list that all entries share.
 
     Raises:
-        InvalidFieldError: one of them is missing, or has a page id beyond 64 bits.
+        InvalidFieldError: one of them is missing, or has a page id that does not fit in 64 bits.
     """
     source = _listed(given.source_pages, given.source_first_page, "source_pages")
     return source, _listed(given.destination_pages, given.destination_first_page, "destination_pages")
 
 
 def check_no_shared_lists(given: PlanInput) -> None:
-    """Check that nothing is given that ``lists`` replace.
+    """Check that no field is given that ``lists`` replace.
 
     Raises:
-        InvalidFieldError: it is.
+        InvalidFieldError: one is.
     """
     for field in ("source_pages", "destination_pages", "source_first_page", "destination_first_page"):
         if getattr(given, field):
-            raise InvalidFieldError("the sides have `lists`, which say this of each component", field=field)
+            raise InvalidFieldError("the sides have `lists`, which give this for each component", field=field)
 
 
 def component_lists(side: PlanSource, name: str) -> dict[str, ListedPages]:
-    """Return each component's list, also of components on the pages of a listed one.
+    """Return each component's list, also for components that share the pages of a listed one.
 
     Raises:
-        InvalidFieldError: the side has no lists, or a list has a form that its component cannot have.
-        UnknownComponentError: the side has no such component, or two lists of one.
-        EmptyPagesError, PageOutOfRangeError: a list at fault.
+        InvalidFieldError: the side has no lists, or a list is not possible for its component.
+        UnknownComponentError: the side has no such component, or two lists for one.
+        EmptyPagesError, PageOutOfRangeError: a list is invalid.
     """
     if side.lists is None:
         raise InvalidFieldError("the other side has `lists`: give this side's", field=f"{name}.lists")
@@ -176,7 +172,7 @@ def component_lists(side: PlanSource, name: str) -> dict[str, ListedPages]:
         paged = component.kind == "paged"
         if paged and one.none:
             raise InvalidFieldError(
-                f"{one.component!r} is no window or state (give the pool's `spec` if it is)", field=f"{field}.none"
+                f"{one.component!r} is not a window or state (give the pool's `spec` if it is)", field=f"{field}.none"
             )
         ids = _page_ids(one.pages, f"{field}.pages")
         if paged or len(ids):
@@ -198,7 +194,7 @@ def _components(side: PlanSource) -> tuple[Component, ...]:
 
 def _listed(pages: PageNumbers | None, first_page: int, field: str) -> ListedPages:
     if pages is None:
-        raise InvalidFieldError("give it, or `lists` at both sides", field=field)
+        raise InvalidFieldError("give it, or `lists` on both sides", field=field)
     return ListedPages(first_page, _page_ids(pages, field), none=False, field=field, paged=True)
 
 

@@ -1,4 +1,4 @@
-"""``kvferry plan``: the daemon's own pairing and planning, dry."""
+"""``kvferry plan``: a dry run of the daemon's own pairing and planning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.protocol.errors import KvferryError
 
 
 class PlanOutput(msgspec.Struct, frozen=True):
-    """``blocks``: [source address, destination address, bytes], list by list, entry by entry in its order."""
+    """``blocks``: [source address, destination address, bytes], list by list, entry by entry."""
 
     blocks: list[list[int]]
     skipped_source_entries: int
@@ -25,11 +25,11 @@ def add_plan(command: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     command.add_argument("file", metavar="FILE", help="a JSON file with both sides, or - for standard input")
     command.add_argument("--explain", action="store_true", help="show what pairs with what, what is left out, and why")
-    command.add_argument("--json", action="store_true", help="errors, and the explanation, for programs")
+    command.add_argument("--json", action="store_true", help="for programs: errors and the explanation as JSON")
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print the copies between two manifests for two page lists, or with ``--explain`` how they come about."""
+    """Print the copies between two manifests for two page lists, or with ``--explain`` how they were derived."""
     try:
         given = read_json(options.file, PlanInput)
         run = dry_run(given)

@@ -1,7 +1,7 @@
-"""What ``kvferry probe`` is given: messages as words or lines, and references to what came before.
+"""The input of ``kvferry probe``: messages as words or lines, and references to earlier replies and events.
 
-Knows no daemon. A string ``$NAME.FIELD`` stands for a field of the reply to message NAME: its number, counted from 1,
-or the name that it was given by ``as``. ``$NAME.FINISHED.FIELD`` stands for a field of its event, and waits for it.
+A string ``$NAME.FIELD`` stands for a field of the reply to message NAME, which is its number, counted from 1, or the
+name given by ``as``. ``$NAME.FINISHED.FIELD`` stands for a field of its event, for which the message waits.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvferry.protocol.json_form import check_known_fields, object_from_json, req
 from kvferry.protocol.message_types import request_type
 
 WAIT: Final = "WAIT"
-"""No message: what stands behind it is sent once all that was accepted before has settled."""
+"""Not a message: what follows is sent once everything accepted before has settled."""
 
-EVENTS: Final = frozenset({"FINISHED", "SETTLED", "TIER_DONE"})
+EVENTS: Final = frozenset({"MATCHED", "FINISHED", "SETTLED", "TIER_DONE"})
 SIGN: Final = "$"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
 _SPAN: Final = re.compile(r"(\d*):(\d*)\Z")
 
 
 class ProbeMessage(msgspec.Struct, frozen=True):
-    """A message to send, as it was written: ``fields`` may hold references."""
+    """A message to send, as written: ``fields`` may contain references."""
 
     name: str
     kind: str
@@ -34,7 +34,7 @@ class ProbeMessage(msgspec.Struct, frozen=True):
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """What ``$NAME.EVENT.PATH`` means; without an event it is the reply that is meant."""
+    """A parsed ``$NAME.EVENT.PATH``; an empty event refers to the reply."""
 
     name: str
     event: str
@@ -42,21 +42,21 @@ class Reference(msgspec.Struct, frozen=True):
 
 
 class Answers:
-    """What came for each message so far, as JSON has it: its reply, and its events by their type."""
+    """The replies and events so far, as JSON values, by message name and event type."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def put(self, name: str, event: str, fields: dict[str, Any]) -> None:
-        """Take a message's reply (``event`` is empty) or event."""
+        """Store a message's reply (``event`` is empty) or event."""
         self._known[name, event] = fields
 
     def has(self, reference: Reference) -> bool:
-        """Return whether the reply or event of a reference has come."""
+        """Return whether the reply or event of a reference has arrived."""
         return (reference.name, reference.event) in self._known
 
     def value(self, reference: Reference) -> object:
-        """Return what a reference stands for.
+        """Return the value of a reference.
 
         Raises:
             InvalidFieldError: there is no such reply, event or field.
@@ -64,7 +64,7 @@ class Answers:
         given = f"{SIGN}{'.'.join(filter(None, (reference.name, reference.event, *reference.path)))}"
         found: object = self._known.get((reference.name, reference.event))
         if found is None:
-            raise InvalidFieldError(f"there is no {reference.event or 'reply'} of that message", field=given)
+            raise InvalidFieldError(f"there is no {reference.event or 'reply'} for that message", field=given)
         for step in reference.path:
             try:
                 found = _step(found, step)
@@ -74,7 +74,7 @@ class Answers:
 
 
 class Reader:
-    """Makes messages of words or lines, in their order: numbers them, and checks what can be checked unsent."""
+    """Parses words or lines into messages, numbers them, and checks what can be checked before sending."""
 
     def __init__(self) -> None:
         self._numbered = 0
@@ -82,11 +82,11 @@ class Reader:
 
     @property
     def number(self) -> str:
-        """Return the number of the message that was read last, or is at fault."""
+        """Return the number of the message that was parsed last, or that is invalid."""
         return str(self._numbered)
 
     def words(self, words: Sequence[str]) -> Iterator[ProbeMessage]:
-        """Yield the messages of a command line: ``TYPE [JSON]`` each, or JSON objects with a ``type``."""
+        """Yield the messages on a command line: ``TYPE [JSON]`` each, or JSON objects with a ``type``."""
         waiting: str | None = None
         for word in words:
             if not word.lstrip().startswith("{"):
@@ -102,16 +102,16 @@ class Reader:
             yield self._message(waiting, {})
 
     def lines(self, lines: Iterable[str]) -> Iterator[ProbeMessage]:
-        """Yield the messages of a file: one a line; empty lines and those that begin with # say nothing."""
+        """Yield the messages in a file, one per line; empty lines and those that begin with # are skipped."""
         for line in lines:
             if line.strip() and not line.lstrip().startswith("#"):
                 yield self.line(line)
 
     def line(self, line: str) -> ProbeMessage:
-        """Return the message of a line: a JSON object with a ``type``, or ``TYPE`` and perhaps an object.
+        """Return the message on a line: a JSON object with a ``type``, or ``TYPE`` and optionally an object.
 
         Raises:
-            UnknownTypeError, InvalidFieldError: it is none.
+            UnknownTypeError, InvalidFieldError: the line is not a valid message.
         """
         line = line.strip()
         if line.startswith("{"):
@@ -151,14 +151,14 @@ class Reader:
         return name
 
     def _check(self, kind: str, fields: dict[str, Any]) -> None:
-        """Check what can be checked before anything is sent: all of it where nothing is referred to."""
+        """Check what can be checked before anything is sent: everything if there are no references."""
         request_type(kind)
         check_known_fields(kind, fields)
         found = list(references(fields))
         for one in found:
             if one.name not in self._names:
                 known = ", ".join(self._names) or "none"
-                what = f"no message before this one is {one.name!r}; there are: {known}"
+                what = f"no earlier message is named {one.name!r}; there are: {known}"
                 raise InvalidFieldError(what, field=f"{SIGN}{one.name}")
         if not found:
             request_from_fields(kind, resolved(fields, Answers()))
@@ -179,10 +179,10 @@ def references(value: object) -> Iterator[Reference]:
 
 
 def resolved(value: Any, answers: Answers) -> Any:  # noqa: ANN401  any JSON
-    """Return a JSON value with what its references stand for; ``$$`` at a string's start is one ``$``.
+    """Return a JSON value with its references replaced; ``$$`` at the start of a string is one ``$``.
 
     Raises:
-        InvalidFieldError: one of them stands for nothing.
+        InvalidFieldError: a reference has no value.
     """
     if isinstance(value, str):
         found = _reference(value)

@@ -1,4 +1,4 @@
-"""One run of ``kvferry probe``: sends messages in their order, and says what comes until all of it has settled."""
+"""One run of ``kvferry probe``: sends messages in order, and prints replies and events until everything has settled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Print = Callable[[dict[str, Any]], None]
 
 
 class ProbeRun:
-    """What was sent and has not ended. ``status`` is the exit status so far: FAILED once anything has failed."""
+    """Tracks what was sent and is still open. ``status``: the exit status, FAILED once anything has failed."""
 
     def __init__(self, connection: Connection, timeout_s: float, print_line: Print) -> None:
         self.status = WORKED
@@ -33,11 +33,11 @@ class ProbeRun:
         self._cancelled: set[str] = set()
 
     def send(self, message: ProbeMessage) -> None:
-        """Send a message once what it refers to has come, and wait for its reply.
+        """Send a message once what it refers to has arrived, and wait for its reply.
 
         Raises:
-            InvalidFieldError: it is wrong, now that it is known what it refers to.
-            KvferryError: no reply came in time, or the daemon has gone.
+            InvalidFieldError: the message is invalid with its references replaced.
+            KvferryError: no reply came in time, or the daemon is gone.
         """
         if message.kind == WAIT:
             self.settle()
@@ -47,10 +47,11 @@ class ProbeRun:
                 self._wait(functools.partial(self._is_known, one), f"{one.event} of message {one.name}")
         fields = resolved(message.fields, self._answers)
         body, frames = request_from_fields(message.kind, fields)
-        if message.kind == "CANCEL":
-            self._cancelled.add(_transfer(fields))
-        if message.kind == "CANCEL_OPERATION":
-            self._cancelled.add(_operation(fields))
+        for kind, its in _requests(message.kind, fields):
+            if kind == "CANCEL":
+                self._cancelled.add(_transfer(its))
+            if kind == "CANCEL_OPERATION":
+                self._cancelled.add(_operation(its))
         number = self._connection.send(body, frames, deadline_s=self._timeout_s)
         self._sent[number] = ProbeMessage(message.name, message.kind, fields)
         self._wait(lambda: number not in self._sent, f"the reply to {message.kind}")
@@ -59,19 +60,19 @@ class ProbeRun:
         """Wait until everything that was accepted has settled.
 
         Raises:
-            DeadlineError: it has not, within the time.
-            DaemonLostError: the daemon has gone.
+            DeadlineError: it has not settled in time.
+            DaemonLostError: the daemon is gone.
         """
         self._wait(lambda: not self._open, "the end of what was accepted")
 
     def follow(self, timeout_s: float) -> None:
-        """Say what comes, for so long; for ever where that is infinite."""
+        """Print what arrives, for ``timeout_s``, which may be infinite."""
         ends_at = time.monotonic() + timeout_s
         while (left_s := ends_at - time.monotonic()) > 0:
             self.take(left_s)
 
     def take(self, timeout_s: float = math.inf, also: int | None = None) -> None:
-        """Wait for what comes next, and say it; return early where ``also`` is readable."""
+        """Wait for the next message and print it; return early if ``also`` becomes readable."""
         arrived = self._connection.take(timeout_s, also)
         if arrived is None:
             return
@@ -91,7 +92,7 @@ class ProbeRun:
             self.take(left_s)
 
     def _is_known(self, event: Reference) -> bool:
-        """Return whether an event has come, or will not come any more."""
+        """Return whether an event has arrived, or cannot arrive any more."""
         return self._answers.has(event) or not any(event.name in names for names in self._open.values())
 
     def _reply(self, message: ProbeMessage, arrived: Arrived, fields: dict[str, Any]) -> None:
@@ -100,11 +101,14 @@ class ProbeRun:
             self.status = FAILED
             return
         self._answers.put(message.name, "", fields)
-        if fields["type"] == "ACCEPTED":
-            direction = message.kind.lower()
-            self._open.setdefault(_transfer({**message.fields, "direction": direction}), []).append(message.name)
-        elif fields["type"] in {"OFFLOADING", "OPERATION_STARTED"}:
-            self._open[_operation(fields)] = [message.name]
+        results = fields["results"] if message.kind == "BATCH" else [fields]
+        for (kind, its), result in zip(_requests(message.kind, message.fields), results, strict=True):
+            if result["type"] in {"ERROR", "BUSY"}:
+                self.status = FAILED
+            elif result["type"] == "ACCEPTED":
+                self._open.setdefault(_transfer({**its, "direction": kind.lower()}), []).append(message.name)
+            elif result["type"] in {"OFFLOADING", "OPERATION_STARTED"}:
+                self._open[_operation(result)] = [message.name]
 
     def _event(self, fields: dict[str, Any]) -> None:
         what = _operation(fields) if fields["type"] == "TIER_DONE" else _transfer(fields)
@@ -114,8 +118,13 @@ class ProbeRun:
             self._answers.put(name, fields["type"], fields)
         if "error" in fields and not (what in self._cancelled and fields["error"]["code"] == "CANCELLED"):
             self.status = FAILED
-        if fields["type"] != "FINISHED":
+        if fields["type"] not in {"MATCHED", "FINISHED"}:
             self._open.pop(what, None)
+
+
+def _requests(kind: str, fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return what a message asks for, by type and fields: of a BATCH each of its requests."""
+    return [(one["type"], one) for one in fields["requests"]] if kind == "BATCH" else [(kind, fields)]
 
 
 def _transfer(fields: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``kvferry probe``: any messages of the protocol by hand, in one session."""
+"""``kvferry probe``: send any messages of the protocol by hand, in one session."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ STANDARD_INPUT = "-"
 READ_BYTES = 1 << 16
 
 GUIDE = """\
-Messages are sent in their order, in one session, each once the one before it
-is answered. Every reply and every event is printed as it comes, a JSON object
-a line; its "message" says to which message it belongs. The end comes when all
-that was accepted has settled; pages that the session has then go back, pools
+Messages are sent in order, in one session, each after the reply to the one
+before. Every reply and event is printed as it arrives, one JSON object per
+line; its "message" says to which message it belongs. The command ends when
+everything accepted has settled; the session's pages are then freed, its pools
 stay.
 
 A message is TYPE and its fields as JSON; page ids are lists. In a file or on
-standard input it is a line: TYPE JSON, or an object with a "type". It has a
-number, from 1, or the name that its field "as" gives it. In later messages
+standard input it is one line: TYPE JSON, or an object with a "type". It is
+named by its number, from 1, or by its field "as". In later messages
 
   "$1.pages"              is a field of the reply to message 1
   "$mine.pages.0:2"       the first two of a list; .0 is the first, .-1 the last
-  "$3.TIER_DONE.lists.0"  is of its event (FINISHED, SETTLED or TIER_DONE),
-                          for which the message waits
-  WAIT                    as TYPE: go on when all before it has settled
+  "$3.TIER_DONE.lists.0"  is a field of its event (MATCHED, FINISHED, SETTLED
+                          or TIER_DONE), for which the message waits
+  WAIT                    as TYPE: continue when everything before has settled
 
   kvferry probe ALLOCATE '{"as": "mine", "pool": "p", "count": 2}' \\
                 FREE '{"pool": "p", "pages": "$mine.pages"}'
 
-After a failure nothing more is sent, unless with --keep-going or where
-messages are typed at a terminal. Exit status: 0 all went well, 1 something
-failed or was refused, 2 a message is wrong and was not sent.
+After a failure nothing more is sent, except with --keep-going or when
+messages are typed at a terminal. Exit status: 0 success, 1 something failed
+or was refused, 2 a message is invalid and was not sent.
 """
 
 
@@ -61,18 +61,19 @@ def add_probe(command: argparse.ArgumentParser) -> None:
         "--timeout",
         type=seconds,
         metavar="SECONDS",
-        help=f"what each message, and the end, may take ({DEFAULT_TIMEOUT_S:g}); with --events, how long to follow",
+        help=f"for each message, and for the end ({DEFAULT_TIMEOUT_S:g}); with --events, how long to follow",
     )
-    command.add_argument("--file", metavar="FILE", help="more messages, one a line; - for standard input, as it comes")
-    command.add_argument("--events", action="store_true", help="at the end stay, and print events until interrupted")
-    command.add_argument("--keep-going", action="store_true", help="send on after a failure")
+    command.add_argument("--file", metavar="FILE", help="more messages, one per line; - for standard input")
+    command.add_argument("--instance", default="", metavar="NAME", help="open the session for this engine instance")
+    command.add_argument("--events", action="store_true", help="stay at the end, and print events until interrupted")
+    command.add_argument("--keep-going", action="store_true", help="continue after a failure")
     command.add_argument(
         "words", nargs="*", metavar="TYPE [JSON]", help="messages: STATUS, or ALLOCATE '{\"pool\": …}', one or more"
     )
 
 
 def probe(options: argparse.Namespace) -> int:
-    """Send the messages and print what comes."""
+    """Send the messages and print what arrives."""
     if not options.words and options.file is None:
         options.complain("no message: give TYPE [JSON], or --file")
     reader = Reader()
@@ -85,7 +86,9 @@ def probe(options: argparse.Namespace) -> int:
         return _refuse(reader.number, error)
     session = streamed or options.events or any(one.kind not in WITHOUT_SESSION for one in messages)
     opening_s = min(options.timeout or DEFAULT_TIMEOUT_S, OPENING_TIMEOUT_S)
-    with Connection.open(options.runtime_dir, "probe", timeout_s=opening_s, session=session) as connection:
+    with Connection.open(
+        options.runtime_dir, "probe", timeout_s=opening_s, session=session, instance=options.instance
+    ) as connection:
         most_s = connection.welcome.limits.max_deadline_ms / 1000
         run = ProbeRun(connection, options.timeout or min(DEFAULT_TIMEOUT_S, most_s), _print)
         keep_going = options.keep_going or (streamed and sys.stdin.isatty())
@@ -100,7 +103,7 @@ def probe(options: argparse.Namespace) -> int:
 
 
 def _send(run: ProbeRun, messages: Sequence[ProbeMessage], *, keep_going: bool) -> int:
-    """Send messages until one fails; return BAD_INPUT where one turned out to be wrong."""
+    """Send messages until one fails; return BAD_INPUT if one was invalid."""
     status = WORKED
     for message in messages:
         if not keep_going and (status or run.status):
@@ -113,7 +116,7 @@ def _send(run: ProbeRun, messages: Sequence[ProbeMessage], *, keep_going: bool) 
 
 
 def _send_lines(run: ProbeRun, reader: Reader, *, keep_going: bool) -> int:
-    """Send what comes on standard input, until it ends."""
+    """Send the messages on standard input, until it ends."""
     status = WORKED
     for line in _lines_of(sys.stdin.fileno(), run):
         try:
@@ -128,7 +131,7 @@ def _send_lines(run: ProbeRun, reader: Reader, *, keep_going: bool) -> int:
 
 
 def _lines_of(descriptor: int, run: ProbeRun) -> Iterator[str]:
-    """Yield lines as they come; while none does, what the daemon says is told."""
+    """Yield lines as they arrive; meanwhile print what the daemon sends."""
     pending = b""
     while True:
         run.take(also=descriptor)
@@ -154,7 +157,7 @@ def _text_of(name: str) -> str:
         with open(name, encoding="utf-8") as file:  # noqa: PTH123  see ``protocol.paths``
             return file.read()
     except (OSError, UnicodeDecodeError) as cause:
-        what = cause.strerror if isinstance(cause, OSError) else "is no UTF-8 text"
+        what = cause.strerror if isinstance(cause, OSError) else "is not UTF-8 text"
         raise InvalidFieldError(f"{name}: {what}", field="FILE") from cause
 
 

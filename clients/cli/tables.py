@@ -1,4 +1,4 @@
-"""Plain tables for people: a title, a head, and columns as wide as their widest cell."""
+"""Plain text tables: a title, a header, and columns as wide as their widest cell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterable[str]:
-    """Yield a table's lines, an empty one first; without rows one line says so."""
+    """Yield a table's lines, beginning with an empty one; a table without rows is one line that says so."""
     yield ""
     if not rows:
         yield f"no {title}"

@@ -1,4 +1,4 @@
-"""Where the demo's daemons and engines run: all of them here with one daemon, or on several hosts with one each.
+"""Where the demo's daemons and engines run: on this host with one daemon, or on several hosts with one daemon each.
 
 With several hosts the last one decodes, and each of the others prefills one pipeline stage of the model.
 """
@@ -21,31 +21,31 @@ STAGE_PORT: Final = 7802
 
 
 class Node(NamedTuple):
-    """A daemon, and where it and its engines run. ``host`` is None for this very host."""
+    """A daemon, and where it and its engines run. ``host`` is None for this host."""
 
     runtime_dir: Path
     daemon: Child
     host: Host | None = None
 
     def called(self, what: str) -> str:
-        """Return the name of something on this node."""
+        """Return ``what``, with the host's number if there are several hosts."""
         return f"{what} of host {self.host.number}" if self.host else what
 
     @property
     def peer_address(self) -> str:
-        """Return where the other nodes' daemons reach this one's; only for several hosts."""
+        """Return the address at which other nodes' daemons reach this one; only with several hosts."""
         assert self.host is not None
         return f"tcp://{self.host.address}:{PEER_PORT}"
 
     @property
     def stage_endpoint(self) -> str:
-        """Return where the stage before this node's connects to; only for several hosts."""
+        """Return the endpoint that the previous stage connects to; only with several hosts."""
         assert self.host is not None
         return f"{self.host.address}:{STAGE_PORT}"
 
 
 class Cluster(NamedTuple):
-    """All nodes. ``prefill`` has a node for each pipeline stage, in their order; one daemon may be both."""
+    """All nodes. ``prefill`` has a node for each pipeline stage, in order; one node may be both prefill and decode."""
 
     prefill: tuple[Node, ...]
     decode: Node
@@ -61,7 +61,7 @@ class Cluster(NamedTuple):
         return [node.daemon for node in self.nodes]
 
     def prefill_arguments(self, stage: int) -> list[str]:
-        """Return what a prefill engine must be told of the others."""
+        """Return the arguments that tell a prefill engine about the other nodes."""
         stages = len(self.prefill)
         arguments = ["--stage", str(stage), "--stages", str(stages)]
         if stage > 0:
@@ -71,7 +71,7 @@ class Cluster(NamedTuple):
         return arguments
 
     def decode_arguments(self) -> list[str]:
-        """Return what the decode engine must be told of the others."""
+        """Return the arguments that tell the decode engine about the other nodes."""
         arguments = ["--sources", str(len(self.prefill))]
         if self.decode.host is not None:
             arguments += [word for node in self.prefill for word in ("--source-daemon", node.peer_address)]
@@ -79,7 +79,7 @@ class Cluster(NamedTuple):
 
 
 def check_possible(hosts: int) -> None:
-    """Check that so many hosts can be made and joined.
+    """Check that this many hosts can be created and connected.
 
     Raises:
         DemoError: says what is missing and how to get it.
@@ -100,14 +100,14 @@ def start_cluster(
     """Return running daemons; ``stack`` ends them.
 
     Args:
-        hosts: how many; 1 is this very host.
-        runtime_dir: where the daemon's sockets go; with several hosts each has a folder in it.
+        hosts: how many; 1 is this host.
+        runtime_dir: for the daemons' sockets; with several hosts each has a subfolder.
         folder: for logs and configurations.
-        stack: takes what must be ended.
-        config: of the daemon where there is one host, as TOML.
+        stack: everything that must be ended is pushed on it.
+        config: of the daemon if there is one host, as TOML.
 
     Raises:
-        DemoError: a daemon does not start, or the hosts cannot be made.
+        DemoError: a daemon does not start, or the hosts cannot be created.
     """
     if hosts == 1:
         node = Node(runtime_dir, stack.enter_context(start_daemon(runtime_dir, folder, config)))
@@ -122,7 +122,7 @@ def daemon_config(host: Host) -> str:
 
 
 def start_engine(node: Node, name: str, module: str, arguments: Sequence[str], environment: dict[str, str]) -> Child:
-    """Return an engine that runs beside a node's daemon and speaks to it."""
+    """Start an engine on a node, connected to its daemon."""
     own = ["--runtime-dir", os.fspath(node.runtime_dir)]
     return Child(node.called(name), module, [*arguments, *own], environment, node.daemon.folder, node.host)
 

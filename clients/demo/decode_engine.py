@@ -1,6 +1,6 @@
-"""The demo's decode engine: makes transfers for all prompts, and decodes each from its pages alone once they are there.
+"""The demo's decode engine: posts receive requests for all prompts, and decodes each from its received pages.
 
-A scheduler loop as an engine has it: it looks at transfers without waiting, then computes one token of one request.
+A scheduler loop like an engine's: it polls transfers without blocking, then computes one token of one request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.protocol.client_core import Transfer
 from kvferry.protocol.errors import InternalError
 
 TRANSFER_DEADLINE_S: Final = 1800.0
-"""For waiting until prefill has computed all prompts before."""
+"""Long enough for prefill to compute all earlier prompts."""
 QUIET_S: Final = 120.0
 
 
@@ -37,10 +37,10 @@ class _Request:
 
 
 class DecodeEngine:
-    """One engine; requests in turn, one token each, so that every one is computed as if alone."""
+    """One engine; requests take turns, one token each, so that each is computed as if it were alone."""
 
     def __init__(self, engine: Engine, *, sources: int = 1, source_daemons: Sequence[str] = ()) -> None:
-        """Receive from so many pools, of these daemons or, where none are given, of this engine's own."""
+        """Receive from ``sources`` pools, of ``source_daemons`` or, if none are given, of this engine's own daemon."""
         self._client = engine.client
         self._model = engine.model
         self._sources = sources
@@ -54,10 +54,10 @@ class DecodeEngine:
         self._backlog: deque[Prompt] = deque()
         self._transfers: dict[Transfer, _Request] = {}
         self._decoding: deque[_Request] = deque()
-        self._shuffle = random.Random(2)  # noqa: S311  an order that nothing can be right by accident in
+        self._shuffle = random.Random(2)  # noqa: S311  so that no page order is right by accident
 
     def add(self, prompt: Prompt) -> None:
-        """Take a prompt and make a transfer for it as soon as there are pages."""
+        """Queue a prompt, and receive it as soon as there are pages."""
         self._backlog.append(prompt)
         self._receive_all()
 
@@ -70,7 +70,7 @@ class DecodeEngine:
             self._receive_all()
 
     def _receive_all(self) -> None:
-        """Receive into fresh pages, for as many prompts as can also be decoded to their ends without waiting."""
+        """Receive into new pages, for as many prompts as can also be decoded to the end without waiting for pages."""
         while self._backlog and self._most_pages(self._backlog[0]) <= self._unreserved_pages:
             prompt = self._backlog.popleft()
             self._unreserved_pages -= self._most_pages(prompt)
@@ -82,7 +82,7 @@ class DecodeEngine:
             raise InternalError(f"a prompt of {len(self._backlog[0].tokens)} tokens does not fit in {self._pool}")
 
     def _receive(self, prompt: Prompt, ids: list[int]) -> Transfer:
-        """Make a transfer for a prompt in these pages."""
+        """Post the receive request of a prompt, into these pages."""
         return self._client.receive(
             self._pool,
             prompt.request_id,
@@ -93,11 +93,11 @@ class DecodeEngine:
         )
 
     def _most_pages(self, prompt: Prompt) -> int:
-        """Return how many pages a request can come to need; the last token's K and V are never computed."""
+        """Return the most pages that a request can need; the last token's K and V are never computed."""
         return -(-(len(prompt.tokens) + prompt.max_new_tokens - 1) // self._page_size)
 
     def _allocate(self, count: int) -> list[int]:
-        """Return fresh pages filled with NaN: what does not arrive cannot pass for data."""
+        """Return new pages filled with NaN, so that missing data cannot go unnoticed."""
         ids: list[int] = self._client.allocate(self._pool, count).tolist()
         self._shuffle.shuffle(ids)
         self._k[:, ids] = float("nan")
@@ -145,7 +145,7 @@ class DecodeEngine:
         self._go_on(request)
 
     def _go_on(self, request: _Request) -> None:
-        """Report the newest token; queue the request for the next one, or end it."""
+        """Report the newest token; queue the request for the next one, or finish it."""
         request_id = request.prompt.request_id
         notify(Token(request_id=request_id, token=request.tokens[-1]))
         if request.tokens[-1] != self._eos and len(request.tokens) < request.prompt.max_new_tokens:

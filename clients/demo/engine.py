@@ -1,4 +1,4 @@
-"""What both engines of the demo do first: read their arguments, load the model, map their pool."""
+"""The start of every engine of the demo: read the arguments, load the model, map the pool."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--stage", type=int, default=0, help="which pipeline stage of the model, from 0")
     parser.add_argument("--stages", type=int, default=1)
-    parser.add_argument("--listen", help="where the stage before connects to")
+    parser.add_argument("--listen", help="where the previous stage connects to")
     parser.add_argument("--next-stage", help="where the next stage listens")
     parser.add_argument("--sources", type=int, default=1, help="how many pools send to decode")
     parser.add_argument("--source-daemon", action="append", default=[], help="where a source's daemon listens")
@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 def start(options: argparse.Namespace) -> Engine:
-    """Load the model, open a session, create and map the pool, and tell the router."""
+    """Load the model, open a session, create and map the pool, and notify the router."""
     started = time.monotonic()
     model = load_model(options.model, options.threads)
     layers = split_layers(model.config.num_hidden_layers, options.stages)[options.stage]

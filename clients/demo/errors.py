@@ -1,10 +1,10 @@
-"""How the demo fails: with one line for people."""
+"""The demo's error."""
 
 from __future__ import annotations
 
 
 class DemoError(Exception):
-    """The demo did not succeed. Its text says why in one line; ``details`` are further lines, such as a log's end."""
+    """The demo failed. The text says why in one line; ``details`` are further lines, such as the end of a log."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(reason)

@@ -1,8 +1,7 @@
-"""Several hosts on one machine: network namespaces joined by a bridge, with links that can be cut. Needs root.
+"""Several hosts on one machine: network namespaces connected by a bridge, with links that can be cut. Needs root.
 
-Each host has its own addresses and ports, and the filesystem of the machine: Unix sockets with a path reach across. The
-hosts reach each other and nothing else, so that runs beside each other may all use the same addresses. Knows nothing of
-what runs on the hosts.
+Each host has its own addresses and ports, but the filesystem of the machine: Unix sockets with a path work across
+hosts. The hosts reach each other and nothing else, so concurrent runs may use the same addresses.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ COMMAND_S: Final = 30.0
 NAMESPACES: Final = Path("/var/run/netns")
 BRIDGE: Final = "bridge"
 UPLINK: Final = "uplink"
-"""A host's end of its cable. The bridge's end is called as the host's number says."""
+"""A host's end of its veth pair. The bridge's end is named by the host's number."""
 
 _OURS: Final = re.compile(r"kvferry-([0-9]+)-([0-9]+)-[0-9]+-(?:bridge|[0-9]+)")
 _serials: Final = itertools.count(1)
@@ -39,7 +38,7 @@ class Host:
 
     Attributes:
         number: from 1.
-        name: its network namespace's.
+        name: of its network namespace.
         address: its IPv4 address on the network that all hosts share.
     """
 
@@ -50,30 +49,30 @@ class Host:
         self._bridge = bridge
 
     def __repr__(self) -> str:
-        """Show where it is."""
+        """Show number, address and namespace."""
         return f"<Host {self.number} {self.address} namespace={self.name}>"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """Return the command line that runs these arguments on this host, as the very process that is started."""
+        """Return the command line that runs a command on this host, in the started process itself."""
         return ["ip", "netns", "exec", self.name, *arguments]
 
     def cut_link(self) -> None:
-        """Let nothing in or out any more. Neither side is told: what is sent is lost, and connections stay open."""
+        """Drop all traffic in both directions, unnoticed: what is sent is lost, and connections stay open."""
         _ip("-n", self._bridge, "link", "set", _port(self.number), "nomaster")
 
     def restore_link(self) -> None:
-        """Join the host to the others again; does nothing where it is joined."""
+        """Connect the host to the others again; does nothing if it is connected."""
         _ip("-n", self._bridge, "link", "set", _port(self.number), "master", BRIDGE)
 
 
 class Hosts:
-    """``with Hosts(3) as hosts``: so many hosts; ``hosts[0]`` is number 1. Leaving ends what still runs on them."""
+    """``with Hosts(3) as hosts``: three hosts; ``hosts[0]`` is number 1. Leaving ends the processes still on them."""
 
     def __init__(self, count: int) -> None:
-        """Make ``count`` hosts on entering.
+        """Choose the names of ``count`` hosts, which are created on entering.
 
         Raises:
-            ValueError: none, or more than MAX_HOSTS.
+            ValueError: ``count`` is not between 1 and MAX_HOSTS.
         """
         if not 1 <= count <= MAX_HOSTS:
             raise ValueError(f"{count} hosts; 1 to {MAX_HOSTS} are possible")
@@ -86,7 +85,7 @@ class Hosts:
         return f"<Hosts {list(self._hosts)}>"
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of hosts."""
         return len(self._hosts)
 
     def __getitem__(self, index: int) -> Host:
@@ -94,14 +93,14 @@ class Hosts:
         return self._hosts[index]
 
     def __iter__(self) -> Iterator[Host]:
-        """Yield the hosts by their numbers."""
+        """Yield the hosts in the order of their numbers."""
         return iter(self._hosts)
 
     def __enter__(self) -> Self:
-        """Make the hosts, after removing what runs that were killed have left behind.
+        """Create the hosts, after removing what killed runs have left behind.
 
         Raises:
-            DemoError: not root, no ``ip`` command, or the machine allows no network namespaces; says which.
+            DemoError: not root, no ``ip`` command, or no network namespaces allowed; says which.
         """
         check_hosts_possible()
         remove_leftovers()
@@ -115,7 +114,7 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs on the hosts, and remove them."""
+        """End the processes still on the hosts, and remove the hosts."""
         self._remove()
 
     def _make(self) -> None:
@@ -127,7 +126,7 @@ class Hosts:
             port = _port(host.number)
             _ip("netns", "add", host.name)
             _ip("-n", host.name, "link", "set", "lo", "up")
-            # Both ends are born where they belong: the machine's own namespace is never touched.
+            # Both ends are created in their namespaces: the machine's own namespace is never touched.
             far_end = ("peer", "name", port, "netns", self._bridge)
             _ip("link", "add", UPLINK, "netns", host.name, "type", "veth", *far_end)
             _ip("-n", self._bridge, "link", "set", port, "addrgenmode", "none", "master", BRIDGE, "up")
@@ -142,7 +141,7 @@ class Hosts:
 
 
 def check_hosts_possible() -> None:
-    """Check that this process may make hosts.
+    """Check that this process may create hosts.
 
     Raises:
         DemoError: it may not; says what is missing and how to get it.
@@ -154,7 +153,7 @@ def check_hosts_possible() -> None:
 
 
 def remove_leftovers() -> None:
-    """Remove the hosts of processes that have died without doing so, and end what still runs on them."""
+    """Remove hosts that dead processes left behind, and end the processes still on them."""
     for name in _namespaces():
         found = _OURS.fullmatch(name)
         if found and _start_ticks(int(found[1])) != int(found[2]):
@@ -172,19 +171,19 @@ def _namespaces() -> list[str]:
 
 
 def _remove(name: str) -> None:
-    """Remove a namespace with what runs in it; a process would keep it, and its cable, without a name."""
+    """Remove a namespace and end its processes: they would keep it, and its links, alive without a name."""
     try:
         for pid in _ip("netns", "pids", name).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         _ip("netns", "delete", name)
     except DemoError:
-        if name in _namespaces():  # else another run was faster
+        if name in _namespaces():  # otherwise another run removed it
             raise
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot: with it a pid names one process for good."""
+    """Return when a process started, in clock ticks since boot, which makes its pid unique; None if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -197,7 +196,7 @@ def _ip(*arguments: str) -> str:
     """Run ``ip`` and return what it prints.
 
     Raises:
-        DemoError: it failed; with its own words.
+        DemoError: it failed; contains its error output.
     """
     command = ["ip", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S)  # noqa: S603  no shell

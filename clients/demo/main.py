@@ -1,6 +1,6 @@
 """``kvferry demo``: starts daemons and engines, routes prompts to them, and compares with plain ``generate()``.
 
-With ``--retract`` a single engine, whose requests have to take turns in a pool that is too small for them.
+With ``--retract`` it starts a single engine, whose requests take turns in a pool that is too small for all of them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from kvferry.clients.demo.report import Report, RequestFigures, Totals, retracti
 from kvferry.protocol.ids import new_request_id
 
 SILENCE_S = 600.0
-"""Longer than any step on a slow machine; a process that dies is noticed at once."""
+"""Longer than any step on a slow machine; a process that dies is noticed immediately."""
 POOL_TOKENS = 64 * 128
 ENGINE_THREADS = 1
-"""The same for all: tokens are identical only so."""
+"""The same for all engines: otherwise tokens may differ."""
 REFERENCES = 2
-"""As many processes compute the reference as served before: one a core on the smallest machine."""
+"""Processes that compute the reference, as many as engines before: one per core on the smallest machine."""
 MOST_HOSTS = 3
 
 
@@ -58,7 +58,7 @@ class _Run(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the demo; return 0 only where every token was identical."""
+    """Run the demo; return 0 only if every token was identical."""
     options = _options(arguments)
     os.environ.update(OFFLINE)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options; exit with status 2 where they do not fit each other."""
+    """Return the options; exit with status 2 if they contradict each other."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.transport is not None and (options.transport == "local") != (options.hosts == 1):
@@ -88,12 +88,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if options.retract and options.hosts != 1:
         parser.error("argument --retract: requests take turns in one pool, which is on one host")
     if options.retract and options.max_new_tokens < LEAST_NEW_TOKENS:
-        parser.error(f"argument --retract: --max-new-tokens {LEAST_NEW_TOKENS} or more, or no request has to go")
+        parser.error(f"argument --retract: needs --max-new-tokens {LEAST_NEW_TOKENS} or more")
     return options
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvferry demo", description="Hand a real model's KV cache over.")
+    parser = argparse.ArgumentParser(
+        prog="kvferry demo", description="Hand a real model's KV cache from prefill to decode."
+    )
     at_least = _number_from(AT_LEAST)
     parser.add_argument("--prompts", type=at_least, default=AT_LEAST, metavar="N", help=f"how many, {AT_LEAST} or more")
     parser.add_argument("--max-new-tokens", type=_number_from(1), default=24, metavar="N", help="tokens a prompt (24)")
@@ -102,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         choices=range(1, MOST_HOSTS + 1),
         default=1,
-        help="1: one daemon (the default); 2: prefill and decode on hosts of their own; 3: two pipeline stages prefill",
+        help="1: one daemon (the default); 2: prefill and decode on separate hosts; 3: two pipeline stages prefill",
     )
     parser.add_argument("--transport", choices=("local", "mooncake"), help="local on one host, mooncake between hosts")
     parser.add_argument(
@@ -111,8 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         help="one engine whose pool is too small for all prompts: they take turns in it by offload and restore",
     )
     parser.add_argument("--json", type=_writable, metavar="FILE", help="write the figures there")
-    parser.add_argument("--keep", action="store_true", help="leave the daemons up until Ctrl-C")
-    parser.add_argument("--runtime-dir", type=Path, help="where the daemons' sockets go (a new folder)")
+    parser.add_argument("--keep", action="store_true", help="keep the daemons running until Ctrl-C")
+    parser.add_argument("--runtime-dir", type=Path, help="folder for the daemons' sockets (a new one)")
     return parser
 
 
@@ -126,7 +128,7 @@ def _number_from(lowest: int) -> Callable[[str], int]:
 
 
 def _writable(text: str) -> Path:
-    """Return the path of a file that can be written, before a minute is spent on what goes into it."""
+    """Return the path of a file, checked to be writable before a minute is spent on its contents."""
     file = Path(text)
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text}")
@@ -164,7 +166,7 @@ def _run(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
 
 def _end(options: argparse.Namespace, cluster: Cluster, totals: Totals) -> None:
-    """Write the figures, end the daemons unless they are to stay, and say the outcome."""
+    """Write the figures, end the daemons unless ``--keep`` is set, and print the outcome."""
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(totals)) + b"\n")
     if options.keep:
@@ -185,7 +187,7 @@ def _end(options: argparse.Namespace, cluster: Cluster, totals: Totals) -> None:
 
 
 def _transfer(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
-    """Give all prompts to all engines at once, and follow them to the last token."""
+    """Send all prompts to all engines at once, and follow them to the last token."""
     with contextlib.ExitStack() as stack:
         engines = [
             stack.enter_context(_engine(run, node, "prefill", run.cluster.prefill_arguments(stage)))
@@ -196,7 +198,7 @@ def _transfer(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
 
 
 def _retract(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
-    """Give all prompts to one engine, which has pages for about half of them."""
+    """Send all prompts to one engine, which has pages for about half of them."""
     pool_tokens = too_few_pages(prompts, PAGE_SIZE) * PAGE_SIZE
     _print(
         f"a pool of {pool_tokens // PAGE_SIZE} pages for prompts of {sum(len(one.tokens) for one in prompts)} tokens"
@@ -206,7 +208,7 @@ def _retract(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
 
 
 def _follow(engines: Sequence[Child], cluster: Cluster, prompts: Sequence[Prompt], report: Report) -> None:
-    """Wait until the engines are ready, the last of them first give them the prompts, and take what they say."""
+    """Wait until the engines are ready, send them the prompts, the last engine first, and process their lines."""
     _print(f"loading the model in {' and '.join(f'a {engine.name} (pid {engine.pid})' for engine in engines)}")
     loading = set(engines)
     for child, line in listen(engines, cluster.daemons, SILENCE_S):
@@ -221,7 +223,7 @@ def _follow(engines: Sequence[Child], cluster: Cluster, prompts: Sequence[Prompt
 
 
 def _take(line: FromEngine, report: Report) -> None:
-    """Enter what an engine says into the report."""
+    """Add an engine's line to the report."""
     if isinstance(line, Prefilled):
         report.prefilled(line)
     elif isinstance(line, Arrived):
@@ -237,7 +239,7 @@ def _take(line: FromEngine, report: Report) -> None:
 
 
 def _compare(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
-    """Let plain ``generate()`` compute the same prompts."""
+    """Compute the same prompts with plain ``generate()``."""
     _print("comparing with plain greedy generate()")
     by_length = sorted(prompts, key=lambda prompt: len(prompt.tokens))
     with contextlib.ExitStack() as stack:
@@ -272,7 +274,7 @@ def _keep(daemons: Sequence[Child]) -> None:
         DemoError: a daemon ended by itself.
     """
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        # They say nothing there, and close it when they end.
+        # Daemons write nothing to standard output, and close it when they end.
         ended, _, _ = select.select([daemon.output for daemon in daemons], [], [])
         raise failure([daemon for daemon in daemons if daemon.output in ended])
 

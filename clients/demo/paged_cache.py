@@ -1,4 +1,4 @@
-"""A transformers cache that keeps K and V in a kvferry pool's pages and nowhere else."""
+"""A transformers cache that keeps K and V only in the pages of a kvferry pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class PagedSequence:
-    """One request's pages: where each of its tokens lies.
+    """One request's pages, and thereby the slot of each of its tokens.
 
     Attributes:
         page_ids: the request's pages in logical order, ``(n,)`` int64.
@@ -25,18 +25,18 @@ class PagedSequence:
 
     @property
     def capacity(self) -> int:
-        """Return how many tokens the pages hold."""
+        """Return the number of tokens that the pages can hold."""
         return len(self.page_ids) * self.page_size
 
     def append(self, page_ids: list[int]) -> None:
-        """Go on with these pages."""
+        """Append pages."""
         self.page_ids = torch.cat([self.page_ids, torch.tensor(page_ids)])
 
     def move(self, page_ids: list[int]) -> None:
-        """Go on in other pages, which hold the same tokens.
+        """Replace the pages by others that hold the same tokens.
 
         Raises:
-            ValueError: not as many.
+            ValueError: the number of pages differs.
         """
         if len(page_ids) != len(self.page_ids):
             raise ValueError(f"{len(page_ids)} pages for a sequence of {len(self.page_ids)}")
@@ -69,7 +69,7 @@ class PagedLayer(DynamicLayer):
         self._length = sequence.length
 
     def lazy_initialization(self, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401  transformers' own signature
-        """Do nothing: the pool's memory is there."""
+        """Do nothing: the pool's memory exists."""
 
     def update(
         self,

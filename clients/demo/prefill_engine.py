@@ -1,8 +1,8 @@
-"""The demo's prefill engine: computes prompts chunk by chunk and sends each chunk's pages while it computes the next.
+"""The demo's prefill engine: computes prompts chunk by chunk, and sends each chunk's pages while it computes the next.
 
-Full pages are kept as a prefix cache: a prompt that begins like one before sends the same pages again and computes
-only the rest. The engine may be one pipeline stage: then it takes hidden states from the stage before, gives its own to
-the next one, and all of them reuse the same pages. The last stage has the first token.
+Full pages are kept as a prefix cache: a prompt with the same prefix as an earlier one sends the same pages again and
+computes only the rest. The engine may be one pipeline stage: it then receives hidden states from the previous stage,
+sends its own to the next one, and all stages reuse the same pages. The last stage computes the first token.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kvferry.protocol.errors import PoolFullError
 
 CHUNK_PAGES: Final = 2
 TRANSFER_DEADLINE_S: Final = 1800.0
-"""For waiting until decode has room, however many prompts are before."""
+"""Long enough for decode to have free pages, however many prompts are ahead."""
 LOOK_S: Final = 1.0
 
 
 class PrefillEngine:
-    """One engine; prompts one after another, the same ones in the same order in all stages."""
+    """One engine; it processes prompts one by one, all stages in the same order."""
 
     def __init__(
         self, engine: Engine, *, before: StageChannel | None = None, after: StageChannel | None = None
     ) -> None:
-        """Compute with an engine that has a whole model, or a stage ``before`` or ``after`` it."""
+        """Compute with an engine that has a whole model, or a stage with others ``before`` or ``after`` it."""
         self._client = engine.client
         self._model = engine.model
         self._before = before
@@ -46,10 +46,10 @@ class PrefillEngine:
         self._v = engine.pool.tensor("main", "v")
         self._prefix: dict[tuple[int, ...], int] = {}
         self._in_flight: dict[Transfer, list[int]] = {}
-        self._shuffle = random.Random(1)  # noqa: S311  an order that nothing can be right by accident in
+        self._shuffle = random.Random(1)  # noqa: S311  so that no page order is right by accident
 
     def prefill(self, prompt: Prompt) -> None:
-        """Compute a prompt and send it; returns when its last chunk is on its way."""
+        """Compute a prompt and send it; return when its last chunk is submitted."""
         started = time.monotonic()
         reused = self._agreed(prompt.request_id, self._reusable(prompt.tokens))
         ids = reused + self._allocate(-(-len(prompt.tokens) // self._page_size) - len(reused), keep=reused)
@@ -81,13 +81,13 @@ class PrefillEngine:
                 )
 
     def finish(self) -> None:
-        """Wait until every transfer has settled, then give the cached pages back."""
+        """Wait until every transfer has settled, then free the cached pages."""
         while self._in_flight:
             self._collect(LOOK_S)
         self._evict(keep=[])
 
     def _agreed(self, request_id: str, reusable: list[int]) -> list[int]:
-        """Return those of the reusable pages that every stage has: what one computes, all the next ones must."""
+        """Return the reusable pages that all stages have: if one computes a page, all later ones must."""
         count = min(self._before.proposed(request_id), len(reusable)) if self._before else len(reusable)
         if self._after:
             count = self._after.propose(request_id, count)
@@ -96,7 +96,7 @@ class PrefillEngine:
         return reusable[:count]
 
     def _compute(self, request_id: str, tokens: tuple[int, ...], cache: PagedCache, begin: int) -> torch.Tensor:
-        """Return the last token's logits ``(1, vocabulary)``; but for the last stage the hidden states, sent on."""
+        """Return the last token's logits ``(1, vocabulary)``, or the hidden states sent to the next stage."""
         inputs = self._before.receive(request_id, begin, len(tokens)) if self._before else torch.tensor(tokens)
         output = compute(self._model, inputs, cache, begin, only_last=self._after is None)
         if self._after:
@@ -118,7 +118,7 @@ class PrefillEngine:
         )
 
     def _reusable(self, tokens: tuple[int, ...]) -> list[int]:
-        """Return the cached pages of the prompt's prefix; at least one token is left to compute."""
+        """Return the cached pages of the prompt's prefix; leaves at least one token to compute."""
         found: list[int] = []
         for end in range(self._page_size, len(tokens), self._page_size):
             page = self._prefix.get(tokens[:end])
@@ -128,7 +128,7 @@ class PrefillEngine:
         return found
 
     def _keep_full_pages(self, tokens: tuple[int, ...], ids: list[int]) -> list[int]:
-        """Enter the prompt's full pages into the prefix cache; return the pages that are nobody's then."""
+        """Add the prompt's full pages to the prefix cache; return the pages that are not cached, to be freed."""
         spare = []
         for number, page in enumerate(ids):
             end = (number + 1) * self._page_size
@@ -151,7 +151,7 @@ class PrefillEngine:
                 return ids
 
     def _evict(self, keep: list[int]) -> bool:
-        """Free the cached pages but for ``keep``; the daemon frees those in flight when they settle."""
+        """Free the cached pages except ``keep``; the daemon frees those in flight when they settle."""
         evicted = {tokens: page for tokens, page in self._prefix.items() if page not in keep}
         if evicted:
             self._client.free(self._pool, list(evicted.values()))
@@ -160,7 +160,7 @@ class PrefillEngine:
         return bool(evicted)
 
     def _collect(self, timeout_s: float = 0.0) -> None:
-        """Free the pages of transfers that have settled; a failed one ends the engine."""
+        """Free the pages of settled transfers; raise the error of a failed one."""
         for transfer in self._client.poll(timeout_s):
             if transfer.error is not None:
                 raise transfer.error
@@ -174,14 +174,14 @@ def main() -> None:
     """Serve the router's prompts until there are no more."""
     options = arguments()
     with contextlib.ExitStack() as stack:
-        # Before the model is loaded: the stage before may be the first to be ready.
+        # Before the model is loaded: the previous stage may be ready first.
         listener = stack.enter_context(listen(*parsed(options.listen))) if options.listen else None
         engine = start(options)
         stack.enter_context(engine.client)
         before = stack.enter_context(accept(listener)) if listener else None
         after = stack.enter_context(connect(*parsed(options.next_stage))) if options.next_stage else None
         prefill = PrefillEngine(engine, before=before, after=after)
-        for prompt in list(read_prompts()):  # all at once: the router must not wait for prefill to read on
+        for prompt in list(read_prompts()):  # read all at once, so that the router does not block on writing
             prefill.prefill(prompt)
         prefill.finish()
 

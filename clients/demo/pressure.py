@@ -1,7 +1,4 @@
-"""How little memory the demo's retracting engine gets: a pool for about half of its prompts, the host tier for all.
-
-Knows the prompts' lengths, not the model nor the engine.
-"""
+"""Memory sizes for the demo's retracting engine: a pool for about half of its prompts, a host tier for all of them."""
 
 from __future__ import annotations
 
@@ -11,19 +8,19 @@ from typing import Final
 from kvferry.clients.demo.messages import Prompt
 
 TURN_TOKENS: Final = 4
-"""How many tokens a request makes before it may have to go for one that waits."""
+"""Tokens that a request makes before it may be retracted for one that waits."""
 LEAST_NEW_TOKENS: Final = 2 * TURN_TOKENS
-"""With fewer, requests would end before anyone had to go."""
+"""With fewer, requests would end before any was retracted."""
 MIB: Final = 1 << 20
 
 
 def most_pages(prompt: Prompt, page_size: int) -> int:
-    """Return how many pages a request can come to need; the last token's K and V are never computed."""
+    """Return the most pages that a request can need; the last token's K and V are never computed."""
     return -(-(len(prompt.tokens) + prompt.max_new_tokens - 1) // page_size)
 
 
 def too_few_pages(prompts: Sequence[Prompt], page_size: int) -> int:
-    """Return the pages of a pool that each prompt fits into, but not all of them: about half of what they need."""
+    """Return the size of a pool that fits each prompt alone, but not all of them: about half of what they need."""
     needed = [most_pages(prompt, page_size) for prompt in prompts]
     return max(*needed, sum(needed) // 2)
 

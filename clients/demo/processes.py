@@ -1,4 +1,4 @@
-"""The demo's child processes: started, listened to, and ended in every case."""
+"""The demo's child processes: starting them, reading their output, and always ending them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvferry.clients.demo.messages import FromEngine, Line, decode_line, encode_
 ENDING_S: Final = 15.0
 DAEMON_START_S: Final = 30.0
 MORE_FAILURES_S: Final = 1.5
-"""How long one failure waits for others that belong to it: a killed process, and what its peer makes of that."""
+"""How long to wait after a failure for related ones: a process was killed, and then its peer fails."""
 LOG_LINES: Final = 15
 
 
 class Child:
-    """One Python module as a process; its standard error goes to a file."""
+    """A Python module running as a process; its standard error goes to a file."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Child:
         folder: Path,
         host: Host | None = None,
     ) -> None:
-        """Start it, on a host or where this process is; the file is in ``folder``."""
+        """Start it, on ``host`` or where this process is; its log is in ``folder``."""
         self.name = name
         self.folder = folder
         command = [sys.executable, "-P", "-m", module, *arguments]
@@ -51,11 +51,11 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C reaches the demo alone, which ends its children in order
+                start_new_session=True,  # Ctrl-C reaches only the demo, which ends its children in order
             )
 
     def __repr__(self) -> str:
-        """Show the name and whether it runs."""
+        """Show name, pid and exit status."""
         return f"<Child {self.name} pid={self.pid} status={self._process.poll()}>"
 
     def __enter__(self) -> Self:
@@ -70,19 +70,19 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Return the process's number."""
+        """Return the process id."""
         return self._process.pid
 
     @property
     def output(self) -> IO[bytes]:
-        """Return its standard output."""
+        """Return the process's standard output."""
         return _present(self._process.stdout)
 
     def notify(self, lines: Sequence[Line]) -> None:
-        """Write lines to its standard input and close that.
+        """Write lines to the standard input of the process, and close it.
 
         Raises:
-            DemoError: it has ended.
+            DemoError: the process has ended.
         """
         try:
             with _present(self._process.stdin) as channel:
@@ -92,14 +92,14 @@ class Child:
             raise failure([self]) from None
 
     def status(self, timeout_s: float) -> int | None:
-        """Return the exit status; None where it still runs after ``timeout_s``."""
+        """Return the exit status; None if the process still runs after ``timeout_s``."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def end(self) -> int:
-        """Ask it to end, make it if it does not, and return its status."""
+        """Terminate the process, kill it if it does not end, and return its exit status."""
         self._process.terminate()
         try:
             self._process.wait(ENDING_S)
@@ -112,7 +112,7 @@ class Child:
         return self._process.returncode
 
     def outcome(self) -> str:
-        """Return in a line how it ended, if it did."""
+        """Return in one line how the process ended, if it did."""
         who = f"the {self.name} (pid {self.pid})"
         status = self._process.poll()
         if status is None:
@@ -123,7 +123,7 @@ class Child:
         return f"{who} ended with status {status}{lines and f': {lines[-1]}'}"
 
     def log_end(self) -> list[str]:
-        """Return the last lines that it wrote to standard error, with its name."""
+        """Return the last lines of the process's standard error, prefixed with its name."""
         return [f"    {self.name} | {line}" for line in self._log_lines()[-LOG_LINES:]]
 
     def _log_lines(self) -> list[str]:
@@ -131,16 +131,16 @@ class Child:
 
 
 def start_daemon(runtime_dir: Path, folder: Path, config: str = "", host: Host | None = None) -> Child:
-    """Return a daemon that serves in ``runtime_dir``, waiting for its READY as a service manager does.
+    """Start a daemon in ``runtime_dir``, and wait for its READY as a service manager does.
 
     Args:
-        runtime_dir: where its sockets go.
-        folder: where its log and its configuration go; its own.
+        runtime_dir: for its sockets.
+        folder: for its log and configuration, not shared with other daemons.
         config: the text of its configuration file.
         host: where it runs, if not where this process does.
 
     Raises:
-        DemoError: it ended instead, or is not ready in time.
+        DemoError: it ended, or was not ready in time.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
         address = folder / "notify"
@@ -163,10 +163,10 @@ def start_daemon(runtime_dir: Path, folder: Path, config: str = "", host: Host |
 
 
 def listen(children: Sequence[Child], daemons: Sequence[Child], timeout_s: float) -> Iterator[tuple[Child, FromEngine]]:
-    """Yield what the children say until all of them have closed their output.
+    """Yield the children's messages until all of them have closed their output.
 
     Raises:
-        DemoError: a child ended with an error, a daemon ended, or none said anything for ``timeout_s``.
+        DemoError: a child ended with an error, a daemon ended, or there was no output for ``timeout_s``.
     """
     with selectors.DefaultSelector() as selector:
         pending = dict.fromkeys(children, b"")
@@ -191,7 +191,7 @@ def listen(children: Sequence[Child], daemons: Sequence[Child], timeout_s: float
 
 
 def failure(children: Sequence[Child]) -> DemoError:
-    """Return the error that says how the first child ended, and the others that end badly within a moment."""
+    """Return the error that says how the first child ended, and others that fail within ``MORE_FAILURES_S``."""
     ends_at = time.monotonic() + MORE_FAILURES_S
     for child in children:
         child.status(max(0.0, ends_at - time.monotonic()))

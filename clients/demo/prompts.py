@@ -1,4 +1,4 @@
-"""The demo's prompts: short, long, ending exactly on a page, and sharing a prefix."""
+"""The demo's prompts: short, long, ending exactly at a page boundary, and sharing a prefix."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _QUESTIONS = (
 
 
 class DemoPrompt(NamedTuple):
-    """A prompt and what it is there to show."""
+    """A prompt, and what it demonstrates."""
 
     shows: str
     tokens: list[int]
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[DemoPrompt]:
-    """Return ``count`` prompts, at least AT_LEAST; the same for the same count."""
+    """Return ``count`` prompts, at least AT_LEAST; deterministic."""
     prompts = [
         DemoPrompt("shorter than a page", _chat(tokenizer, "What is the capital of France?")),
         DemoPrompt("ends on a page", _chat_of_length(tokenizer, PAGE_SIZE)),
@@ -57,7 +57,7 @@ def _chat(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
 
 
 def _chat_of_length(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-    """Return a chat of exactly ``length`` tokens: the story is cut inside the user's turn, the turn's end kept."""
+    """Return a chat of exactly ``length`` tokens: the story is cut inside the user's turn, whose end is kept."""
     endless = _chat(tokenizer, f"Go on with this story. {_STORY * 40}")
     closing = _chat(tokenizer, "x")
     shared = next(n for n in range(1, len(closing)) if closing[-n - 1 :] != endless[-n - 1 :])

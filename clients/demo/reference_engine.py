@@ -1,4 +1,4 @@
-"""What the demo compares with: plain greedy ``generate()`` of the same model, one prompt after another."""
+"""The demo's reference: plain greedy ``generate()`` of the same model, one prompt after another."""
 
 from __future__ import annotations
 

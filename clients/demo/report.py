@@ -1,4 +1,4 @@
-"""What the demo shows and writes: texts as they stream, timings, bytes, and whether all tokens are equal."""
+"""The demo's output: texts as they stream, timings, bytes, and whether all tokens are identical."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class RequestFigures(msgspec.Struct, kw_only=True):
-    """One request; the times are None until it is so far, but for those of all its offloads and restores."""
+    """One request; times are None until they are known, except for the totals of its offloads and restores."""
 
     number: int
     shows: str
@@ -39,12 +39,12 @@ class RequestFigures(msgspec.Struct, kw_only=True):
 
     @property
     def identical(self) -> bool:
-        """Return whether decode's tokens are those of the reference."""
+        """Return whether the decoded tokens are those of the reference."""
         return bool(self.tokens) and self.tokens == self.reference
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole run, as ``--json`` writes it. Not ok either where nothing was retracted that should have been."""
+    """The whole run, as ``--json`` writes it. ``ok`` also requires retractions in a run that should have some."""
 
     ok: bool
     prompts: int
@@ -64,7 +64,7 @@ class Report:
     def __init__(
         self, requests: Mapping[str, RequestFigures], tokenizer: PreTrainedTokenizerBase, *, retracts: bool = False
     ) -> None:
-        """Report on these requests; ``retracts``: some of them must be taken out and put back."""
+        """Report on these requests; ``retracts``: some of them must be retracted and restored."""
         self.requests = requests
         self._retracts = retracts
         self._tokenizer = tokenizer
@@ -73,7 +73,7 @@ class Report:
         self._shown: dict[str, int] = {}
 
     def prefilled(self, line: Prefilled) -> None:
-        """Take the prefill's times."""
+        """Record the prefill of a prompt."""
         request = self.requests[line.request_id]
         request.prefill_ms = line.prefill_s * 1000
         request.chunks, request.reused_pages = line.chunks, line.reused_pages
@@ -83,20 +83,20 @@ class Report:
         print(f"  {request.number:2} prefilled {request.prompt_tokens} tokens in {line.chunks} chunks{reused}")
 
     def arrived(self, line: Arrived) -> None:
-        """Take the arrival of a prompt's pages."""
+        """Record the arrival of a prompt's pages."""
         self.requests[line.request_id].moved_bytes = line.moved_bytes
         self._arrived_at[line.request_id] = line.arrived_at
         self._set_transfer(line.request_id)
 
     def token(self, line: Token) -> None:
-        """Take a token and show the text every few tokens."""
+        """Record a token, and show the text every few tokens."""
         request = self.requests[line.request_id]
         request.tokens.append(line.token)
         if len(request.tokens) - self._shown.get(line.request_id, 0) >= SHOW_EVERY:
             self._show(line.request_id)
 
     def retracted(self, line: Retracted) -> None:
-        """Take a request's going."""
+        """Record a request's retraction."""
         request = self.requests[line.request_id]
         request.retracted += 1
         request.offload_ms += line.offload_s * 1000
@@ -104,7 +104,7 @@ class Report:
         print(f"  {request.number:2} <- retracted after {line.tokens} tokens: {line.pages} pages to the host tier")
 
     def restored(self, line: Restored) -> None:
-        """Take a request's coming back."""
+        """Record a request's restore."""
         request = self.requests[line.request_id]
         request.restored += 1
         request.restore_ms += line.restore_s * 1000
@@ -112,14 +112,14 @@ class Report:
         print(f"  {request.number:2} -> restored: {line.pages} pages, {line.other_pages} of them other ones")
 
     def done(self, line: Done) -> None:
-        """Take the end of a request and show the rest of its text."""
+        """Record the end of a request, and show the rest of its text."""
         self._show(line.request_id)
         request = self.requests[line.request_id]
         request.decode_ms = line.decode_s * 1000
         request.text = self._text(request.tokens)
 
     def reference(self, line: Done) -> None:
-        """Take the reference's tokens of a request."""
+        """Record the reference's tokens of a request, and compare."""
         request = self.requests[line.request_id]
         request.reference = list(line.tokens)
         if request.identical:
@@ -146,7 +146,7 @@ class Report:
         )
 
     def _set_transfer(self, request_id: str) -> None:
-        """Either engine's line may come first."""
+        """Set the transfer time once both engines' lines are there; either may come first."""
         if request_id in self._sent_at and request_id in self._arrived_at:
             elapsed_s = self._arrived_at[request_id] - self._sent_at[request_id]
             self.requests[request_id].transfer_ms = max(0.0, elapsed_s * 1000)

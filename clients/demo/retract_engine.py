@@ -1,8 +1,8 @@
-"""The demo's retracting engine: more requests than its pool holds, so that they take turns in it.
+"""The demo's retracting engine: more requests than its pool can hold, so that they take turns in it.
 
-A scheduler loop as an engine has it, prefill and decode in one. The request that has been in longest is offloaded where
-another one waits and its turn is over, or where a running one needs a page and none is free. It goes on in whatever
-pages it is restored to. Nothing waits for a copy but the requests that it is of.
+A scheduler loop like an engine's, with prefill and decode in one. The request that has been running longest is
+offloaded if its turn is over and another one waits, or if a running one needs a page and none is free. It continues in
+whatever pages it is restored to. A copy blocks nothing but its own request.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Request:
     """One prompt: where its K and V are, and its tokens so far.
 
     Attributes:
-        snapshot: where they are while it is out; empty before its prefill.
-        turn_tokens: how many tokens it has made since it came in.
+        snapshot: where K and V are while the request is retracted; empty before its prefill.
+        turn_tokens: how many tokens it has made since it was admitted.
     """
 
     def __init__(self, prompt: Prompt, sequence: PagedSequence, cache: PagedCache) -> None:
@@ -51,12 +51,12 @@ class _Request:
 
     @property
     def next_pages(self) -> int:
-        """Return how many pages it must have to make its next token."""
+        """Return how many pages it needs for its next token."""
         return -(-(len(self.prompt.tokens) + len(self.tokens)) // self.sequence.page_size)
 
 
 class RetractEngine:
-    """One engine; requests in turn, one token each, so that every one is computed as if alone."""
+    """One engine; requests take turns, one token each, so that each is computed as if it were alone."""
 
     def __init__(self, engine: Engine) -> None:
         self._client = engine.client
@@ -69,15 +69,15 @@ class RetractEngine:
         self._pages = self._free_pages = engine.pool.manifest.pages - 1
         self._waiting: deque[_Request] = deque()
         self._running: deque[_Request] = deque()
-        self._leaving: dict[TierOperation, _Request] = {}
-        self._coming: dict[TierOperation, tuple[_Request, list[int]]] = {}
-        self._shuffle = random.Random(3)  # noqa: S311  an order that nothing can be right by accident in
+        self._offloading: dict[TierOperation, _Request] = {}
+        self._restoring: dict[TierOperation, tuple[_Request, list[int]]] = {}
+        self._shuffle = random.Random(3)  # noqa: S311  so that no page order is right by accident
 
     def add(self, prompt: Prompt) -> None:
-        """Take a prompt.
+        """Queue a prompt.
 
         Raises:
-            InternalError: it does not fit into the pool even alone.
+            InternalError: it does not fit into the pool even by itself.
         """
         if most_pages(prompt, self._page_size) > self._pages:
             raise InternalError(f"a prompt of {len(prompt.tokens)} tokens does not fit in {self._pool}")
@@ -87,27 +87,27 @@ class RetractEngine:
     def run(self) -> None:
         """Compute until every prompt is done."""
         stepped = True
-        while self._waiting or self._running or self._leaving or self._coming:
-            self._take_ended(0.0 if stepped else QUIET_S)
-            self._let_in()
+        while self._waiting or self._running or self._offloading or self._restoring:
+            self._collect_done(0.0 if stepped else QUIET_S)
+            self._admit()
             stepped = self._step()
 
-    # -- in and out
+    # -- admission and retraction
 
-    def _let_in(self) -> None:
-        """Let those in that wait longest; where one has no room, those whose turn is over go."""
+    def _admit(self) -> None:
+        """Admit the longest waiting requests; if pages are short, retract those whose turn is over."""
         while self._waiting:
             request = self._waiting[0]
             wanted = request.next_pages + sum(one.is_full for one in self._running)
             if wanted <= self._free_pages:
                 self._enter(self._waiting.popleft())
                 continue
-            leaving_pages = sum(len(one.sequence.page_ids) for one in self._leaving.values())
+            leaving_pages = sum(len(one.sequence.page_ids) for one in self._offloading.values())
             if wanted <= self._free_pages + leaving_pages or not self._retract(TURN_TOKENS):
                 return
 
     def _enter(self, request: _Request) -> None:
-        """Compute a prompt, or have a request that was out restored into fresh pages."""
+        """Compute a prompt, or restore a retracted request into new pages."""
         request.turn_tokens = 0
         if not request.snapshot:
             self._prefill(request)
@@ -115,10 +115,10 @@ class RetractEngine:
         ids = self._allocate(len(request.sequence.page_ids))
         lists = [pages(ids, tokens=request.cache.get_seq_length())]
         operation = self._client.restore(self._pool, request.snapshot, lists, drop=True, deadline_s=QUIET_S)
-        self._coming[operation] = request, ids
+        self._restoring[operation] = request, ids
 
     def _retract(self, turn_tokens: int = 0) -> bool:
-        """Offload the request that has been in longest, for so many tokens at least, and give its pages up."""
+        """Offload the longest running request, if it has made ``turn_tokens`` in its turn, and release its pages."""
         over = [one for one in self._running if one.turn_tokens >= turn_tokens]
         if not over:
             return False
@@ -126,24 +126,24 @@ class RetractEngine:
         self._running.remove(request)
         lists = [pages(request.sequence.page_ids.numpy(), tokens=request.cache.get_seq_length())]
         operation = self._client.offload(self._pool, lists, release=True, deadline_s=QUIET_S)
-        self._leaving[operation] = request
+        self._offloading[operation] = request
         return True
 
-    def _take_ended(self, timeout_s: float) -> None:
-        """Take what has moved.
+    def _collect_done(self, timeout_s: float) -> None:
+        """Process completed offloads and restores.
 
         Raises:
-            KvferryError: it could not be moved.
-            InternalError: there was a time to wait, and nothing moved.
+            KvferryError: one has failed.
+            InternalError: none was completed within ``timeout_s``, unless that is 0.
         """
         if not self._client.poll(timeout_s) and timeout_s:
             raise InternalError(f"no page moved within {timeout_s:g} s")
-        for operation in [one for one in self._leaving if one.is_done]:
-            self._left(self._leaving.pop(operation), operation.outcome())
-        for operation in [one for one in self._coming if one.is_done]:
-            self._came(*self._coming.pop(operation), operation.outcome())
+        for operation in [one for one in self._offloading if one.is_done]:
+            self._offloaded(self._offloading.pop(operation), operation.outcome())
+        for operation in [one for one in self._restoring if one.is_done]:
+            self._restored(*self._restoring.pop(operation), operation.outcome())
 
-    def _left(self, request: _Request, done: TierDone) -> None:
+    def _offloaded(self, request: _Request, done: TierDone) -> None:
         count = len(request.sequence.page_ids)
         self._free_pages += count
         request.snapshot = done.snapshot
@@ -158,7 +158,7 @@ class RetractEngine:
             )
         )
 
-    def _came(self, request: _Request, ids: list[int], done: TierDone) -> None:
+    def _restored(self, request: _Request, ids: list[int], done: TierDone) -> None:
         others = sum(new != old for new, old in zip(ids, request.sequence.page_ids.tolist(), strict=True))
         request.sequence.move(ids)
         self._running.append(request)
@@ -191,7 +191,7 @@ class RetractEngine:
         self._go_on(request, logits)
 
     def _step(self) -> bool:
-        """Make one token of the first request that has a page for it; return False where none has."""
+        """Make one token of the first request that has a page for it; return False if none has."""
         for _ in range(len(self._running)):
             request = self._running.popleft()
             if self._has_page(request):
@@ -203,18 +203,18 @@ class RetractEngine:
         return False
 
     def _has_page(self, request: _Request) -> bool:
-        """Return whether a request has a page for its next token, which it may get; if not, another one has to go."""
+        """Return whether a request has a page for its next token; allocate one if possible, else retract a request."""
         if not request.is_full:
             return True
         if self._free_pages:
             request.sequence.append(self._allocate(1))
             return True
-        if not self._leaving:
+        if not self._offloading:
             self._retract()
         return False
 
     def _go_on(self, request: _Request, logits: torch.Tensor) -> None:
-        """Take the token that the logits give and report it; queue the request for the next one, or end it."""
+        """Add the token with the highest logit and report it; queue the request for the next one, or finish it."""
         request.tokens.append(int(logits[-1].argmax()))
         request.turn_tokens += 1
         request_id = request.prompt.request_id
@@ -227,7 +227,7 @@ class RetractEngine:
         self._free_pages += len(request.sequence.page_ids)
 
     def _allocate(self, count: int) -> list[int]:
-        """Return fresh pages filled with NaN: what is not restored cannot pass for data."""
+        """Return new pages filled with NaN, so that missing data cannot go unnoticed."""
         ids: list[int] = self._client.allocate(self._pool, count).tolist()
         self._free_pages -= count
         self._shuffle.shuffle(ids)

@@ -1,8 +1,8 @@
-"""How two pipeline stages talk: a TCP connection with prompts' beginnings and hidden states. The KV cache is not in it.
+"""The protocol between two pipeline stages: a TCP connection for prompts' starts and hidden states, not the KV cache.
 
 A message is the header's length, 4 bytes big-endian, the header in msgpack, and for hidden states their float32 values,
-little-endian. Each length is checked before that many bytes are read. There is no authentication: it is for the demo's
-own network only.
+little-endian. Each length is checked before that many bytes are read. There is no authentication: it is only for the
+demo's own network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from msgspec import Meta
 from kvferry.clients.demo.errors import DemoError
 
 PATIENCE_S: Final = 600.0
-"""Longer than the other stage computes anything."""
+"""Longer than any computation of the other stage."""
 CONNECT_S: Final = 120.0
 RETRY_S: Final = 0.05
 MAX_HEADER_BYTES: Final = 512
@@ -33,25 +33,25 @@ PageCount = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What every message begins with."""
+    """The common fields of all headers."""
 
     request_id: RequestId
 
 
 class Proposal(_Header, frozen=True, kw_only=True):
-    """To the next stage: the next prompt, and how many of its first pages need not be computed again here."""
+    """To the next stage: the next prompt, and how many of its first pages this stage can reuse."""
 
     reusable_pages: PageCount
 
 
 class Agreement(_Header, frozen=True, kw_only=True):
-    """Back: how many of them no later stage has to compute either."""
+    """The answer: how many of them all later stages can reuse, too."""
 
     reused_pages: PageCount
 
 
 class States(_Header, frozen=True, kw_only=True):
-    """To the next stage: ``tokens * width`` values follow, of the tokens from ``first_position`` on."""
+    """To the next stage: ``tokens * width`` values follow, for the tokens from ``first_position`` on."""
 
     first_position: Annotated[int, Meta(ge=0, le=1 << 30)]
     tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
@@ -64,7 +64,7 @@ _decoder = msgspec.msgpack.Decoder(Proposal | Agreement | States)
 
 
 class StageChannel:
-    """One connection, towards the next stage or the one before."""
+    """One connection, to the next or the previous stage."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(PATIENCE_S)
@@ -85,20 +85,20 @@ class StageChannel:
         self._connection.close()
 
     def propose(self, request_id: str, reusable_pages: int) -> int:
-        """Begin a prompt with the next stage; return how many of its first pages no stage computes.
+        """Begin a prompt with the next stage; return how many of its first pages all stages reuse.
 
         Raises:
-            DemoError: here as everywhere: the other stage has gone, is silent, or talks of something else.
+            DemoError: as in all methods: the other stage is gone, does not answer, or sent something unexpected.
         """
         self._send(Proposal(request_id=request_id, reusable_pages=reusable_pages))
         return self._take(Agreement, request_id).reused_pages
 
     def proposed(self, request_id: str) -> int:
-        """Wait until the stage before begins this prompt; return how many first pages it can reuse."""
+        """Wait until the previous stage begins this prompt; return how many of its first pages can be reused there."""
         return self._take(Proposal, request_id).reusable_pages
 
     def agree(self, request_id: str, reused_pages: int) -> None:
-        """Answer the stage before."""
+        """Answer the previous stage."""
         self._send(Agreement(request_id=request_id, reused_pages=reused_pages))
 
     def send(self, request_id: str, first_position: int, states: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ class StageChannel:
         """Wait for the hidden states of these tokens, ``(tokens, width)`` float32."""
         header = self._take(States, request_id)
         if (header.first_position, header.tokens) != (first_position, tokens):
-            raise DemoError(f"the stage before sent {header}, not {tokens} tokens from {first_position}")
+            raise DemoError(f"the previous stage sent {header}, not {tokens} tokens from {first_position}")
         values = np.frombuffer(self._read(tokens * header.width * 4), "<f4")
         return torch.from_numpy(values.astype(np.float32, copy=False)).view(tokens, header.width)
 
@@ -156,15 +156,15 @@ def parsed(endpoint: str) -> tuple[str, int]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that the stage before can connect to from now on."""
+    """Return a listening socket for the previous stage."""
     return socket.create_server((address, port), backlog=1)
 
 
 def accept(listener: socket.socket) -> StageChannel:
-    """Wait for the stage before; no other one is taken after it.
+    """Wait for the previous stage to connect, then stop listening.
 
     Raises:
-        DemoError: it does not come.
+        DemoError: it does not connect in time.
     """
     listener.settimeout(PATIENCE_S)
     with listener:
@@ -176,10 +176,10 @@ def accept(listener: socket.socket) -> StageChannel:
 
 
 def connect(address: str, port: int, timeout_s: float = CONNECT_S) -> StageChannel:
-    """Return a channel to the next stage, waiting for it to listen.
+    """Return a channel to the next stage, waiting until it listens.
 
     Raises:
-        DemoError: it does not in time.
+        DemoError: it does not listen in time.
     """
     ends_at = time.monotonic() + timeout_s
     while True:

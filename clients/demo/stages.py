@@ -1,4 +1,4 @@
-"""Pipeline stages of the demo's model: which layers each one has, and how a whole model becomes one of them."""
+"""Pipeline stages of the demo's model: the layers of each stage, and reducing a whole model to one stage."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def split_layers(layers: int, stages: int) -> list[range]:
-    """Return each stage's layers: all of them in order, the first stages one more where they do not divide.
+    """Return each stage's layers, in order; the first stages get one more if the layers do not divide evenly.
 
     Raises:
-        ValueError: fewer layers than stages, or no stage.
+        ValueError: fewer layers than stages, or no stages.
     """
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be split into {stages} stages")
@@ -22,9 +22,9 @@ def split_layers(layers: int, stages: int) -> list[range]:
 
 
 def cut_stage(model: Any, layers: range) -> None:  # noqa: ANN401  transformers' types miss half of a model
-    """Leave of a whole Llama only the stage with these layers, numbered from 0 as its cache is.
+    """Reduce a whole Llama model to the stage with these layers, renumbered from 0 like its cache.
 
-    All but the last stage give hidden states where the model gives logits: the norm and the head belong to the last.
+    All stages but the last return hidden states instead of logits: the final norm and the head are in the last one.
 
     Raises:
         ValueError: the model does not have these layers.
@@ -52,11 +52,11 @@ def compute(
     """Compute a stage, or a whole model, for tokens that follow those in the cache.
 
     Args:
-        model: what ``cut_stage`` has left, or a whole model.
+        model: reduced by ``cut_stage``, or a whole model.
         inputs: token ids ``(n,)`` int64 for the first stage, hidden states ``(n, width)`` float32 for the others.
         cache: of this stage's layers.
-        first_position: the position of the first of them.
-        only_last: whether the last one's output is enough.
+        first_position: the position of the first one.
+        only_last: return the output of the last one only.
 
     Returns:
         Hidden states ``(n, width)`` or logits ``(n, vocabulary)``, one row where ``only_last``.

@@ -1,6 +1,6 @@
-"""Where daemons listen for each other, as text: what a name must look like to be used, and to be the only one.
+"""The addresses that daemons listen at for each other: checks of their form, and of their being the canonical one.
 
-A daemon is known by the address it gives itself, so an address is good for use only where it is spelt as its owner's
+A daemon is identified by the address that it announces, so an address is usable only where it is spelt as its owner's
 socket spells it. Knows nothing of sockets or configuration.
 """
 
@@ -12,7 +12,7 @@ import socket
 
 IPC, TCP = "ipc", "tcp"
 MAX_PATH_BYTES = 107
-"""A Unix socket's path, without the zero byte that ends it in ``sockaddr_un``."""
+"""A Unix socket's path, without the terminating zero byte of ``sockaddr_un``."""
 MAX_PORT = 65_535
 
 
@@ -27,7 +27,7 @@ def is_v6(address: str) -> bool:
 
 
 def is_numeric(address: str) -> bool:
-    """Return whether a TCP address has a host in numbers, spelt as sockets spell it, and not that of any interface."""
+    """Return whether a TCP address has a numeric host, spelt canonically, and not that of all interfaces."""
     host = address.partition("://")[2].rpartition(":")[0]
     bare, family = (host[1:-1], socket.AF_INET6) if host.startswith("[") else (host, socket.AF_INET)
     with contextlib.suppress(OSError, ValueError):
@@ -37,23 +37,23 @@ def is_numeric(address: str) -> bool:
 
 
 def wrong_port(address: str, least: int) -> str:
-    """Return what is wrong with a TCP address's port, which is at least ``least``; empty where nothing is."""
+    """Return what is wrong with a TCP address's port, which must be ``least`` or more; empty if nothing is."""
     port = address.rpartition(":")[2]
     if port.isascii() and port.isdecimal() and str(int(port)) == port and least <= int(port) <= MAX_PORT:
         return ""
-    return f"{address}: a port is {least} to {MAX_PORT}"
+    return f"{address}: the port must be {least} to {MAX_PORT}"
 
 
 def wrong_address(address: str) -> str:
-    """Return what is wrong with the address of another daemon; empty where a connection can be tried."""
+    """Return what is wrong with another daemon's address; empty if a connection can be tried."""
     if scheme(address) == TCP:
         if is_numeric(address):
             return wrong_port(address, 1)
-        return f"{address}: name a daemon by the address that its own peers.listen gives, in numbers"
+        return f"{address}: give the numeric address of the daemon's own peers.listen"
     path = address.partition("://")[2]
     if not path.isprintable():
-        return f"{address!r}: the path has characters that cannot be printed"
+        return f"{address!r}: the path has unprintable characters"
     size_bytes = len(os.fsencode(path))
     if size_bytes > MAX_PATH_BYTES:
-        return f"{address}: the path has {size_bytes} bytes; a socket's may have {MAX_PATH_BYTES}"
+        return f"{address}: the path has {size_bytes} bytes; a socket's may have at most {MAX_PATH_BYTES}"
     return ""

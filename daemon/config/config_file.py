@@ -1,6 +1,6 @@
-"""A TOML file as sections: each mistake is one error that names file, key, value, and what the key may be.
+"""Parsing a TOML file into sections: each mistake is one error that names the file, key, value and allowed values.
 
-Knows no section: what a key may be follows from its type. A key whose name ends in ``_bytes`` is a size.
+Knows no particular section: what a key may be follows from its type. A key whose name ends in ``_bytes`` is a size.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvferry.protocol.ids import PATTERNS
 from kvferry.protocol.sizes import SIZE_FORM, size_bytes, size_text
 
 _S = TypeVar("_S", bound=Section)
-_MOST_SHOWN = 64
+_MAX_SHOWN = 64
 
 
 def read_file(path: Path, section: type[_S]) -> _S:
-    """Return the file as ``section``, whose tables are its fields' sections.
+    """Return the file as ``section``, whose tables are the sections of its fields.
 
     Raises:
         ConfigError: the file cannot be read or parsed, or a key is unknown or has a wrong value.
@@ -34,15 +34,15 @@ def read_file(path: Path, section: type[_S]) -> _S:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as cause:
         raise ConfigError(f"{path}: {cause.strerror}") from cause
-    except ValueError as cause:  # also what is no UTF-8
+    except ValueError as cause:  # also invalid UTF-8
         raise ConfigError(f"{path}: {cause}") from cause
     except RecursionError as cause:
         raise ConfigError(f"{path}: nested too deeply") from cause
     return _table(path, "", section, table)
 
 
-def allowed(key: str, kind: inspect.Type) -> str:  # noqa: C901, PLR0911  a table, a row a type
-    """Return in words what a key of this type may be."""
+def allowed(key: str, kind: inspect.Type) -> str:  # noqa: C901, PLR0911  a table with one row per type
+    """Describe in words what a key of this type may be."""
     match kind:
         case inspect.Metadata(type=inner, extra_json_schema=schema):
             return str((schema or {}).get("description", "")) or allowed(key, inner)
@@ -98,10 +98,10 @@ def _value(path: Path, key: str, kind: Any, value: object) -> object:  # noqa: A
 
 
 def _plain(key: str, value: object) -> object:
-    """Return the value, with sizes that are texts as bytes.
+    """Return the value, with textual sizes converted to bytes.
 
     Raises:
-        ValueError: a text is no size, or a number is none.
+        ValueError: a text is not a size, or a number is not finite.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("not finite")
@@ -117,11 +117,11 @@ def _is_size(key: str) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return a value as TOML has it, nearly, and not too much of it."""
+    """Return a value approximately as in TOML, shortened."""
     text = msgspec.json.encode(value, enc_hook=str).decode()
     if isinstance(value, float) and not math.isfinite(value):
         text = str(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def _range(kind: inspect.IntType | inspect.FloatType, *, size: bool = False) -> str:

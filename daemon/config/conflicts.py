@@ -1,4 +1,4 @@
-"""Keys of the configuration that are right by themselves and exclude each other: each error names both."""
+"""Checks across keys: values that are valid by themselves and exclude each other. Each error names both keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvferry.daemon.config.addresses import is_numeric
 from kvferry.daemon.config.schema import Config
-from kvferry.daemon.config.sections import LEAST_BYTES
+from kvferry.daemon.config.sections import MIN_SIZE_BYTES
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.sizes import size_text
@@ -18,14 +18,14 @@ _MAX_PORT = 65_535
 
 
 class Conflict(NamedTuple):
-    """What is wrong, and the key by which to mend it most likely."""
+    """A conflict, and the key that most likely has to be changed."""
 
     key: str
     what: str
 
 
 def check_together(config: Config, path: Path) -> None:
-    """Check what no key tells by itself.
+    """Check what no key shows by itself.
 
     Raises:
         ConfigError: two keys exclude each other.
@@ -45,7 +45,7 @@ def _times(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             "peers.timeout_ms",
             f"peers.timeout_ms = {peers.timeout_ms} with peers.heartbeat_ms = {peers.heartbeat_ms}: a peer would be "
-            "lost before the heartbeat that is asked for can come; let the timeout be some heartbeats long",
+            "lost before its heartbeat could arrive; set the timeout to several heartbeats",
         )
 
 
@@ -55,24 +55,24 @@ def _limits(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             "limits.max_message_bytes",
             f"limits.max_message_bytes = {limits.max_message_bytes} with limits.max_frame_bytes = "
-            f"{limits.max_frame_bytes}: a message of one such frame would be refused; the message must be the larger",
+            f"{limits.max_frame_bytes}: a message of one such frame would be refused; raise the former",
         )
     if limits.default_deadline_ms > limits.max_deadline_ms:
         yield Conflict(
             "limits.default_deadline_ms",
             f"limits.default_deadline_ms = {limits.default_deadline_ms} with limits.max_deadline_ms = "
-            f"{limits.max_deadline_ms}: requests that give none would be refused; at most the latter",
+            f"{limits.max_deadline_ms}: requests without a deadline would be refused; at most the latter",
         )
 
 
 def _addresses(config: Config) -> Iterator[Conflict]:
     if HOST in config.devices.open:
-        yield Conflict("devices.open", 'devices.open = ["host"]: the host is no device; npu:N or cuda:N, or nothing')
+        yield Conflict("devices.open", 'devices.open = ["host"]: the host is not a device; use npu:N or cuda:N')
     listen = config.peers.listen
     if listen and not is_numeric(listen):
         yield Conflict(
             "peers.listen",
-            f'peers.listen = "{listen}": give an address of this host in numbers, as in "tcp://10.0.0.3:7801" or '
+            f'peers.listen = "{listen}": give a numeric address of this host, as in "tcp://10.0.0.3:7801" or '
             '"tcp://[fd00::3]:7801"',
         )
     for key, address in (("peers.listen", listen), ("tiers.remote.master", config.tiers.remote.master)):
@@ -88,20 +88,20 @@ def _network(config: Config) -> Iterator[Conflict]:
             yield Conflict(
                 "network.direct",
                 'network.direct = true with network.transport = "none": there is no transport that could write pages '
-                'directly; network.transport = "mooncake"',
+                'directly; set network.transport = "mooncake"',
             )
         if network.protocol != "tcp":
             yield Conflict(
                 "network.protocol",
                 f'network.protocol = "{network.protocol}" with network.transport = "none": nothing would use it; '
-                'network.transport = "mooncake"',
+                'set network.transport = "mooncake"',
             )
         return
     if network.address is None and config.peers.listen is None:
         yield Conflict(
             "network.address",
-            f'network.transport = "{network.transport}" without peers.listen or network.address: say at which address '
-            'others reach this host, peers.listen = "tcp://ADDRESS:PORT"',
+            f'network.transport = "{network.transport}" without peers.listen or network.address: set the address by '
+            'which others reach this host, peers.listen = "tcp://ADDRESS:PORT"',
         )
     bounce_buffers_bytes = network.bounce_buffers * network.bounce_buffer_bytes
     memory_bytes = _memory_bytes()
@@ -110,8 +110,8 @@ def _network(config: Config) -> Iterator[Conflict]:
             yield Conflict(
                 f"network.{key}",
                 f"network.{key} = {count} with network.bounce_buffer_bytes = "
-                f"{size_text(network.bounce_buffer_bytes)}: together that is "
-                f"more than this host's memory of {memory_bytes >> 20}MiB",
+                f"{size_text(network.bounce_buffer_bytes)}: their product is more than this host's memory of "
+                f"{memory_bytes >> 20}MiB",
             )
     if (
         network.quarantined_bytes is not None
@@ -122,8 +122,7 @@ def _network(config: Config) -> Iterator[Conflict]:
             "network.quarantined_bytes",
             f"network.quarantined_bytes = {size_text(network.quarantined_bytes)} with network.bounce_buffers = "
             f"{network.bounce_buffers} of network.bounce_buffer_bytes = {size_text(network.bounce_buffer_bytes)}: "
-            "so many bytes can never be quarantined; at most "
-            f"{size_text(bounce_buffers_bytes)}",
+            f"so many bytes can never be quarantined; at most {size_text(bounce_buffers_bytes)}",
         )
 
 
@@ -135,8 +134,8 @@ def _tiers(config: Config) -> Iterator[Conflict]:
         ("tiers.remote.segment_bytes", tiers.remote.segment_bytes),
         *((f"tiers.quotas.{user}", quota) for user, quota in tiers.quotas.items()),
     ):
-        if size and size < LEAST_BYTES:
-            yield Conflict(key, f'{key} = {size}: 0, or at least "4KiB"; was a unit meant, as in "{size}GiB"?')
+        if size and size < MIN_SIZE_BYTES:
+            yield Conflict(key, f'{key} = {size}: 0, or at least "4KiB"; did you mean "{size}GiB"?')
     for key, size in (("host_bytes", tiers.host_bytes), ("remote.segment_bytes", tiers.remote.segment_bytes)):
         if size and size > _memory_bytes():
             yield Conflict(
@@ -145,14 +144,14 @@ def _tiers(config: Config) -> Iterator[Conflict]:
                 "the tier a part of it",
             )
     if tiers.host_bytes == 0:
-        for key, asked in (
+        for key, configured in (
             ("tiers.disk.path", tiers.disk.path is not None),
             ("tiers.remote.transport", tiers.remote.transport != "none"),
             ("tiers.tenant_bytes", bool(tiers.tenant_bytes)),
             ("tiers.quotas", any(tiers.quotas.values())),
         ):
-            if asked:
-                yield Conflict(key, f"{key} with tiers.host_bytes = 0: it needs the host tier; give that some memory")
+            if configured:
+                yield Conflict(key, f"{key} with tiers.host_bytes = 0: it needs the host tier; raise tiers.host_bytes")
 
 
 def _quotas(config: Config) -> Iterator[Conflict]:
@@ -160,7 +159,8 @@ def _quotas(config: Config) -> Iterator[Conflict]:
     if tiers.tenant_bytes == 0 and not any(tiers.quotas.values()) and tiers.host_bytes != 0:
         yield Conflict(
             "tiers.tenant_bytes",
-            "tiers.tenant_bytes = 0 without tiers.quotas: nobody could use the tiers; tiers.host_bytes = 0 is none",
+            "tiers.tenant_bytes = 0 without tiers.quotas: no user could use the tiers; to disable them set "
+            "tiers.host_bytes = 0",
         )
     if not tiers.host_bytes:
         return
@@ -171,8 +171,8 @@ def _quotas(config: Config) -> Iterator[Conflict]:
         if quota > tiers.host_bytes:
             yield Conflict(
                 key,
-                f"{key} = {size_text(quota)} with tiers.host_bytes = {size_text(tiers.host_bytes)}: one user's part "
-                f"cannot be more than the tier; at most {size_text(tiers.host_bytes)}",
+                f"{key} = {size_text(quota)} with tiers.host_bytes = {size_text(tiers.host_bytes)}: one user's quota "
+                f"cannot be larger than the tier; at most {size_text(tiers.host_bytes)}",
             )
 
 
@@ -183,25 +183,25 @@ def _remote(config: Config) -> Iterator[Conflict]:
             yield Conflict(
                 "tiers.remote.protocol",
                 f'tiers.remote.protocol = "{remote.protocol}" with tiers.remote.transport = "none": nothing would use '
-                'it; tiers.remote.transport = "mooncake_store"',
+                'it; set tiers.remote.transport = "mooncake_store"',
             )
         return
     if remote.address is None and config.network.address is None:
         yield Conflict(
             "tiers.remote.address",
-            f'tiers.remote.transport = "{remote.transport}" without tiers.remote.address or network.address: say at '
-            "which address other nodes reach this one",
+            f'tiers.remote.transport = "{remote.transport}" without tiers.remote.address or network.address: set the '
+            "address by which other nodes reach this one",
         )
     if remote.timeout_s < remote.progress_timeout_s:
         yield Conflict(
             "tiers.remote.timeout_s",
             f"tiers.remote.timeout_s = {remote.timeout_s:g} with tiers.remote.progress_timeout_s = "
-            f"{remote.progress_timeout_s}: each node that hangs would cost the store process its life; at least "
+            f"{remote.progress_timeout_s}: every node that hangs would get the store process killed; at least "
             f"{remote.progress_timeout_s}",
         )
     if remote.retry_at_most_s < remote.retry_s:
         yield Conflict(
             "tiers.remote.retry_at_most_s",
             f"tiers.remote.retry_at_most_s = {remote.retry_at_most_s:g} with tiers.remote.retry_s = "
-            f"{remote.retry_s:g}: the first pause would be longer than the longest; at least {remote.retry_s:g}",
+            f"{remote.retry_s:g}: the first pause would exceed the maximum; at least {remote.retry_s:g}",
         )

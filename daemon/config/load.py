@@ -1,4 +1,4 @@
-"""Reading a configuration file: what ``kvferry daemon --config`` and doctor take."""
+"""Loading a configuration file, as for ``kvferry daemon --config`` and doctor."""
 
 from __future__ import annotations
 

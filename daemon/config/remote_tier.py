@@ -21,16 +21,15 @@ MasterAddress = Annotated[
 class RemoteTierConfig(Section, frozen=True, kw_only=True):
     """A Mooncake Store that many nodes share, with ``transport = "mooncake_store"``.
 
-    Its ``mooncake_master`` listens at ``master``; other nodes reach this one at ``address``, by default that of
-    ``network``. The store keeps its blocks in what the nodes give: ``segment_bytes`` of this one's memory, which may be
-    0, and blocks that lie here are lost with this daemon. Tenants find their own blocks only, by their user's number,
-    unless ``shared`` lets all of them, and those of all other nodes, find each other's.
+    Its ``mooncake_master`` listens at ``master``; other nodes reach this one at ``address``, by default
+    ``network.address``. The store keeps blocks in memory that the nodes contribute: ``segment_bytes`` of this node's,
+    possibly 0; blocks stored here are lost with this daemon. Tenants, by user number, find only their own blocks,
+    unless ``shared`` lets all tenants of all nodes find each other's.
 
-    ``threads`` blocks are written or read at a time. The store is asked what it has for ``lookup_timeout_s`` at most:
-    after that it has nothing. Whoever moves no byte for ``progress_timeout_s`` is given up; a block that is neither
-    there nor given up after ``timeout_s``, or a store process that says nothing for ``hung_s``, costs that process its
-    life, and with it the blocks that this node holds for all. It is started again after ``retry_s``, and twice as
-    long after each failure, up to ``retry_at_most_s``.
+    ``threads`` calls move blocks at a time. A lookup waits for at most ``lookup_timeout_s`` and then finds nothing. A
+    peer that moves no byte for ``progress_timeout_s`` fails. The store process is killed when a block is not settled
+    after ``timeout_s``, or when it does not answer for ``hung_s``; the blocks that this node holds are lost with it. It
+    is restarted after ``retry_s``, twice as long after each failure, up to ``retry_at_most_s``.
     """
 
     transport: Literal["none", "mooncake_store"] = "none"

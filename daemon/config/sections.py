@@ -1,4 +1,4 @@
-"""What every table of the configuration file is, and what its keys may be; every number is bounded on both sides."""
+"""The base of all tables of the configuration file and the types of keys; every number is bounded on both sides."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import msgspec
 from msgspec import Meta
 
 MIB: Final = 1 << 20
-LEAST_BYTES: Final = 4096
-"""Of a size that is not 0: a smaller one is a number of something else."""
+MIN_SIZE_BYTES: Final = 4096
+"""The minimum of a size that is not 0: a smaller number probably lacks a unit."""
 
-MOST_BYTES: Final = 1 << 50
+MAX_SIZE_BYTES: Final = 1 << 50
 
-Bytes = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
-"""A size that may be 0; one that is not has ``LEAST_BYTES`` at least: see ``conflicts``."""
+Bytes = Annotated[int, Meta(ge=0, le=MAX_SIZE_BYTES)]
+"""A size: 0, or at least ``MIN_SIZE_BYTES``: see ``conflicts``."""
 Path = Annotated[str, Meta(pattern="^[^\\x00]+\\Z", max_length=4096, description="a path")]
 Host = Annotated[
     str,
@@ -26,10 +26,10 @@ Listen = Annotated[
     Meta(
         pattern="^tcp://[^ ]+:[0-9]+\\Z",
         max_length=256,
-        description="tcp://ADDRESS:PORT with an address of this host in numbers",
+        description="tcp://ADDRESS:PORT with a numeric address of this host",
     ),
 ]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file; unknown keys are mistakes."""
+    """A table of the file; unknown keys are errors."""

@@ -8,34 +8,34 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from kvferry.daemon.config.remote_tier import RemoteTierConfig
-from kvferry.daemon.config.sections import MIB, MOST_BYTES, Bytes, Path, Section
+from kvferry.daemon.config.sections import MAX_SIZE_BYTES, MIB, Bytes, Path, Section
 
 UserId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 HOST_FRACTION = 10
-"""By default the host tier may take a tenth of the host's memory."""
+"""By default the host tier may use a tenth of the host's memory."""
 
 
 class DiskTierConfig(Section, frozen=True, kw_only=True):
-    """Cached blocks on disk, in ``path``, at most ``max_bytes`` of them; no path: no disk tier.
+    """Cached blocks on disk, in ``path``, at most ``max_bytes`` of them; without a path there is no disk tier.
 
     ``fsync`` is ``never``, ``interval`` (every few seconds) or ``block`` (before a block counts as stored). Blocks that
-    do not reach the disk are computed again: nothing else depends on them.
+    do not reach the disk are recomputed: nothing else depends on them.
     """
 
     path: Path | None = None
-    max_bytes: Annotated[int, Meta(ge=MIB, le=MOST_BYTES)] = 64 << 30
+    max_bytes: Annotated[int, Meta(ge=MIB, le=MAX_SIZE_BYTES)] = 64 << 30
     fsync: Literal["never", "interval", "block"] = "interval"
 
 
 class TiersConfig(Section, frozen=True, kw_only=True):
     """Host memory for what leaves the device: snapshots and cached blocks.
 
-    ``host_bytes``: by default a tenth of the host's memory; it is taken as it is used, at once with ``populate``, and
-    0 is no tier at all. ``tenant_bytes`` bounds what one user has in it, ``quotas`` what users have that are named by
-    their numbers. ``policy`` says which cached block goes first. Without ``checksums`` nobody notices when memory
-    changes by itself, and a restore is faster. ``threads`` copy, by default one a core and at most 2. A snapshot whose
-    session is gone is kept for ``snapshot_grace_s``. A chunk that has waited for transfers longer than ``patience_s``
-    goes alone, 0: never. ``max_in_flight_bytes`` bounds what each class of work has under way.
+    ``host_bytes``, by default a tenth of the host's memory, is populated as it is used, or at once with ``populate``; 0
+    disables the tiers. ``tenant_bytes`` bounds each user's part of it, ``quotas`` that of users given by number.
+    ``policy`` selects the cached blocks to evict. Without ``checksums``, corrupted memory goes unnoticed and restores
+    are faster. ``threads`` copy, by default one per core and at most 2. A snapshot whose session ended is kept for
+    ``snapshot_grace_s``. A chunk that has waited for transfers for ``patience_s`` is copied despite them, 0: never.
+    ``max_in_flight_bytes`` bounds the bytes in flight of each class of operations.
     """
 
     host_bytes: Bytes | None = None
@@ -47,7 +47,7 @@ class TiersConfig(Section, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=1, le=16)] | None = None
     snapshot_grace_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     patience_s: Annotated[float, Meta(ge=0, le=60)] = 0.1
-    max_in_flight_bytes: Annotated[int, Meta(ge=MIB, le=MOST_BYTES)] = 64 << 20
+    max_in_flight_bytes: Annotated[int, Meta(ge=MIB, le=MAX_SIZE_BYTES)] = 64 << 20
     disk: DiskTierConfig = DiskTierConfig()
     remote: RemoteTierConfig = RemoteTierConfig()
 
@@ -60,5 +60,5 @@ class TiersConfig(Section, frozen=True, kw_only=True):
 
     @property
     def copy_threads(self) -> int:
-        """Return how many threads copy."""
+        """Return the number of threads that copy."""
         return self.threads or min(2, len(os.sched_getaffinity(0)))

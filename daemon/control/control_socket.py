@@ -1,7 +1,7 @@
-"""The ROUTER socket: an edge-triggered file descriptor, drained fairly on the control loop.
+"""The control socket: a ZeroMQ ROUTER, drained fairly on the control loop.
 
-The descriptor signals a change, not a state: after every drain and every send, EVENTS is looked at again. zmq.asyncio
-is not used: its futures cost several times the processor time of a drain. Knows nothing of what frames mean.
+Its file descriptor is edge-triggered, so EVENTS is checked again after every drain and every send. zmq.asyncio is not
+used: its futures cost several times the CPU time of a drain. Frames are not interpreted here.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.limits import Limits
 
 DRAIN_BOUND = 64
-"""Messages handled before other callbacks of the loop get their turn."""
+"""Messages handled in a row before other callbacks of the loop run."""
 
 DRAIN_RECEIVED_BOUND = 16
-"""Drains one after another."""
+"""Drains in a row, in ``drain_received``."""
 
-# As plain integers: an enum costs a microsecond or more at every use.
+# Plain integers: an enum costs a microsecond or more at every use.
 NOBLOCK, SEND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class ReceivedMessage(NamedTuple):
-    """One message: who to answer, and its frames; ``frames`` is cut short where ``too_large``."""
+    """One message: the identity to answer to, and its frames; ``frames`` is truncated if ``too_large``."""
 
     identity: bytes
     frames: list[bytes]
@@ -82,7 +82,7 @@ class ControlSocket:
 
     @property
     def endpoint(self) -> str:
-        """Return what was bound last: the TCP address with its port, if there is one."""
+        """Return the address bound last: the TCP address with its port, if there is one."""
         return cast("bytes", self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
@@ -93,7 +93,7 @@ class ControlSocket:
         self._schedule_drain()
 
     def close(self) -> None:
-        """Stop serving; replies already given to libzmq are sent for a tenth of a second more."""
+        """Stop serving; libzmq may send queued replies for another 0.1 s."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.FD)
             self._loop = None
@@ -101,7 +101,7 @@ class ControlSocket:
         self._context.term()
 
     def send(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> bool:
-        """Queue a message; return False where the peer is gone or its queue is full: nothing was queued then."""
+        """Queue a message; return False, with nothing queued, if the peer is gone or its queue is full."""
         if self._socket.closed:
             return False
         try:
@@ -123,7 +123,7 @@ class ControlSocket:
         return True
 
     def drain_received(self) -> None:
-        """Take what has arrived by now, before something that came after it is looked at."""
+        """Handle the messages that have arrived by now, before something that happened after them is handled."""
         for _ in range(DRAIN_RECEIVED_BOUND):
             if self._loop is None or not self._readable():
                 return
@@ -137,11 +137,11 @@ class ControlSocket:
             self._socket.close(0)
             self._context.term()
             error = ConfigError(f"cannot listen on {address}: {cause.strerror}", field="peers.listen")
-            error.retryable = True  # who listens there may end, and an address may come up
+            error.retryable = True  # the process that listens there may end, and the address may come up
             raise error from cause
 
     def _schedule_drain(self) -> None:
-        """Make sure that a message which arrived unsignalled is seen."""
+        """Schedule a drain if a message has arrived without a signal."""
         if self._loop is not None and not self._drain_scheduled and self._readable():
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
@@ -150,7 +150,7 @@ class ControlSocket:
         return bool(cast("int", self._socket.getsockopt(EVENTS)) & POLLIN)
 
     def _drain(self) -> None:
-        self._drain_scheduled = True  # sends made while draining need not look at EVENTS
+        self._drain_scheduled = True  # sends made while draining need not check EVENTS
         try:
             for _ in range(DRAIN_BOUND):
                 try:
@@ -164,14 +164,14 @@ class ControlSocket:
         self._schedule_drain()
 
     def _receive(self) -> ReceivedMessage:
-        """Return one message. Raises zmq.Again if none waits."""
+        """Return one message, or raise zmq.Again if there is none."""
         receive = self._socket.recv
         identity = receive(NOBLOCK)
         frames: list[bytes] = []
         size = 0
         fits = more = True  # libzmq hands over whole messages: after the identity comes at least one frame
         while more:
-            frame = receive(NOBLOCK, copy=False)  # knows whether another follows, without a further call
+            frame = receive(NOBLOCK, copy=False)  # a Frame knows whether another follows, without a further call
             more = frame.more
             size += len(frame)
             fits = fits and size <= self._limits.max_message_bytes and len(frames) < self._limits.max_frames

@@ -1,18 +1,21 @@
-"""From bytes to a handler and back: every request is answered, once, whatever it is."""
+"""Dispatch of requests to their handlers: decodes, checks, runs and answers each request exactly once."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 import structlog
 
+from kvferry.daemon.control.batches import OpenBatch
 from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.protocol.base import Body
+from kvferry.protocol.batch_messages import Batch
 from kvferry.protocol.codec import Frames, IncomingRequest, PageIds, UnreadableRequest, decode_request, encode
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.errors import (
@@ -35,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 
 class Call(NamedTuple):
-    """One request on its way to a handler. ``deadline_s`` is the time left to it."""
+    """One request for a handler. ``deadline_s`` is its remaining time in seconds."""
 
     message_id: int
     session: Session
@@ -55,7 +58,7 @@ class Handler(Protocol):
     """Handles one type of request of a session."""
 
     def __call__(self, call: Call) -> Answer | None:
-        """Return the reply, or None where ``Dispatcher.answer`` will be called later. Raises KvferryError to refuse."""
+        """Return the reply, or None if ``Dispatcher.answer`` is called later; raise KvferryError to refuse."""
 
 
 OpenHandler = Callable[[Body], ReplyBody]
@@ -65,10 +68,10 @@ SendFrames = Callable[[bytes, Frames], bool]
 
 
 class Dispatcher:
-    """Knows which handler has which type; the handlers know nothing of envelopes.
+    """Passes each request to the handler of its type; handlers do not see envelopes.
 
     Attributes:
-        sessions: those that live.
+        sessions: the live sessions.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Dispatcher:
         send: SendFrames,
         hub: EventHub,
     ) -> None:
-        """Send replies and events by ``send``, which returns False where the peer is gone."""
+        """``send`` sends replies and events; it returns False if the peer is gone or its queue is full."""
         self._boot_id = boot_id
         self._limits = limits
         self.sessions = sessions
@@ -90,22 +93,25 @@ class Dispatcher:
         self._send = send
         self._hub = hub
         self._deadlines: dict[tuple[int, int], asyncio.TimerHandle] = {}
+        self._part_ids = itertools.count(-1, -1)
+        self._batches: dict[int, OpenBatch] = {}
+        self.handle("BATCH", self._batch)
 
     def handle_open(self, kind: str, handler: OpenHandler) -> None:
-        """Let ``handler`` have the requests of a type that needs no session."""
+        """Register the handler of a request type that needs no session."""
         self._open_handlers[REQUEST_TYPES[kind].request] = handler
 
     def handle(self, kind: str, handler: Handler) -> None:
-        """Let ``handler`` have the requests of a type that needs a session."""
+        """Register the handler of a request type that needs a session."""
         self._handlers[REQUEST_TYPES[kind].request] = handler
 
     def check_complete(self) -> None:
-        """Check that every type of request has its handler."""
+        """Assert that every request type has a handler."""
         missing = {row.request for row in REQUEST_TYPES.values()} - {*self._open_handlers, *self._handlers}
         assert not missing, missing
 
     def on_message(self, message: ReceivedMessage) -> None:
-        """Take one message from the control socket. Never raises."""
+        """Handle one message from the control socket. Never raises."""
         self._counters.add("messages.received")
         incoming = decode_request(message.frames)
         if message.too_large:
@@ -122,10 +128,13 @@ class Dispatcher:
             self._serve(message.identity, incoming)
 
     def answer(self, session: Session, message_id: int, answer: Answer) -> None:
-        """Give the reply that a handler deferred; a second one to the same request is dropped."""
+        """Send the reply that a handler deferred; a second one to the same request is dropped."""
         timer = self._deadlines.pop((session.session_id, message_id), None)
         if timer is not None:
             timer.cancel()
+        if message_id < 0:
+            self._part_answered(session, message_id, answer)
+            return
         frames = encode(Reply(message_id, self._boot_id, answer.body), answer.ids)
         if session.answered(message_id, frames) and session.identity is not None:
             self._send(session.identity, frames)
@@ -135,7 +144,7 @@ class Dispatcher:
         self.answer(session, message_id, Answer(_error_body(error)))
 
     def push_events(self, session: Session) -> None:
-        """Send the session's unsent events, as many as its queue takes; the rest goes with its next request."""
+        """Send the session's unsent events, as many as its queue takes; the others follow with its next request."""
         while session.unsent and session.identity is not None:
             event = session.unsent[0]
             if not self._send(session.identity, encode(Event(event.cursor, self._boot_id, event.body), event.ids)):
@@ -143,24 +152,28 @@ class Dispatcher:
             session.unsent.popleft()
 
     def forget_session(self, session: Session) -> None:
-        """Drop the timers of a session that has ended."""
+        """Drop the timers and open batches of a session that has ended."""
         for key in [one for one in self._deadlines if one[0] == session.session_id]:
             self._deadlines.pop(key).cancel()
+        for part_id in [one for one, batch in self._batches.items() if batch.session is session]:
+            del self._batches[part_id]
 
     def _serve(self, identity: bytes, incoming: IncomingRequest) -> None:
         try:
             self._dispatch(identity, incoming)
-        except Exception as error:  # noqa: BLE001  a bug must not end the loop, nor leave the client waiting
+        except Exception as error:  # noqa: BLE001  a bug must neither end the loop nor leave the client waiting
             number = incoming.request.message_id
-            self._send(identity, encode(Reply(number, self._boot_id, self._refusal(incoming.request, error))))
+            self._send(identity, encode(Reply(number, self._boot_id, self._refusal(incoming.request.body, error))))
 
     def _dispatch(self, identity: bytes, incoming: IncomingRequest) -> None:
         request = incoming.request
         if request.boot_id not in (self._boot_id, NO_BOOT):
-            raise StaleBootError(f"for daemon {request.boot_id}, this is {self._boot_id}", field="boot_id")
+            raise StaleBootError(
+                f"the request is for daemon {request.boot_id}, this is {self._boot_id}", field="boot_id"
+            )
         session = self._session_of(request)
         if session is not None:
-            self._greet(session, identity, request)
+            self._update_session(session, identity, request)
         kind = type(request.body)
         open_handler = self._open_handlers.get(kind)
         if open_handler is not None:
@@ -168,9 +181,9 @@ class Dispatcher:
         elif session is None:
             raise NoSessionError(f"{kind.__name__} needs a session", field="secret")
         elif not request.boot_id:
-            raise InvalidFieldError(f"{kind.__name__} must say which daemon it is for", field="boot_id")
+            raise InvalidFieldError(f"{kind.__name__} needs the boot id of this daemon", field="boot_id")
         else:
-            self._handle(self._handlers[kind], session, request, incoming.ids)
+            self._handle(session, request, incoming.ids)
 
     def _session_of(self, request: Request) -> Session | None:
         if not request.secret:
@@ -180,51 +193,87 @@ class Dispatcher:
             raise NoSessionError("no live session has this secret", field="secret")
         return session
 
-    def _greet(self, session: Session, identity: bytes, request: Request) -> None:
-        """Take what comes with every request of a session: where to answer, and what it has seen."""
+    def _update_session(self, session: Session, identity: bytes, request: Request) -> None:
+        """Apply what every request of a session carries: where to answer, and which events it acknowledges."""
         session.bind(identity)
         for event in session.acknowledge(request.acknowledged):
             self._hub.publish(EventAcknowledged(session, event.body))
         self.push_events(session)
 
-    def _handle(self, handler: Handler, session: Session, request: Request, ids: tuple[PageIds, ...]) -> None:
-        message_id = request.message_id
-        deadline_s = self._deadline_s(request)
-        if not session.begin(message_id):
-            reply = session.reply_to(message_id)
-            if reply is not None and session.identity is not None:
-                self._send(session.identity, reply)
+    def _handle(self, session: Session, request: Request, ids: tuple[PageIds, ...]) -> None:
+        call = Call(request.message_id, session, request.body, ids, self._deadline_s(request.deadline_ms))
+        if session.begin(call.message_id):
+            self._run(call)
             return
+        reply = session.reply_to(call.message_id)
+        if reply is not None and session.identity is not None:
+            self._send(session.identity, reply)
+
+    def _run(self, call: Call) -> None:
+        """Run the handler of a request; answer it, or set a timer that answers DEADLINE."""
         try:
-            answer = handler(Call(message_id, session, request.body, ids, deadline_s))
+            answer = self._handlers[type(call.body)](call)
         except Exception as error:  # noqa: BLE001  see _serve
-            answer = Answer(self._refusal(request, error))
+            answer = Answer(self._refusal(call.body, error))
         if answer is not None:
-            self.answer(session, message_id, answer)
-        elif session.is_pending(message_id):
-            late = DeadlineError(f"no answer within {deadline_s:g} s")
-            late.request_id = about(request.body).get("request_id", "")
-            self._deadlines[session.session_id, message_id] = asyncio.get_running_loop().call_later(
-                deadline_s, self.answer_error, session, message_id, late
+            self.answer(call.session, call.message_id, answer)
+        elif call.session.is_pending(call.message_id) and not isinstance(call.body, Batch):
+            late = DeadlineError(f"no answer within {call.deadline_s:g} s")
+            late.request_id = about(call.body).get("request_id", "")
+            self._deadlines[call.session.session_id, call.message_id] = asyncio.get_running_loop().call_later(
+                call.deadline_s, self.answer_error, call.session, call.message_id, late
             )
 
-    def _deadline_s(self, request: Request) -> float:
-        deadline_ms = request.deadline_ms or self._limits.default_deadline_ms
+    def _batch(self, call: Call) -> None:
+        """Run the requests of a BATCH as if each had come alone, under numbers below 0, which no client can use."""
+        body = expect(call, Batch)
+        call.session.check_parts()
+        deadlines_ms = body.deadlines_ms or (0,) * len(body.requests)
+        if len(deadlines_ms) != len(body.requests):
+            raise InvalidFieldError(
+                f"{len(deadlines_ms)} deadlines for {len(body.requests)} requests", field="deadlines_ms"
+            )
+        deadlines_s = [
+            self._deadline_s(one, f"deadlines_ms[{at}]") if one else call.deadline_s
+            for at, one in enumerate(deadlines_ms)
+        ]
+        batch = OpenBatch(call.session, call.message_id, len(body.requests), self._limits.max_message_bytes)
+        ids = iter(call.ids)
+        for at, (request, deadline_s) in enumerate(zip(body.requests, deadlines_s, strict=True)):
+            its = tuple(itertools.islice(ids, len(request.page_counts())))
+            part = Call(next(self._part_ids), call.session, request, its, deadline_s)
+            batch.places[part.message_id] = at
+            self._batches[part.message_id] = batch
+            call.session.begin_part(part.message_id)
+            self._run(part)
+
+    def _part_answered(self, session: Session, part_id: int, answer: Answer) -> None:
+        """Store the result of a request of a BATCH; the last one answers the BATCH."""
+        batch = self._batches.pop(part_id, None)
+        if batch is None:  # answered before
+            return
+        session.part_answered(part_id)
+        batch.put(part_id, answer.body, answer.ids)
+        if batch.is_complete:
+            self.answer(session, batch.message_id, Answer(*batch.reply()))
+
+    def _deadline_s(self, deadline_ms: int, field: str = "deadline_ms") -> float:
+        deadline_ms = deadline_ms or self._limits.default_deadline_ms
         if deadline_ms > self._limits.max_deadline_ms:
             raise InvalidFieldError(
-                f"a deadline of {deadline_ms / 1000:g} s; at most {self._limits.max_deadline_ms / 1000:g} s, as "
-                "limits.max_deadline_ms has it",
-                field="deadline_ms",
+                f"a deadline of {deadline_ms / 1000:g} s; at most {self._limits.max_deadline_ms / 1000:g} s "
+                "(limits.max_deadline_ms)",
+                field=field,
             )
         return deadline_ms / 1000
 
-    def _refusal(self, request: Request, error: Exception) -> ErrorReply | Busy:
-        """Return what to answer where handling a request raised, and count it."""
-        name = type(request.body).__name__
+    def _refusal(self, body: Body, error: Exception) -> ErrorReply | Busy:
+        """Return the answer to a request whose handler raised, and count it."""
+        name = type(body).__name__
         if not isinstance(error, KvferryError):
-            log.error("request failed", type=name, exc_info=error, **about(request.body))
+            log.error("request failed", type=name, exc_info=error, **about(body))
             error = InternalError(f"{name} failed: {type(error).__name__}")
-        error.request_id = about(request.body).get("request_id", "")
+        error.request_id = about(body).get("request_id", "")
         self._counters.add(f"requests.refused.{error.code.lower()}")
         return _error_body(error)
 
@@ -239,6 +288,6 @@ def _error_body(error: KvferryError) -> ErrorReply | Busy:
 
 
 def expect(call: Call, kind: type[BodyT]) -> BodyT:
-    """Return the call's body, which the table of handlers says is of this kind."""
+    """Return the call's body, which is of this type by the handler's registration."""
     assert isinstance(call.body, kind), call.body
     return call.body

@@ -1,24 +1,24 @@
-"""Counters by stable names; they only grow. STATUS shows them."""
+"""Counters with stable names, shown by STATUS, and the request id field of log lines."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Final
 
-# -- which request a log line is about: always all of its 32 digits, always under ``request_id``.
+# -- the request id of log lines: always all 32 digits, always in the field ``request_id``.
 #
-# So that one search finds a transfer in the logs of both its daemons, of its engines and of the router.
+# One search then finds a transfer in the logs of both its daemons, its engines and the router.
 
 
 _PARTS: Final = ("receive_request", "event", "remote_endpoint", "announcement", "send_request", "op", "body")
-"""Where messages and effects keep what they are about."""
+"""Fields of messages and effects in which the request id is looked for."""
 
 
 def about(thing: object) -> dict[str, str]:
-    """Return the field of a log line that names the request; none where ``thing`` is about no single request.
+    """Return the log field ``request_id`` of a thing; an empty dict if it does not concern a single request.
 
     Args:
-        thing: a message, an effect, a side of a transfer, or whatever else has a ``request_id`` in it.
+        thing: a message, an effect, an endpoint, or anything else that has a ``request_id`` in it.
     """
     found = getattr(thing, "request_id", None)
     if isinstance(found, str):
@@ -31,13 +31,13 @@ def about(thing: object) -> dict[str, str]:
 
 
 class Counters:
-    """What has happened since the daemon started. For the control loop's thread only."""
+    """Counts since the daemon started; they only grow. For the control loop's thread only."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def add(self, name: str, count: int = 1) -> None:
-        """Count ``count`` more of ``name``: dotted words, the noun first (``messages.malformed``)."""
+        """Add ``count`` to ``name``: dotted words, the noun first (``messages.malformed``)."""
         self._counts[name] += count
 
     def snapshot(self) -> dict[str, int]:

@@ -1,8 +1,9 @@
-"""The session socket: a Unix stream whose life is the session's life, and on which file descriptors travel.
+"""The session socket: a Unix stream that lives as long as its session, and passes file descriptors.
 
-A session ends at its end-of-file or at the death of the process that opened it, whichever is seen first: a forked child
-keeps the socket open, but not the process. After the opening frame an engine may only send shares of what it registers,
-and descriptors of host memory, one with each frame that says so; others end its session.
+A session ends at end-of-file or when the process that opened it ends, whichever is seen first: a forked child keeps the
+socket open. A session with ``keep`` survives end-of-file for a while, but not its process. After the opening frame, an
+engine may only send shares of memory that it registers, host memory descriptors (one with each MEMORY frame), and the
+end of its session; any other descriptor ends the session.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from kvferry.daemon.control.hub import EventHub, SessionBegan, SessionEnded
+from kvferry.daemon.control.attachments import Attachments
+from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.peer_process import peer_of, pidfd_of
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import SOCKET_MODE
 from kvferry.pools.devices.base import Region
@@ -36,28 +38,26 @@ from kvferry.protocol.session_messages import (
     MemoryFollows,
     RegionFollows,
     RegionRequest,
+    SessionEnd,
     SessionFrame,
+    SessionOpen,
     SessionOpened,
     SessionRefused,
     ShareFollows,
 )
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_open, unpack_said
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_attachment, unpack_open
 from kvferry.protocol.versions import agree
 
 OPENING_TIMEOUT_S: Final = 5.0
 MAX_UNOPENED: Final = 64
 BACKLOG: Final = 1024
 ACCEPT_PAUSE_S: Final = 1.0
-_SO_PEERPIDFD: Final = 77
-_CREDENTIALS: Final = struct.Struct("3i")
 _RECEIVE_BYTES: Final = 4096
-MAX_MESSAGES_SHARED: Final = 16
 MAX_DESCRIPTORS: Final = 2
-"""Of what is taken at once: one that is awaited, and one by which more are noticed; the kernel closes the rest."""
+"""Descriptors taken by one read: the expected one, and a second to detect surplus ones; the kernel closes the rest."""
 
-MAX_SHARES_SAID: Final = 16_384
 MAX_BYTES_SAID_AHEAD: Final = 8 << 20
-"""More than a socket's buffer holds: of what an engine said before a message, nothing is left behind."""
+"""More than a socket's buffer holds, so that everything sent before a message is read."""
 
 log = structlog.get_logger(__name__)
 
@@ -73,8 +73,15 @@ class SessionSocket:
         counters: Counters,
         hub: EventHub,
         region_of: Callable[[RegionRequest], Region],
+        *,
+        resume_grace_s: float = 0.0,
     ) -> None:
-        """``region_of`` finds the memory that another daemon of this host asks for, or raises."""
+        """Listen on ``path``.
+
+        ``region_of`` returns the memory that another daemon of this host asks for, or raises. A session with ``keep``
+        whose socket is lost may resume for ``resume_grace_s`` seconds.
+        """
+        self.resume_grace_s = resume_grace_s
         self.boot_id = boot_id
         self.sessions = sessions
         self.counters = counters
@@ -82,6 +89,7 @@ class SessionSocket:
         self._hub = hub
         self.unopened = 0
         self._connections: dict[int, _Connection] = {}
+        self._kept: dict[int, _Connection] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         umask = os.umask(0o777 & ~SOCKET_MODE)
@@ -103,7 +111,7 @@ class SessionSocket:
         if self._loop is not None:
             self._loop.remove_reader(self._listener)
         self._listener.close()
-        for connection in list(self._connections.values()):
+        for connection in [*self._connections.values(), *self._kept.values()]:
             connection.close("the daemon ends")
 
     def is_connected(self, session: Session) -> bool:
@@ -111,11 +119,11 @@ class SessionSocket:
         return session.session_id in self._connections
 
     def pass_frame(self, session: Session, frame: SessionFrame, fds: Sequence[int]) -> None:
-        """Hand a frame and descriptors to a session's engine, without waiting.
+        """Send a frame and descriptors to a session's engine, without blocking.
 
         Raises:
             NoSessionError: the session has just ended.
-            OverloadedError: its socket is full: it does not read.
+            OverloadedError: its socket is full, because the engine does not read.
         """
         connection = self._connections.get(session.session_id)
         if connection is None:
@@ -123,29 +131,53 @@ class SessionSocket:
         connection.pass_frame(frame, fds)
 
     def take_share(self, session: Session, message_id: int) -> ShareFollows:
-        """Return what an engine said for a message; it says it before the message, which comes by another socket.
-
-        An empty one where nothing came.
-        """
+        """Return the shares that an engine sent for a message, before the message itself; empty if none came."""
         connection = self._connections.get(session.session_id)
         found = connection.take_share(message_id) if connection is not None else None
         return found or ShareFollows(message_id=message_id)
 
     def take_memory(self, session: Session, message_id: int) -> int | None:
-        """Return the descriptor that an engine passed for a message, which the caller closes; None without one."""
+        """Return the descriptor that an engine sent for a message, or None; the caller owns it."""
         connection = self._connections.get(session.session_id)
         return connection.take_memory(message_id) if connection is not None else None
 
     def opened(self, connection: _Connection, session: Session) -> None:
-        """Note which connection a session has."""
+        """Record a new session's connection, and publish ``SessionBegan``."""
         self._connections[session.session_id] = connection
         self._hub.publish(SessionBegan(session))
 
+    def keep(self, connection: _Connection, session: Session) -> None:
+        """Keep a session that has lost its socket, so that it can be resumed."""
+        self._connections.pop(session.session_id, None)
+        self._kept[session.session_id] = connection
+
+    def resume(self, connection: _Connection, opening: SessionOpen, peer: Peer) -> Session:
+        """Attach a kept session to the new connection that knows its secret.
+
+        Raises:
+            NoSessionError: no session of that user has this secret, or it has not lost its socket.
+        """
+        session = self.sessions.by_secret(opening.resume)
+        if session is None or session.tenant != peer.uid:
+            raise NoSessionError("no session of this user has this secret: it has ended", field="resume")
+        kept = self._kept.pop(session.session_id, None)
+        if kept is None:
+            raise NoSessionError(
+                f"session {session.session_id} still has its socket: there is nothing to resume", field="resume"
+            )
+        kept.release()
+        session.resumed_by(peer, keep=opening.keep)
+        self._connections[session.session_id] = connection
+        return session
+
     def closed(self, session: Session) -> None:
-        """Note that a session's connection is gone, and tell the owner once."""
-        del self._connections[session.session_id]
+        """Close a session whose connection is gone, and publish its end, and its instance's after the last one."""
+        self._connections.pop(session.session_id, None)
+        self._kept.pop(session.session_id, None)
         self.sessions.close(session)
         self._hub.publish(SessionEnded(session))
+        if not self.sessions.of_instance(session.owner_id):
+            self._hub.publish(InstanceEnded(session.owner_id))
 
     def _accept(self) -> None:
         while True:
@@ -163,9 +195,9 @@ class SessionSocket:
             _Connection(self, connection, self._loop)
 
     def _pause(self, cause: OSError) -> None:
-        """Out of descriptors: those who wait are taken later, instead of asking the kernel without end."""
+        """Out of descriptors: accept later, instead of retrying in a busy loop."""
         if self._loop is not None:
-            log.warning("sessions wait", cause=str(cause), remedy="raise LimitNOFILE")
+            log.warning("new sessions wait", cause=str(cause), remedy="raise LimitNOFILE")
             self._loop.remove_reader(self._listener)
             self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
 
@@ -186,24 +218,23 @@ class _Connection:
         self._pidfd = -1
         self._closed = False
         self._served = False
-        self._shares: dict[int, ShareFollows] = {}
-        self._fds: list[int] = []  # that have come, and of which nothing was said yet
-        self._memory: dict[int, int] = {}
+        self._is_kept = False
+        self._attachments = Attachments()
         owner.unopened += 1
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         loop.add_reader(channel, self._readable)
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
 
     def take_share(self, message_id: int) -> ShareFollows | None:
-        self._hear()
-        return self._shares.pop(message_id, None)
+        self._read_all()
+        return self._attachments.take_share(message_id)
 
     def take_memory(self, message_id: int) -> int | None:
-        self._hear()
-        return self._memory.pop(message_id, None)
+        self._read_all()
+        return self._attachments.take_memory(message_id)
 
-    def _hear(self) -> None:
-        # All of it was said before the message, in as many frames as it took; who goes on saying is not waited for.
+    def _read_all(self) -> None:
+        # It was sent before the message, in any number of frames. Bounded: an engine that keeps sending is not awaited.
         for _ in range(MAX_BYTES_SAID_AHEAD // _RECEIVE_BYTES):
             if self._closed or not self._readable():
                 break
@@ -223,17 +254,7 @@ class _Connection:
     def close(self, why: str) -> None:
         if self._closed:
             return
-        self._closed = True
-        self._timeout.cancel()
-        self._loop.remove_reader(self._channel)
-        if self._pidfd >= 0:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-        self._channel.close()
-        for fd in (*self._fds, *self._memory.values()):
-            os.close(fd)
-        self._fds.clear()
-        self._memory.clear()
+        self.release()
         if self._session is None:
             self._owner.unopened -= 1
         if self._session is None and not self._served:
@@ -243,8 +264,36 @@ class _Connection:
             log.info("session ended", session=self._session.session_id, pid=self._session.peer.pid, cause=why)
             self._owner.closed(self._session)
 
+    def release(self) -> None:
+        """Release everything but the session, which another connection takes over, or which ends."""
+        self._closed = True
+        self._timeout.cancel()
+        if not self._is_kept:
+            self._loop.remove_reader(self._channel)
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        self._channel.close()
+        self._attachments.close()
+
+    def _lost(self, why: str) -> None:
+        """Handle the loss of the socket: keep a session with ``keep`` for the grace period while its process lives."""
+        session, grace_s = self._session, self._owner.resume_grace_s
+        if session is None or not session.keep or grace_s <= 0 or self._pidfd < 0:
+            self.close(why)
+            return
+        self._is_kept = True
+        self._loop.remove_reader(self._channel)
+        self._close_socket()
+        self._timeout = self._loop.call_later(grace_s, self.close, f"not resumed within {grace_s:g} s")
+        self._owner.keep(self, session)
+        log.info("session kept", session=session.session_id, pid=session.peer.pid, cause=why, grace_s=grace_s)
+
     def _readable(self) -> bool:
-        """Take what has arrived; return whether there was something to take."""
+        """Read and handle what has arrived; return whether there was anything."""
         try:
             data, fds, flags, _ = socket.recv_fds(
                 self._channel, _RECEIVE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -252,18 +301,18 @@ class _Connection:
         except BlockingIOError:
             return False
         except OSError as cause:
-            self.close(cause.strerror or "its socket failed")
+            self._lost(cause.strerror or "its socket failed")
             return False
-        self._fds += fds
+        self._attachments.add_descriptors(fds)
         if not data:
-            self.close("its socket was closed")
+            self._lost("its socket was closed")
             return False
         try:
             for frame in self._frames.feed(data):
                 if self._session is None:
                     self._open(frame)
                 else:
-                    self._note(unpack_said(frame))
+                    self._handle_frame(unpack_attachment(frame))
             self._check_descriptors(flags)
         except KvferryError as error:
             if self._session is None:
@@ -271,66 +320,67 @@ class _Connection:
             self.close(str(error))
         return True
 
-    def _note(self, said: ShareFollows | MemoryFollows) -> None:
-        if isinstance(said, ShareFollows):
-            self._note_share(said)
+    def _handle_frame(self, frame: ShareFollows | MemoryFollows | SessionEnd) -> None:
+        if isinstance(frame, SessionEnd):
+            self.close("its engine ended it")
         else:
-            self._note_memory(said.message_id)
-
-    def _note_memory(self, message_id: int) -> None:
-        if not self._fds or message_id in self._memory:
-            raise MalformedError("one descriptor comes with each frame that says so, one for a message")
-        if len(self._memory) >= MAX_MESSAGES_SHARED:
-            raise OverloadedError(f"descriptors for {MAX_MESSAGES_SHARED} messages that never came")
-        self._memory[message_id] = self._fds.pop(0)
+            self._attachments.note(frame)
 
     def _check_descriptors(self, flags: int) -> None:
-        """Check that no descriptor has come but one of a frame that is still coming."""
+        """Check that no descriptor has come except one for a frame that is still incomplete."""
         awaited = 0 if self._session is None or self._frames.between_frames else 1
-        if not self._closed and (len(self._fds) > awaited or flags & socket.MSG_CTRUNC):
-            raise MalformedError("descriptors came that no frame speaks of")
-
-    def _note_share(self, said: ShareFollows) -> None:
-        known = self._shares.get(said.message_id)
-        if known is not None:
-            both = (*known.shares, *said.shares)
-            said = ShareFollows(message_id=said.message_id, shares=both, events=said.events or known.events)
-        elif len(self._shares) >= MAX_MESSAGES_SHARED:
-            raise OverloadedError(f"shares for {MAX_MESSAGES_SHARED} messages that never came")
-        self._shares[said.message_id] = said
-        if sum(len(one.shares) for one in self._shares.values()) > MAX_SHARES_SAID:
-            raise OverloadedError(f"more than {MAX_SHARES_SAID} shares for messages that have not come")
+        if not self._closed and (self._attachments.unexplained > awaited or flags & socket.MSG_CTRUNC):
+            raise MalformedError("descriptors came that no frame names")
 
     def _open(self, frame: bytes) -> None:
         opening = unpack_open(frame)
         if isinstance(opening, RegionRequest):
-            self._give_region(opening)
+            self._pass_region(opening)
             return
         agree(opening.protocol_min, opening.protocol_max)
-        peer = _peer_of(self._channel)
-        self._pidfd = _pidfd_of(self._channel, peer)
-        session = self._owner.sessions.open(opening.name, peer)
+        peer = peer_of(self._channel)
+        self._pidfd = pidfd_of(self._channel, peer)
+        if opening.resume:
+            session = self._owner.resume(self, opening, peer)
+        else:
+            session = self._owner.sessions.open(opening.name, peer, opening.instance)
+            session.keep = opening.keep
         self._session = session
         self._timeout.cancel()
         self._owner.unopened -= 1
-        self._owner.opened(self, session)
-        self._owner.counters.add("sessions.opened")
-        log.info("session opened", session=session.session_id, name=session.name, pid=peer.pid, tenant=session.tenant)
-        self._answer(
-            pack(SessionOpened(session=session.session_id, secret=session.secret, boot_id=self._owner.boot_id))
+        if not opening.resume:
+            self._owner.opened(self, session)
+        self._owner.counters.add("sessions.resumed" if opening.resume else "sessions.opened")
+        log.info(
+            "session resumed" if opening.resume else "session opened",
+            session=session.session_id,
+            name=session.name,
+            instance=session.instance,
+            pid=peer.pid,
+            tenant=session.tenant,
         )
+        opened = SessionOpened(
+            session=session.session_id,
+            secret=session.secret,
+            boot_id=self._owner.boot_id,
+            resumed=bool(opening.resume),
+            last_message=session.last_message,
+        )
+        self._answer(pack(opened))
         if self._pidfd >= 0 and not self._closed:
             self._loop.add_reader(self._pidfd, self.close, "its process ended")
 
-    def _give_region(self, asked: RegionRequest) -> None:
-        """Hand a pool's memory to another daemon of this host: to read, and to a daemon of our own user only."""
-        peer = _peer_of(self._channel)
+    def _pass_region(self, asked: RegionRequest) -> None:
+        """Pass a pool's memory, read-only, to another daemon of this host that runs as root or as our own user."""
+        peer = peer_of(self._channel)
         if peer.uid not in {0, os.getuid()}:
-            raise AccessDeniedError(f"user {peer.uid} runs no daemon that may read pools here", field="pool")
+            raise AccessDeniedError(
+                f"a daemon of user {peer.uid} may not read pools here: run both daemons as one user", field="pool"
+            )
         region = self._owner.region_of(asked)
         if not isinstance(region, HostRegion):
             raise AccessDeniedError(
-                f"pool {asked.pool!r} is on {region.device}, which daemons do not share: name its daemon by the tcp:// "
+                f"pool {asked.pool!r} is on {region.device}, which daemons cannot share: name its daemon by the tcp:// "
                 "address of its peers.listen, and configure network",
                 field="source_daemons",
             )
@@ -341,28 +391,8 @@ class _Connection:
             os.close(fd)
         self._owner.counters.add("peers.regions_given")
         self._served = True
-        self.close("a daemon was given a region")
+        self.close("a region was passed to a daemon")
 
     def _answer(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # a peer that is gone is seen by its end-of-file
+        with contextlib.suppress(OSError):  # end-of-file will tell that the peer is gone
             self._channel.send(data)
-
-
-def _peer_of(channel: socket.socket) -> Peer:
-    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return Peer(*_CREDENTIALS.unpack(credentials))
-
-
-def _pidfd_of(channel: socket.socket, peer: Peer) -> int:
-    """Return a descriptor that is readable once the peer's process has ended; -1 where the kernel shows none.
-
-    SO_PEERPIDFD (Linux 6.5) names the process that connected, even if its number has been taken again since.
-    """
-    try:
-        return channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        pass
-    try:
-        return os.pidfd_open(peer.pid) if peer.pid > 0 else -1
-    except OSError:
-        return -1

@@ -1,8 +1,8 @@
-"""An engine's interprocess events on a device, seen from here: which are done, and as often as they were recorded.
+"""An engine's interprocess device events, as seen by the daemon: how often each was recorded and completed.
 
-A thread looks at the events that are recorded and not done, so the control loop never waits; it rests while there is
-none. An event that was recorded again before it was seen done counts for both records once the later one is done: that
-waits longer than it must, never too short.
+A thread polls the events that are recorded and not completed, so the control loop never waits; it sleeps while there
+are none. An event that is recorded again before its completion was seen counts for both records once the later one
+completes: that waits longer than necessary, never too short.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     import torch
 
 log = structlog.get_logger(__name__)
-LOOK_EVERY_S: Final = 100e-6
+POLL_S: Final = 100e-6
 
 
 class DeviceEvents:
-    """One ring's events. Made on a thread that may wait; ``start`` and the rest belong on the loop."""
+    """The events of one ring. Constructed on a thread that may block; all methods are for the loop."""
 
     def __init__(self, accelerator: Accelerator, handles: Sequence[bytes]) -> None:
         """Open the events.
 
         Raises:
-            DeviceLostError: a handle is none of this device's, or the device failed.
+            DeviceLostError: a handle does not belong to this device, or the device failed.
         """
         self.device = accelerator.name
         self._accelerator = accelerator
@@ -46,16 +46,16 @@ class DeviceEvents:
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
-        """Show how often they were done."""
+        """Show the number of completions."""
         return f"<DeviceEvents {self.device} reached={sum(self._reached)}>"
 
     def reached(self) -> list[int]:
-        """Return how often each was recorded and is done."""
+        """Return how often each event was recorded and completed."""
         return list(self._reached)
 
     @property
     def slots(self) -> int:
-        """Return how many events there are."""
+        """Return the number of events."""
         return len(self._events)
 
     def event(self, slot: int) -> torch.Event:
@@ -63,19 +63,19 @@ class DeviceEvents:
         return self._events[slot]
 
     def start(self, counters: HostRegion, on_reached: Callable[[], object]) -> None:
-        """Look at the events whenever ``counters`` are ahead; ``on_reached`` is called on the thread that looks."""
+        """Poll the events whenever ``counters`` are ahead; ``on_reached`` is called on the polling thread."""
         recorded = counters.view().view(np.int64)  # the view keeps the memory mapped
         self._thread = threading.Thread(target=self._watch, args=(recorded, on_reached), name="events", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Look again: an event was recorded."""
+        """Poll again: an event was recorded."""
         with self._changed:
             self._woken = True
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop polling."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -84,29 +84,29 @@ class DeviceEvents:
         while not self._closed:
             values = recorded.copy()
             behind = [slot for slot, value in enumerate(values.tolist()) if value > self._reached[slot]]
-            with contextlib.suppress(KvferryError):  # a device that is lost ends the daemon elsewhere
-                if behind and self._look(behind, values):
+            with contextlib.suppress(KvferryError):  # a lost device ends the daemon elsewhere
+                if behind and self._poll(behind, values):
                     on_reached()
                     continue
             with self._changed:
                 if not self._woken and not self._closed:
-                    self._changed.wait(LOOK_EVERY_S if behind and self._accelerator.lost is None else None)
+                    self._changed.wait(POLL_S if behind and self._accelerator.lost is None else None)
                 self._woken = False
 
-    def _look(self, behind: Sequence[int], values: np.typing.NDArray[np.int64]) -> bool:
-        """Take note of the events that are done; the values were read before, so a later record waits for itself."""
-        found = False
+    def _poll(self, behind: Sequence[int], values: np.typing.NDArray[np.int64]) -> bool:
+        """Update the completed events. ``values`` were read before, so a later record is waited for separately."""
+        any_reached = False
         with self._accelerator.calling():
             for slot in behind:
                 try:
                     done = self._events[slot].query()
-                except RuntimeError as cause:  # of another process, which may have ended: no word on the device
+                except RuntimeError as cause:  # the other process may have ended: says nothing about the device
                     self.close()
                     log.warning(
-                        "an engine's events are gone", device=self.device, cause=str(cause).split("\n")[0][:200]
+                        "an engine's device events are gone", device=self.device, cause=str(cause).split("\n")[0][:200]
                     )
                     break
                 if done:
                     self._reached[slot] = int(values[slot])
-                    found = True
-        return found
+                    any_reached = True
+        return any_reached

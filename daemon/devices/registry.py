@@ -1,7 +1,7 @@
-"""The devices that pools and tables were asked for on: opened when they are first needed, watched, and counted.
+"""The devices of pools and tables: opened on first use, watched, and accounted for.
 
-All but ``status`` and the budget belongs on a thread that may wait. A device that is lost ends the daemon: see
-``pools.devices.accelerator``.
+All methods but ``status`` and the properties may block, so they are for worker threads. A lost device ends the daemon:
+see ``pools.devices.accelerator``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class _Device:
-    """A device, its staging, and what of its memory is ours."""
+    """A device, its staging buffers, and what of its memory is in use."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -44,14 +44,14 @@ class _Device:
 
 
 class RegisteredSegment(NamedTuple):
-    """What an engine registers of a pool: which array, and by which share."""
+    """An array of a pool that an engine registers, and the share of its memory."""
 
     array: Array
     share: TorchShare
 
 
 class Devices:
-    """All devices, by name. ``on_lost`` is called once for each that is lost, on the thread that saw it."""
+    """All devices, by name. ``on_lost`` is called once per lost device, on the thread that noticed."""
 
     def __init__(self, config: DevicesConfig, on_lost: Callable[[str, DeviceLostError], None]) -> None:
         self._config = config
@@ -65,19 +65,19 @@ class Devices:
 
     @property
     def in_use(self) -> bool:
-        """Return whether a device was asked for."""
+        """Return whether any device was requested."""
         return bool(self._devices)
 
     @property
     def lost(self) -> bool:
-        """Return whether a device is lost."""
+        """Return whether any device is lost."""
         return any(device.accelerator.lost for device in list(self._devices.values()))
 
     def open(self, name: str) -> Accelerator:
-        """Return a device, ready to be used.
+        """Return a device, ready to use.
 
         Raises:
-            DeviceUnavailableError: no such device, or what drives it is missing.
+            DeviceUnavailableError: there is no such device, or its driver is missing.
         """
         return self._open(name).accelerator
 
@@ -85,11 +85,11 @@ class Devices:
         """Return zeroed memory of a device.
 
         Raises:
-            DeviceUnavailableError: no such device, or what drives it is missing.
-            OutOfMemoryError: the device has not enough, or pools would take more of it than they may.
+            DeviceUnavailableError: there is no such device, or its driver is missing.
+            OutOfMemoryError: the device has too little free memory, or pools would exceed ``devices.max_fraction``.
         """
         device = self._open(name)
-        whole_bytes = -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT  # what it takes of the device
+        whole_bytes = -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT  # as the device allocates it
         with device.accelerator.calling():
             memory = device.memory = device.accelerator.memory()
             allowed = int(memory.total * self._config.max_fraction)
@@ -104,7 +104,7 @@ class Devices:
             try:
                 mapped = device.accelerator.allocate(size_bytes)
             except BaseException as cause:
-                self._give_back(device, whole_bytes)
+                self._release(device, whole_bytes)
                 if isinstance(cause, OutOfMemoryError):
                     cause.detail += f"; {name} has {memory.free} of {memory.total} bytes free, {size_bytes} are needed"
                     cause.field = "spec"
@@ -115,45 +115,45 @@ class Devices:
             [RegionSegment(0, mapped)],
             size_bytes,
             device.stagings,
-            lambda: self._give_back(device, whole_bytes),
+            lambda: self._release(device, whole_bytes),
         )
 
     def register(self, name: str, registered: Sequence[RegisteredSegment], size_bytes: int) -> AcceleratorRegion:
-        """Return memory of a device that an engine registers, once the driver has said that it is there.
+        """Return device memory that an engine registers, after asking the driver about it.
 
         Raises:
-            DeviceUnavailableError: no such device, or a share cannot be mapped.
-            InvalidFieldError: it is another device's, or less than was said, or registered already; names the array.
+            DeviceUnavailableError: there is no such device, or a share cannot be mapped.
+            InvalidFieldError: it is another device's, smaller than stated, or registered already; names the array.
         """
         device = self._open(name)
-        parts: list[RegionSegment] = []
+        segments: list[RegionSegment] = []
         held: list[Held] = []
         try:
             with device.accelerator.calling():
-                for one in registered:
-                    parts.append(RegionSegment(one.array.start, _mapped(device.accelerator, one)))
-                    start = int(parts[-1].mapped.tensor.data_ptr())
-                    _check_mapped(device.accelerator, one, start)
-                    held.append(Held(start, start + one.array.size_bytes, one.array.name))
+                for segment in registered:
+                    segments.append(RegionSegment(segment.array.start, _map(device.accelerator, segment)))
+                    start = int(segments[-1].mapped.tensor.data_ptr())
+                    _check_mapped(device.accelerator, segment, start)
+                    held.append(Held(start, start + segment.array.size_bytes, segment.array.name))
             check_apart([*device.registered, *held])
         except BaseException:
-            AcceleratorRegion(device.accelerator, parts, size_bytes, device.stagings).close()
-            parts.clear()  # the error may be held elsewhere; the memory goes now, on this thread
+            AcceleratorRegion(device.accelerator, segments, size_bytes, device.stagings).close()
+            segments.clear()  # the error may be kept elsewhere; unmap now, on this thread
             raise
         device.registered += held
 
-        def returned() -> None:
+        def on_close() -> None:
             device.registered = [one for one in device.registered if one not in held]
 
-        return AcceleratorRegion(device.accelerator, parts, size_bytes, device.stagings, returned)
+        return AcceleratorRegion(device.accelerator, segments, size_bytes, device.stagings, on_close)
 
     def check(self, now_s: float) -> None:
-        """Look for calls that do not come back; every ``CHECK_S`` or so."""
+        """Detect device calls that do not return; to be called every ``CHECK_S`` or so."""
         for device in list(self._devices.values()):
             device.accelerator.check(now_s)
 
     def status(self) -> Iterable[DeviceStatus]:
-        """Yield the devices as STATUS shows them; their memory as it was when it was last asked for."""
+        """Yield the devices as STATUS shows them, with their memory as last queried."""
         for name, device in sorted(self._devices.items()):
             yield DeviceStatus(
                 device=name,
@@ -168,7 +168,7 @@ class Devices:
             device = self._devices.get(name)
             if device is None:
                 device = self._devices[name] = _Device(Accelerator(name, stuck_after_s=self._config.stuck_after_s))
-                device.accelerator.on_lost = lambda error: self._on_lost(name, error)
+                device.accelerator.when_lost(lambda error: self._on_lost(name, error))
         try:
             device.accelerator.open()
         except KvferryError as error:
@@ -177,12 +177,12 @@ class Devices:
         device.failed = None
         return device
 
-    def _give_back(self, device: _Device, size_bytes: int) -> None:
+    def _release(self, device: _Device, size_bytes: int) -> None:
         with self._lock:
             device.pool_bytes -= size_bytes
 
 
-def _mapped(accelerator: Accelerator, registered: RegisteredSegment) -> Mapped:
+def _map(accelerator: Accelerator, registered: RegisteredSegment) -> Mapped:
     try:
         return accelerator.vendor.map(registered.share, accelerator.index, registered.array.size_bytes)
     except KvferryError as error:
@@ -191,7 +191,7 @@ def _mapped(accelerator: Accelerator, registered: RegisteredSegment) -> Mapped:
 
 
 def _check_mapped(accelerator: Accelerator, registered: RegisteredSegment, start: int) -> None:
-    """Check what is mapped for an array by the driver's word: all of its storage, on this device.
+    """Check with the driver that an array's whole storage is mapped, on this device.
 
     Raises:
         InvalidFieldError: it is not.
@@ -199,13 +199,13 @@ def _check_mapped(accelerator: Accelerator, registered: RegisteredSegment, start
     array, share = registered
     device, found_bytes = accelerator.vendor.memory_at(start - share.offset_bytes, share.storage_bytes)
     if device != accelerator.index:
-        where = "memory of no device" if device is None else f"on {accelerator.kind}:{device}"
+        where = "not on any device" if device is None else f"on {accelerator.kind}:{device}"
         raise InvalidFieldError(
-            f"{array.name} is {where} by the driver's word, not on {accelerator.name}", field=f"{array.name}.device"
+            f"{array.name} is {where} according to the driver, not on {accelerator.name}", field=f"{array.name}.device"
         )
     if found_bytes < share.storage_bytes:
         raise InvalidFieldError(
-            f"{array.name} is said to be in a storage of {share.storage_bytes} bytes, of which the driver has mapped "
+            f"{array.name} claims a storage of {share.storage_bytes} bytes, of which the driver has mapped "
             f"{found_bytes}",
             field=f"{array.name}.storage",
         )

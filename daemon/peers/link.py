@@ -1,8 +1,8 @@
-"""The connection over which this daemon speaks to one other: a DEALER that only sends, and a monitor that watches it.
+"""The connection by which this daemon sends to one other: a DEALER that only sends, and a monitor that watches it.
 
-The peer is *up* once it has said who it is and the connection stands: only then is anything queued. What waits is
-bounded; a peer that takes too slowly what it is told is lost like one that is gone, and its connection made anew.
-Knows nothing of transfers, nor what the peer says: its owner hears that and passes on who greeted.
+The peer is *up* once its PEER_HELLO was received and the connection stands; nothing is queued before. The outbox is
+bounded: a peer that reads too slowly is treated as lost, and its connection is made anew. Knows nothing of transfers;
+the owner receives the peer's messages and passes its PEER_HELLO on.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ RECONNECT_MAX_MS = 2000
 RETRY_S = 0.01
 TTL_STEP_MS = 100
 MAX_TTL_STEPS = 655
-"""libzmq reckons in 16 bits of milliseconds: 65.5 s, which is longer than any interval."""
+"""libzmq keeps milliseconds in 16 bits: at most 65.5 s, which is longer than any interval."""
 QUEUED_MESSAGES = 1000
-"""What libzmq takes of one connection; the rest waits in the outbox."""
+"""libzmq's send queue per connection; further messages wait in the outbox."""
 WAITING_MESSAGES = 65_536
 WAITING_BYTES = 256 << 20
 SOCKETS_PER_LINK = 3
-"""The DEALER, and both ends of its monitor."""
+"""The DEALER and both ends of its monitor."""
 
 log = structlog.get_logger(__name__)
 
 
 class Heartbeat(NamedTuple):
-    """How often a heartbeat is asked for, and after how long without one a connection counts as broken."""
+    """The heartbeat interval, and the time without an answer after which a connection counts as broken."""
 
     interval_ms: int
     timeout_ms: int
 
     @property
     def time_to_live_ms(self) -> int:
-        """Return after how long without anything from here the peer is to close the connection, in libzmq's steps."""
+        """Return the silence after which the peer closes the connection, rounded up to libzmq's steps."""
         steps = -(-(self.interval_ms + self.timeout_ms) // TTL_STEP_MS)
         return min(steps, MAX_TTL_STEPS) * TTL_STEP_MS
 
 
 class PeerListener(Protocol):
-    """Who hears of other daemons; called on the loop, never from within ``PeerLinks.send``."""
+    """Is notified about other daemons, on the loop, never from within ``PeerLinks.send``."""
 
     def on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
-        """Take a message of a peer."""
+        """Process a peer's message."""
 
     def on_up(self, peer: Incarnation) -> None:
-        """Take the incarnation of a peer that can be spoken to from now on."""
+        """Process that an incarnation of a peer can be sent to from now on."""
 
     def on_lost(self, peer: Incarnation, why: str) -> None:
-        """Take an incarnation that is gone, or cut off."""
+        """Process that an incarnation is gone or cut off."""
 
     def is_needed(self, address: str) -> bool:
         """Return whether the link to an address is to be kept although it is down."""
 
 
 class LinkOwner(Protocol):
-    """What a link needs of the links that it is one of."""
+    """What a link uses of ``PeerLinks``."""
 
     context: zmq.Context[zmq.Socket[bytes]]
     loop: asyncio.AbstractEventLoop | None
@@ -83,28 +83,28 @@ class LinkOwner(Protocol):
         """Return the frames of our PEER_HELLO."""
 
     def overflowed(self, link: PeerLink) -> None:
-        """Make a link anew that takes too slowly what the peer is told."""
+        """Replace a link whose peer reads too slowly."""
 
     def drain_received(self) -> None:
-        """Take what peers have said by now."""
+        """Process the messages that peers have sent by now."""
 
 
 class PeerLink:
     """Connects on construction, and again whenever the connection breaks, until it is closed."""
 
     def __init__(self, owner: LinkOwner, address: str, field: str) -> None:
-        """Begin to connect.
+        """Start connecting.
 
         Raises:
-            InvalidFieldError: libzmq does not take the address, or has no socket left.
+            InvalidFieldError: libzmq refuses the address, or has no socket left.
         """
         self.address = address
         self.used_at = time.monotonic()
         self._owner = owner
-        self._greeter: Incarnation | None = None
+        self._incarnation: Incarnation | None = None
         self._connected = False
         self._up = False
-        self._overflown = False
+        self._overflowed = False
         self._outbox: deque[Frames] = deque()
         self._outbox_bytes = 0
         self._retry: asyncio.TimerHandle | None = None
@@ -122,55 +122,55 @@ class PeerLink:
 
     @property
     def peer(self) -> Incarnation | None:
-        """Return who is there and can be spoken to."""
-        return self._greeter if self._up and not self._overflown else None
+        """Return the incarnation that can be sent to, if any."""
+        return self._incarnation if self._up and not self._overflowed else None
 
     @property
     def waiting(self) -> int:
-        """Return how many messages libzmq has not taken yet."""
+        """Return the number of messages that libzmq has not taken yet."""
         return len(self._outbox)
 
     def quiet_s(self, now: float) -> float:
-        """Return for how many seconds it has been down and nobody asked for it; 0 where it is up."""
+        """Return for how many seconds it has been down and unused; 0 while it is up."""
         return 0.0 if self._up else now - self.used_at
 
     def put(self, frames: Frames) -> None:
-        """Send in order; nothing where it is not connected: what opens a connection is said anew on it."""
-        if not self._connected or self._overflown:
+        """Send in order. Ignored while not connected: a new connection starts with PEER_HELLO anyway."""
+        if not self._connected or self._overflowed:
             return
         self._outbox.append(frames)
         self._outbox_bytes += _size_bytes(frames)
         if self._retry is None:
             self._flush()
         if len(self._outbox) > WAITING_MESSAGES or self._outbox_bytes > WAITING_BYTES:
-            self._overflown = True
-            if self._owner.loop is not None:  # callbacks never come from within
+            self._overflowed = True
+            if self._owner.loop is not None:  # the listener is never called from within
                 self._owner.loop.call_soon(self._owner.overflowed, self)
 
     def greeted(self, boot_id: str, *, anew: bool) -> None:
-        """Take a PEER_HELLO's word on who is there.
+        """Process a PEER_HELLO, which names the peer's incarnation.
 
-        ``anew``: its connection to us is a new one, and it awaits an answer. If it was known already, only the peer
-        has noticed a break: it has failed what we had with it, and what it said meanwhile is lost.
+        ``anew``: the peer's connection to us is new, and it awaits an answer. If the incarnation was known already,
+        only the peer has noticed a break: it has failed what we shared, and its messages in between are lost.
         """
         peer = Incarnation(self.address, boot_id)
-        if self._greeter == peer and not anew:
+        if self._incarnation == peer and not anew:
             return
-        self.lose("it has begun anew")
-        self._greeter = peer
+        self.lose("it connected anew")
+        self._incarnation = peer
         if anew and self._connected:
-            self._clear()  # what waits was said before; the peer drops all that comes before the answer
+            self._clear()  # from before; the peer drops all messages that precede the answer
             self.put(self._owner.hello(self.address, answers=True))
-        self._rise()
+        self._set_up()
 
     def greet_again(self) -> None:
-        """Say once more who speaks, where there is a connection and no answer came."""
-        if self._greeter is None and not self._outbox:
+        """Send PEER_HELLO again, where the connection stands and no answer came."""
+        if self._incarnation is None and not self._outbox:
             self.put(self._owner.hello(self.address, answers=False))
 
     def lose(self, why: str) -> None:
-        """Forget who is there."""
-        peer, self._greeter = self._greeter, None
+        """Mark the peer as lost and notify the listener."""
+        peer, self._incarnation = self._incarnation, None
         was_up, self._up = self._up, False
         if was_up and peer is not None:
             self.used_at = time.monotonic()
@@ -180,7 +180,10 @@ class PeerLink:
                 self._owner.listener.on_lost(peer, why)
 
     def close(self, linger_ms: int = 0) -> None:
-        """End the connection; what waits is sent for so long if the peer is up, and dropped then."""
+        """Close the connection.
+
+        Queued messages have ``linger_ms`` to leave if the peer is up, and are dropped otherwise.
+        """
         if self._up and linger_ms:
             self._flush()
         if self._retry is not None:
@@ -211,14 +214,14 @@ class PeerLink:
             (zmq.HANDSHAKE_IVL, owner.heartbeat.timeout_ms),
             (zmq.HEARTBEAT_IVL, owner.heartbeat.interval_ms),
             (zmq.HEARTBEAT_TIMEOUT, owner.heartbeat.timeout_ms),
-            (zmq.HEARTBEAT_TTL, owner.heartbeat.time_to_live_ms),  # the ROUTER there asks for no heartbeat itself
+            (zmq.HEARTBEAT_TTL, owner.heartbeat.time_to_live_ms),  # the ROUTER there sends no heartbeats itself
             (zmq.TCP_MAXRT, owner.heartbeat.timeout_ms),
         ):
             dealer.setsockopt(option, value)
         self._monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         if owner.loop is not None:
-            owner.loop.add_reader(self._monitor.FD, self._changed)
-            owner.loop.call_soon(self._changed)  # the descriptor signals only what comes after a first look
+            owner.loop.add_reader(self._monitor.FD, self._on_monitor_events)
+            owner.loop.call_soon(self._on_monitor_events)  # the descriptor is edge-triggered: read once first
         dealer.connect(self.address)
 
     def _flush(self) -> None:
@@ -226,42 +229,42 @@ class PeerLink:
         while self._connected and self._outbox and self._socket is not None:
             try:
                 self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK)
-            except zmq.Again:  # full, or the connection has just broken, and the monitor will say so
+            except zmq.Again:  # full, or the connection just broke, which the monitor reports
                 if self._owner.loop is not None:
                     self._retry = self._owner.loop.call_later(RETRY_S, self._flush)
                 return
             self._outbox_bytes -= _size_bytes(self._outbox.popleft())
 
-    def _changed(self) -> None:
+    def _on_monitor_events(self) -> None:
         while self._monitor is not None and not self._monitor.closed:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
             except zmq.Again:
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._opened()
+                self._on_connected()
             elif event == zmq.EVENT_DISCONNECTED:
-                self._broken()
+                self._on_disconnected()
 
-    def _opened(self) -> None:
+    def _on_connected(self) -> None:
         self._connected = True
         self.put(self._owner.hello(self.address, answers=False))
-        self._rise()
+        self._set_up()
 
-    def _broken(self) -> None:
-        self._owner.drain_received()  # a peer that ends says how its transfers went, and closes
+    def _on_disconnected(self) -> None:
+        self._owner.drain_received()  # an ending peer reports on its transfers, then closes
         self._connected = False
         self._clear()
-        self.lose(f"its connection closed, or was silent for {self._owner.heartbeat.timeout_ms} ms")
+        self.lose(f"its connection was closed, or silent for {self._owner.heartbeat.timeout_ms} ms")
 
-    def _rise(self) -> None:
-        if self._greeter is None or self._up or not self._connected:
+    def _set_up(self) -> None:
+        if self._incarnation is None or self._up or not self._connected:
             return
         self._up = True
-        log.info("peer up", address=self.address, boot_id=self._greeter.boot_id)
+        log.info("peer up", address=self.address, boot_id=self._incarnation.boot_id)
         self._owner.counters.add("peers.up")
         if self._owner.listener is not None:
-            self._owner.listener.on_up(self._greeter)
+            self._owner.listener.on_up(self._incarnation)
 
     def _clear(self) -> None:
         self._outbox.clear()

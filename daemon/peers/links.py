@@ -1,15 +1,15 @@
-"""Connections to other daemons: one ROUTER that listens, one link to each peer. Knows nothing of transfers.
+"""Connections to other daemons: one ROUTER that listens, and one link to each peer. Knows nothing of transfers.
 
-Each side speaks on its own connection and hears on the other's, so each notices the other's end by itself: at once
-where the peer's process ends and its host says so, else once the peer has not answered a heartbeat (ZMTP heartbeats)
-for ``timeout_ms``. Then the peer is *lost*: what was still to be sent on the connection is dropped, and what the peer
-said that is heard only now is, too. Both begin anew with PEER_HELLO on the next connection, before which nothing
-counts. But the two directions break apart from each other: what one side said last may have been taken by the other
-before that noticed. A peer that takes too slowly what it is told is lost in the same way.
+Each side sends on its own connection and receives on the other's, so each detects the other's end by itself: at once
+where the peer's process ends and its host closes the connection, otherwise once the peer has not answered a ZMTP
+heartbeat for ``timeout_ms``. Then the peer is *lost*: unsent messages are dropped, and so are its messages that are
+received only later. Both start over with PEER_HELLO on the next connection; nothing before it counts. The two
+directions may break at different times, so the last messages of one side may have been processed by the other before
+that one noticed. A peer that reads too slowly is lost in the same way.
 
 A link that is down is kept while a receive request waits for the peer, and for a minute after its last use; where there
-are too many, the longest unused makes room for another. There is no authentication: see docs/operations.md for what to
-fence.
+are too many, the least recently used one is dropped for a new one. There is no authentication: see docs/operations.md
+for what to firewall.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN, agree
 
 MAX_PEERS = 1024
 FILES_PER_PEER = 8
-"""Open files that a peer may cost; a process that may open few knows fewer peers."""
+"""Open files that a peer may cost; a low RLIMIT_NOFILE lowers the number of peers."""
 TIDY_S = 10.0
 QUIET_S = 60.0
-LOOKS = 32
-"""Of how many links it is asked at a time whether they are needed: that looks at every receive request."""
-LAST_WORDS_MS = 300
-"""How long what was said last may take to leave when the daemon ends."""
+NEEDED_CHECKS = 32
+"""How many links are checked at a time for being needed, as each check scans all receive requests."""
+LINGER_MS = 300
+"""How long the last messages may take to leave when the daemon ends."""
 
 log = structlog.get_logger(__name__)
 
 
 class PeerLinks:
-    """Serves between ``start`` and ``close``."""
+    """All links, and the listening socket. Serves between ``start`` and ``close``."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class PeerLinks:
         limits: Limits,
         counters: Counters,
     ) -> None:
-        """Listen on a Unix socket for daemons of this host and, where ``listen`` says so, on TCP.
+        """Listen on a Unix socket for daemons of this host and, with ``listen``, on TCP.
 
         Raises:
-            ConfigError: the TCP address cannot be listened on, or others could not call it.
+            ConfigError: the TCP address cannot be listened on, or peers could not connect to it.
         """
         if listen and not is_numeric(listen):
-            raise ConfigError(f"{listen}: give an address of this host in numbers", field="peers.listen")
+            raise ConfigError(f"{listen}: give a numeric address of this host", field="peers.listen")
         if listen and (wrong := wrong_port(listen, 0)):
             raise ConfigError(wrong, field="peers.listen")
         self.boot_id = boot_id
@@ -80,8 +80,8 @@ class PeerLinks:
         self.listener: PeerListener | None = None
         self._router = ControlSocket(socket_path, limits, counters, also=listen, mode=PEER_SOCKET_MODE)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed one counts a little longer
-        self._most = _most_peers()
+        self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed socket counts a little longer
+        self._max_links = _max_peers()
         self.addresses = {"ipc": f"ipc://{socket_path}"}
         if listen:
             self.addresses["tcp"] = self._router.endpoint
@@ -93,28 +93,28 @@ class PeerLinks:
         return f"<PeerLinks {list(self._links.values())}>"
 
     def start(self, loop: asyncio.AbstractEventLoop, listener: PeerListener) -> None:
-        """Serve on this loop, and let the listener hear of it."""
+        """Serve on this loop, and notify the listener."""
         self.loop = loop
         self.listener = listener
         self._router.start(loop, self._received)
         self._tidying = loop.call_later(TIDY_S, self._tidy)
 
     def close(self) -> None:
-        """Break every connection and stop listening; what was said last has a moment. Closing twice does nothing."""
+        """Close all connections and stop listening; the last messages have LINGER_MS to leave. Idempotent."""
         if self._tidying is not None:
             self._tidying.cancel()
         for link in self._links.values():
-            link.close(LAST_WORDS_MS)
+            link.close(LINGER_MS)
         self._links.clear()
-        self.context.term()  # then the end of our own listening, which others may take for ours
+        self.context.term()  # before our ROUTER closes, which peers take for our end
         self._router.close()
         self.loop = None
 
     def check_reachable(self, address: str, field: str) -> None:
-        """Check that this daemon can speak to an address, and be answered.
+        """Check that this daemon can send to an address, and be answered.
 
         Raises:
-            InvalidFieldError: no daemon can listen there, or this one listens on nothing that it could reach.
+            InvalidFieldError: no daemon can listen there, or this daemon does not listen where that one could connect.
         """
         if scheme(address) not in self.addresses:
             raise InvalidFieldError(
@@ -124,26 +124,26 @@ class PeerLinks:
             raise InvalidFieldError(wrong, field=field)
 
     def is_own(self, address: str) -> bool:
-        """Return whether an address is this daemon's."""
+        """Return whether an address is one of this daemon's."""
         return address in self.addresses.values()
 
     def connect(self, address: str, field: str = "address") -> Incarnation | None:
-        """Make sure that there is a link; return who is there, once it is known and can be spoken to.
+        """Ensure that there is a link; return the incarnation that can be sent to, if it is up.
 
         Raises:
-            InvalidFieldError: no connection to the address can be tried, or too many others are known.
+            InvalidFieldError: the address is invalid, or too many other daemons are known.
         """
         link = self._links.get(address)
         if link is None:
             self.check_reachable(address, field)
-            if len(self._links) >= self._most and not self._drop_one():
+            if len(self._links) >= self._max_links and not self._drop_one():
                 raise InvalidFieldError(f"{address}: {len(self._links)} other daemons are known already", field=field)
             link = self._links[address] = PeerLink(self, address, field)
         link.used_at = time.monotonic()
         return link.peer
 
     def send(self, peer: Incarnation, body: PeerBody, ids: Sequence[PageIds] = ()) -> bool:
-        """Say something to an incarnation; return False where it is gone: nothing was said then."""
+        """Send a message to an incarnation; return False, with nothing sent, where it is gone."""
         link = self._links.get(peer.address)
         if link is None or link.peer != peer:
             self.counters.add("peers.unsent")
@@ -152,11 +152,11 @@ class PeerLinks:
         return True
 
     def own_address(self, address: str) -> str:
-        """Return the address at which that peer reaches this daemon."""
+        """Return the address by which the peer at ``address`` reaches this daemon."""
         return self.addresses[scheme(address)]
 
     def up(self) -> list[Incarnation]:
-        """Return all peers that can be spoken to."""
+        """Return all peers that can be sent to."""
         return [link.peer for link in self._links.values() if link.peer is not None]
 
     def status(self) -> tuple[tuple[str, str], ...]:
@@ -173,7 +173,7 @@ class PeerLinks:
         incoming = None
         try:
             incoming = decode_peer([] if message.too_large else message.frames)
-            self._take(incoming)
+            self._process(incoming)
         except KvferryError as error:
             self.counters.add("peers.malformed")
             log.warning("a peer's message was dropped", cause=str(error), **_about(incoming))
@@ -181,16 +181,16 @@ class PeerLinks:
             self.counters.add("peers.failed")
             log.exception("a peer's message failed", cause=str(error), **_about(incoming))
 
-    def _take(self, incoming: IncomingPeerMessage) -> None:
+    def _process(self, incoming: IncomingPeerMessage) -> None:
         envelope = incoming.envelope
         if envelope.to_boot_id not in {self.boot_id, NO_BOOT}:
             self.counters.add("peers.stale")
             return
         if isinstance(envelope.body, PeerHello):
-            self._greeted(envelope, envelope.body)
+            self._on_hello(envelope, envelope.body)
             return
         link = self._links.get(envelope.address)
-        if link is None:  # it has not noticed that we dropped the link to it: the next one tells it to begin anew
+        if link is None:  # it has not noticed that we dropped its link: connecting makes it start over
             self.counters.add("peers.stale")
             self.connect(envelope.address)
         elif link.peer is None or link.peer.boot_id != envelope.boot_id:
@@ -198,10 +198,14 @@ class PeerLinks:
         elif self.listener is not None:
             self.listener.on_message(link.peer, envelope.body, incoming.ids)
 
-    def _greeted(self, envelope: PeerEnvelope, hello: PeerHello) -> None:
+    def _on_hello(self, envelope: PeerEnvelope, hello: PeerHello) -> None:
         agree(hello.protocol_min, hello.protocol_max)
         if not self.is_own(hello.dialled):
-            log.warning("a peer calls this daemon by another name", name=hello.dialled, peer=envelope.address)
+            log.warning(
+                "a peer connected by an address that is not this daemon's own",
+                name=hello.dialled,
+                peer=envelope.address,
+            )
         self.connect(envelope.address)
         self._links[envelope.address].greeted(envelope.boot_id, anew=not hello.answers)
 
@@ -213,11 +217,11 @@ class PeerLinks:
         del self._links[link.address]
         waiting = link.waiting
         link.close()
-        link.lose(f"{waiting} messages were waiting for it to take them")
+        link.lose(f"it read too slowly: {waiting} messages were waiting")
         try:
             self.connect(link.address)
         except InvalidFieldError as error:
-            log.warning("a peer is not called again", cause=str(error))
+            log.warning("a peer was not connected to again", cause=str(error))
 
     def drain_received(self) -> None:
         """See ``LinkOwner``."""
@@ -233,14 +237,14 @@ class PeerLinks:
             pass
 
     def _drop_one(self, quiet_s: float = 0.0) -> bool:
-        """Drop the longest unused of the links that are down and that nobody needs; return whether there is one.
+        """Drop the least recently used link that is down and not needed; return whether there was one.
 
-        However short of links we are, each has ``timeout_ms`` to come up.
+        Even when links are short, each has ``timeout_ms`` to come up.
         """
         now = time.monotonic()
-        least_s = max(quiet_s, self.heartbeat.timeout_ms / 1000)
-        quiet = [link for link in self._links.values() if link.quiet_s(now) > least_s]
-        for link in heapq.nsmallest(LOOKS, quiet, key=lambda one: one.used_at):
+        min_s = max(quiet_s, self.heartbeat.timeout_ms / 1000)
+        quiet = [link for link in self._links.values() if link.quiet_s(now) > min_s]
+        for link in heapq.nsmallest(NEEDED_CHECKS, quiet, key=lambda link: link.used_at):
             if self.listener is not None and self.listener.is_needed(link.address):
                 link.used_at = now
                 continue
@@ -250,8 +254,8 @@ class PeerLinks:
         return False
 
 
-def _most_peers() -> int:
-    """Return how many peers may be known, so that files are left for sessions."""
+def _max_peers() -> int:
+    """Return the maximum of peers, which leaves files for sessions."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_PEERS if files == resource.RLIM_INFINITY else min(MAX_PEERS, files // FILES_PER_PEER)
 

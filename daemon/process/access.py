@@ -1,4 +1,4 @@
-"""The runtime directory: who may enter it, and that one daemon at a time lives in it."""
+"""The runtime directory: who may enter it, and a lock that admits one daemon at a time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvferry.protocol.paths import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
 DIRECTORY_MODE = 0o750
 SOCKET_MODE = 0o660
 PEER_SOCKET_MODE = 0o600
-"""Who may speak to it passes for a daemon; an engine is none."""
+"""Whoever may connect to it passes for a daemon, so engines may not."""
 LOCK_FILE = "daemon.lock"
 DEVICE_POOLS_FILE = "device-pools.json"
 MAX_SOCKET_PATH_BYTES = 107
 
 
 class RuntimeDirectory:
-    """A locked runtime directory. Use as a context manager; leaving it removes the sockets and the lock."""
+    """A locked runtime directory. Use as a context manager; leaving it removes the sockets and releases the lock."""
 
     def __init__(self, path: Path) -> None:
-        """Name the directory; ``__enter__`` makes it."""
+        """Name the directory; ``__enter__`` creates it."""
         self.path = path
         self._lock_fd = -1
 
@@ -45,7 +45,7 @@ class RuntimeDirectory:
         return self.path / PEER_SOCKET
 
     def check_path(self) -> None:
-        """Check what no other state of the host can mend.
+        """Check what depends on the path alone.
 
         Raises:
             ConfigError: the path is too long for sockets.
@@ -57,12 +57,12 @@ class RuntimeDirectory:
             )
 
     def __enter__(self) -> Self:
-        """Make the directory, lock it, and remove what a dead daemon left.
+        """Create the directory, lock it, and remove what a dead daemon left.
 
         Raises:
-            ConfigError: the path is too long or no directory, the directory is shared with other things, or another
+            ConfigError: the path is too long or not a directory, the directory is shared with other things, or another
                 daemon runs in it; the last is retryable.
-            AccessDeniedError: it cannot be made or written.
+            AccessDeniedError: it cannot be created or written.
         """
         self.check_path()
         try:
@@ -77,7 +77,7 @@ class RuntimeDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the sockets and give the lock up."""
+        """Remove the sockets and release the lock."""
         for socket in (self.control_socket, self.session_socket, self.peer_socket):
             socket.unlink(missing_ok=True)
         os.close(self._lock_fd)
@@ -87,23 +87,23 @@ class RuntimeDirectory:
         try:
             self.path.mkdir(parents=True, mode=DIRECTORY_MODE)
         except NotADirectoryError:
-            raise ConfigError(f"{self.path} lies below a file", field="runtime_dir") from None
+            raise ConfigError(f"{self.path}: a parent of it is a file", field="runtime_dir") from None
         except FileExistsError:
             self._close_to_others()
         else:
             self.path.chmod(DIRECTORY_MODE)  # whatever the umask is
 
     def _close_to_others(self) -> None:
-        """Check a directory that is there; never open it, nor touch its mode where it is not the daemon's alone."""
+        """Remove others' permissions from an existing directory, unless it is not the daemon's alone; never add any."""
         if not self.path.is_dir():
-            raise ConfigError(f"{self.path} is no directory", field="runtime_dir")
+            raise ConfigError(f"{self.path} is not a directory", field="runtime_dir")
         mode = stat.S_IMODE(self.path.stat().st_mode)
         if not mode & ~DIRECTORY_MODE:
             return
         ours = {CONTROL_SOCKET, SESSION_SOCKET, PEER_SOCKET, LOCK_FILE, DEVICE_POOLS_FILE}
         foreign = {one.name for one in self.path.iterdir()} - ours
         if foreign or mode & stat.S_ISVTX:
-            holds = f" and holds other things ({min(foreign)})" if foreign else ", which is made for many"
+            holds = f" and holds other files ({min(foreign)})" if foreign else ", which is shared by users"
             raise ConfigError(
                 f"{self.path} has mode {mode:04o}{holds}: give the daemon a directory of its own",
                 field="runtime_dir",
@@ -118,7 +118,7 @@ class RuntimeDirectory:
             holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock_fd)
             error = ConfigError(
-                f"another daemon (pid {holder}) runs in {self.path}: stop it, or take another directory",
+                f"another daemon (pid {holder}) runs in {self.path}: stop it, or use another directory",
                 field="runtime_dir",
             )
             error.retryable = True

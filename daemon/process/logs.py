@@ -1,4 +1,4 @@
-"""Logs: one event a line, JSON for machines, coloured for a terminal. Never ids of tokens, secrets or handles."""
+"""Logs: one event per line, JSON for machines, coloured for a terminal. Never token ids, secrets or handles."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import structlog
 from kvferry.daemon.config.schema import LoggingConfig
 
 _PRIORITY = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
-"""Syslog priorities, by which journald sorts lines that start with ``<n>``."""
+"""Syslog priorities, by which journald classifies lines that start with ``<n>``."""
 
 
 _json = structlog.processors.JSONRenderer()
 
 
 def configure_logs(config: LoggingConfig) -> None:
-    """Set structlog up for this process; lines go to standard error, for as long as somebody takes them."""
+    """Configure structlog for this process; lines go to standard error while something reads it."""
     console = config.format == "console" or (config.format == "auto" and sys.stderr.isatty())
     processors: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
@@ -39,17 +39,17 @@ def configure_logs(config: LoggingConfig) -> None:
 
 
 class LineLogger:
-    """Writes a line a call. Whoever read them may be gone, a terminal or a pipe: the daemon serves all the same."""
+    """Writes one line per call. Its reader, a terminal or a pipe, may go away: that must not stop the daemon."""
 
     def __init__(self, file: TextIO) -> None:
         self._fd = file.fileno()
 
     def msg(self, message: str) -> None:
-        """Write one line, past all buffers: what a reader that is gone did not take is not kept for the next."""
-        rest = f"{message}\n".encode(errors="backslashreplace")
+        """Write one line, unbuffered, so that nothing of a line that failed is kept for the next one."""
+        remaining = f"{message}\n".encode(errors="backslashreplace")
         with contextlib.suppress(OSError):
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
+            while remaining:
+                remaining = remaining[os.write(self._fd, remaining) :]
 
     debug = info = warning = warn = error = critical = fatal = exception = log = msg
 

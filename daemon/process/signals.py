@@ -1,21 +1,21 @@
-"""What signals do to the daemon: asked to end it ends in order, and no other that an operator sends ends it.
+"""Signal handling: signals to end make the daemon end in order, and no other signal that an operator sends ends it.
 
 ========================  ==============================================================================================
-signal                    what it does
+signal                    effect
 ========================  ==============================================================================================
-SIGTERM, SIGINT, SIGQUIT  the end: running transfers get ``service.drain_timeout_s``; no core file
-SIGHUP, SIGUSR1, SIGUSR2  logged, and nothing else: there is no reload yet
-timers, real-time, …      the same: whatever else would end a process and means nothing here
-SIGSEGV, SIGABRT, …       what they always do: they tell of a fault
+SIGTERM, SIGINT, SIGQUIT  an orderly end: running transfers get ``service.drain_timeout_s``; no core file
+SIGHUP, SIGUSR1, SIGUSR2  logged and ignored: there is no reload yet
+timers, real-time, …      the same: all others that would end a process and have no meaning here
+SIGSEGV, SIGABRT, …       the default: they indicate a fault
 ========================  ==============================================================================================
 
-Before the control loop runs and after it has ended the second kind is held back: what comes before is logged as soon as
-the loop runs. The store process holds them back for its whole life, since it ends with its daemon: `systemctl kill` and
-`docker kill` send to every process of a unit or container. SIGPIPE and SIGXFSZ are ignored by Python itself.
+Before the control loop runs and after it has ended, the second kind is blocked; signals from before are logged as soon
+as the loop runs. The store process blocks them for its whole life, since it ends with its daemon, and `systemctl kill`
+and `docker kill` send to every process of a unit or container. SIGPIPE and SIGXFSZ are ignored by Python itself.
 
-Libraries use signals too, and Mooncake lets SIGPROF through to a thread of its own: so the store process ignores them
-as well. One that has a library's handler already is left to it, and real-time signals are not held back from the store
-process, where a library may ask for one.
+Libraries use signals too, and Mooncake unblocks SIGPROF in a thread of its own, so the store process ignores these
+signals as well. A signal with a library's handler is left to it, and real-time signals are not blocked in the store
+process, where a library may use one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import structlog
 
 ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 REAL_TIME: Final = tuple(range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
-"""Without those that the C library keeps for itself."""
+"""Without those that the C library reserves."""
 
 IGNORED: Final = (
     signal.SIGHUP,
@@ -51,27 +51,27 @@ log = structlog.get_logger(__name__)
 
 
 def hold_back() -> None:
-    """Keep the ignored signals waiting on this thread, and on all that it starts from now on."""
+    """Block the ignored signals on this thread and on all threads that it starts from now on."""
     signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
 
 
 def ignore_but_for_libraries() -> None:
-    """Ignore what is held back, for threads that take it all the same; a library may ask for a real-time signal."""
+    """Ignore these signals, for threads that unblock them; real-time ones are unblocked, as a library may use one."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REAL_TIME)
 
 
-def end_within(span_s: float) -> None:
-    """End this process after so long, if it still runs then: by SIGALRM, though that was held back."""
+def end_within(timeout_s: float) -> None:
+    """End this process after ``timeout_s``, if it still runs then: by SIGALRM, which is unblocked for this."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    signal.setitimer(signal.ITIMER_REAL, span_s)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
 
 
 @contextlib.contextmanager
 def held_back(numbers: Iterable[int]) -> Iterator[None]:
-    """Keep signals waiting on this thread; a process that it starts meanwhile does so for its whole life."""
+    """Block signals on this thread; a process started meanwhile inherits that for its whole life."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -81,20 +81,20 @@ def held_back(numbers: Iterable[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answered(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> Iterator[None]:
-    """Set ``stopping`` at a signal to end and log the others, on the loop; afterwards they are held back for good."""
+    """Set ``stopping`` on a signal to end, and log the others, on the loop; afterwards those stay blocked."""
     for ending in ENDING:
         loop.add_signal_handler(ending, _end, ending, stopping)
-    ours = sorted({*IGNORED} - _of_libraries())
-    for number in ours:
+    ignored = sorted({*IGNORED} - _of_libraries())
+    for number in ignored:
         loop.add_signal_handler(number, _ignore, number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     try:
         yield
     finally:
         hold_back()
-        for number in ours:
-            loop.remove_signal_handler(number)  # a loop that closes gives signals back what they do by default
-            signal.signal(number, signal.SIG_IGN)  # threads that still run take them as well
+        for number in ignored:
+            loop.remove_signal_handler(number)  # a closing loop restores default handlers
+            signal.signal(number, signal.SIG_IGN)  # for threads that do not block them
 
 
 def _of_libraries() -> set[int]:
@@ -112,4 +112,4 @@ def _end(number: signal.Signals, stopping: asyncio.Event) -> None:
 def _ignore(number: int) -> None:
     known = number in set(signal.Signals)
     name = signal.Signals(number).name if known else f"SIGRTMIN+{number - signal.SIGRTMIN}"
-    log.warning("signal ignored", signal=name, cause="it means nothing here: there is no reload yet", remedy=REMEDY)
+    log.warning("signal ignored", signal=name, cause="it has no meaning here: there is no reload yet", remedy=REMEDY)

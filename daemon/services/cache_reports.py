@@ -28,11 +28,11 @@ from kvferry.protocol.cache_messages import (
 from kvferry.protocol.errors import InvalidFieldError
 
 LOOK_AT = 1000
-"""Blocks, or changes, looked at between two other requests."""
+"""How many blocks or changes are handled before other requests get their turn."""
 
 
 class _Waiting:
-    """A CACHE_EVENTS that nothing of has come, and the cursor that it has come to."""
+    """A CACHE_EVENTS for which there is no change yet, and the cursor up to which changes were looked at."""
 
     def __init__(self, call: Call, cursor: int) -> None:
         self.call = call
@@ -40,13 +40,13 @@ class _Waiting:
         self.timer: asyncio.TimerHandle | None = None
 
     def cancel(self) -> None:
-        """Wait no longer."""
+        """Cancel the deadline timer."""
         if self.timer is not None:
             self.timer.cancel()
 
 
 class CacheReports:
-    """See above; every user sees and changes its own blocks only."""
+    """Answers the CACHE_* requests. Each user sees and changes only its own blocks."""
 
     def __init__(self, dispatcher: Dispatcher, host: HostTier, lower: LowerTiers) -> None:
         self._dispatcher = dispatcher
@@ -54,8 +54,8 @@ class CacheReports:
         self._lower = lower
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Waiting] = []
-        self._background = Background("a change of the cache by hand")
-        host.journal.on_change = self._changed
+        self._background = Background("a CACHE_PIN or CACHE_EVICT")
+        host.journal.subscribe(self._changed)
         self._flushing = False
         dispatcher.handle("CACHE_LIST", self._list)
         dispatcher.handle("CACHE_PIN", self._pin)
@@ -63,17 +63,17 @@ class CacheReports:
         dispatcher.handle("CACHE_EVENTS", self._events)
 
     def __repr__(self) -> str:
-        """Show who waits."""
+        """Show how many requests wait."""
         return f"<CacheReports waiting={len(self._waiting)}>"
 
     def session_lost(self, session_id: int) -> None:
-        """Forget who waits for events."""
+        """Drop a session's waiting CACHE_EVENTS."""
         for one in [one for one in self._waiting if one.call.session.session_id == session_id]:
             one.cancel()
             self._waiting.remove(one)
 
     async def close(self) -> None:
-        """Give up what is changed by hand."""
+        """Cancel the CACHE_PIN and CACHE_EVICT requests in progress."""
         await self._background.close()
 
     # -- CACHE_LIST, CACHE_PIN, CACHE_EVICT
@@ -105,7 +105,7 @@ class CacheReports:
     def _evict(self, call: Call) -> Answer | None:
         body = expect(call, CacheEvict)
         if body.everything == bool(body.hashes):
-            raise InvalidFieldError("name blocks, or say everything=true", field="hashes")
+            raise InvalidFieldError("no block named: give hashes, or everything=true", field="hashes")
         named = None if body.everything else set(split_hashes(body.hashes))
         self._background.spawn(self._evict_all(call, named))
         return None
@@ -122,7 +122,7 @@ class CacheReports:
         self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
     async def _blocks_of(self, tenant: int, named: set[bytes] | None) -> AsyncIterator[list[CachedBlock]]:
-        """Yield a tenant's blocks, some at a time, letting other requests in between; those ``named``, None: all."""
+        """Yield a tenant's blocks (``named`` ones, None: all) in parts, letting other requests run in between."""
         position: int | None = 0
         while position is not None:
             page = self._host.index.page(position, LOOK_AT)
@@ -138,12 +138,12 @@ class CacheReports:
         answer = self._changes(one)
         if answer is None:
             self._waiting.append(one)
-            # Before the dispatcher's own timer, which is set after this one: an answer, not DEADLINE.
+            # Fires before the dispatcher's timer, which is set later: the client gets an empty answer, not DEADLINE.
             one.timer = self._loop.call_later(call.deadline_s, self._nothing_new, one)
         return answer
 
     def _changes(self, one: _Waiting) -> Answer | None:
-        """Return what has changed for this tenant; None where nothing has, and those of others are passed."""
+        """Return this tenant's changes, or None; the cursor moves past the changes of other tenants."""
         limit, tenant = min(expect(one.call, CacheEvents).limit, LOOK_AT), one.call.session.tenant
         found = self._host.journal.since(one.cursor, limit)
         mine = tuple(self._change(change) for change in found.changes if change.namespace.tenant == tenant)
@@ -172,7 +172,7 @@ class CacheReports:
                 self._waiting.append(one)
 
     def _nothing_new(self, one: _Waiting) -> None:
-        """Answer at the deadline: that nothing has changed is an answer too."""
+        """Answer with no changes, at the deadline."""
         if one in self._waiting:
             self._waiting.remove(one)
             answer = Answer(CacheChanges(changes=(), cursor=one.cursor))

@@ -1,9 +1,9 @@
-"""Event rings: memory in which an engine notes that work is recorded or done, and the descriptor by which it says so.
+"""Event rings: shared memory of counters by which an engine signals progress, with an eventfd that wakes the daemon.
 
-Slot i of a ring holds a counter that its engine only ever raises; requests wait until one has reached a value. On the
-host an event is such a counter. On a device it says how often the slot's interprocess event was recorded: it has
-reached a value once the event itself is done, which ``DeviceEvents`` sees without waiting. The engine writes the
-counter and then the eventfd, which wakes the control loop.
+Slot i of a ring holds a counter that its engine only increases; a request waits until a counter has reached a value. On
+the host, an event is such a counter. On a device, the counter says how often the slot's interprocess event was
+recorded: a value is reached once the event itself is done, which ``DeviceEvents`` sees without blocking. The engine
+writes the counter and then the eventfd, which wakes the control loop.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEv
 COUNTER = np.dtype("<i8")
 MAX_HELD = 1024
 LOOK_FROM: Final = 64
-"""With so many requests held, those whose deadline has passed are looked for: each keeps its page lists."""
+"""From this many held requests on, those whose deadline has passed are removed first: each keeps its page lists."""
 
 log = structlog.get_logger(__name__)
 
 
 class _Waiting(NamedTuple):
-    """A request and the device event it waits for: to be done, or where ``recorded`` only to be recorded."""
+    """A held request and the device event it waits for: until it is done, or if ``recorded``, until it is recorded."""
 
     device_event: DeviceEvent
     recorded: bool
@@ -58,12 +58,12 @@ class _Waiting(NamedTuple):
 
     @property
     def is_pending(self) -> bool:
-        """Whether its deadline has not passed: else nothing may happen any more."""
+        """Whether the request is unanswered: after its deadline it must not be handled any more."""
         return self.call.session.is_pending(self.call.message_id)
 
 
 class _Ring:
-    """One session's ring; with ``events`` where it is on a device."""
+    """One session's ring; ``events`` are a device's, None on the host."""
 
     def __init__(self, name: str, slots: int, events: DeviceEvents | None) -> None:
         self.region = HostRegion.create(name, slots * COUNTER.itemsize)
@@ -87,7 +87,7 @@ class _Ring:
 
 
 class EventRings:
-    """The rings of all sessions. ``on_reached`` takes a session's number and its values whenever they may be new."""
+    """The rings of all sessions. Publishes ``DeviceEventsReached`` whenever a session's values may have changed."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class EventRings:
         executor: Executor,
         hub: EventHub,
     ) -> None:
-        """Open devices' events on ``executor``."""
+        """``executor`` opens the events of devices, which may block."""
         self._dispatcher = dispatcher
         self._session_socket = session_socket
         self._devices = devices
@@ -108,7 +108,7 @@ class EventRings:
         dispatcher.handle("OPEN_EVENTS", self._open)
 
     def __repr__(self) -> str:
-        """Show how many there are."""
+        """Show how many rings there are."""
         return f"<EventRings {len(self._rings)}>"
 
     def values(self, session_id: int) -> list[int]:
@@ -130,16 +130,21 @@ class EventRings:
     def hold(
         self, call: Call, device_event: DeviceEvent | None, handle: Handler, *, recorded: bool = False
     ) -> Answer | None:
-        """Handle a request once its device event is reached: now, or later, when its answer is given then.
+        """Handle a request once its device event is reached: now, or later, and then answer it.
 
         Args:
             call: the request.
-            device_event: what it waits for; None for nothing.
-            handle: does what it asks.
-            recorded: a stream waits for the event itself: go on as soon as it is recorded.
+            device_event: the event to wait for, or None.
+            handle: handles the request.
+            recorded: handle it as soon as the event is recorded, because a stream then waits for the event itself.
+
+        Returns:
+            The answer, or None where the request is held.
 
         Raises:
-            KvferryError: of ``handle``; or the session has no such event, or too many requests wait.
+            InvalidFieldError: the session has no such event.
+            OverloadedError: the session has too many held requests.
+            KvferryError: ``handle`` raised it.
         """
         if device_event is None:
             return handle(call)
@@ -158,16 +163,16 @@ class EventRings:
         return None
 
     def give_up(self, session_id: int, is_wanted: Callable[[Call], bool]) -> bool:
-        """Refuse a session's held requests that are wanted; return whether there was one."""
+        """Answer a session's held requests that ``is_wanted`` picks with CANCELLED; return whether there was one."""
         ring = self._rings.get(session_id)
         found = [one for one in ring.waiting if one.is_pending and is_wanted(one.call)] if ring is not None else []
-        for one in found:  # each is pending no longer once it is answered
-            error = CancelledError("given up before its event was reached")
+        for one in found:  # once answered, it is not pending any more
+            error = CancelledError("cancelled before its event was reached")
             self._dispatcher.answer_error(one.call.session, one.call.message_id, error)
         return bool(found)
 
     def session_lost(self, session_id: int) -> None:
-        """Take a last look at a session's counters, and give its ring back."""
+        """Read a session's counters a last time, and close its ring."""
         ring = self._rings.pop(session_id, None)
         if ring is not None:
             self._loop.remove_reader(ring.eventfd)
@@ -180,15 +185,15 @@ class EventRings:
             raise InvalidFieldError("the session has no event ring: OPEN_EVENTS first", field=field)
         return ring
 
-    def _go_on(self, one: _Waiting) -> None:
-        call = one.call
-        if not one.is_pending:
+    def _handle_held(self, held: _Waiting) -> None:
+        call = held.call
+        if not held.is_pending:
             return
         try:
-            answer = one.handle(call)
+            answer = held.handle(call)
         except KvferryError as error:
             self._dispatcher.answer_error(call.session, call.message_id, error)
-        except Exception as error:  # a bug must not keep the requests behind it waiting
+        except Exception as error:  # a bug must not block the requests held after it
             name = type(call.body).__name__
             log.exception("request failed", type=name, **about(call.body))
             internal = InternalError(f"{name} failed: {type(error).__name__}")
@@ -206,10 +211,10 @@ class EventRings:
         if ring is None:
             ring = self._start(call, EVENT_RING_SLOTS, None)
         elif ring.events is not None or body.device != HOST:
-            self._session_socket.take_share(call.session, call.message_id)  # its new events are none of the ring's
+            self._session_socket.take_share(call.session, call.message_id)  # drop the events that came with it
             where = HOST if ring.events is None else ring.events.device
             raise InvalidFieldError(f"the session has a ring on {where} already: use that one", field="device")
-        return self._give(call, ring)
+        return self._pass_ring(call, ring)
 
     def _open_on_device(self, call: Call, device: str) -> None:
         shared = self._session_socket.take_share(call.session, call.message_id).events
@@ -220,11 +225,13 @@ class EventRings:
         def opened(done: asyncio.Future[DeviceEvents]) -> None:
             try:
                 events = done.result()
-                is_late = not call.session.is_pending(call.message_id)  # the engine has given its events up
+                is_late = not call.session.is_pending(
+                    call.message_id
+                )  # the engine got DEADLINE and has dropped its events
                 if is_late or not self._session_socket.is_connected(call.session) or session_id in self._rings:
                     events.close()
                     raise InvalidFieldError("the session has a ring, or has ended", field="device")
-                self._dispatcher.answer(call.session, call.message_id, self._start_and_give(call, events))
+                self._dispatcher.answer(call.session, call.message_id, self._start_and_pass(call, events))
             except KvferryError as error:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
             except OSError as cause:
@@ -236,10 +243,10 @@ class EventRings:
 
         self._loop.run_in_executor(self._executor, watch).add_done_callback(opened)
 
-    def _start_and_give(self, call: Call, events: DeviceEvents) -> Answer:
-        """Open a ring on a device; none is left where its descriptors cannot be given, for the next has new events."""
+    def _start_and_pass(self, call: Call, events: DeviceEvents) -> Answer:
+        """Open a ring on a device; close it if its descriptors cannot be passed, as a retry brings new events."""
         try:
-            return self._give(call, self._start(call, len(events.reached()), events))
+            return self._pass_ring(call, self._start(call, len(events.reached()), events))
         except (KvferryError, OSError):
             events.close()
             self.session_lost(call.session.session_id)
@@ -249,42 +256,42 @@ class EventRings:
         session_id = call.session.session_id
         ring = self._rings[session_id] = _Ring(f"events-{session_id}", slots, events)
         if events is not None:
-            events.start(ring.region, functools.partial(self._loop.call_soon_threadsafe, self._look, session_id, ring))
+            events.start(ring.region, functools.partial(self._loop.call_soon_threadsafe, self._check, session_id, ring))
         self._loop.add_reader(ring.eventfd, self._woken, session_id, ring)
         return ring
 
-    def _give(self, call: Call, ring: _Ring) -> Answer:
+    def _pass_ring(self, call: Call, ring: _Ring) -> Answer:
         fds = (ring.region.fd, ring.eventfd)
         self._session_socket.pass_frame(call.session, EventsFollow(message_id=call.message_id), fds)
         return Answer(EventsOpened(slots=ring.slots))
 
     def _woken(self, session_id: int, ring: _Ring) -> None:
-        _take_wake_ups(ring.eventfd)
+        _clear_eventfd(ring.eventfd)
         if ring.events is None:
-            self._look(session_id, ring)
+            self._check(session_id, ring)
         else:
             ring.events.wake()
-            self._let_go(ring)  # those that wait for the record alone
+            self._release_held(ring)  # those that wait only until their event is recorded
 
-    def _look(self, session_id: int, ring: _Ring) -> None:
+    def _check(self, session_id: int, ring: _Ring) -> None:
         if self._rings.get(session_id) is ring:
             self._hub.publish(DeviceEventsReached(session_id, ring.values()))
-            self._let_go(ring)
+            self._release_held(ring)
 
-    def _let_go(self, ring: _Ring) -> None:
+    def _release_held(self, ring: _Ring) -> None:
         if not ring.waiting:
             return
         done, recorded = ring.values(), ring.recorded()
         waiting, ring.waiting = ring.waiting, []
         for one in waiting:
             if (recorded if one.recorded else done)[one.device_event.event] >= one.device_event.value:
-                self._go_on(one)
+                self._handle_held(one)
             else:
                 ring.waiting.append(one)
 
 
-def _take_wake_ups(eventfd: int) -> None:
-    """Read the count, if it is there still, and never wait: the engine may have taken it, and O_NONBLOCK with it."""
+def _clear_eventfd(eventfd: int) -> None:
+    """Reset the eventfd without ever blocking: the engine may have read it first, or have cleared O_NONBLOCK."""
     with contextlib.suppress(BlockingIOError):
         try:
             os.preadv(eventfd, [bytearray(COUNTER.itemsize)], -1, os.RWF_NOWAIT)

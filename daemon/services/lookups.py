@@ -1,4 +1,4 @@
-"""LOOKUP and UNPIN: the longest prefix that is cached, pinned for its session until it says otherwise, or ends."""
+"""LOOKUP and UNPIN: find the longest cached prefix, and pin it for the instance until UNPIN or the instance's end."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvferry.protocol.errors import InvalidFieldError, KvferryError, OverloadedE
 
 MAX_LEASES = 4096
 MAX_PINS = 1 << 20
-"""Of one session; a block counts in each of its leases."""
+"""Bounds of one instance; a block counts once in each lease."""
 
 log = structlog.get_logger(__name__)
 
 
 class Lease(msgspec.Struct):
-    """What one session's lookups have pinned, in the order of the prompt."""
+    """The blocks that an instance's LOOKUPs have pinned, in the order of the prompt."""
 
     number: int
     namespace: Namespace
@@ -39,7 +39,7 @@ class Lease(msgspec.Struct):
 
 
 class Lookups:
-    """Answers LOOKUP and UNPIN, and knows the leases."""
+    """Answers LOOKUP and UNPIN, and keeps the leases."""
 
     def __init__(
         self,
@@ -68,38 +68,38 @@ class Lookups:
 
     @property
     def under_way(self) -> int:
-        """Return how many wait for lower tiers."""
+        """Return how many lookups wait for lower tiers."""
         return len(self._background)
 
     def lease(self, call: Call, number: int) -> Lease:
-        """Return a lease of the session.
+        """Return a lease of the session's instance.
 
         Raises:
-            UnknownLeaseError: it has none of that number.
+            UnknownLeaseError: the instance has no lease of that number.
         """
-        lease = self._leases.get(call.session.session_id, {}).get(number)
+        lease = self._leases.get(call.session.owner_id, {}).get(number)
         if lease is None:
-            raise UnknownLeaseError(f"no lease {number} of this session", field="lease")
+            raise UnknownLeaseError(f"this session's instance has no lease {number}", field="lease")
         return lease
 
-    def end(self, session_id: int, lease: Lease) -> None:
-        """End a lease, unless it has ended."""
-        if self._leases.get(session_id, {}).pop(lease.number, None) is not None:
-            self._host.free_all(self._host.index.unpin(lease.blocks, session_id))
+    def end(self, owner_id: int, lease: Lease) -> None:
+        """End a lease and unpin its blocks; does nothing if it has ended."""
+        if self._leases.get(owner_id, {}).pop(lease.number, None) is not None:
+            self._host.free_all(self._host.index.unpin(lease.blocks, owner_id))
 
-    def session_lost(self, session_id: int) -> None:
-        """Give up what a session has pinned."""
-        self._leases.pop(session_id, None)
-        self._host.free_all(self._host.index.unpin_holder(session_id))
+    def instance_lost(self, owner_id: int) -> None:
+        """End all leases of an instance."""
+        self._leases.pop(owner_id, None)
+        self._host.free_all(self._host.index.unpin_holder(owner_id))
 
     async def close(self) -> None:
-        """Give up what waits for other tiers."""
+        """Cancel the lookups that wait for lower tiers."""
         await self._background.close()
 
     def _lookup(self, call: Call) -> Answer | None:
         body = expect(call, Lookup)
         pool = self._pools.get(call.session.tenant, body.pool)
-        self._host.region  # noqa: B018  there may be no tier
+        self._host.region  # noqa: B018  raises TierOffError
         hashes = hashes_of(body.hashes)
         layout = pool.block_layout(body.space)
         namespace = namespace_of(pool, body.space, body.block_pages)
@@ -108,18 +108,20 @@ class Lookups:
         if body.lease is not None:
             lease = self.lease(call, body.lease)
             if lease.namespace != namespace:
-                raise InvalidFieldError(f"lease {lease.number} is of other blocks: {lease.namespace}", field="lease")
+                raise InvalidFieldError(
+                    f"lease {lease.number} has blocks of another namespace: {lease.namespace}", field="lease"
+                )
         elif body.pin:
-            self._check_leases(call.session.session_id)
+            self._check_leases(call.session.owner_id)
         found = self._host.index.longest_prefix(namespace, hashes)
         rest = hashes[len(found) :]
-        if not rest or not self._lower.asks_far:
+        if not rest or not self._lower.has_remote:
             return self._found(call, lease, Lease(0, namespace, layout, found))
-        self._host.index.pin(found, LOOKUPS)  # nothing of the prefix may go meanwhile
-        self._background.spawn(self._look_far(call, lease, Lease(0, namespace, layout, found), rest))
+        self._host.index.pin(found, LOOKUPS)  # the prefix must not be evicted meanwhile
+        self._background.spawn(self._look_remote(call, lease, Lease(0, namespace, layout, found), rest))
         return None
 
-    async def _look_far(self, call: Call, lease: Lease | None, near: Lease, rest: Sequence[bytes]) -> None:
+    async def _look_remote(self, call: Call, lease: Lease | None, near: Lease, rest: Sequence[bytes]) -> None:
         blocks = near.blocks
         parent = blocks[-1].hash if blocks else lease.blocks[-1].hash if lease is not None and lease.blocks else None
         try:
@@ -139,16 +141,18 @@ class Lookups:
             self._dispatcher.answer(call.session, call.message_id, answer)
 
     def _found(self, call: Call, lease: Lease | None, found: Lease) -> Answer:
-        """Pin what was found, let it come up, and say what it is.
+        """Pin the blocks found, start their promotion, and return the reply.
 
         Raises:
-            OverloadedError: the session has as many leases or pins as it may.
+            OverloadedError: the instance has reached its bound of leases or pinned blocks.
         """
         body, blocks = expect(call, Lookup), found.blocks
         if body.pin:
-            self._check_pins(call.session.session_id, len(blocks))
+            self._check_pins(call.session.owner_id, len(blocks))
             if lease is None:
-                self._check_leases(call.session.session_id)  # others may have come while lower tiers were asked
+                self._check_leases(
+                    call.session.owner_id
+                )  # again: leases may have been added while lower tiers were asked
         self._counters.add("cache.lookups")
         self._counters.add("cache.asked_blocks", len(body.hashes) // HASH_BYTES)
         self._counters.add("cache.hit_blocks", len(blocks))
@@ -157,11 +161,11 @@ class Lookups:
         host = sum(block.in_host for block in blocks)
         disk = sum(block.on_disk and not block.in_host for block in blocks)
         if body.pin and (blocks or lease is not None):
-            session_id = call.session.session_id
-            self._host.index.pin(blocks, session_id)
+            owner_id = call.session.owner_id
+            self._host.index.pin(blocks, owner_id)
             if lease is None:
                 lease = msgspec.structs.replace(found, number=next(self._numbers), blocks=[])
-                self._leases.setdefault(session_id, {})[lease.number] = lease
+                self._leases.setdefault(owner_id, {})[lease.number] = lease
             lease.blocks.extend(blocks)
             for block in blocks:
                 self._lower.promote(block)
@@ -176,16 +180,16 @@ class Lookups:
             )
         )
 
-    def _check_leases(self, session_id: int) -> None:
-        if len(self._leases.get(session_id, ())) >= MAX_LEASES:
-            raise OverloadedError(f"the session has {MAX_LEASES} leases: UNPIN some")
+    def _check_leases(self, owner_id: int) -> None:
+        if len(self._leases.get(owner_id, ())) >= MAX_LEASES:
+            raise OverloadedError(f"the instance has {MAX_LEASES} leases: UNPIN some")
 
-    def _check_pins(self, session_id: int, more: int) -> None:
-        pins = sum(len(lease.blocks) for lease in self._leases.get(session_id, {}).values())
+    def _check_pins(self, owner_id: int, more: int) -> None:
+        pins = sum(len(lease.blocks) for lease in self._leases.get(owner_id, {}).values())
         if pins + more > MAX_PINS:
-            raise OverloadedError(f"the session's leases have {pins} blocks, {more} more are over {MAX_PINS}")
+            raise OverloadedError(f"the instance's leases have {pins} blocks; {more} more exceed {MAX_PINS}")
 
     def _unpin(self, call: Call) -> Answer:
         lease = self.lease(call, expect(call, Unpin).lease)
-        self.end(call.session.session_id, lease)
+        self.end(call.session.owner_id, lease)
         return Answer(Unpinned(blocks=len(lease.blocks)))

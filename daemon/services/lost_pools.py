@@ -1,7 +1,7 @@
-"""Which pools were on devices, so that whoever asks for one that is gone is told so, also by the next daemon.
+"""Remembers device pools, so that a request for one whose memory is gone fails with POOL_LOST, also after a restart.
 
-Kept in a small file of the runtime directory: names and reasons, nothing else. Losing the file loses only the better
-word: UNKNOWN_POOL instead of POOL_LOST.
+Kept in a small file in the runtime directory: names and reasons, nothing else. If the file is lost, such requests fail
+with UNKNOWN_POOL instead.
 """
 
 from __future__ import annotations
@@ -22,43 +22,41 @@ class _Pool(msgspec.Struct, frozen=True):
 
 
 class LostPools:
-    """The pools on devices that live, and those that are lost, with the reason, until they are made anew."""
+    """The live device pools, and the lost ones with the reason, until a pool of that name is made again."""
 
     def __init__(self, path: Path | None) -> None:
-        """Take what the daemon before had for lost; ``path`` is its file, None to remember nothing."""
+        """Read the previous daemon's file ``path``: its live pools are lost now. None: remember nothing."""
         self._path = path
         self._live: dict[tuple[int, str], str] = {}
         self._lost: dict[tuple[int, str], str] = {}
         self._before = {(one.tenant, one.name): one.device for one in self._read()}
         for (tenant, name), device in self._before.items():
-            self._lost[tenant, name] = f"was on {device} and went with the daemon's last life"
+            self._lost[tenant, name] = f"was on {device} and was lost when the daemon restarted"
 
     def __repr__(self) -> str:
-        """Show how many there are."""
+        """Show how many pools are live and lost."""
         return f"<LostPools live={len(self._live)} lost={len(self._lost)}>"
 
     def why(self, tenant: int, name: str) -> str | None:
-        """Return why a pool is lost; None where it is not."""
+        """Return why a pool is lost, or None."""
         return self._lost.get((tenant, name))
 
     def made(self, tenant: int, name: str, device: str) -> None:
-        """Note a new pool on a device; it is lost no longer."""
+        """Record a new device pool; a lost one of that name is forgotten."""
         self._lost.pop((tenant, name), None)
         self._live[tenant, name] = device
         self._write()
 
     def deleted(self, tenant: int, name: str) -> None:
-        """Note that a pool was given up on purpose."""
+        """Forget a pool that was deleted on purpose."""
         known = (tenant, name) in self._live or (tenant, name) in self._lost
         self._live.pop((tenant, name), None)
-        self._lost.pop(
-            (tenant, name), None
-        )  # one of that name was lost before, and then registered or made on the host
+        self._lost.pop((tenant, name), None)  # a pool of that name was lost, and then registered or made on the host
         if known:
             self._write()
 
     def lose(self, tenant: int, name: str, why: str) -> None:
-        """Note that a pool's memory is gone."""
+        """Record that a pool's memory is gone, and why."""
         self._live.pop((tenant, name), None)
         while len(self._lost) >= MAX_REMEMBERED:
             del self._lost[next(iter(self._lost))]

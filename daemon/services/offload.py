@@ -1,4 +1,4 @@
-"""Offload and restore: pages leave a pool for the host tier, and come back into others."""
+"""OFFLOAD, RESTORE and the requests about snapshots: pages are copied to the host tier, and back into any pool."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from kvferry.protocol.tier_messages import (
 
 
 class _Restoring:
-    """A RESTORE: what it reads, and the pages it writes, once it has them."""
+    """A RESTORE in progress: the snapshot it reads, and the pages it writes once it has them."""
 
     def __init__(self, call: Call, pool: Pool, snapshot: Snapshot) -> None:
         self.call = call
@@ -71,7 +71,7 @@ class OffloadService:
     """Answers the requests about snapshots.
 
     Attributes:
-        snapshots: all there are.
+        snapshots: every snapshot of the daemon.
     """
 
     def __init__(
@@ -104,26 +104,26 @@ class OffloadService:
         ):
             dispatcher.handle(kind, handler)
 
-    def session_lost(self, session_id: int) -> None:
-        """Keep what a session leaves behind for a while: another one of its user may restore it."""
-        for snapshot in [one for one in self.snapshots if one.session_id == session_id]:
-            snapshot.session_id = None
+    def instance_lost(self, owner_id: int) -> None:
+        """Keep an instance's snapshots for a while: another instance of the same user may restore them."""
+        for snapshot in [one for one in self.snapshots if one.owner_id == owner_id]:
+            snapshot.owner_id = None
             self._loop.call_later(self._grace_s, self._drop_orphan, snapshot)
 
     def new_snapshot(self, call: Call, pool: Pool, lists: Sequence[PageRange]) -> Snapshot:
-        """Return a snapshot of that many pages, with its memory.
+        """Return a new snapshot with memory for the pages of these lists.
 
         Raises:
             EmptyPagesError: no list has a page.
-            OutOfMemoryError, OverloadedError, TierOffError: the host tier has no room.
+            OutOfMemoryError, OverloadedError, TierOffError: the host tier is full, busy or off.
         """
         if not lists:
             raise EmptyPagesError("no list names a page", field="lists")
         self.snapshots.check(pool.tenant)
-        snapshot = Snapshot(pool, call.session.session_id, new_segments(pool, lists))
+        snapshot = Snapshot(pool, call.session.owner_id, new_segments(pool, lists))
         reserved = []
         try:
-            self._host.region  # noqa: B018  there may be no tier
+            self._host.region  # noqa: B018  raises TierOffError
             for segment in snapshot.segments:
                 segment.offsets = self._host.reserve(pool.tenant, segment.count, segment.layout.block_bytes)
                 self._host.index.accounts.charge(pool.tenant, _charge(segment))
@@ -136,7 +136,7 @@ class OffloadService:
         return snapshot
 
     def drop(self, snapshot: Snapshot) -> bool:
-        """Give a snapshot up; return whether that waits for those who read or write it."""
+        """Drop a snapshot; return whether its memory is freed later, because an operation reads or writes it."""
         snapshot.dropped = True
         if snapshot.readers or snapshot.state != "ready":
             return True
@@ -145,16 +145,16 @@ class OffloadService:
         return False
 
     def filling(self, snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> BlockJob:
-        """Return a job that copies pages of a pool into a snapshot; ``filled`` has to follow when it is over."""
+        """Return a job that copies pages of a pool into a snapshot; call ``filled`` when it has ended."""
         segments = _block_segments(snapshot, pool, ids)
         return BlockJob("offload", segments, self._host.region, checksums=self._jobs.checksums)
 
     def start(self, operation: Operation, job: BlockJob) -> None:
-        """Let an operation's job run."""
+        """Start an operation's job."""
         self._jobs.start(operation, job)
 
     def filled(self, snapshot: Snapshot, job: BlockJob | None, error: KvferryError | None) -> None:
-        """Take the end of ``filling``: the snapshot is ready, or gone."""
+        """Mark a snapshot as ready when its job has ended, or remove it on ``error``."""
         if error is None and job is not None:
             for segment, digests in zip(snapshot.segments, job.digests or [None] * len(snapshot.segments), strict=True):
                 segment.digests = digests
@@ -177,7 +177,7 @@ class OffloadService:
             if body.release:
                 check_distinct(one.ids, one.field)
         self._operations.check(call.session)
-        held = hold_pages(pool, call.session.session_id, lists, write=False)
+        held = hold_pages(pool, call.session.owner_id, lists, write=False)
         try:
             snapshot = self.new_snapshot(call, pool, lists)
         except BaseException:
@@ -187,7 +187,7 @@ class OffloadService:
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             if error is None and body.release:
-                held.give_back(operation.session.session_id)
+                held.give_back(operation.session.owner_id)
             held.release()
             done = TierDone(operation=operation.number, kind="offload", snapshot=snapshot.name)
             if error is None:
@@ -215,7 +215,7 @@ class OffloadService:
         else:
             lists = lists_with_pages(page_ranges(body.lists, call.ids, pool.manifest, may_end_inside=True))
             restoring.ids = ids_for(snapshot, lists)
-            restoring.release = hold_pages(pool, call.session.session_id, lists, write=True).release
+            restoring.release = hold_pages(pool, call.session.owner_id, lists, write=True).release
         operation = self._operations.begin(
             call,
             "restore",
@@ -240,15 +240,15 @@ class OffloadService:
             self._take_pages(operation, restoring)
 
     def _check_allocatable(self, restoring: _Restoring) -> None:
-        """Check that the pool could ever have the pages for the snapshot.
+        """Check that the pool, if it were empty, had enough pages for the snapshot.
 
         Raises:
-            InvalidFieldError: pages are named as well, or the pool is registered.
-            PoolFullError: it has fewer pages in all.
+            InvalidFieldError: the request names pages too, or the pool is registered.
+            PoolFullError: the pool has fewer pages in total.
         """
         pool, snapshot = restoring.pool, restoring.snapshot
         if restoring.body.lists:
-            raise InvalidFieldError("allocate=true takes the pages itself: name none", field="lists")
+            raise InvalidFieldError("allocate=true allocates the pages: give no lists", field="lists")
         if pool.registered_by is not None:
             raise InvalidFieldError(
                 f"pool {pool.name!r} is registered: its engine numbers its pages itself", field="allocate"
@@ -259,10 +259,10 @@ class OffloadService:
             wanted[space] += segment.count
             capacity = pool.space(space).capacity
             if wanted[space] > capacity:
-                raise PoolFullError(f"{wanted[space]} pages of {space!r}, the pool has {capacity}", field="pool")
+                raise PoolFullError(f"{wanted[space]} pages of {space!r}; the pool has {capacity}", field="pool")
 
     def _take_pages(self, operation: Operation, restoring: _Restoring) -> None:
-        """Begin to copy, at once or after those that wait for pages already."""
+        """Allocate pages and start the copy, or queue behind the restores that wait for pages already."""
         if not restoring.body.allocate:
             self._copy_back(operation, restoring)
             return
@@ -271,7 +271,7 @@ class OffloadService:
         self._look_for_pages()
 
     def _look_for_pages(self) -> None:
-        """Give pages to those who wait, in their order for each pool."""
+        """Allocate pages for the waiting restores, in the order of their requests for each pool."""
         self._looking = False
         full: set[Pool] = set()
         for _ in range(len(self._waiting)):
@@ -292,7 +292,7 @@ class OffloadService:
             self._loop.call_soon(self._look_for_pages)
 
     def _allocate(self, restoring: _Restoring) -> bool:
-        """Take all pages that a restore needs, or none."""
+        """Allocate all pages that a restore needs, or none; return whether it has them."""
         pool, segments = restoring.pool, restoring.snapshot.segments
         spaces = [pool.space(space_of(pool.manifest, segment.component)) for segment in segments]
         wanted: dict[int, int] = {}
@@ -300,7 +300,7 @@ class OffloadService:
             wanted[id(space)] = wanted.get(id(space), 0) + segment.count
         if any(space.free_count < wanted[id(space)] for space in spaces):
             return False
-        owner = restoring.call.session.session_id
+        owner = restoring.call.session.owner_id
         restoring.ids = [space.allocate(owner, segment.count) for space, segment in zip(spaces, segments, strict=True)]
         for space, ids in zip(spaces, restoring.ids, strict=True):
             space.begin_write(owner, ids, "pages")
@@ -324,7 +324,8 @@ class OffloadService:
         restoring.release()
         done = TierDone(operation=operation.number, kind="restore", snapshot=snapshot.name)
         ids: tuple[PageIds, ...] = ()
-        if error is None:
+        unheard = body.allocate and operation.session.ended  # nobody is told of the pages it allocated
+        if error is None and not unheard:
             done = _copied(done, snapshot)
             if body.allocate:
                 ids = tuple(restoring.ids)
@@ -334,7 +335,7 @@ class OffloadService:
         elif body.allocate:
             _free_quietly(restoring)
         snapshot.readers -= 1
-        if (error is None and body.drop) or snapshot.dropped:
+        if (error is None and body.drop and not unheard) or snapshot.dropped:
             self.drop(snapshot)
         return Ending(done, ids)
 
@@ -354,7 +355,7 @@ class OffloadService:
         return Answer(SnapshotReport(snapshots=tuple(one.status() for one in mine)))
 
     def _drop_orphan(self, snapshot: Snapshot) -> None:
-        if snapshot.session_id is None and not snapshot.dropped:
+        if snapshot.owner_id is None and not snapshot.dropped:
             self.drop(snapshot)
 
     def _free(self, snapshot: Snapshot) -> None:
@@ -373,7 +374,7 @@ def _charge(segment: SnapshotSegment) -> int:
 
 
 def _block_segments(snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> list[BlockSegment]:
-    """Return which pages of a pool, whose entries may lie elsewhere than the snapshot's, go with which blocks."""
+    """Return the copies between a snapshot's blocks and pages of a pool, whose entries may be placed differently."""
     return [
         BlockSegment(pool.region, BlockPages(pool.block_layout(segment.layout.space), its, segment.offsets))
         for segment, its in zip(snapshot.segments, ids, strict=True)
@@ -386,8 +387,8 @@ def _copied(done: TierDone, snapshot: Snapshot) -> TierDone:
 
 
 def _free_quietly(restoring: _Restoring) -> None:
-    """Free the pages of a restore that failed; a session that is gone has given them back by itself."""
-    owner, pool = restoring.call.session.session_id, restoring.pool
+    """Free the pages that a restore allocated and nobody is told of; an instance that has ended owns none any more."""
+    owner, pool = restoring.call.session.owner_id, restoring.pool
     for segment, ids in zip(restoring.snapshot.segments, restoring.ids, strict=False):
         with contextlib.suppress(NotOwnerError):
             pool.allocator_of(segment.component).free(owner, ids)

@@ -1,4 +1,4 @@
-"""The shell between the transfer state machine and other daemons: messages in, effects towards them out."""
+"""Connects the transfer state machine to other daemons: passes their messages in, and executes its effects on them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvferry.daemon.transfer.effects import (
     AnnounceReceive,
     CloseReceive,
     Effect,
+    NotifyAbandoned,
     NotifyChunk,
     NotifyEnded,
     NotifyReady,
@@ -27,6 +28,7 @@ from kvferry.daemon.transfer.endpoints import ReceiveRequest
 from kvferry.daemon.transfer.peer_forms import chunk_of, peer_send_of
 from kvferry.daemon.transfer.peer_transfers import NO_SEND, PeerTransfers
 from kvferry.daemon.transfer.remote import Incarnation, Origin, RemotePool
+from kvferry.daemon.transfer.tombstones import Half
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.pool import Pool
@@ -44,6 +46,7 @@ from kvferry.protocol.peer_messages import (
     Confirm,
     Confirmed,
     Grant,
+    HalfAbandoned,
     OpEnded,
     OpRequest,
     PeerBody,
@@ -58,15 +61,18 @@ from kvferry.protocol.peer_messages import (
 from kvferry.protocol.session_messages import PeerStatus
 
 MAX_REMOTE_POOLS = 4096
+MAX_UNSENT = 4096
+UNSENT_S = 600.0
+"""How many HALF_ABANDONED messages for unreachable daemons are kept, and how long, in seconds; as for tombstones."""
 LONGEST_ANNOUNCEMENT_S = 86_400.0
 log = structlog.get_logger(__name__)
 
 
 class PeerTransferService:
-    """Lets send requests and receive requests of this daemon meet those of other daemons.
+    """Matches send requests and receive requests of this daemon with those of other daemons.
 
     Attributes:
-        remote_pools: what other daemons have described, by who, tenant and name.
+        remote_pools: pools that other daemons have described, by daemon, tenant and name.
     """
 
     def __init__(
@@ -78,7 +84,7 @@ class PeerTransferService:
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` is the state machine's."""
+        """``clock`` returns seconds, and is the state machine's too."""
         self._links = links
         self._state_machine = state_machine
         self._transports = transports
@@ -86,28 +92,38 @@ class PeerTransferService:
         self._counters = counters
         self._clock = clock
         self.remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
+        self._unsent: dict[tuple[str, Half], tuple[HalfAbandoned, float]] = {}
         hub.subscribe(PoolRemoved, lambda event: self.pool_removed(event.pool))
 
     def source_daemons(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the other daemons among those that a RECEIVE names, and have the links to them.
+        """Return the daemons that a RECEIVE names, without this one, and connect to them.
 
         Raises:
-            InvalidFieldError: one cannot be reached from here.
+            InvalidFieldError: one of them cannot be reached from here.
+        """
+        for address in addresses:
+            if not (self._links.is_own(address) or self._transports.can_reach(address)):
+                raise InvalidFieldError(
+                    f"{address}: this daemon has no bounce buffers; set network.transport in its configuration",
+                    field=f"source_daemons[{addresses.index(address)}]",
+                )
+        return self.other_daemons(addresses, "source_daemons")
+
+    def other_daemons(self, addresses: tuple[str, ...], field: str) -> tuple[str, ...]:
+        """Return the daemons that a message's field names, without this one, and connect to them.
+
+        Raises:
+            InvalidFieldError: one of them cannot be reached from here.
         """
         others = tuple(dict.fromkeys(one for one in addresses if not self._links.is_own(one)))
         for address in others:
-            field = f"source_daemons[{addresses.index(address)}]"
-            if not self._transports.can_reach(address):
-                raise InvalidFieldError(
-                    f"{address}: this daemon has no bounce buffers; set network.transport in its configuration",
-                    field=field,
-                )
-            self._links.check_reachable(address, field)
-            self._links.connect(address, field)  # now: once the receive request is made, nobody can be refused any more
+            where = f"{field}[{addresses.index(address)}]"
+            self._links.check_reachable(address, where)
+            self._links.connect(address, where)  # now, as a message cannot be refused once it is accepted
         return others
 
     def execute(self, effect: Effect) -> None:
-        """Do what the state machine asks towards another daemon; other effects are not ours."""
+        """Execute an effect that concerns another daemon."""
         if isinstance(effect, AnnounceReceive):
             peer = self._links.connect(effect.address)
             if peer is None:
@@ -132,6 +148,8 @@ class PeerTransferService:
                 receive_request=effect.receive_request, send_request=NO_SEND, error=effect.error.info()
             )
             self._links.send(effect.peer, ended)
+        elif isinstance(effect, NotifyAbandoned):
+            self._abandon(effect)
         elif isinstance(effect, StopSending):
             self._transports.stop_sending(effect.remote_endpoint)
         else:
@@ -151,7 +169,7 @@ class PeerTransferService:
         )
 
     def pool_removed(self, pool: Pool) -> None:
-        """Let other daemons give up their mappings of a pool's memory."""
+        """Tell the connected daemons to unmap a pool's memory."""
         gone = PoolGone(tenant=pool.tenant, pool=pool.name, region=pool.region.identity)
         for peer in self._links.up():
             self._links.send(peer, gone)
@@ -182,12 +200,35 @@ class PeerTransferService:
         left_ms = max(1, round((receive_request.deadline_at - self._clock()) * 1000))
         self._links.send(peer, Announce(receive_request=name_of(receive_request), deadline_ms=left_ms))
 
+    def _abandon(self, effect: NotifyAbandoned) -> None:
+        """Send HALF_ABANDONED to another daemon, now or once it is connected; of too many, the oldest is dropped."""
+        half = effect.half
+        info = effect.error.info()
+        body = HalfAbandoned(tenant=half.tenant, request_id=half.request_id, direction=half.direction, error=info)
+        peer = self._links.connect(effect.address)
+        if peer is not None:
+            self._links.send(peer, body)
+            return
+        self._unsent[effect.address, half] = (body, self._clock() + UNSENT_S)
+        while len(self._unsent) > MAX_UNSENT:
+            del self._unsent[next(iter(self._unsent))]
+
+    def _send_unsent(self, peer: Incarnation) -> None:
+        """Send a newly connected daemon the HALF_ABANDONED messages that are kept for it."""
+        for key in [one for one in self._unsent if one[0] == peer.address]:
+            body, until = self._unsent.pop(key)
+            if self._clock() < until:
+                self._links.send(peer, body)
+
     def is_needed(self, address: str) -> bool:
         """See ``PeerListener.is_needed``."""
-        return bool(self._state_machine.receives_expecting(address))
+        now = self._clock()
+        has_unsent = any(until > now for (known, _), (_, until) in self._unsent.items() if known == address)
+        return has_unsent or bool(self._state_machine.receives_expecting(address))
 
     def on_up(self, peer: Incarnation) -> None:
         """See ``PeerListener.on_up``."""
+        self._send_unsent(peer)
         for receive_request in self._state_machine.receives_expecting(peer.address):
             receive_request.unreachable.discard(peer.address)
             self._announce(peer, receive_request)
@@ -205,6 +246,10 @@ class PeerTransferService:
     def on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:
         """See ``PeerListener.on_message``."""
         try:
+            if isinstance(body, HalfAbandoned):
+                half = Half(body.tenant, body.request_id, body.direction)
+                source = peer.address
+                self._state_machine.half_abandoned(half, raised(body.error), self._clock(), source)
             self._at_home(peer, body, ids)
             self._at_source(peer, body)
         except UnknownTransferError:
@@ -297,17 +342,20 @@ class PeerTransferService:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Check that what another daemon says of its pool can be reckoned with.
+    """Check that another daemon's manifest is consistent, before addresses are computed from it.
 
     Raises:
         InvalidFieldError: no entry, or one that lies beyond the region or whose component is not described.
-        GeometryMismatchError: an entry that contradicts itself.
+        GeometryMismatchError: an entry's fields contradict each other.
     """
     names = {one.name for one in manifest.components}
     for index, entry in enumerate(manifest.entries):
         beyond = entry.base + entry.pages * entry.page_bytes > manifest.region_bytes
         if beyond or entry.component not in names:
-            raise InvalidFieldError(f"{entry.name} does not fit its manifest", field=f"manifest.entries[{index}]")
+            raise InvalidFieldError(
+                f"{entry.name} lies beyond the region, or its component is not described",
+                field=f"manifest.entries[{index}]",
+            )
         check_entry(entry, f"manifest.entries[{index}]")
     if not manifest.entries:
-        raise InvalidFieldError("a pool without entries", field="manifest.entries")
+        raise InvalidFieldError("the pool has no entries", field="manifest.entries")

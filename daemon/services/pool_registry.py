@@ -1,4 +1,4 @@
-"""Which pools there are: what every other service looks pools up in."""
+"""The registry of pools, in which every other service looks them up."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvferry.protocol.session_messages import RegionRequest
 
 
 class PoolRegistry:
-    """The pools that can be used, by tenant and name; and why others of those names cannot.
+    """The usable pools, by tenant and name.
 
     Attributes:
-        lost: pools whose memory is gone; kept over restarts.
+        lost: pools whose memory is gone, with the reason; kept across restarts.
     """
 
     def __init__(self, lost: LostPools, hub: EventHub) -> None:
@@ -38,7 +38,7 @@ class PoolRegistry:
         """Return a tenant's pool.
 
         Raises:
-            PoolLostError: its memory is gone, and nobody has made the pool anew since.
+            PoolLostError: its memory is gone, and the pool has not been made again since.
             UnknownPoolError: the tenant has no pool of that name.
         """
         pool = self._pools.get((tenant, name))
@@ -47,33 +47,31 @@ class PoolRegistry:
             if why is not None:
                 raise PoolLostError(f"pool {name!r} of user {tenant} {why}", field="pool")
             others = in_words(repr(one.name) for one in self if one.tenant == tenant)
-            raise UnknownPoolError(
-                f"no pool {name!r} of user {tenant}, who has {others or 'no pool at all'}", field="pool"
-            )
+            raise UnknownPoolError(f"no pool {name!r} of user {tenant}, who has {others or 'no pools'}", field="pool")
         return pool
 
     def region_of(self, asked: RegionRequest) -> Region:
-        """Return the memory that another daemon of this host asks for, to read it.
+        """Return the pool memory that another daemon of this host asks to map for reading.
 
         Raises:
-            UnknownPoolError: the pool is not there, or has other memory than when its pages were sent.
+            UnknownPoolError: there is no such pool, or it was made again after its pages were sent.
         """
         region = self.get(asked.tenant, asked.pool).region
         if region.identity != asked.region:
-            raise UnknownPoolError(f"pool {asked.pool!r} has been made anew", field="region")
+            raise UnknownPoolError(f"pool {asked.pool!r} has been created again", field="region")
         return region
 
     def add(self, pool: Pool) -> None:
-        """Let a pool be used."""
+        """Add a pool, so that requests can name it."""
         self._pools[pool.tenant, pool.name] = pool
 
     def remove(self, pool: Pool) -> None:
-        """Let a pool be used no longer, and publish that before its memory is given back."""
+        """Remove a pool, and publish ``PoolRemoved`` before its memory is freed."""
         del self._pools[pool.tenant, pool.name]
         self._hub.publish(PoolRemoved(pool))
 
-    def pages_by_session(self) -> Counter[int]:
-        """Return how many pages of all pools each session owns."""
+    def pages_by_owner(self) -> Counter[int]:
+        """Return how many pages of all pools each instance owns."""
         owned: Counter[int] = Counter()
         for pool in self:
             for allocator in pool.allocators.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final
 
@@ -13,17 +13,22 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.devices.registry import Devices, RegisteredSegment
+from kvferry.daemon.devices.registry import Devices
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.holders import holders_text, pool_full, session_text
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.pool_reports import check_same, check_same_model, status_of
-from kvferry.daemon.services.registered_memory import MemoryInUse, placed_in
+from kvferry.daemon.services.pool_reports import (
+    check_same,
+    check_same_lifetime,
+    check_same_model,
+    check_same_payload,
+    status_of,
+)
+from kvferry.daemon.services.registered_memory import MemoryInUse, placed_in, registered_segments
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.arrays import arrays_of, check_form, check_storage
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
@@ -34,8 +39,10 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    TooLargeError,
 )
 from kvferry.protocol.ids import HOST
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
@@ -50,34 +57,39 @@ from kvferry.protocol.pool_messages import (
     PoolCreated,
     PoolDeleted,
     PoolRegistered,
-    RegisteredArrays,
     RegisterPool,
 )
 from kvferry.protocol.requests import ReplyBody
 from kvferry.protocol.session_messages import PoolStatus, RegionFollows, ShareFollows
-from kvferry.protocol.shares import Share, TorchShare
+from kvferry.protocol.shares import Share
 
 SWEEP_S: Final = 0.05
 DEVICE_GRACE_S: Final = 0.05
-"""The sockets of an engine that was killed are closed a moment before its driver stops its work on a device."""
+"""Before an ended instance's device pages are freed: the driver stops a killed engine's kernels a moment after its
+sockets are closed."""
 
 
 log = structlog.get_logger(__name__)
 
 
 class _Creation(msgspec.Struct):
-    """A pool whose memory is being fetched, and the requests that wait for it; the first one asked first."""
+    """A pool whose memory is being allocated or imported, and the requests that wait for it, oldest first."""
 
     manifest: Manifest
     device: str
     waiting: list[Call]
     registered_by: int | None = None
     model: ModelIdentity | None = None
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    ends_with: int | None = None
     registered: HostRegion | None = None
 
 
 class PoolService:
-    """Makes and deletes pools, and allocates pages. Memory is fetched on a thread of its own, one pool at a time."""
+    """Creates, registers and deletes pools, and allocates pages.
+
+    Host memory is populated on one thread, device memory is allocated on another: one pool at a time each.
+    """
 
     def __init__(
         self,
@@ -89,6 +101,7 @@ class PoolService:
         *,
         max_bytes: int,
         populate: bool,
+        largest_payload_bytes: int = LARGEST_PAYLOAD_BYTES,
     ) -> None:
         self._dispatcher = dispatcher
         self._session_socket = session_socket
@@ -96,13 +109,14 @@ class PoolService:
         self._pools = pools
         self._rings = rings
         self._max_bytes = max_bytes
+        self._largest_payload_bytes = largest_payload_bytes
         self._populating_ends = threading.Event()
         if not populate:
             self._populating_ends.set()
         self._creations: dict[tuple[int, str], _Creation] = {}
         self._leaving: list[Pool] = []
         self._executor = ThreadPoolExecutor(1, "populate")
-        self._device_executor = ThreadPoolExecutor(1, "device-memory")  # host memory takes its time
+        self._device_executor = ThreadPoolExecutor(1, "device-memory")  # populating host memory takes long
         for kind, handler in (
             ("CREATE_POOL", self._create),
             ("ATTACH_POOL", self._attach),
@@ -114,21 +128,30 @@ class PoolService:
             dispatcher.handle(kind, handler)
 
     def session_lost(self, session_id: int) -> None:
-        """Take back every page of a session; those in flight follow when their transfers settle."""
+        """Remove the pools that a session registered: their memory belongs to its process, not to its instance."""
+        for pool in [one for one in self._pools if one.registered_by == session_id]:
+            self._pools.lost.lose(pool.tenant, pool.name, "was registered by an engine that is gone")
+            log.warning("pool lost", pool=pool.name, tenant=pool.tenant, cause="its engine is gone")
+            self._remove(pool)
+
+    def instance_lost(self, owner_id: int) -> None:
+        """Free every page of an instance, and remove the pools that end with it; pages in flight are freed later."""
         for pool in list(self._pools):
-            if pool.registered_by == session_id:
-                self._take_leave(pool, "was registered by an engine that is gone")
             if pool.region.device == HOST:
-                _release(pool, session_id)
+                _release(pool, owner_id)
             else:
-                asyncio.get_running_loop().call_later(DEVICE_GRACE_S, _release, pool, session_id)
+                asyncio.get_running_loop().call_later(DEVICE_GRACE_S, _release, pool, owner_id)
+            if pool.ends_with == owner_id:
+                self._pools.lost.deleted(pool.tenant, pool.name)
+                log.info("pool deleted", pool=pool.name, tenant=pool.tenant, cause="its instance has ended")
+                self._remove(pool)
 
     def status(self) -> tuple[PoolStatus, ...]:
         """Return the pools as STATUS shows them."""
         return tuple(status_of(pool) for pool in self._pools)
 
     def close(self) -> None:
-        """Give all memory back, but for what a device that is lost may hold for ever."""
+        """Free all memory, without waiting for a lost device."""
         self._populating_ends.set()
         for executor in (self._executor, self._device_executor):
             executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
@@ -137,6 +160,7 @@ class PoolService:
 
     def _create(self, call: Call) -> Answer | None:
         body = expect(call, CreatePool)
+        self._check_payload_bound(body.max_payload_bytes)
         manifest = manifest_of(body.spec)
         key = (call.session.tenant, body.pool)
         creation = self._creations.get(key)
@@ -154,11 +178,22 @@ class PoolService:
             check_same(known, manifest, body.pool, device, body.device, held)
             model = existing.model if existing else creation.model if creation else body.model
             check_same_model(model, body.model, body.pool)
+            ends_with = existing.ends_with if existing else creation.ends_with if creation else None
+            check_same_lifetime(self._dispatcher.sessions, ends_with, call.session, body)
+            bound = (existing or creation or body).max_payload_bytes
+            check_same_payload(bound, body.max_payload_bytes, body.pool)
             if creation is None:
                 return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
             creation.waiting.append(call)
             return None
-        self._creations[key] = _Creation(manifest, body.device, [call], model=body.model)
+        self._creations[key] = _Creation(
+            manifest,
+            body.device,
+            [call],
+            model=body.model,
+            max_payload_bytes=body.max_payload_bytes,
+            ends_with=call.session.owner_id if body.lifetime == "instance" else None,
+        )
         try:
             if body.device == HOST:
                 self._check_budget(manifest)
@@ -173,6 +208,7 @@ class PoolService:
 
     def _register(self, call: Call) -> Answer | None:
         body = expect(call, RegisterPool)
+        self._check_payload_bound(body.max_payload_bytes)
         key = (call.session.tenant, body.pool)
         if body.device == HOST:
             self._register_memory(call, body, key)
@@ -185,10 +221,20 @@ class PoolService:
             )
         self._check_new(key, call)
         manifest = manifest_of(body.spec)
-        registered = _registered_segments(manifest, body.arrays, shares)
-        self._creations[key] = _Creation(manifest, body.device, [call], call.session.session_id, body.model)
+        registered = registered_segments(manifest, body.arrays, shares)
+        self._creations[key] = _Creation(
+            manifest, body.device, [call], call.session.session_id, body.model, body.max_payload_bytes
+        )
         self._fetch(key, self._device_executor, self._devices.register, body.device, registered, manifest.region_bytes)
         return None
+
+    def _check_payload_bound(self, wanted_bytes: int) -> None:
+        if wanted_bytes > self._largest_payload_bytes:
+            raise TooLargeError(
+                f"payloads of {wanted_bytes} bytes; at most {self._largest_payload_bytes}, half of "
+                "limits.max_frame_bytes",
+                field="max_payload_bytes",
+            )
 
     def _check_new(self, key: tuple[int, str], call: Call) -> None:
         existing = self._pools.find(*key)
@@ -197,7 +243,7 @@ class PoolService:
             raise PoolExistsError(f"pool {key[1]!r} exists{held and f'; {held}'}", field="pool")
 
     def _register_memory(self, call: Call, body: RegisterPool, key: tuple[int, str]) -> None:
-        """Make a pool of host memory that an engine registers, in the loop's next turn."""
+        """Register a pool in an engine's host memory; answered in the loop's next turn."""
         fd = self._session_socket.take_memory(call.session, call.message_id)
         if fd is None:
             raise InvalidFieldError(
@@ -211,7 +257,13 @@ class PoolService:
             manifest = placed_in(region, manifest_of(body.spec), body.arrays, self._memory_in_use())
             self._check_budget(manifest)
             self._creations[key] = _Creation(
-                manifest, HOST, [call], call.session.session_id, body.model, registered=region
+                manifest,
+                HOST,
+                [call],
+                call.session.session_id,
+                body.model,
+                body.max_payload_bytes,
+                registered=region,
             )
         except BaseException:
             region.close()
@@ -221,7 +273,7 @@ class PoolService:
         made.add_done_callback(lambda done: self._fetched(key, done))
 
     def _memory_in_use(self) -> list[MemoryInUse]:
-        """Return where the pools lie: those that are made, and those that go once nothing of them is in flight."""
+        """Return the regions of all pools: being registered, live, or removed with pages still in flight."""
         coming = [
             MemoryInUse(one.registered, one.manifest) for one in self._creations.values() if one.registered is not None
         ]
@@ -235,9 +287,9 @@ class PoolService:
             raise
         return region
 
-    def _fetch(self, key: tuple[int, str], executor: Executor, work: Callable[..., Region], *arguments: object) -> None:
-        """Make a pool's region on a thread that may wait, then the pool."""
-        fetched = asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
+    def _fetch(self, key: tuple[int, str], executor: Executor, make: Callable[..., Region], *arguments: object) -> None:
+        """Make a pool's region by ``make(*arguments)`` on a thread that may block, then the pool."""
+        fetched = asyncio.get_running_loop().run_in_executor(executor, make, *arguments)
         fetched.add_done_callback(lambda done: self._fetched(key, done))
 
     def _fetched(self, key: tuple[int, str], done: asyncio.Future[Region]) -> None:
@@ -248,9 +300,18 @@ class PoolService:
             for call in creation.waiting:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
             return
-        pool = Pool(*key, creation.manifest, done.result(), registered_by=creation.registered_by, model=creation.model)
-        if creation.registered_by is not None and not self._is_awaited(creation.waiting[0]):
-            self._give_back(pool)
+        pool = Pool(
+            *key,
+            creation.manifest,
+            done.result(),
+            registered_by=creation.registered_by,
+            owner_id=creation.waiting[0].session.owner_id if creation.registered_by is not None else None,
+            ends_with=creation.ends_with,
+            model=creation.model,
+            max_payload_bytes=creation.max_payload_bytes,
+        )
+        if not self._is_wanted(creation):
+            self._close_pool(pool)
             return
         self._pools.add(pool)
         if creation.device != HOST and creation.registered_by is None:
@@ -270,27 +331,28 @@ class PoolService:
                 reply = PoolRegistered(pool=key[1], manifest=pool.manifest)
             self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
-    def _is_awaited(self, call: Call) -> bool:
-        """Return whether an engine lives and still waits for its answer: else it has given up what it registers."""
-        return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
+    def _is_wanted(self, creation: _Creation) -> bool:
+        """Return whether a new pool's owner still lives; for a registered pool, also that its request is unanswered."""
+        if creation.registered_by is not None:
+            call = creation.waiting[0]
+            return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
+        return creation.ends_with is None or bool(self._dispatcher.sessions.of_instance(creation.ends_with))
 
-    def _take_leave(self, pool: Pool, why: str) -> None:
-        """Forget a pool whose memory goes away; its mapping goes once nothing of it is in flight."""
-        self._pools.lost.lose(pool.tenant, pool.name, why)
+    def _remove(self, pool: Pool) -> None:
+        """Remove a pool; its memory is freed once none of its pages is in flight."""
         self._pools.remove(pool)
-        log.warning("pool lost", pool=pool.name, tenant=pool.tenant, cause=why)
         self._leaving.append(pool)
         self._sweep()
 
     def _sweep(self) -> None:
         for pool in [one for one in self._leaving if not any(space.busy_count for space in one.allocators.values())]:
             self._leaving.remove(pool)
-            self._give_back(pool)
+            self._close_pool(pool)
         if self._leaving:
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
-    def _give_back(self, pool: Pool) -> None:
-        """Close a pool: on a device that may wait, so not on the loop."""
+    def _close_pool(self, pool: Pool) -> None:
+        """Close a pool: on a device this may block, so it runs on a thread."""
         if pool.region.device == HOST:
             pool.close()
         else:
@@ -311,10 +373,12 @@ class PoolService:
             return Answer(PoolAttached(pool=pool.name, manifest=pool.manifest, model=_public(pool)))
         assert isinstance(region, AcceleratorRegion), region
         if pool.registered_by is not None:
-            raise InvalidFieldError(f"pool {pool.name!r} is its engine's, which registers it: it has it", field="pool")
+            raise InvalidFieldError(
+                f"pool {pool.name!r} is registered: its engine has the memory already", field="pool"
+            )
         process_id = body.device_pid or call.session.peer.pid
-        work = asyncio.get_running_loop().run_in_executor(self._device_executor, region.share, process_id)
-        work.add_done_callback(lambda done: self._shared(call, pool, done))
+        sharing = asyncio.get_running_loop().run_in_executor(self._device_executor, region.share, process_id)
+        sharing.add_done_callback(lambda done: self._shared(call, pool, done))
         return None
 
     def _shared(self, call: Call, pool: Pool, done: asyncio.Future[Share]) -> None:
@@ -330,9 +394,11 @@ class PoolService:
     def _delete(self, call: Call) -> Answer:
         body = expect(call, DeletePool)
         pool = self._pools.get(call.session.tenant, body.pool)
-        if pool.registered_by not in {None, call.session.session_id}:
-            owner = session_text(self._dispatcher.sessions, pool.registered_by or 0, call.session.session_id)
-            raise PoolInUseError(f"pool {body.pool!r} is registered by {owner}", field="pool")
+        if pool.registered_by is not None:
+            registering = self._dispatcher.sessions.get(pool.registered_by)
+            if registering is None or registering.owner_id != call.session.owner_id:
+                holder = session_text(self._dispatcher.sessions, pool.registered_by, call.session.session_id)
+                raise PoolInUseError(f"pool {body.pool!r} is registered by {holder}", field="pool")
         if not pool.idle:
             used = sum(one.capacity - one.free_count for one in pool.allocators.values())
             raise PoolInUseError(
@@ -340,14 +406,14 @@ class PoolService:
             )
         self._pools.remove(pool)
         self._pools.lost.deleted(pool.tenant, pool.name)
-        self._give_back(pool)
+        self._close_pool(pool)
         log.info("pool deleted", pool=pool.name, tenant=pool.tenant)
         return Answer(PoolDeleted(pool=body.pool))
 
     def _allocate(self, call: Call) -> Answer:
         body = expect(call, Allocate)
         pool = self._pools.get(call.session.tenant, body.pool)
-        asking = call.session.session_id
+        asking = call.session.owner_id
         try:
             ids = pool.space(body.space).allocate(asking, body.count)
         except PoolFullError as error:
@@ -365,14 +431,14 @@ class PoolService:
             raise InvalidFieldError(
                 f"pool {body.pool!r} is registered: its engine numbers its pages itself", field="pool"
             )
-        freed = pool.space(body.space).free(call.session.session_id, call.ids[0])
+        freed = pool.space(body.space).free(call.session.owner_id, call.ids[0])
         return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
 
     def _holders(self, pool: Pool | None, call: Call) -> str:
-        """Return who holds pages of a pool, in words; empty where nobody does."""
+        """Return a text saying who holds pages of a pool; empty where nobody does."""
         if pool is None:
             return ""
-        return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.session_id)
+        return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.owner_id)
 
     def _check_budget(self, manifest: Manifest) -> None:
         made = [(pool.region.device, pool.manifest) for pool in self._pools]
@@ -389,23 +455,6 @@ def _public(pool: Pool) -> ModelIdentity | None:
     return pool.model.public if pool.model else None
 
 
-def _release(pool: Pool, session_id: int) -> None:
+def _release(pool: Pool, owner_id: int) -> None:
     for allocator in pool.allocators.values():
-        allocator.release_owner(session_id)
-
-
-def _registered_segments(
-    manifest: Manifest, said: Sequence[RegisteredArrays], shares: Sequence[Share]
-) -> list[RegisteredSegment]:
-    """Return what is registered, checked against the manifest; the driver is asked of the memory later."""
-    arrays = arrays_of(manifest, [(one.component, one.role, one.layer) for one in said])
-    parts = []
-    for array, one, share in zip(arrays, said, shares, strict=True):
-        check_form(array, one.shape, one.strides, one.dtype)
-        if not isinstance(share, TorchShare):  # memory by its driver handle could be a pool of ours
-            raise InvalidFieldError(
-                f"{array.name} is registered by {share!r}, not as a tensor", field=f"{array.name}.share"
-            )
-        check_storage(array, share.offset_bytes, share.storage_bytes)
-        parts.append(RegisteredSegment(array, share))
-    return parts
+        allocator.release_owner(owner_id)

@@ -1,4 +1,8 @@
-"""STORE and LOAD: what is stored is visible as a whole or not at all, what is loaded is right or said to be gone."""
+"""STORE and LOAD of prefix cache blocks.
+
+A STORE becomes visible as a whole or not at all. A LOAD brings the leading blocks that are intact, and reports
+CACHE_MISS for the rest.
+"""
 
 from __future__ import annotations
 
@@ -74,11 +78,11 @@ class PrefixCacheService:
             dispatcher.handle(kind, handler)
 
     def __repr__(self) -> str:
-        """Show the live counts."""
+        """Show the block index."""
         return f"<CacheService {self._host.index!r}>"
 
     async def close(self) -> None:
-        """Give up what waits for other tiers."""
+        """Cancel the loads that wait for lower tiers."""
         await self._background.close()
 
     # -- STORE
@@ -91,12 +95,12 @@ class PrefixCacheService:
         layout = pool.block_layout(body.space)
         ids = ids_by_block(call.ids[0], len(hashes), body.block_pages)
         if body.parent and len(body.parent) != HASH_BYTES:
-            raise InvalidFieldError(f"{len(body.parent)} bytes, a hash has {HASH_BYTES}", field="parent")
+            raise InvalidFieldError(f"{len(body.parent)} bytes; a hash has {HASH_BYTES}", field="parent")
         namespace = namespace_of(pool, body.space, body.block_pages)
         self._host.know(namespace, layout.block_bytes, model_of(pool).label)
         self._operations.check(call.session)
         hold = PageHold(write=False)
-        hold.add(pool.space(body.space), call.session.session_id, call.ids[0], "pages")
+        hold.add(pool.space(body.space), call.session.owner_id, call.ids[0], "pages")
         try:
             fresh, at, offsets = self._begin(namespace, hashes, body.parent or None, layout)
         except KvferryError:
@@ -133,12 +137,16 @@ class PrefixCacheService:
     def _begin(
         self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, layout: BlockLayout
     ) -> tuple[list[CachedBlock], list[int], Offsets]:
-        """Return the blocks that are to be written, which of the hashes they are, and memory: (blocks, block_pages)."""
+        """Begin the blocks that are not cached yet.
+
+        Returns:
+            The new blocks, their positions in ``hashes``, and their offsets in the host tier: (blocks, block_pages).
+        """
         pages = namespace.block_pages
         begun = self._host.index.begin(namespace, hashes, parent, pages * whole_units(layout.block_bytes))
         fresh = [one.block for one in begun if one.fresh]
         at = [number for number, one in enumerate(begun) if one.fresh]
-        self._host.index.touch([one.block for one in begun if not one.fresh])  # the new ones are of no use without
+        self._host.index.touch([one.block for one in begun if not one.fresh])  # new blocks are useless without them
         try:
             offsets = self._host.reserve(namespace.tenant, len(fresh) * pages, layout.block_bytes, counted=True)
         except KvferryError:
@@ -172,13 +180,13 @@ class PrefixCacheService:
             )
         self._operations.check(call.session)
         hold = PageHold(write=True)
-        hold.add(pool.space(lease.namespace.space), call.session.session_id, call.ids[0], "pages")
+        hold.add(pool.space(lease.namespace.space), call.session.owner_id, call.ids[0], "pages")
         loading = _Loading(pool, lease, blocks, call.ids[0])
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             hold.release()
             if body.unpin:
-                self._lookups.end(operation.session.session_id, lease)
+                self._lookups.end(operation.session.owner_id, lease)
             return self._loaded(operation, loading, error)
 
         operation = self._operations.begin(call, "load", pool.name, len(call.ids[0]), finish)
@@ -230,14 +238,16 @@ class PrefixCacheService:
         )
         if there < count:
             self._counters.add("cache.missed_blocks", count - there)
-            miss = CacheMissError(f"block {there} of {count} is gone, or the host tier has no room for it")
+            miss = CacheMissError(f"block {there} of {count} is gone, or does not fit into the host tier")
             done = msgspec.structs.replace(done, error=miss.info())
         return Ending(done)
 
     def _damaged(self, loading: _Loading, error: SnapshotDamagedError) -> None:
-        """Drop the block that is damaged, from every tier; the error's field says which page it was."""
+        """Remove the damaged block from every tier; the page number in the error's field tells which block it is."""
         self._counters.add("cache.damaged_blocks")
-        log.error("a cached block was damaged in memory", cause=error.detail, remedy="look at the host's memory")
+        log.error(
+            "a cached block was damaged in memory", cause=error.detail, remedy="check the host's memory (ECC errors)"
+        )
         page = int(error.field.partition("[")[2].rstrip("]"))
         block = loading.blocks[page // loading.lease.namespace.block_pages]
         self._host.free_all(self._host.index.remove(block))
@@ -245,16 +255,17 @@ class PrefixCacheService:
 
 
 def _check_namespace(pool: Pool, namespace: Namespace) -> None:
-    """Check that a pool's pages can take blocks of a lease.
+    """Check that a lease's blocks can be loaded into a pool's pages.
 
     Raises:
-        LayoutMismatchError: they are of another form.
-        NoModelError, ModelMismatchError: they are of another model's KV, or nobody said of which.
+        LayoutMismatchError: the pool has another layout.
+        NoModelError: the pool was created without a model identity.
+        ModelMismatchError: the pool has another model or cache identity.
     """
     ours = namespace_of(pool, namespace.space, namespace.block_pages)
     if ours.layout_digest != namespace.layout_digest:
         raise LayoutMismatchError(
-            f"pool {pool.name!r} has layout {ours.layout_digest}, the lease's blocks {namespace.layout_digest}",
+            f"pool {pool.name!r} has layout {ours.layout_digest}, the lease's blocks have {namespace.layout_digest}",
             field="pool",
         )
     if ours != namespace:
@@ -266,7 +277,7 @@ def _check_namespace(pool: Pool, namespace: Namespace) -> None:
 
 
 class _Loading:
-    """A LOAD under way."""
+    """A LOAD in progress; ``there`` counts the leading blocks that are copied."""
 
     def __init__(self, pool: Pool, lease: Lease, blocks: list[CachedBlock], ids: PageIds) -> None:
         self.pool = pool

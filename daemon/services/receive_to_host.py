@@ -1,8 +1,8 @@
-"""Transfers that land in the host tier: a pool of just their pages, whose bytes become a snapshot.
+"""RECEIVE into the host tier: a temporary pool holds just the transfer's pages, and its bytes become a snapshot.
 
-The transfer sees a pool like any other: same layout, pages of the host tier. Its memory and the snapshot's are taken
-when it is made, so that what has arrived cannot fail for want of room; once the transfer has settled, the pages are
-copied to the snapshot's blocks, and the pool goes.
+The transfer sees an ordinary pool: the same layout, with pages in host tier memory. The memory of both the pool and the
+snapshot is reserved when the pool is made, so that KV that has arrived cannot be lost to a full tier. Once the transfer
+has settled, the pages are copied to the snapshot's blocks and the pool's memory is freed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALIGNMENT = 64
 
 
 class HostReceive(msgspec.Struct):
-    """A pool for one transfer, the lists of its pages, the memory it lies in, and how the transfer ended."""
+    """A RECEIVE into the host tier: its temporary pool, page lists, memory (bytes in the host tier) and outcome."""
 
     session: Session
     request_id: str
@@ -46,17 +46,17 @@ class HostReceive(msgspec.Struct):
     offset: int
     size_bytes: int
     before: HostReceive | None
-    """What went by the same name."""
+    """The receive that had the same key before; it gets the key back where this one is refused."""
     error: KvferryError | None = None
 
     @property
     def key(self) -> tuple[int, str, str]:
-        """Return by what name the session calls it."""
+        """Return (session number, request id, pool name), as the transfer's events name it."""
         return (self.session.session_id, self.request_id, self.pool.name)
 
 
 class HostReceives:
-    """Makes the pools, and takes them apart again."""
+    """Makes the temporary pools, and turns them into snapshots when their transfers settle."""
 
     def __init__(self, host: HostTier, service: OffloadService, operations: Operations) -> None:
         self._host = host
@@ -65,11 +65,11 @@ class HostReceives:
         self._live: dict[tuple[int, str, str], HostReceive] = {}
 
     def make(self, call: Call, body: Receive, pool: Pool) -> HostReceive:
-        """Return a pool for what a RECEIVE wants, as it would have come into ``pool``.
+        """Return a temporary pool with the layout of ``pool`` and the pages that a RECEIVE asks for.
 
         Raises:
             UnknownComponentError, LengthMismatchError, EmptyPagesError: the lists do not fit the pool.
-            OutOfMemoryError, OverloadedError, TierOffError: the host tier has no room.
+            OutOfMemoryError, OverloadedError, TierOffError: the host tier is full, busy or off.
         """
         region, lists, session = self._host.region, body.lists, call.session
         ids = _numbered(lists, pool.manifest, region.size_bytes)
@@ -84,25 +84,32 @@ class HostReceives:
             self._service.filled(snapshot, None, error)
             raise
         self._host.index.accounts.charge(pool.tenant, whole_units(size_bytes))
-        made = Pool(pool.tenant, pool.name, _moved(laid_out, offset, region.size_bytes), region, model=pool.model)
+        made = Pool(
+            pool.tenant,
+            pool.name,
+            _moved(laid_out, offset, region.size_bytes),
+            region,
+            model=pool.model,
+            max_payload_bytes=pool.max_payload_bytes,
+        )
         made.lands_as = snapshot.name
         _clear(region, made.manifest)
         for allocator in made.allocators.values():
-            allocator.allocate(session.session_id, allocator.capacity)
+            allocator.allocate(session.owner_id, allocator.capacity)
         before = self._live.get((session.session_id, body.request_id, pool.name))
         host_receive = HostReceive(session, body.request_id, made, ranges, snapshot, offset, size_bytes, before)
         self._live[host_receive.key] = host_receive
         return host_receive
 
     def refused(self, host_receive: HostReceive, error: KvferryError) -> None:
-        """Take it back: there is no room for it."""
+        """Free what ``make`` took, because the state machine refused the receive request."""
         del self._live[host_receive.key]
         if host_receive.before is not None:
             self._live[host_receive.key] = host_receive.before
-        self._give_up(host_receive, error)
+        self._drop_snapshot(host_receive, error)
 
     def on_event(self, session_id: int, event: Finished | Settled) -> None:
-        """Take a transfer's event: once a receive of ours has settled, its bytes go to the snapshot, or nowhere."""
+        """Handle a transfer's event: when a receive into the host tier settles, fill or drop its snapshot."""
         host_receive = (
             self._live.get((session_id, event.request_id, event.pool)) if event.direction == "receive" else None
         )
@@ -113,11 +120,11 @@ class HostReceives:
             return
         del self._live[host_receive.key]
         if host_receive.error is not None:
-            self._give_up(host_receive, host_receive.error)
+            self._drop_snapshot(host_receive, host_receive.error)
         else:
             self._keep(host_receive)
 
-    def _give_up(self, host_receive: HostReceive, error: KvferryError) -> None:
+    def _drop_snapshot(self, host_receive: HostReceive, error: KvferryError) -> None:
         self._service.filled(host_receive.snapshot, None, error)
         self._free(host_receive)
 
@@ -143,11 +150,11 @@ class HostReceives:
 
 
 def _numbered(lists: Sequence[PageList], manifest: Manifest, most_bytes: int) -> list[PageIds]:
-    """Return page ids for each list: its own, from 1 on in each page space.
+    """Return page ids for each list, numbered from 1 in each page space.
 
     Raises:
         UnknownComponentError: the pool lacks a component.
-        OutOfMemoryError: so many pages have more than ``most_bytes``; nothing is made for them.
+        OutOfMemoryError: the pages are larger than ``most_bytes``; checked before any array of ids is made.
     """
     used: Counter[str] = Counter()
     found = []
@@ -168,14 +175,14 @@ def _numbered(lists: Sequence[PageList], manifest: Manifest, most_bytes: int) ->
 
 
 def _laid_out(manifest: Manifest, lists: Sequence[PageList]) -> Manifest:
-    """Return the manifest of a pool for just these pages, from base 0 on; each space has a padding page."""
+    """Return the manifest of a pool with just these pages, from base 0; each page space has a padding page."""
     counts = Counter(dict.fromkeys(spaces_of(manifest), 2))  # no allocator is smaller
     wanted: Counter[str] = Counter()
     for one in lists:
         wanted[space_of(manifest, one.component)] += one.pages
     for space, count in wanted.items():
         counts[space] = max(counts[space], count + 1)
-    bases: dict[int, int] = {}  # of arrays, which entries may share
+    bases: dict[int, int] = {}  # old base -> new base: entries may share an array
     entries, base = [], 0
     for entry in manifest.entries:
         pages = counts[space_of(manifest, entry.component)]
@@ -192,7 +199,7 @@ def _laid_out(manifest: Manifest, lists: Sequence[PageList]) -> Manifest:
 
 
 def _clear(region: HostRegion, manifest: Manifest) -> None:
-    """Zero what may stay unfilled: optional components, and lists that may be cut. Old bytes may be another user's."""
+    """Zero the pages that a transfer may leave unfilled (optional components, cut lists): they may hold others' KV."""
     memory = region.view()
     for entry in manifest.entries:
         component = component_of(manifest, entry.component)
@@ -201,11 +208,11 @@ def _clear(region: HostRegion, manifest: Manifest) -> None:
 
 
 def _shape_of(entry: Entry, pages: int) -> tuple[int, ...] | None:
-    """Return the entry's shape with so many pages: what lands is checked by it as what comes into the pool is."""
+    """Return the entry's shape for ``pages`` pages, so that sources are checked as they are for the engine's pool."""
     return None if entry.shape is None else (entry.shape[0] // entry.pages * pages, *entry.shape[1:])
 
 
 def _moved(manifest: Manifest, offset: int, region_bytes: int) -> Manifest:
-    """Return the manifest with its entries that much further on in a region."""
+    """Return the manifest with its entries ``offset`` bytes further into a region of ``region_bytes``."""
     entries = tuple(msgspec.structs.replace(one, base=one.base + offset) for one in manifest.entries)
     return msgspec.structs.replace(manifest, entries=entries, region_bytes=region_bytes)

@@ -1,7 +1,7 @@
-"""Graph tables of all sessions, and the requests about them.
+"""CREATE_TABLES, UPDATE_TABLES and DELETE_TABLES: the graph tables of all sessions.
 
-The decisions are ``attention``'s: here an update waits for the replay before it, one at a time, and its copies are
-given to whoever has the memory. Tables belong to a session and go with it.
+``attention`` decides what an update changes. Here an update waits for the replay before it, one at a time, and is
+copied to the memory that graphs read. Tables belong to a session and end with it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kvferry.protocol.table_messages import (
 
 MAX_TABLES_PER_SESSION: Final = 16
 MAX_TABLES_BYTES: Final = 256 << 20
-"""Of one set of tables: 1024 rows of 8 million tokens each; as much again, twice, is kept in host memory."""
+"""Bound of one set of tables: 1024 rows of 8 million tokens each. Host memory holds twice as much again."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 100e-6, 5e-3
 CLOSE_PAUSE_S: Final = 0.05
@@ -60,7 +60,7 @@ log = structlog.get_logger(__name__)
 
 
 class _Tables:
-    """One set of tables: contents, visible memory, host lengths, and the update that is under way."""
+    """One set of tables: its contents, the memory that graphs read, the host lengths, and the pending update."""
 
     def __init__(self, session_id: int, name: str, tables: GraphTables, visible: VisibleTables) -> None:
         self.session_id = session_id
@@ -73,11 +73,11 @@ class _Tables:
         self.updates = 0
         self.waiting: Call | None = None
         self.copying = False
-        self.stale = False  # a copy was lost: the next one brings everything
+        self.stale = False  # a copy failed: the next one copies everything
 
     @property
     def busy(self) -> bool:
-        """Whether an update waits or is being copied; one whose deadline has passed waits no longer."""
+        """Whether an update waits or is being copied; one whose deadline has passed does not count as waiting."""
         call = self.waiting
         return self.copying or (call is not None and call.session.is_pending(call.message_id))
 
@@ -87,7 +87,7 @@ class _Tables:
 
 
 class TableService:
-    """Owns every session's tables. Devices' tables are made and copied on a thread of their own."""
+    """Owns every session's tables. Those on devices are allocated and copied on a thread of their own."""
 
     def __init__(
         self,
@@ -111,13 +111,13 @@ class TableService:
         dispatcher.handle("DELETE_TABLES", self._delete)
 
     def __repr__(self) -> str:
-        """Show how many there are."""
+        """Show how many sets of tables there are."""
         return f"<TableService {len(self._tables)}>"
 
     def session_lost(self, session_id: int) -> None:
-        """Give a session's tables back."""
+        """Close a session's tables."""
         for key in [one for one in self._tables if one[0] == session_id]:
-            self._give_back(self._tables.pop(key))
+            self._close_tables(self._tables.pop(key))
 
     def status(self) -> Iterator[TablesStatus]:
         """Yield the tables as STATUS shows them."""
@@ -133,7 +133,7 @@ class TableService:
             )
 
     def close(self) -> None:
-        """Give all memory back, but for what a device that is lost may hold for ever."""
+        """Free all memory, without waiting for a lost device."""
         self._executor.shutdown(wait=not self._devices.lost, cancel_futures=True)
         for one in self._tables.values():
             one.close()
@@ -153,12 +153,12 @@ class TableService:
             return self._created(call, _Tables(*key, tables, visible), None)
         process_id = body.device_pid or call.session.peer.pid
         self._coming.add(key)
-        work = self._loop.run_in_executor(self._executor, self._make, pool.region.device, tables, process_id)
-        work.add_done_callback(lambda done: self._made(call, tables, done))
+        making = self._loop.run_in_executor(self._executor, self._make, pool.region.device, tables, process_id)
+        making.add_done_callback(lambda done: self._made(call, tables, done))
         return None
 
     def _make(self, device: str, tables: GraphTables, process_id: int) -> tuple[DeviceTables, Share]:
-        """On the thread for tables."""
+        """Allocate a device's tables. Runs on the tables' thread."""
         accelerator = self._devices.open(device)
         region = self._devices.allocate(device, table_layout(tables.shape).size_bytes)
         try:
@@ -177,8 +177,8 @@ class TableService:
             except KvferryError:
                 self._loop.run_in_executor(self._executor, visible.close)
                 raise
-            if not call.session.is_pending(call.message_id):  # its deadline has passed: nobody knows of them
-                self._give_back(made)
+            if not call.session.is_pending(call.message_id):  # answered with DEADLINE: the engine does not know of them
+                self._close_tables(made)
                 return
             answer = self._created(call, made, share)
         except KvferryError as error:
@@ -197,7 +197,7 @@ class TableService:
         try:
             self._session_socket.pass_frame(call.session, follows, fds)
         except KvferryError:
-            self._give_back(made)
+            self._close_tables(made)
             raise
         self._tables[made.session_id, made.name] = made
         layout = table_layout(shape)
@@ -220,12 +220,14 @@ class TableService:
         body = expect(call, UpdateTables)
         one = self._get(call.session.session_id, body.tables)
         if one.busy:
-            raise TablesBusyError(f"an update of tables {one.name!r} is under way", field="tables")
+            raise TablesBusyError(
+                f"an update of tables {one.name!r} is in progress: wait for its reply", field="tables"
+            )
         one.waiting = call
         return self._rings.hold(call, body.after, self._apply, recorded=self._after(call, one) is not None)
 
     def _after(self, call: Call, one: _Tables) -> Any | None:  # noqa: ANN401  torch.Event
-        """Return the event that the tables' stream can wait for; None where the host has to, or nobody."""
+        """Return the event that the tables' stream can wait for; None where the host has to wait, or none is given."""
         device_event = expect(call, UpdateTables).after
         events = self._rings.events(call.session.session_id) if device_event is not None else None
         if (
@@ -249,11 +251,11 @@ class TableService:
         return None
 
     def _apply_on_device(self, call: Call, one: _Tables, update: TableUpdate, pause_s: float) -> None:
-        """Apply an update once the copies of the one before are done, which may wait for an engine that is slow."""
+        """Apply an update once the copies of the one before it are done; they may wait for a slow engine's replay."""
         if self._tables.get((one.session_id, one.name)) is not one or not call.session.is_pending(call.message_id):
             return
         one.copying = True
-        work = self._loop.run_in_executor(self._executor, _show_if_idle, one, update, self._after(call, one))
+        showing = self._loop.run_in_executor(self._executor, _show_if_idle, one, update, self._after(call, one))
 
         def shown(done: asyncio.Future[TableChange | None]) -> None:
             one.copying = False
@@ -269,7 +271,7 @@ class TableService:
             reply = self._shown(one, update, change.replayed_rows)
             self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
-        work.add_done_callback(shown)
+        showing.add_done_callback(shown)
 
     def _shown(self, one: _Tables, update: TableUpdate, replayed_rows: int) -> TablesUpdated:
         one.updates += 1
@@ -280,9 +282,11 @@ class TableService:
         body = expect(call, DeleteTables)
         one = self._get(call.session.session_id, body.tables)
         if one.busy:
-            raise TablesBusyError(f"an update of tables {one.name!r} is under way", field="tables")
+            raise TablesBusyError(
+                f"an update of tables {one.name!r} is in progress: wait for its reply", field="tables"
+            )
         del self._tables[one.session_id, one.name]
-        self._give_back(one)
+        self._close_tables(one)
         return Answer(TablesDeleted(tables=body.tables))
 
     def _get(self, session_id: int, name: str) -> _Tables:
@@ -291,22 +295,25 @@ class TableService:
             raise UnknownTablesError(f"the session has no tables {name!r}", field="tables")
         return one
 
-    def _give_back(self, one: _Tables) -> None:
-        """Close tables: on a device after the copies that the thread has before it."""
+    def _close_tables(self, one: _Tables) -> None:
+        """Close tables; on a device, after the copies that are queued on the tables' thread."""
         if isinstance(one.visible, HostTables):
             one.close()
             return
-        work = self._loop.run_in_executor(self._executor, _close_if_idle, one)
+        closing = self._loop.run_in_executor(self._executor, _close_if_idle, one)
 
         def closed(done: asyncio.Future[bool]) -> None:
             if not done.cancelled() and done.exception() is None and not done.result():
-                self._loop.call_later(CLOSE_PAUSE_S, self._give_back, one)
+                self._loop.call_later(CLOSE_PAUSE_S, self._close_tables, one)
 
-        work.add_done_callback(closed)
+        closing.add_done_callback(closed)
 
 
 def _show_if_idle(one: _Tables, update: TableUpdate, after: Any | None) -> TableChange | None:  # noqa: ANN401
-    """On the thread for tables: apply an update and begin its copies; None, and nothing done, where it cannot yet."""
+    """Apply an update and start its copies; return None, with nothing done, while earlier copies are in progress.
+
+    Runs on the tables' thread.
+    """
     assert isinstance(one.visible, DeviceTables), one.visible
     if not one.visible.is_idle():
         return None
@@ -320,7 +327,7 @@ def _show_if_idle(one: _Tables, update: TableUpdate, after: Any | None) -> Table
 
 
 def _close_if_idle(one: _Tables) -> bool:
-    """On the thread for tables: unmap what no copy writes any more."""
+    """Close tables that no copy writes any more; return whether they were closed. Runs on the tables' thread."""
     assert isinstance(one.visible, DeviceTables), one.visible
     if not one.visible.is_idle():
         return False
@@ -332,7 +339,9 @@ def _tables_for(pool: Pool, body: CreateTables) -> GraphTables:
     """Return empty tables for a pool.
 
     Raises:
-        UnknownComponentError, InvalidFieldError: what the request names is not what the pool has.
+        UnknownComponentError: the pool has no such paged component or window.
+        InvalidFieldError: the window is missing, or differs from the pool's.
+        TooLargeError: the tables exceed ``MAX_TABLES_BYTES``.
     """
     component = component_of(pool.manifest, body.component)
     tokens = next((one.page_tokens for one in pool.manifest.entries if one.component == body.component), None)

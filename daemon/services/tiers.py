@@ -1,4 +1,4 @@
-"""The tiers put together: their memory, their threads, their services, and an orderly end."""
+"""Builds the cache tiers and their services, and starts, drains and closes them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ log = structlog.get_logger(__name__)
 
 
 class Tiers:
-    """All of it. For the control loop.
+    """The host, disk and remote tiers with their services. For the control loop's thread only.
 
     Attributes:
-        host_receives: for transfers that are received to the host tier.
+        host_receives: handles RECEIVEs into the host tier.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Tiers:
         executor: Executor,
         counters: Counters,
     ) -> None:
-        """Put it together; ``executor`` may wait for devices."""
+        """Build the tiers; ``executor`` runs calls that wait for devices."""
         self._config = config.tiers
         self._counters = counters
         self._scheduler = scheduler
@@ -78,23 +78,26 @@ class Tiers:
         return f"<Tiers {self._host!r} {self._operations!r} {self._lower!r}>"
 
     async def start(self) -> None:
-        """Begin to work on what lies in the tiers below, and take the first memory.
+        """Start the lower tiers, and allocate the first host tier memory.
 
         Raises:
-            ConfigError: a tier cannot be had as it is configured.
+            ConfigError: a tier cannot be started as it is configured.
         """
         await self._lower.start()
         self._host.populate(0)
 
     def session_lost(self, session_id: int) -> None:
-        """Stop what died with a session, and give back what it held."""
+        """Stop a session's operations, and forget its CACHE_EVENTS."""
         self._operations.session_lost(session_id)
-        self._lookups.session_lost(session_id)
-        self._service.session_lost(session_id)
         self._reports.session_lost(session_id)
 
+    def instance_lost(self, owner_id: int) -> None:
+        """Release an instance's leases; its snapshots are kept for a while."""
+        self._lookups.instance_lost(owner_id)
+        self._service.instance_lost(owner_id)
+
     def drain(self) -> None:
-        """Take no new work."""
+        """Refuse new operations."""
         self._operations.drain()
 
     async def drained(self) -> None:
@@ -102,7 +105,7 @@ class Tiers:
         await self._operations.drained()
 
     def operations_of(self, session_id: int) -> int:
-        """Return how many operations of a session are live, or over and not acknowledged."""
+        """Return how many operations of a session are live, or done and not acknowledged."""
         return self._operations.live(session_id)
 
     def status(self) -> list[TierStatus]:
@@ -114,7 +117,7 @@ class Tiers:
         return self._operations.status()
 
     async def close(self) -> None:
-        """End everything; no byte of an operation moves after it."""
+        """End all operations and threads; no byte moves afterwards."""
         self._scheduler.close()
         await self._lookups.close()
         await self._cache.close()
@@ -141,7 +144,7 @@ class Tiers:
             )
         address = remote.address or config.network.address
         if address is None:
-            raise ConfigError("say by which address other nodes reach this one", field="tiers.remote.address")
+            raise ConfigError("set the address by which other nodes reach this one", field="tiers.remote.address")
         region = self._host.region
         store = RemoteStore(remote, address, region.fd, region.size_bytes, self._counters)
         return RemoteTier(store, self._host, self._scheduler, self._counters, shared=remote.shared)

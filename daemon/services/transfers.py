@@ -23,12 +23,12 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.receive_to_host import HostReceives
-from kvferry.daemon.services.transfer_reports import record_finished, warn_trimmed
 from kvferry.daemon.transfer.effects import Effect, Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveRequest, SendChunk
 from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges
 from kvferry.daemon.transfer.peer_transfers import TransferActivity
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
+from kvferry.daemon.transfer.tombstones import Half
 from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.base import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
@@ -37,18 +37,62 @@ from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
     OverloadedError,
+    PeerCancelledError,
     ShuttingDownError,
 )
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import TransferStatus
-from kvferry.protocol.transfer_messages import Cancel, Cancelled, Receive, Result, Send
+from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cancelled, Receive, Result, Send
+
+# -- what is logged and counted about transfers.
+
+
+log = structlog.get_logger(__name__)
+
+
+def record_finished(event: Finished, counters: Counters) -> None:
+    """Count and log the outcome of one side of a transfer."""
+    outcome = event.error.code if event.error else "OK"
+    counters.add(f"transfers.{event.direction}.{outcome.lower()}")
+    if event.direction == "receive" and not event.error:
+        counters.add("transfers.moved_bytes", event.moved_bytes)
+    log.info(
+        "transfer finished",
+        request_id=event.request_id,
+        direction=event.direction,
+        pool=event.pool,
+        outcome=outcome,
+        detail=event.error.detail if event.error else "",
+        pages=event.pages,
+        moved_bytes=event.moved_bytes,
+        waited_us=event.waited_us,
+        moved_us=event.moved_us,
+    )
+
+
+def warn_trimmed(effect: WarnTrimmed, counters: Counters) -> None:
+    """Count and log that page lists of unequal length were cut to the shorter one."""
+    send_request, receive_request, trim = effect
+    counters.add("transfers.trimmed")
+    log.warning(
+        "lists of unequal length were cut to the shorter one; give first_page on both sides",
+        request_id=receive_request.request_id,
+        component=trim.component,
+        source=send_request.pool.name,
+        source_daemon=send_request.origin.peer.address if send_request.origin else "",
+        source_pages=trim.source_length,
+        destination=receive_request.pool.name,
+        destination_pages=trim.destination_length,
+        dropped_pages=trim.pages,
+    )
+
 
 log = structlog.get_logger(__name__)
 
 
 class Movers(NamedTuple):
-    """What moves the bytes of transfer ops: within this daemon, and from others; and who gives way meanwhile."""
+    """The transports within this daemon and from other daemons, and what yields to them while they copy."""
 
     local: Transport
     remote: RemoteTransports
@@ -71,7 +115,7 @@ class TransferService:
         limits: Limits,
         counters: Counters,
     ) -> None:
-        """``host_receives`` is for receive requests whose bytes become snapshots."""
+        """``host_receives`` handles RECEIVEs into the host tier."""
         self.draining = False
         self._dispatcher = dispatcher
         self._state_machine = state_machine
@@ -95,6 +139,7 @@ class TransferService:
         dispatcher.handle("SEND", self._send)
         dispatcher.handle("RECEIVE", self._receive)
         dispatcher.handle("CANCEL", self._cancel)
+        dispatcher.handle("ABANDON", self._abandon)
         dispatcher.handle("RESULT", self._result)
         hub.subscribe(EventAcknowledged, self._acknowledged)
         hub.subscribe(DeviceEventsReached, self._events_reached)
@@ -111,17 +156,17 @@ class TransferService:
         self._state_machine.results.open_session(event.session.session_id)
 
     def session_lost(self, session: Session) -> None:
-        """Fail what died with the session."""
+        """Fail the session's open endpoints."""
         self._state_machine.session_lost(session.session_id, time.monotonic())
         for key in [one for one in self._cancels if one[0] == session.session_id]:
             del self._cancels[key]
         self.execute()
 
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
-        """Take the end of a copy from a transport."""
+        """Handle the end of a transfer op, reported by its transport."""
         self._op_ended(op_id)
         self._remote.forget(op_id)
-        if op_id not in self._state_machine.endpoints.ops:  # it was ended because its transport raised
+        if op_id not in self._state_machine.endpoints.ops:  # it was ended by _not_started, as its transport raised
             self._counters.add("transfers.ops_over")
             return
         try:
@@ -130,22 +175,22 @@ class TransferService:
             self.execute()
 
     async def drained(self) -> None:
-        """Return once no transfer is live and the events of the last ones are on their way."""
+        """Return once no transfer is live and the last events are queued for sending."""
         await self._idle.wait()
         await asyncio.sleep(0)
 
     def live(self, session_id: int) -> int:
-        """Return how many sides of a session are live, or settled and not acknowledged."""
+        """Return how many endpoints of a session are live, or settled and not acknowledged."""
         return self._state_machine.results.count(session_id)
 
     def drain(self) -> None:
-        """Take no new transfers, and fail those that wait for one."""
+        """Refuse new transfers, and fail the endpoints that still wait for a SEND or RECEIVE."""
         self.draining = True
         self._state_machine.drain(time.monotonic())
         self.execute()
 
     def status(self) -> tuple[TransferStatus, ...]:
-        """Return the live sides as STATUS shows them."""
+        """Return the live endpoints as STATUS shows them."""
         now = time.monotonic()
         return tuple(
             TransferStatus(
@@ -176,7 +221,7 @@ class TransferService:
         return Answer(accepted)
 
     def _reached(self, session_id: int, body: Send) -> list[int]:
-        """Return how far the session's events are; only where steps wait for them."""
+        """Return the values of the session's event ring; empty where the SEND has no steps."""
         if not body.steps:
             return []
         reached = self._rings.values(session_id)
@@ -198,12 +243,14 @@ class TransferService:
         return self._begin_receive_into(sender, ranges, body)
 
     def _receive_to_host(self, call: Call, body: Receive, sender: Sender) -> Answer:
-        """Make a receive request whose bytes become a snapshot."""
+        """Start a receive request whose bytes become a snapshot in the host tier."""
         host_receive = self._host_receives.make(call, body, sender.pool)
         try:
             return self._begin_receive_into(sender._replace(pool=host_receive.pool), host_receive.ranges, body)
         except Exception as cause:
-            error = cause if isinstance(cause, KvferryError) else InternalError(f"no room was made: {cause!r}")
+            error = (
+                cause if isinstance(cause, KvferryError) else InternalError(f"no receive request was made: {cause!r}")
+            )
             self._host_receives.refused(host_receive, error)
             raise
 
@@ -215,8 +262,8 @@ class TransferService:
         self.execute()
         return Answer(accepted)
 
-    def _gave_up_held(self, session_id: int, body: Cancel) -> bool:
-        """Give up a RECEIVE that waits for its event still: it would make its room later, in pages given to others."""
+    def _cancel_held(self, session_id: int, body: Cancel) -> bool:
+        """Cancel a RECEIVE that is held for its event: it would begin later, into pages that others may own by then."""
 
         def is_it(held: Call) -> bool:
             asked = held.body
@@ -229,16 +276,29 @@ class TransferService:
         key = EndpointKey(call.session.tenant, body.request_id, body.pool, body.direction)
         session_id = call.session.session_id
         endpoint = self._state_machine.endpoint(session_id, key)
-        if endpoint is None and body.direction == "receive" and self._gave_up_held(session_id, body):
+        if endpoint is None and body.direction == "receive" and self._cancel_held(session_id, body):
             return Answer(Cancelled(was_finished=False))
         if endpoint is None and self._state_machine.result(session_id, key).settled is not None:
             return Answer(Cancelled(was_finished=True))
         was_finished = endpoint is not None and endpoint.state is not State.OPEN
-        waiting = self._cancels.setdefault((session_id, key), [])
-        waiting.append((call, was_finished))
+        if body.wait:
+            self._cancels.setdefault((session_id, key), []).append((call, was_finished))
         self._state_machine.cancel(session_id, key, time.monotonic())
         self.execute()
-        return None
+        if body.wait:
+            return None
+        return Answer(
+            Cancelled(was_finished=was_finished, settled=self._state_machine.endpoint(session_id, key) is None)
+        )
+
+    def _abandon(self, call: Call) -> Answer:
+        body = expect(call, Abandon)
+        daemons = self._peers.other_daemons(body.daemons, "daemons")
+        half = Half(call.session.tenant, body.request_id, body.direction)
+        error = PeerCancelledError(f"the peer abandoned the request{body.reason and f': {body.reason}'}")
+        failed = self._state_machine.abandon(half, error, time.monotonic(), daemons)
+        self.execute()
+        return Answer(Abandoned(failed=failed))
 
     def _result(self, call: Call) -> Answer:
         body = expect(call, Result)
@@ -247,20 +307,20 @@ class TransferService:
 
     def _sender(self, call: Call, body: Send | Receive) -> Sender:
         if self.draining:
-            raise ShuttingDownError("the daemon ends and takes no new transfer")
+            raise ShuttingDownError("the daemon is shutting down and accepts no new transfers")
         pool = self._pools.get(call.session.tenant, body.pool)
         session_id = call.session.session_id
         key = EndpointKey(pool.tenant, body.request_id, body.pool, "send" if isinstance(body, Send) else "receive")
-        if self._state_machine.endpoint(session_id, key) is None:  # what has begun may always go on
+        if self._state_machine.endpoint(session_id, key) is None:  # chunks of a live endpoint are always accepted
             self._check_limits(call.session)
         now = time.monotonic()
-        return Sender(session_id, pool, body.request_id, Clocked(now, now + call.deadline_s))
+        return Sender(session_id, pool, body.request_id, Clocked(now, now + call.deadline_s), call.session.owner_id)
 
     def _check_limits(self, session: Session) -> None:
         most = self._limits.max_transfers_per_session
         if self.live(session.session_id) >= most:
             raise OverloadedError(f"{most} transfers of the session are live or unacknowledged")
-        if len(session.unacknowledged) >= 2 * most:  # possible where request ids are used again and again
+        if len(session.unacknowledged) >= 2 * most:  # reused request ids keep the count of results low
             raise OverloadedError(f"{len(session.unacknowledged)} events of the session are unacknowledged")
         if self._state_machine.results.total >= self._limits.max_transfers:
             raise OverloadedError(f"{self._limits.max_transfers} transfers of all sessions are live or unacknowledged")
@@ -275,7 +335,7 @@ class TransferService:
             self._state_machine.results.forget(session.session_id, key)
 
     def execute(self) -> None:
-        """Do what the state machine asks, in its order; what that leads to comes after it, not in between."""
+        """Execute the state machine's effects in order; effects that these cause are executed after them."""
         if self._executing:
             return
         self._executing = True
@@ -296,15 +356,15 @@ class TransferService:
         for effect in effects:
             try:
                 self._do_one(effect, notified)
-            except Exception as cause:  # a bug in one transfer must not become the end of the others
+            except Exception as cause:  # a bug in one transfer must not stop the others
                 self._counters.add("transfers.effects_failed")
                 log.exception("an effect failed", effect=type(effect).__name__, cause=str(cause), **about(effect))
                 if isinstance(effect, StartOp):
                     known = cause if isinstance(cause, KvferryError) else None
-                    not_started[effect.op_id] = known or InternalError(f"no copy began: {cause!r}")
+                    not_started[effect.op_id] = known or InternalError(f"the copy could not be started: {cause!r}")
         for op_id, error in not_started.items():
             self._not_started(op_id, error)
-        # After the reply that this call may still give: events never overtake their request's reply.
+        # In the loop's next turn: events never overtake the reply to the request that caused them.
         for session in notified.values():
             self._loop.call_soon(self._dispatcher.push_events, session)
 
@@ -321,13 +381,13 @@ class TransferService:
             warn_trimmed(effect, self._counters)
         elif isinstance(effect, ReportBug):
             self._counters.add("transfers.bugs")
-            log.error("an event that no transition expects", request_id=effect.request_id, detail=effect.detail)
+            log.error("no transition for an event", request_id=effect.request_id, detail=effect.detail)
         else:
             self._peers.execute(effect)
 
     def _not_started(self, op_id: int, error: KvferryError) -> None:
-        """End a transfer op whose transport raised when it was to begin: no byte of it moves."""
-        with contextlib.suppress(Exception):  # it may know the transfer op all the same, and go on with it
+        """End a transfer op whose transport raised on start: no byte of it moves."""
+        with contextlib.suppress(Exception):  # the transport may have begun it before it raised
             self._stop(op_id)
         self._op_ended(op_id)
         self._remote.forget(op_id)
@@ -356,10 +416,12 @@ class TransferService:
 
     def _notify(self, effect: Notify) -> Session | None:
         event = effect.event
+        session = self._dispatcher.sessions.get(effect.session_id)
+        if isinstance(event, Matched):
+            return session if session is not None and self._notify_matched(session, event) else None
         if isinstance(event, Finished):
             record_finished(event, self._counters)
         self._host_receives.on_event(effect.session_id, event)
-        session = self._dispatcher.sessions.get(effect.session_id)
         if session is None:
             return None
         session.add_event(event)
@@ -369,11 +431,20 @@ class TransferService:
                 self._dispatcher.answer(session, call.message_id, Answer(Cancelled(was_finished=was_finished)))
         return session
 
+    def _notify_matched(self, session: Session, event: Matched) -> bool:
+        """Queue MATCHED, unless the session acknowledges no events (RESULT has it then); return whether it was."""
+        is_notified = len(session.unacknowledged) < 2 * self._limits.max_transfers_per_session
+        if is_notified:
+            session.add_event(event)
+        else:
+            self._counters.add("transfers.matched_unsent")
+        return is_notified
+
     def _set_timer(self) -> None:
         deadline = self._state_machine.next_deadline()
         if self._timer is not None:
             if deadline is not None and self._timer_at <= deadline:
-                return  # early at worst: _expire sets the next one
+                return  # it fires early at worst, and _expire sets the next one
             self._timer.cancel()
             self._timer = None
         if deadline is not None:

@@ -1,9 +1,9 @@
-"""Graph tables where captured graphs read them: host memory, written at once, or a device's, by copies on a stream.
+"""The memory from which captured graphs read their tables: host memory, or a device's, written by copies on a stream.
 
-A device's tables follow a pinned copy of the whole region. An update's copies wait on the stream for the replay that
-still reads the tables, and an event after them lets the next replay wait: neither this process nor the engine waits on
-the host. As a replay may take long, or hang, a device's tables have a stream of their own, and whoever wants to change
-or close them asks first whether they are idle. All their methods belong on one thread that may wait.
+Device tables are copied from a pinned host copy of the whole region. An update's copies wait on the stream for the
+replay that still reads the tables, and record an event for which the next replay waits: neither this process nor the
+engine blocks on the host. As a replay may take long, or hang, device tables have a stream of their own, and must be
+idle (``is_idle``) before they are changed or closed. All methods run on one thread that may block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.pools.devices.vendor import on_stream
 from kvferry.protocol.shares import SharedEvents
 
 FEW_COPIES: Final = 4
-"""More extents than this go as one copy from the first to the last: what lies between costs less than a copy each."""
+"""More extents than this are copied as one, from the first to the last: cheaper than a copy for each."""
 
 
 class VisibleTables(Protocol):
@@ -28,14 +28,14 @@ class VisibleTables(Protocol):
     device: str
 
     def show(self, tables: GraphTables, change: TableChange, after: Any | None) -> None:  # noqa: ANN401  torch.Event
-        """Copy what has changed; ``after``: an event of the engine to wait for on the stream.
+        """Copy what has changed; on a device, after the stream has waited for the engine's event ``after``.
 
         Raises:
             DeviceLostError: the device failed.
         """
 
     def close(self) -> None:
-        """Give the memory back; engines that mapped it keep it until they let it go."""
+        """Free the memory; engines that mapped it keep their mapping."""
 
 
 class HostTables:
@@ -47,8 +47,8 @@ class HostTables:
         self._views = views(tables.shape, region.view())
 
     def show(self, tables: GraphTables, change: TableChange, after: Any | None) -> None:  # noqa: ANN401
-        """See ``VisibleTables.show``; the engine's events have been waited for."""
-        assert after is None, "no stream here waits"
+        """See ``VisibleTables.show``; the caller has waited for the engine's event."""
+        assert after is None, "host tables have no stream"
         tables.write(change, self._views)
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class DeviceTables:
     """Tables on a device."""
 
     def __init__(self, accelerator: Accelerator, region: AcceleratorRegion, tables: GraphTables) -> None:
-        """Own ``region``, which is zeroed."""
+        """Take over ``region``, which must be zeroed."""
         self.device = region.device
         self.region = region
         self._accelerator = accelerator
@@ -79,7 +79,7 @@ class DeviceTables:
         return SharedEvents(handles=(self._handle,))
 
     def is_idle(self) -> bool:
-        """Return whether the copies of the last update are done: till then its memory and its event are in use.
+        """Return whether the copies of the last update are done; until then its memory and event are in use.
 
         Raises:
             DeviceLostError: the device failed.
@@ -88,7 +88,7 @@ class DeviceTables:
             return bool(self._event.query())
 
     def show(self, tables: GraphTables, change: TableChange, after: Any | None) -> None:  # noqa: ANN401
-        """See ``VisibleTables.show``; while they are idle."""
+        """See ``VisibleTables.show``; the tables must be idle."""
         accelerator, stream = self._accelerator, self._stream
         self._after = after  # kept until the stream has waited for it
         spans = change.byte_spans(self._layout)
@@ -103,9 +103,9 @@ class DeviceTables:
                     stream.wait_event(after)
                 for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
                     on_device[start:end].copy_(self._pinned[start:end], non_blocking=True)
-            accelerator.vendor.record(self._event, stream)  # before the engine is told
+            accelerator.vendor.record(self._event, stream)  # before the engine gets its reply
 
     def close(self) -> None:
-        """See ``VisibleTables.close``; while they are idle."""
+        """See ``VisibleTables.close``; the tables must be idle."""
         self.region.close()
         self._accelerator.release_stream(self)

@@ -1,4 +1,4 @@
-"""Work on the control loop that outlives the request it began with: kept until it is done, and never lost silently."""
+"""Tasks on the control loop that outlive the request that started them: tracked until done, with errors logged."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ class Background:
     """The tasks of one service."""
 
     def __init__(self, what: str) -> None:
-        """Call them ``what`` in the log."""
+        """Name the tasks ``what`` in the log."""
         self._what = what
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        """Show how many run."""
+        """Show how many are running."""
         return f"<Background {self._what} {len(self._tasks)}>"
 
     def __len__(self) -> int:
-        """Return how many run."""
+        """Return how many are running."""
         return len(self._tasks)
 
-    def spawn(self, operation: Coroutine[None, None, None]) -> None:
-        """Begin a task; one that raises is logged."""
-        task = asyncio.create_task(operation)
+    def spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        """Start a task; an exception it raises is logged."""
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Cancel what still runs, and wait for its end."""
+        """Cancel the running tasks and wait for them."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -41,4 +41,4 @@ class Background:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("work in the background failed", what=self._what, exc_info=task.exception())
+            log.error("a background task failed", what=self._what, exc_info=task.exception())

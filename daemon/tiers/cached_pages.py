@@ -1,4 +1,4 @@
-"""What requests about cached blocks name: hashes and page ids, checked."""
+"""Checks of what requests on cached blocks contain: hashes, page ids and the pool's model."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from kvferry.protocol.model_identity import ModelIdentity
 
 
 def model_of(pool: Pool) -> ModelIdentity:
-    """Return whose KV a pool's pages hold.
+    """Return the model whose KV a pool's pages hold.
 
     Raises:
-        NoModelError: nobody said so.
+        NoModelError: the pool was created without a model.
     """
     if pool.model is None:
         raise NoModelError(
-            f"pool {pool.name!r} was made without a model: another one's blocks could be taken for its own",
+            f"pool {pool.name!r} was created without a model: its blocks could be confused with another model's",
             field="model",
         )
     return pool.model
 
 
 def namespace_of(pool: Pool, space: str, block_pages: int) -> Namespace:
-    """Return where blocks of these pages belong.
+    """Return the namespace of a pool's blocks.
 
     Raises:
-        NoModelError: the pool does not say whose KV it holds.
-        InvalidFieldError: the space's pages are of several groups, and a hash would not say of which.
+        NoModelError: the pool was created without a model.
+        InvalidFieldError: the space's pages are of several groups, which a block's hash does not distinguish.
     """
     if any(one.group for one in pool.manifest.components if one.space == space):
         raise InvalidFieldError(
-            f"pages of pool {pool.name!r} are of several groups of layers, and a block's hash does not say of which: "
+            f"pages of pool {pool.name!r} are of several groups of layers, which a block's hash does not distinguish: "
             "offload and restore them",
             field="pool",
         )
@@ -42,33 +42,33 @@ def namespace_of(pool: Pool, space: str, block_pages: int) -> Namespace:
 
 
 def split_hashes(joined: bytes) -> list[bytes]:
-    """Return the hashes one by one.
+    """Return the concatenated hashes as a list.
 
     Raises:
-        InvalidFieldError: there is none, or a part of one is left over.
+        InvalidFieldError: there is none, or the length is not a multiple of HASH_BYTES.
     """
     if not joined or len(joined) % HASH_BYTES:
-        raise InvalidFieldError(f"{len(joined)} bytes are no whole number of hashes of {HASH_BYTES}", field="hashes")
+        raise InvalidFieldError(f"{len(joined)} bytes are not one or more hashes of {HASH_BYTES}", field="hashes")
     return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
 
 
 def hashes_of(joined: bytes) -> list[bytes]:
-    """Return the hashes of a chain, one by one.
+    """Return the hashes of a chain as a list.
 
     Raises:
-        InvalidFieldError: as ``split_hashes``, or one comes twice.
+        InvalidFieldError: as for ``split_hashes``, or a hash occurs twice.
     """
     hashes = split_hashes(joined)
     if len(set(hashes)) < len(hashes):
-        raise InvalidFieldError("a hash comes twice: each covers all tokens before it", field="hashes")
+        raise InvalidFieldError("a hash occurs twice, but each one covers all tokens before it", field="hashes")
     return hashes
 
 
 def ids_by_block(ids: PageIds, blocks: int, block_pages: int) -> PageIds:
-    """Return the page ids of each block: ``(blocks, block_pages)``.
+    """Return the page ids by block, (blocks, block_pages).
 
     Raises:
-        LengthMismatchError: there are more or fewer.
+        LengthMismatchError: the number of ids is not ``blocks * block_pages``.
     """
     if len(ids) != blocks * block_pages:
         raise LengthMismatchError(

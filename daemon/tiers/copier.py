@@ -1,9 +1,8 @@
-"""Copies between pools and the arena: offload and restore, step by step, on a few threads.
+"""Copies between pools and the arena: offloads and restores, done in steps on a few threads.
 
-A thread asks the scheduler before each step, which takes about a millisecond. A job of a higher class overtakes between
-steps, jobs of one class take slots, and a large one has several threads if they are idle. Where a device works, the
-next step is begun before the last one is waited for. Of a restore all checksums are looked at before any page is
-written.
+Before each step, which takes about a millisecond, a thread asks the scheduler. Between steps a job of a higher class
+overtakes, jobs of one class take turns, and a large job is spread over idle threads. On a device, the next step is
+begun before the previous one is waited for. A restore verifies all checksums before it writes any page.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ STEP_S: Final = 0.8e-3
 MIN_STEP_BYTES: Final = 256 << 10
 MAX_STEP_BYTES: Final = 16 << 20
 FIRST_STEP_BYTES: Final = 2 << 20
-NEWS_WEIGHT: Final = 0.3
-"""How much a step's speed says of the next one's; the rest is what was known before."""
+NEW_SPEED_WEIGHT: Final = 0.3
+"""Weight of the latest step in the running average of a device's speed."""
 
 NICE: Final = 10
-"""Of the threads: where cores are short, a step that has begun does not keep a transfer from its own."""
+"""Niceness of the threads: where cores are short, a step in progress does not delay a transfer."""
 
 log = structlog.get_logger(__name__)
 
 
 class BlockJob:
-    """One offload or restore. Neither its arrays nor its memory may change from ``start`` to ``on_done``.
+    """One offload or restore. Its arrays and memory must not change between ``start`` and ``on_done``.
 
     Attributes:
-        kind: which way.
+        kind: the direction.
         operation_class: by default RESTORE for a restore, OFFLOAD for an offload.
-        parts: one a page space; a region may come several times.
-        arena: where the blocks lie.
-        checksums: whether an offload makes checksums.
-        digests: of each part. Of an offload: None until it is done, and for ever without checksums. Of a restore: what
-            the blocks have to have, given by the caller; None where nobody knows them.
+        segments: one per page space; a region may occur several times.
+        arena: the memory that holds the blocks.
+        checksums: whether an offload computes checksums.
+        digests: per segment. Of an offload: None until it is done, and always without checksums. Of a restore: the
+            digests that the caller expects; None where they are not known.
     """
 
     def __init__(
@@ -63,10 +62,10 @@ class BlockJob:
         digests: Sequence[Digests] | None = None,
         operation_class: OperationClass | None = None,
     ) -> None:
-        """Check the lists' lengths and ranges once more.
+        """Check the lengths and ranges of the lists again.
 
         Raises:
-            InternalError: they cannot be; see ``BlockPages.check``.
+            InternalError: they are inconsistent; see ``BlockPages.check``.
         """
         self.kind = kind
         self.segments = tuple(segments)
@@ -75,11 +74,11 @@ class BlockJob:
         self.digests = None if digests is None else tuple(digests)
         default = OperationClass.RESTORE if kind == "restore" else OperationClass.OFFLOAD
         self.operation_class = default if operation_class is None else operation_class
-        for one in self.segments:
-            one.pages.check(arena.size_bytes)
-        known = [len(one) for one in self.digests or ()]
-        if self.digests is not None and known != [len(one.pages.ids) for one in self.segments]:
-            raise InternalError(f"checksums of {known} blocks for {self!r}")
+        for segment in self.segments:
+            segment.pages.check(arena.size_bytes)
+        counts = [len(digests) for digests in self.digests or ()]
+        if self.digests is not None and counts != [len(segment.pages.ids) for segment in self.segments]:
+            raise InternalError(f"checksums of {counts} blocks for {self!r}")
 
     def __repr__(self) -> str:
         """Show kind and size."""
@@ -87,16 +86,16 @@ class BlockJob:
 
     @property
     def total_bytes(self) -> int:
-        """Return how many bytes of the arena it fills or reads."""
+        """Return the number of arena bytes that the job reads or writes."""
         return sum(one.pages.total_bytes for one in self.segments)
 
 
 OnJobDone = Callable[[BlockJob, KvferryError | None], None]
-"""Called with a job and what went wrong, once for each job, on the control loop."""
+"""Called on the control loop, once per job, with the job and its error."""
 
 
 class _Running:
-    """A job, its phases to come, its shards that are not over, and the first error. Guarded by the copier's lock."""
+    """A job with its remaining phases, its unfinished shards and its first error. Guarded by the copier's lock."""
 
     def __init__(self, job: BlockJob, on_done: OnJobDone) -> None:
         self.on_done = on_done
@@ -104,34 +103,34 @@ class _Running:
         self.arena: Arena = job.arena.view()  # keeps the memory mapped
         self.error: KvferryError | None = None
         self.open_shards = 0
-        self.made: tuple[Digests, ...] | None = None
+        self.computed_digests: tuple[Digests, ...] | None = None
         self.phases: deque[Phase] = deque()
         if job.kind == "offload":
             self.phases.append(Phase.OFFLOAD)
             if job.checksums:
-                self.made = tuple(np.zeros(len(one.pages.ids), np.uint64) for one in job.segments)
+                self.computed_digests = tuple(np.zeros(len(one.pages.ids), np.uint64) for one in job.segments)
         else:
             self.phases.extend([Phase.RESTORE] if job.digests is None else [Phase.VERIFY, Phase.RESTORE])
 
-    def next_shards(self, most: int) -> list[Shard]:
-        """Return the next phase's shards; none after the last one, and after an error."""
+    def next_shards(self, max_shards: int) -> list[Shard]:
+        """Return the shards of the next phase; empty after the last phase or an error."""
         while self.phases and self.error is None:
-            digests = self.made if self.job.kind == "offload" else self.job.digests
-            shards = shards_of(self.phases.popleft(), self.job.segments, self.arena, digests, most)
+            digests = self.computed_digests if self.job.kind == "offload" else self.job.digests
+            shards = shards_of(self.phases.popleft(), self.job.segments, self.arena, digests, max_shards)
             if shards:
                 return shards
         return []
 
 
 class _Slot(NamedTuple):
-    """A shard that waits for a thread, or that one has."""
+    """A shard that waits for a thread or is held by one."""
 
     running: _Running
     shard: Shard
 
 
 class _InFlightStep(NamedTuple):
-    """A step that has begun."""
+    """A step that has begun and is not completed."""
 
     slot: _Slot
     step: ShardStep
@@ -140,7 +139,7 @@ class _InFlightStep(NamedTuple):
 
 
 class TierCopier:
-    """Runs jobs; everything but its threads is for the control loop."""
+    """Runs jobs on its threads. All public methods are for the control loop."""
 
     def __init__(
         self,
@@ -163,29 +162,29 @@ class TierCopier:
             thread.start()
 
     def __repr__(self) -> str:
-        """Show how many jobs are under way."""
+        """Show the number of jobs and threads."""
         return f"<TierCopier jobs={len(self._running)} threads={len(self._threads)}>"
 
     def start(self, job: BlockJob, on_done: OnJobDone) -> None:
-        """Run a job; ``on_done`` is called once for it on the loop, never from within this call.
+        """Run a job. ``on_done`` is called once, on the loop, never from within this call.
 
-        Errors that it reports: SnapshotDamagedError (a restore; no page was written), CancelledError (``stop``),
-        DeviceLostError, InternalError. After it no byte of the job moves any more, unless the device is lost.
+        It reports SnapshotDamagedError (a restore; no page was written), CancelledError (``stop``), DeviceLostError or
+        InternalError. Once it is called, no byte of the job moves any more, unless the device was lost.
         """
         running = _Running(job, on_done)
         with self._changed:
             self._running[id(job)] = running
-            self._go_on(running)
-        self._scheduler.wake()  # a thread that waits for a lower class's slot may have to leave it
+            self._start_phase(running)
+        self._scheduler.wake()  # threads that wait with a lower class's shard should take this one
 
     def stop(self, job: BlockJob) -> None:
-        """End a job soon; it is reported with CancelledError, unless it is done before. Nothing for one that is."""
+        """End a job soon; it reports CancelledError unless it completes before that. A job that is done is ignored."""
         running = self._running.get(id(job))
         if running is not None:
-            self._fail(running, CancelledError("it was stopped before all was copied"))
+            self._fail(running, CancelledError("stopped before all bytes were copied"))
 
     def close(self) -> None:
-        """End all threads after the steps that have begun; what has not been reported is not reported any more."""
+        """End all threads after the steps in progress; jobs not reported by then are never reported."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -196,7 +195,7 @@ class TierCopier:
     # -- threads
 
     def _work(self) -> None:
-        """Begin steps and complete them, one of each at a time."""
+        """Begin steps and complete them; at most one step is in flight while the next one begins."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # Linux: of this thread alone
         in_flight: _InFlightStep | None = None
         done_s = 0.0
@@ -208,7 +207,7 @@ class TierCopier:
             if slot is not None:
                 step = slot.shard.take(self._step_bytes(slot.shard))
                 if not self._scheduler.try_begin(slot.running.job.operation_class, step.step.size_bytes):
-                    if in_flight is not None:  # ended first: else this thread might wait for itself
+                    if in_flight is not None:  # complete it first: else this thread might wait for itself
                         done_s = self._complete(in_flight, done_s, keep=in_flight.slot is slot)
                         in_flight = None
                     if not self._wait_for(slot, step):
@@ -222,7 +221,7 @@ class TierCopier:
                 in_flight = None
 
     def _next(self, in_flight: _InFlightStep | None) -> _Slot | None:
-        """Return whose slot it is, if need be after a wait; None where nothing is to be begun."""
+        """Return the next slot, waiting for one if nothing is in flight; None where there is nothing to begin."""
         own = in_flight.slot if in_flight is not None else None
         with self._changed:
             if own is not None and (own.shard.exhausted or own.running.error is not None):
@@ -239,63 +238,63 @@ class TierCopier:
         return None
 
     def _wait_for(self, slot: _Slot, step: ShardStep) -> bool:
-        """Wait until a step may begin; return False, having let go of the shard, once that is not worth it any more."""
+        """Wait until the step may begin. Return False, with the shard released, once there is no point in waiting."""
         granted = self._scheduler.begin(
-            slot.running.job.operation_class, step.step.size_bytes, lambda: self._leaves(slot)
+            slot.running.job.operation_class, step.step.size_bytes, lambda: self._should_stop_waiting(slot)
         )
         if not granted:
             slot.shard.put_back(step)
-            self._let_go(slot)
+            self._release(slot)
         return granted
 
     def _begin(self, slot: _Slot, step: ShardStep, *, kept: bool) -> _InFlightStep | None:
-        """Begin a step; on an error end it, and let go of the shard unless it is ``kept``."""
+        """Begin a step. On an error, fail the job, and release the shard unless it is ``kept``."""
         began_s = self._clock()
         try:
             return _InFlightStep(slot, step, slot.shard.begin(step), began_s)
-        except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported for ever
+        except Exception as cause:  # noqa: BLE001  a thread that dies would leave its job unreported forever
             self._scheduler.end(slot.running.job.operation_class, step.step.size_bytes)
-            self._fail(slot.running, _as_ours(cause))
+            self._fail(slot.running, _as_kvferry_error(cause))
             if not kept:
-                self._let_go(slot)
+                self._release(slot)
             return None
 
     def _complete(self, in_flight: _InFlightStep, done_s: float, *, keep: bool) -> float:
-        """Wait for a step, complete it, release its shard unless it is kept; return when it was over."""
+        """Wait for a step, complete it, release its shard unless ``keep``; return the time of completion."""
         slot, step = in_flight.slot, in_flight.step
         size_bytes = step.step.size_bytes
         try:
             in_flight.pending.wait()
             slot.shard.complete(step)
         except Exception as cause:  # noqa: BLE001
-            self._fail(slot.running, _as_ours(cause))
+            self._fail(slot.running, _as_kvferry_error(cause))
         finally:
             self._scheduler.end(slot.running.job.operation_class, size_bytes)
         now_s = self._clock()
         key = (slot.shard.phase, slot.running.job.segments[step.segment].region.device)
         speed = size_bytes / max(now_s - max(in_flight.began_s, done_s), 1e-6)
-        self._speeds[key] = NEWS_WEIGHT * speed + (1 - NEWS_WEIGHT) * self._speeds.get(key, speed)
+        self._speeds[key] = NEW_SPEED_WEIGHT * speed + (1 - NEW_SPEED_WEIGHT) * self._speeds.get(key, speed)
         if not keep:
-            self._let_go(slot)
+            self._release(slot)
         return now_s
 
     def _step_bytes(self, shard: Shard) -> int:
-        """Return how much the next step has: in whole MIN_STEP_BYTES, so that blocks are cut where others were."""
+        """Return the size of the next step: a multiple of MIN_STEP_BYTES, so that blocks are always cut alike."""
         speed = self._speeds.get((shard.phase, shard.device))
         if speed is None:
             return FIRST_STEP_BYTES
         return int(min(max(speed * STEP_S // MIN_STEP_BYTES * MIN_STEP_BYTES, MIN_STEP_BYTES), MAX_STEP_BYTES))
 
-    def _leaves(self, slot: _Slot) -> bool:
-        """Return whether to wait for a shard's slot no longer. Called with the scheduler locked: takes no lock."""
+    def _should_stop_waiting(self, slot: _Slot) -> bool:
+        """Return whether to stop waiting for a shard's turn. Called with the scheduler locked, so it takes no lock."""
         if self._closing or slot.running.error is not None:
             return True
         return any(self._queues[one] for one in OperationClass if one < slot.running.job.operation_class)
 
     # -- slots
 
-    def _let_go(self, slot: _Slot) -> None:
-        """Queue a shard that this thread has nothing more to do with, or end it."""
+    def _release(self, slot: _Slot) -> None:
+        """Queue a shard again, or end it where it is exhausted or its job has failed."""
         with self._changed:
             if slot.running.error is None and not slot.shard.exhausted:
                 self._queues[slot.running.job.operation_class].append(slot)
@@ -303,10 +302,10 @@ class TierCopier:
                 return
             slot.running.open_shards -= 1
             if not slot.running.open_shards:
-                self._go_on(slot.running)
+                self._start_phase(slot.running)
 
-    def _go_on(self, running: _Running) -> None:
-        """Begin a job's next phase, or report it after its last one. Needs the lock; no shard of it is open."""
+    def _start_phase(self, running: _Running) -> None:
+        """Queue a job's next phase, or report the job after its last one. Needs the lock; no shard may be open."""
         shards = running.next_shards(len(self._threads))
         running.open_shards = len(shards)
         self._queues[running.job.operation_class].extend(_Slot(running, one) for one in shards)
@@ -315,7 +314,7 @@ class TierCopier:
             self._loop.call_soon_threadsafe(self._report, running)
 
     def _fail(self, running: _Running, error: KvferryError) -> None:
-        """Note the first error; shards that no thread has end here, the others with their step."""
+        """Record a job's first error. Its queued shards end here, those held by threads with their current step."""
         with self._changed:
             if running.error is not None:
                 return
@@ -326,18 +325,18 @@ class TierCopier:
                 queue.remove(one)
             running.open_shards -= len(waiting)
             if waiting and not running.open_shards:
-                self._go_on(running)
+                self._start_phase(running)
         self._scheduler.wake()
 
     def _report(self, running: _Running) -> None:
         if self._closing or self._running.pop(id(running.job), None) is None:
             return
-        if running.error is None and running.made is not None:
-            running.job.digests = running.made
+        if running.error is None and running.computed_digests is not None:
+            running.job.digests = running.computed_digests
         running.on_done(running.job, running.error)
 
 
-def _as_ours(cause: Exception) -> KvferryError:
+def _as_kvferry_error(cause: Exception) -> KvferryError:
     if isinstance(cause, KvferryError):
         return cause
     log.error("a copy between tiers failed", exc_info=cause)

@@ -1,7 +1,7 @@
-"""The host tier: one memory, what is in it, and who has to go when it is full.
+"""The host tier: its memory, the blocks in it, and eviction when it is full.
 
-Snapshots and cached blocks share the arena. Cached blocks that nobody pins give way, by the policy; everything else
-stays until its owner gives it back, and who asks for more than there is gets BUSY, with what is pinned by whom.
+Snapshots and cached blocks share the arena. Unpinned cached blocks are evicted by the policy; everything else stays
+until its owner frees it. A request that does not fit gets BUSY, with the sizes and holders of what is pinned.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ log = structlog.get_logger(__name__)
 HOLDERS_SHOWN = 4
 STRIDE_BYTES = 2 << 20
 AHEAD_BYTES = 256 << 20
-"""So much more memory than is in use is taken from the host, unless all of it is."""
+"""How much more memory than is in use is populated ahead of its use, unless ``tiers.populate`` asks for all of it."""
 
 JOURNAL_CHANGES = 1 << 16
 MAX_LABELS = 4096
-"""Models that are known by name: of more the first ones' blocks are listed without."""
+"""Models whose labels are kept; beyond that, blocks of the oldest ones are listed without a label."""
 
 DEMOTION = -2
-"""The holder of the pins of blocks that are on their way to a lower tier."""
+"""The holder of pins on blocks that are being written to a lower tier."""
 
 LOOKUPS = -3
-"""The holder of the pins of lookups that wait for lower tiers."""
+"""The holder of pins of lookups that wait for lower tiers."""
 
 OPERATIONS = -16
-"""The holders of operations' pins count down from here."""
+"""Holders of operations' pins count down from here."""
 
 
 class HostTier:
-    """See above. For the control loop only; the memory is mapped when the daemon starts, and taken as it is used.
+    """The host tier. For the control loop. Its memory is mapped when the daemon starts and populated as it is used.
 
     Attributes:
-        journal: what became visible and what went.
-        index: the cached blocks, of this tier and of those below; their sizes are in whole allocation units of the
-            arena.
+        journal: blocks that became visible and blocks that were removed.
+        index: the cached blocks of this tier and of those below; sizes are in whole allocation units of the arena.
         arena: which bytes are free.
-        page_bytes: of one page's block in each namespace, as it lies in memory and in files.
-        models: the label of the model of each identity, for people.
+        page_bytes: per namespace, the bytes of one page in a block, as in memory and in files.
+        models: the model's label for each identity, for people.
     """
 
     def __init__(self, config: TiersConfig, counters: Counters) -> None:
@@ -77,7 +76,7 @@ class HostTier:
 
     @property
     def enabled(self) -> bool:
-        """Return whether there is a host tier."""
+        """Return whether a host tier is configured."""
         return self._region is not None
 
     @property
@@ -85,14 +84,14 @@ class HostTier:
         """Return the memory.
 
         Raises:
-            TierOffError: there is none.
+            TierOffError: no host tier is configured.
         """
         if self._region is None:
             raise TierOffError("this daemon has no host tier (tiers.host_bytes is 0)", field="tiers.host_bytes")
         return self._region
 
     def know(self, namespace: Namespace, page_bytes: int, model: str) -> None:
-        """Note of a namespace how large one page's block is, and whose KV it is, where that can be said."""
+        """Record a namespace's bytes per page and, if there is one, its model's label."""
         self.page_bytes[namespace] = page_bytes
         if model:
             self.models[namespace.identity] = model
@@ -100,39 +99,39 @@ class HostTier:
                 self.models.pop(next(iter(self.models)))
 
     def reserve(self, tenant: int, count: int, size_bytes: int, *, counted: bool = False) -> Offsets:
-        """Take memory for ``count`` blocks of ``size_bytes`` for a tenant: all or none.
+        """Allocate memory for ``count`` blocks of ``size_bytes`` for a tenant: all or none, evicting where needed.
 
-        The caller charges the tenant for it; ``counted`` says that it has done so.
+        The caller charges the tenant; ``counted`` says that it has already done so.
 
         Returns:
-            (count,) where they begin.
+            (count,) offsets in the arena, in bytes.
 
         Raises:
-            OutOfMemoryError: more than the tier, or the tenant's part of it, can ever hold.
-            OverloadedError: what is in the way is pinned; says by whom.
+            OutOfMemoryError: more than the tier, or the tenant's quota, can ever hold.
+            OverloadedError: too much is pinned; the detail names the holders.
         """
         wanted = count * whole_units(size_bytes)
-        self._make_room_for_tenant(tenant, wanted, counted_bytes=wanted if counted else 0)
+        self._evict_for_tenant(tenant, wanted, counted_bytes=wanted if counted else 0)
         try:
             offsets = self.arena.allocate(count, size_bytes)
         except NotEnoughError:
-            self._make_room(size_bytes, wanted)
+            self._evict_for(size_bytes, wanted)
             offsets = self.arena.allocate(count, size_bytes)
         if count:
             self.populate(int(offsets[-1]) + size_bytes)
         return offsets
 
     def free(self, offsets: Offsets, size_bytes: int) -> None:
-        """Give memory back that ``reserve`` gave."""
+        """Free memory that ``reserve`` returned."""
         self.arena.free(offsets, size_bytes)
 
     def free_all(self, freed: Iterable[Freed]) -> None:
-        """Give memory back that the index says is nobody's any more."""
+        """Free memory that the index has released."""
         by_size: dict[int, list[Offsets]] = {}
         for offsets, size_bytes in freed:
             by_size.setdefault(size_bytes, []).append(offsets)
-        for size_bytes, several in by_size.items():  # at once: a call costs the same for one block as for a thousand
-            self.arena.free(np.concatenate(several), size_bytes)
+        for size_bytes, offset_arrays in by_size.items():  # one call: it costs the same for one block as for a thousand
+            self.arena.free(np.concatenate(offset_arrays), size_bytes)
 
     def status(self, snapshots: int) -> TierStatus:
         """Return the tier as STATUS shows it."""
@@ -150,23 +149,23 @@ class HostTier:
         )
 
     def populate(self, used_bytes: int) -> None:
-        """Take memory ahead of its use, on a thread: a copy into memory that is new to the host is far slower."""
+        """Populate memory ahead of its use, on a thread: copying into memory that has no pages yet is far slower."""
         wanted = min(self.arena.size_bytes, -(-(used_bytes + self._ahead_bytes) // STRIDE_BYTES) * STRIDE_BYTES)
         if self._region is None or wanted < min(self._populated_bytes + self._ahead_bytes // 2, self.arena.size_bytes):
             return
         start, self._populated_bytes = self._populated_bytes, max(wanted, self._populated_bytes)
         if start < self._populated_bytes:
             done = self._populator.submit(self._region.populate, self._closing, start, self._populated_bytes)
-            done.add_done_callback(_say_failed)
+            done.add_done_callback(_log_populate_failure)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Unmap the memory."""
         self._closing.set()
         self._populator.shutdown(cancel_futures=True)
         if self._region is not None:
             self._region.close()
 
-    def _make_room_for_tenant(self, tenant: int, wanted: int, *, counted_bytes: int) -> None:
+    def _evict_for_tenant(self, tenant: int, wanted: int, *, counted_bytes: int) -> None:
         usage = self.index.accounts.usage(tenant)
         if wanted > min(usage.quota_bytes, self.arena.size_bytes):
             raise OutOfMemoryError(
@@ -180,8 +179,8 @@ class HostTier:
             raise self._full(wanted, f"user {tenant} has {usage.used_bytes} of its {usage.quota_bytes} bytes in use")
         self._evict(self.index.host_victims(tenant), missing)
 
-    def _make_room(self, size_bytes: int, wanted: int) -> None:
-        """Evict until the blocks fit; nobody is evicted where that could not help."""
+    def _evict_for(self, size_bytes: int, wanted: int) -> None:
+        """Evict until the blocks fit; evict nothing where that could not be enough."""
         evictable = sum(one.evictable_bytes for one in self.index.accounts.tenants().values())
         if self.arena.free_bytes + evictable >= wanted:
             victims = self.index.host_victims()
@@ -193,7 +192,7 @@ class HostTier:
         raise self._full(wanted, f"{self.arena.free_bytes} of {self.arena.size_bytes} bytes are free")
 
     def _evict(self, victims: Iterator[CachedBlock], size_bytes: int) -> bool:
-        """Take the next ones out of the tier, until that many bytes are free of them; return whether there was one."""
+        """Evict the next victims until ``size_bytes`` are freed; return whether any block was evicted."""
         freed: list[Freed] = []
         while size_bytes > 0 and (block := next(victims, None)) is not None:
             size_bytes -= block.size_bytes
@@ -211,20 +210,20 @@ class HostTier:
         usage = sorted(self.index.accounts.tenants().items(), key=lambda one: -one[1].charged_bytes)[:HOLDERS_SHOWN]
         charged = ", ".join(f"{one.charged_bytes} of user {tenant}" for tenant, one in usage if one.charged_bytes)
         return OverloadedError(
-            f"the host tier is full: {wanted} bytes are needed, {why}; snapshots and operations under way have: "
+            f"the host tier is full: {wanted} bytes are needed, {why}; snapshots and running operations use: "
             f"{charged or 'nothing'}; cached blocks are pinned: {pinned}"
         )
 
 
-def _say_failed(done: Future[None]) -> None:
+def _log_populate_failure(done: Future[None]) -> None:
     if not done.cancelled() and done.exception() is not None:
-        log.warning("the host tier's memory is taken as it is used", cause=str(done.exception()))
+        log.warning("the host tier's memory was not populated ahead of its use", cause=str(done.exception()))
 
 
 def holder_name(holder: int) -> str:
-    """Return who a holder of pins is, in words."""
+    """Return a readable name for a holder of pins."""
     if holder > 0:
-        return f"session {holder}"
+        return f"instance {holder}"
     if holder <= OPERATIONS:
-        return f"work {OPERATIONS - holder}"
-    return {DEMOTION: "the way to a lower tier", LOOKUPS: "lookups"}.get(holder, "an operator (kvferry cache)")
+        return f"operation {OPERATIONS - holder}"
+    return {DEMOTION: "demotion to a lower tier", LOOKUPS: "lookups"}.get(holder, "an operator (kvferry cache)")

@@ -1,4 +1,4 @@
-"""Starting an operation's job: where its pages are on a device, that device has to know the arena first."""
+"""Starting an operation's job, after the host tier was registered with the devices that hold its pages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = structlog.get_logger(__name__)
 
 
 class JobStarter:
-    """See above. A device that cannot register so much memory copies by memory of its driver in between, and slower.
+    """Starts jobs. A device that cannot register so much memory copies through its driver's buffers, which is slower.
 
     Attributes:
-        checksums: whether blocks get checksums.
+        checksums: whether offloads compute checksums.
     """
 
     def __init__(self, operations: Operations, host: HostTier, executor: Executor, *, checksums: bool) -> None:
-        """Register memory on ``executor``: that may wait."""
+        """Register memory on ``executor``, since that may block."""
         self.checksums = checksums
         self._operations = operations
         self._host = host
@@ -34,30 +34,30 @@ class JobStarter:
         self._registered: dict[str, asyncio.Future[None]] = {}
 
     def start(self, operation: Operation, job: BlockJob) -> None:
-        """Run an operation's job as soon as the devices of its pages know the arena."""
+        """Run an operation's job once the devices of its pages have registered the arena."""
         devices = {
             segment.region.accelerator.name: segment.region.accelerator
             for segment in job.segments
             if isinstance(segment.region, AcceleratorRegion)
         }
         for device in devices.values():
-            known = self._registered.get(device.name)
-            if known is None:
-                known = self._registered[device.name] = asyncio.get_running_loop().run_in_executor(
+            registration = self._registered.get(device.name)
+            if registration is None:
+                registration = self._registered[device.name] = asyncio.get_running_loop().run_in_executor(
                     self._executor, self._register, device
                 )
-            if not known.done():
+            if not registration.done():
                 operation.waits_for = f"{device.name} to register the host tier"
-                known.add_done_callback(partial(self._known, operation, job))
+                registration.add_done_callback(partial(self._on_registered, operation, job))
                 return
-            failed = CancelledError("the daemon ends") if known.cancelled() else known.exception()
-            if failed is not None:
-                error = failed if isinstance(failed, KvferryError) else InternalError(f"{device.name}: {failed!r}")
+            cause = CancelledError("the daemon is ending") if registration.cancelled() else registration.exception()
+            if cause is not None:
+                error = cause if isinstance(cause, KvferryError) else InternalError(f"{device.name}: {cause!r}")
                 asyncio.get_running_loop().call_soon(self._operations.give_up, operation, error)
                 return
         self._operations.run(operation, job)
 
-    def _known(self, operation: Operation, job: BlockJob, done: asyncio.Future[None]) -> None:
+    def _on_registered(self, operation: Operation, job: BlockJob, done: asyncio.Future[None]) -> None:
         del done
         if operation.stopped is None:
             self.start(operation, job)
@@ -67,7 +67,7 @@ class JobStarter:
             device.register_host(self._host.region)
         except OutOfMemoryError as cause:
             log.warning(
-                "the host tier is not registered: copies to and from the device take a detour",
+                "the host tier is not registered with the device: copies go through the driver's buffers",
                 device=device.name,
                 cause=cause.detail,
                 remedy="raise LimitMEMLOCK of the unit, or make tiers.host_bytes smaller",

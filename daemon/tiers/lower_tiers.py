@@ -1,7 +1,7 @@
-"""The tiers below the host tier, together: what goes down to them, and what comes up.
+"""The tiers below the host tier, taken together: demotion to them and promotion from them.
 
-A block comes up once however many ask for it. It lands in memory that is charged to its tenant meanwhile, and becomes
-visible in the host tier with its right checksums or not at all.
+A block is promoted once, however many lookups ask for it. It is read into memory that is charged to its tenant
+meanwhile, and becomes visible in the host tier only if its checksums match.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.session_messages import TierStatus
 
-COMING_AT_ONCE: Final = 32
-"""Blocks that have memory of the host tier while they come up; the others wait for their turn."""
+MAX_PROMOTIONS: Final = 32
+"""Blocks promoted at a time, each with memory of the host tier; others wait."""
 
 log = structlog.get_logger(__name__)
 
 
 class LowerTiers:
-    """See above; either may be missing. For the control loop."""
+    """The lower tiers; either may be missing. For the control loop."""
 
     def __init__(self, host: HostTier, disk: DiskTier | None, remote: RemoteTier | None, counters: Counters) -> None:
         self._host = host
         self._disk = disk
         self._remote = remote
         self._counters = counters
-        self._coming: dict[CachedBlock, asyncio.Task[bool]] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._turns = asyncio.Semaphore(COMING_AT_ONCE)
+        self._promotions: dict[CachedBlock, asyncio.Task[bool]] = {}
+        self._removals: set[asyncio.Task[None]] = set()
+        self._promotion_slots = asyncio.Semaphore(MAX_PROMOTIONS)
 
     def __repr__(self) -> str:
-        """Show what comes up."""
-        return f"<LowerTiers {self._disk!r} {self._remote!r} coming={self.coming} leaving={self.leaving}>"
+        """Show the tiers, and the promotions and removals in progress."""
+        return f"<LowerTiers {self._disk!r} {self._remote!r} promotions={self.promotions} removals={self.removals}>"
 
     @property
-    def coming(self) -> int:
-        """Return how many blocks come up."""
-        return len(self._coming)
+    def promotions(self) -> int:
+        """Return the number of promotions in progress."""
+        return len(self._promotions)
 
     @property
-    def leaving(self) -> int:
-        """Return how many removals from the remote tier are under way."""
-        return len(self._leaving)
+    def removals(self) -> int:
+        """Return the number of removals from the remote tier in progress."""
+        return len(self._removals)
 
     async def start(self) -> None:
-        """Begin to work."""
+        """Start the tiers that are configured."""
         if self._disk is not None:
             self._disk.start()
         if self._remote is not None:
             await self._remote.start()
 
     async def close(self) -> None:
-        """End; what has not gone down is lost."""
-        tasks = [*self._coming.values(), *self._leaving]
+        """Stop; blocks that are not demoted by then are lost."""
+        tasks = [*self._promotions.values(), *self._removals]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -73,7 +73,7 @@ class LowerTiers:
             await self._remote.close()
 
     def stored(self, blocks: Sequence[CachedBlock]) -> None:
-        """Let blocks that are new in the host tier go down, in the background."""
+        """Demote blocks that are new in the host tier, in the background."""
         for block in blocks:
             if self._disk is not None:
                 self._disk.store(block)
@@ -81,7 +81,7 @@ class LowerTiers:
                 self._remote.store(block)
 
     def used(self, blocks: Sequence[CachedBlock]) -> None:
-        """Note the use of blocks."""
+        """Record a use of blocks, for the disk tier's policy."""
         if self._disk is not None:
             for block in reversed(blocks):
                 self._disk.used(block)
@@ -89,42 +89,45 @@ class LowerTiers:
     async def find(
         self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, page_bytes: int
     ) -> list[CachedBlock]:
-        """Return how many leading ones of these blocks the remote tier has, as blocks of the index."""
+        """Return those leading blocks that the remote tier has, as blocks of the index."""
         if self._remote is None or not hashes:
             return []
         return await self._remote.find(namespace, hashes, parent, page_bytes)
 
     @property
-    def asks_far(self) -> bool:
+    def has_remote(self) -> bool:
         """Return whether ``find`` may find anything."""
         return self._remote is not None and self._remote.available
 
     def promote(self, block: CachedBlock) -> asyncio.Future[bool] | None:
-        """Bring a block to the host tier; None where it is there, or gone. True once it is there, else False."""
+        """Promote a block to the host tier; None where it is there already, or gone.
+
+        The result tells whether it is there.
+        """
         if block.in_host or block.state is not BlockState.READY:
             return None
-        coming = self._coming.get(block)
-        if coming is None:
-            coming = self._coming[block] = asyncio.create_task(self._promote(block))
-            coming.add_done_callback(lambda _: self._coming.pop(block, None))
-        return coming
+        task = self._promotions.get(block)
+        if task is None:
+            task = self._promotions[block] = asyncio.create_task(self._promote(block))
+            task.add_done_callback(lambda _: self._promotions.pop(block, None))
+        return task
 
     def remove(self, blocks: Sequence[CachedBlock]) -> None:
-        """Delete what lower tiers have of blocks that the index has no more."""
+        """Delete blocks from the lower tiers that the index has dropped."""
         if self._disk is not None:
             self._disk.remove(blocks)
-        far = [block for block in blocks if block.in_remote]
-        if self._remote is not None and far:
-            task = asyncio.create_task(self._remote.remove(far))
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+        in_remote = [block for block in blocks if block.in_remote]
+        if self._remote is not None and in_remote:
+            task = asyncio.create_task(self._remote.remove(in_remote))
+            self._removals.add(task)
+            task.add_done_callback(self._removals.discard)
 
     def status(self) -> list[TierStatus]:
         """Return the tiers as STATUS shows them."""
         return [one.status() for one in (self._disk, self._remote) if one is not None]
 
     async def _promote(self, block: CachedBlock) -> bool:
-        async with self._turns:
+        async with self._promotion_slots:
             return block.in_host or (block.state is BlockState.READY and await self._promote_now(block))
 
     async def _promote_now(self, block: CachedBlock) -> bool:
@@ -135,19 +138,19 @@ class LowerTiers:
             offsets = self._host.reserve(tenant, pages, page_bytes)
         except KvferryError as error:
             self._counters.add("tiers.host.promotions_refused")
-            log.info("a cached block cannot come up", cause=error.detail)
+            log.info("a cached block was not promoted", cause=error.detail)
             return False
         accounts = self._host.index.accounts
         accounts.charge(tenant, block.size_bytes)
-        entered = False
+        promoted = False
         try:
             digests = await self._read(block, offsets, page_bytes)
-            entered = digests is not None and self._host.index.enter_host(block, offsets, digests)
+            promoted = digests is not None and self._host.index.enter_host(block, offsets, digests)
         finally:
             accounts.discharge(tenant, block.size_bytes)
-            if not entered:
+            if not promoted:
                 self._host.free(offsets, page_bytes)
-        if entered:
+        if promoted:
             self._counters.add("tiers.host.promoted_blocks")
         return block.in_host
 

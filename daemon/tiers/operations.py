@@ -1,7 +1,7 @@
-"""Operations: what OFFLOAD, RESTORE, STORE and LOAD have under way, from their acceptance to the event of their end.
+"""Operations: OFFLOAD, RESTORE, STORE and LOAD from their acceptance to the one event that reports their end.
 
-An operation may wait (for pages, for lower tiers), then runs one job of the copier, then is over; what an event does to
-it is the table of ``transitions``. Whoever begins one says by ``finish`` what to give back.
+An operation may wait (for pages, for lower tiers), then runs one job of the copier, then ends; the table in
+``transitions`` says what each event does to it. Its ``finish`` callback releases what it holds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvferry.protocol.session_messages import OperationStatus
 from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled, OperationKind, TierDone
 
 MAX_OPERATIONS = 1024
-"""Of one session, live or over and not acknowledged."""
+"""Per session, live or ended and not acknowledged."""
 
 log = structlog.get_logger(__name__)
 
@@ -46,11 +46,11 @@ class Copier(Protocol):
         """Run a job."""
 
     def stop(self, job: BlockJob) -> None:
-        """End a job soon, with an error unless it is done before."""
+        """End a job soon, with an error unless it completes first."""
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """What an operation's event says beside its kind and its times."""
+    """The fields of an operation's event, apart from its times and error."""
 
     done: TierDone
     ids: tuple[PageIds, ...] = ()
@@ -61,10 +61,10 @@ class Operation:
 
     Attributes:
         waits_for: what it waits for before its job begins, in words; empty while it copies.
-        pages: how many it is about.
-        state: how far it is.
-        stopped: why it is to end, or has ended, where it was stopped.
-        quiet: nobody asked for it: its end is no event, and the session's end not its own.
+        pages: the number of pages it covers.
+        state: see ``transitions``.
+        stopped: the error it was stopped with, if any, also while its job still ends.
+        quiet: no session asked for it: its end sends no event, and it outlives the session.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class Operation:
         self.quiet = False
 
     def __repr__(self) -> str:
-        """Show what it is and does."""
+        """Show what it is and what it waits for."""
         return f"<Operation {self.number} {self.kind} {self.pool} pages={self.pages} {self.waits_for or 'copying'}>"
 
 
 Finish = Callable[[Operation, KvferryError | None], Ending]
-"""Releases what an operation held, and returns its event's fields; called once, when no byte of it can move."""
+"""Releases what an operation held and returns its event's fields; called once, when no byte of it can move any more."""
 
 
 class Operations:
-    """All live operations. For the control loop only."""
+    """All live operations. For the control loop."""
 
     def __init__(
         self,
@@ -115,70 +115,69 @@ class Operations:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._live: dict[int, Operation] = {}
-        self._of_job: dict[BlockJob, Operation] = {}
+        self._by_job: dict[BlockJob, Operation] = {}
         self._unacknowledged: Counter[int] = Counter()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         dispatcher.handle("CANCEL_OPERATION", self._cancel)
-        hub.subscribe(EventAcknowledged, self._acknowledged)
+        hub.subscribe(EventAcknowledged, self._on_acknowledged)
 
     def __iter__(self) -> Iterator[Operation]:
         """Yield the live operations, oldest first."""
         return iter(self._live.values())
 
     def __repr__(self) -> str:
-        """Show how many are live."""
+        """Show the number of live operations."""
         return f"<Operations {len(self._live)}>"
 
     def check(self, session: Session) -> None:
         """Check that a session may begin another operation.
 
         Raises:
-            ShuttingDownError: the daemon ends.
-            OverloadedError: as many are live, or ended and not acknowledged, as a session may have.
+            ShuttingDownError: the daemon is ending.
+            OverloadedError: the session has MAX_OPERATIONS live or unacknowledged ones.
         """
         if self._draining:
-            raise ShuttingDownError("the daemon ends and takes no new operation")
+            raise ShuttingDownError("the daemon is ending and accepts no new operations")
         known = self._unacknowledged[session.session_id]
         if known >= MAX_OPERATIONS:
             raise OverloadedError(f"{known} operations of the session are live or unacknowledged")
 
     def begin(self, call: Call, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
-        """Note a new operation; its deadline is the request's. Raises what ``check`` does."""
+        """Begin an operation with the deadline of its request. Raises what ``check`` does."""
         self.check(call.session)
-        operation = self._enter(call.session, kind, pool, pages, finish)
+        operation = self._add(call.session, kind, pool, pages, finish)
         self._unacknowledged[call.session.session_id] += 1
         late = f"the {kind} was not done within {call.deadline_s:g} s"
         operation.timer = self._loop.call_later(call.deadline_s, self._apply, operation, Event.DEADLINE, late)
         return operation
 
     def begin_quietly(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
-        """Note an operation that goes on from something of a session, which nobody waits for."""
-        operation = self._enter(session, kind, pool, pages, finish)
+        """Begin an operation that continues something of a session and that no session waits for."""
+        operation = self._add(session, kind, pool, pages, finish)
         operation.quiet = True
         return operation
 
-    def _enter(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
+    def _add(self, session: Session, kind: OperationKind, pool: str, pages: int, finish: Finish) -> Operation:
         operation = Operation(next(self._numbers), session, kind, pool, pages, finish)
         self._live[operation.number] = operation
         self._idle.clear()
         return operation
 
     def run(self, operation: Operation, job: BlockJob) -> None:
-        """Let the copier do an operation's job; it ends the operation. One that is over meanwhile does nothing."""
+        """Run an operation's job, which ends the operation. Ignored for one that has ended meanwhile."""
         self._apply(operation, Event.BEGIN)
         if operation.state is not State.COPYING:
             return
         operation.waits_for = ""
         operation.first_copy_at = time.monotonic()
         operation.job = job
-        self._of_job[job] = operation
-        self._copier.start(job, self._job_done)
+        self._by_job[job] = operation
+        self._copier.start(job, self._on_job_done)
 
-    def _job_done(self, job: BlockJob, error: KvferryError | None) -> None:
-        """Take the end of a job from the copier."""
-        operation = self._of_job.pop(job)
+    def _on_job_done(self, job: BlockJob, error: KvferryError | None) -> None:
+        operation = self._by_job.pop(job)
         operation.job = None
         self._apply(operation, Event.JOB_DONE if error is None else Event.JOB_FAILED, cause=error)
 
@@ -191,11 +190,13 @@ class Operations:
         self._apply(operation, Event.GIVEN_UP, cause=why)
 
     def _apply(self, operation: Operation, event: Event, detail: str = "", cause: KvferryError | None = None) -> None:
-        """Do to an operation what the table says of an event."""
+        """Apply an event to an operation, as the table says."""
         row = self._transitions.get((operation.state, event))
         if row is None:
             detail = f"no transition of an operation that is {operation.state.value}: {event.value}"
-            log.error("a bug", operation=operation.number, kind=operation.kind, detail=detail)
+            log.error(
+                "unexpected event of an operation", operation=operation.number, kind=operation.kind, detail=detail
+            )
             row = bug_in(operation.state)
         if row.state is operation.state:
             return
@@ -210,44 +211,44 @@ class Operations:
             self._copier.stop(operation.job)
 
     def _end(self, operation: Operation, error: KvferryError | None) -> None:
-        """Give back what an operation held that has no job under way, and tell its session."""
+        """End an operation whose job is not running: release what it held, and notify its session."""
         del self._live[operation.number]
         if operation.timer is not None:
             operation.timer.cancel()
         ending = self._finish(operation, error)
-        done = self._timed(operation, ending.done, error)
+        done = self._with_times(operation, ending.done, error)
         self._record(operation, done)
         session = self._sessions.get(operation.session.session_id)
         if session is not None and not operation.quiet:
             session.add_event(done, ending.ids)
             for call in operation.cancels:
                 self._dispatcher.answer(session, call.message_id, Answer(OperationCancelled(was_done=False)))
-            # After the reply that this call may still give: events never overtake their request's reply.
+            # Later, as the caller may still have to reply: events never overtake the reply to their request.
             self._loop.call_soon(self._dispatcher.push_events, session)
         if not self._live:
             self._idle.set()
 
     def session_lost(self, session_id: int) -> None:
-        """Stop what died with a session."""
-        for operation in [one for one in self if one.session.session_id == session_id and not one.quiet]:
+        """Stop a lost session's operations."""
+        for operation in [live for live in self if live.session.session_id == session_id and not live.quiet]:
             operation.cancels.clear()
-            if operation.state is not State.DONE:  # with one that it waited for
+            if operation.state is not State.DONE:  # it may have ended with one that it waited for
                 self._apply(operation, Event.SESSION_ENDED, "the session ended")
         self._unacknowledged.pop(session_id, None)
 
     def drain(self) -> None:
-        """Take no new operation, and end what only waits."""
+        """Accept no new operations, and end those that only wait."""
         self._draining = True
         for operation in list(self):
-            if operation.state is not State.DONE:  # with one that it waited for
-                self._apply(operation, Event.DRAIN, "the daemon ends")
+            if operation.state is not State.DONE:  # it may have ended with one that it waited for
+                self._apply(operation, Event.DRAIN, "the daemon is ending")
 
     async def drained(self) -> None:
-        """Return once no operation is live."""
+        """Wait until no operation is live."""
         await self._idle.wait()
 
     def live(self, session_id: int) -> int:
-        """Return how many operations of a session are live, or over and not acknowledged."""
+        """Return how many operations of a session are live or unacknowledged."""
         return self._unacknowledged[session_id]
 
     def status(self) -> Iterator[OperationStatus]:
@@ -267,12 +268,12 @@ class Operations:
     def _finish(self, operation: Operation, error: KvferryError | None) -> Ending:
         try:
             return operation.finish(operation, error)
-        except Exception as cause:  # a bug in one operation must leave neither its session nor the daemon's end waiting
-            log.exception("an operation did not end well", operation=operation.number, kind=operation.kind)
+        except Exception as cause:  # a bug must not keep the session or shutdown waiting
+            log.exception("ending an operation failed", operation=operation.number, kind=operation.kind)
             bug = InternalError(f"the end of the {operation.kind} failed: {type(cause).__name__}")
             return Ending(TierDone(operation=operation.number, kind=operation.kind, error=bug.info()))
 
-    def _timed(self, operation: Operation, done: TierDone, error: KvferryError | None) -> TierDone:
+    def _with_times(self, operation: Operation, done: TierDone, error: KvferryError | None) -> TierDone:
         now = time.monotonic()
         began = now if operation.first_copy_at is None else operation.first_copy_at
         return msgspec.structs.replace(
@@ -312,6 +313,6 @@ class Operations:
             return Answer(OperationCancelled(was_done=True))
         raise UnknownOperationError(f"no operation {number} of this session, live or unacknowledged", field="operation")
 
-    def _acknowledged(self, event: EventAcknowledged) -> None:
+    def _on_acknowledged(self, event: EventAcknowledged) -> None:
         if isinstance(event.body, TierDone):
             self._unacknowledged[event.session.session_id] -= 1

@@ -1,4 +1,4 @@
-"""Pages of a pool that an operation reads or writes: held from its acceptance to its end."""
+"""The pages of a pool that an operation reads or writes: held from its acceptance to its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Held(NamedTuple):
 
 
 class PageHold:
-    """Pages with one reader, or their one writer, more, until ``release``."""
+    """Pages with one more reader, or their one writer, until ``release``."""
 
     def __init__(self, *, write: bool) -> None:
         self._write = write
@@ -30,7 +30,7 @@ class PageHold:
         """Hold pages of ``owner``.
 
         Raises:
-            KvferryError: they are not its, or are busy: see ``PageAllocator``.
+            KvferryError: they do not belong to it, or are busy: see ``PageAllocator``.
         """
         if self._write:
             allocator.begin_write(owner, ids, field)
@@ -39,7 +39,7 @@ class PageHold:
         self._held.append(_Held(allocator, ids))
 
     def release(self) -> None:
-        """Hold them no longer; a second time there is nothing to do."""
+        """Release the pages. Idempotent."""
         for allocator, ids in self._held:
             if self._write:
                 allocator.end_write(ids)
@@ -48,7 +48,7 @@ class PageHold:
         self._held.clear()
 
     def give_back(self, owner: int) -> None:
-        """Free those that ``owner`` has still, each once."""
+        """Free those pages that ``owner`` still has, each once."""
         by_allocator: dict[PageAllocator, list[PageIds]] = {}
         for allocator, ids in self._held:
             by_allocator.setdefault(allocator, []).append(ids)
@@ -57,15 +57,15 @@ class PageHold:
 
 
 def hold_pages(pool: Pool, owner: int, lists: Sequence[PageRange], *, write: bool) -> PageHold:
-    """Hold the pages of some lists: all or none.
+    """Hold the pages of all lists, or of none.
 
     Raises:
         KvferryError: see ``PageHold.add``.
     """
     hold = PageHold(write=write)
     try:
-        for one in lists:
-            hold.add(pool.allocator_of(one.component), owner, one.ids, f"{one.field}.pages")
+        for pages in lists:
+            hold.add(pool.allocator_of(pages.component), owner, pages.ids, f"{pages.field}.pages")
     except KvferryError:
         hold.release()
         raise

@@ -1,8 +1,8 @@
-"""The remote tier: blocks in a Mooncake Store that many nodes share, asked from the control loop without blocking it.
+"""The remote tier's store: blocks in a Mooncake Store that many nodes share, used without blocking the control loop.
 
-The store is a help, never a need: while it is away every call says at once that nothing is there, which is logged once
-when it goes and once when it is back. What lies there may be gone, damaged or forged: whoever fetches a block compares
-its digests. Knows nothing of pages, tenants or what the other tiers hold.
+The store is optional: while it is away, every call reports at once that nothing is there; that is logged once when it
+goes away and once when it is back. Its contents may be lost, damaged or forged, so whoever fetches a block compares its
+digests. Knows nothing of pages, tenants or the contents of other tiers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kvferry.protocol.errors import ConfigError
 
 PING_INTERVAL_S: Final = 1.0
 MAX_LOOKUPS: Final = 64
-"""Lookups under way; one more finds nothing."""
+"""Concurrent lookups; further ones find nothing."""
 
 _OUTCOMES: Final = {OK: "done", OBJECT_NOT_FOUND: "missed", NO_ROOM: "no_room"}
 _PROBE: Final = ["kvferry/1/probe"]
@@ -53,35 +53,35 @@ log = structlog.get_logger(__name__)
 
 
 class RemoteStore:
-    """See the module. ``async with`` begins to join the store and leaves it; all methods belong on the loop."""
+    """A Mooncake Store, see the module. ``async with`` starts joining it and leaves it. For the control loop."""
 
     def __init__(
         self, config: RemoteTierConfig, address: str, arena_fd: int, arena_bytes: int, counters: Counters
     ) -> None:
-        """Prepare.
+        """Prepare; ``start`` joins.
 
         Args:
-            config: its ``address`` is not looked at.
-            address: this host's, without a port, that other nodes reach it by.
-            arena_fd: the memfd that all ranges are of; stays the caller's, and open until ``close``.
+            config: its ``address`` is ignored.
+            address: this host's address for other nodes, without a port.
+            arena_fd: the memfd that all ranges refer to; owned by the caller and open until ``close``.
             arena_bytes: its size.
-            counters: get ``remote.…``.
+            counters: receives ``remote.…``.
         """
         self._config = config
         self._address = address
         self._arena_fd = arena_fd
         self._arena_bytes = arena_bytes
         self._counters = counters
-        self._link: StoreLink | None = None  # while the process is one of the store
+        self._link: StoreLink | None = None  # while the process has joined the store
         self._master_answers = False
-        self._told_away = False
+        self._away_logged = False
         self._lookups = 0
         self._moves = StoreMoves(config.threads, config.timeout_s, lambda: self._reachable)
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        """Show the store, and whether it is there."""
+        """Show the store and whether it is reachable."""
         return f"<RemoteStore {self._config.master} {'there' if self.available else 'away'} link={self._link!r}>"
 
     async def __aenter__(self) -> Self:
@@ -93,28 +93,28 @@ class RemoteStore:
 
     @property
     def available(self) -> bool:
-        """Return whether the store can be asked."""
+        """Return whether the store is reachable."""
         return self._reachable is not None
 
     @property
     def _reachable(self) -> StoreLink | None:
-        """The process that can be asked now: its master answered last time."""
+        """The process to send requests to; None unless its master answered last time."""
         return self._link if self._master_answers else None
 
     @property
     def process_id(self) -> int:
-        """Return the store process's number; 0 while it is none of the store."""
+        """Return the store process's id; 0 while it has not joined."""
         return 0 if self._link is None else self._link.pid
 
     async def changed(self) -> None:
-        """Wait until ``available`` has changed once more."""
+        """Wait until ``available`` changes."""
         await self._changed.wait()
 
     async def start(self) -> None:
-        """Begin to join the store. Does not wait for it: it may come later, or never.
+        """Start joining the store, without waiting for it: it may come up later, or never.
 
         Raises:
-            ConfigError: Mooncake is not installed, or the address is none of this host's.
+            ConfigError: Mooncake is not installed, or the address does not belong to this host.
         """
         if importlib.util.find_spec("mooncake") is None:
             raise ConfigError(f"Mooncake is not installed; {INSTALL}", field="tiers.remote.transport")
@@ -123,18 +123,18 @@ class RemoteStore:
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def close(self) -> None:
-        """Leave the store: the blocks that this node holds are lost to all. What runs ends first. Idempotent."""
+        """Leave the store after the calls in progress. Blocks held by this node are lost to all. Idempotent."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.cancel()
             await asyncio.gather(supervisor, return_exceptions=True)
 
-    # --- what it is asked ---
+    # --- requests ---
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """Return which names the store has; none where it is away or does not say in time. Empty for no names.
+        """Return for each name whether the store has it; all False where the store is away or does not answer in time.
 
-        What is there is not evicted for the next ten seconds, but may go with its node.
+        Names that are found are not evicted for ten seconds, but may be lost with their node.
         """
         link = self._reachable
         nothing = [False] * len(names)
@@ -157,7 +157,7 @@ class RemoteStore:
             return nothing
         finally:
             self._lookups -= 1
-        self._look_at(link, answer.status)
+        self._check_status(link, answer.status)
         if answer.status != OK or len(answer.found) != len(names):
             return nothing
         found = [one == 1 for one in answer.found]
@@ -165,15 +165,15 @@ class RemoteStore:
         return found
 
     async def put(self, name: str, ranges: Sequence[Range], *, parent: bytes | None, digests: Sequence[int]) -> bool:
-        """Store ranges of the arena, one after the other; return whether the store has the name now.
+        """Store ranges of the arena, concatenated; return whether the store has the name now.
 
-        The ranges must not change until this returns; also where the caller is cancelled, it returns only once nobody
-        reads them. A name that is there stays as it is.
+        The ranges must not change until this returns; also where the caller is cancelled, it returns only once nothing
+        reads them any more. A name that exists already is not written again.
 
         Args:
             name: from ``remote_name``.
             ranges: (offset, size) in bytes, at least one.
-            parent: 16 bytes, for whoever fetches the block.
+            parent: 16 bytes, or None; kept in the header.
             digests: XXH3-64 of each page.
         """
         block = PutBlock(name, pack_header(name, parent, digests), pack_ranges(ranges))
@@ -181,10 +181,10 @@ class RemoteStore:
         return moved is not None and moved.status == OK
 
     async def get(self, name: str, ranges: Sequence[Range], *, pages: int) -> StoredHeader | None:
-        """Fetch a block of so many pages into ranges of the arena; return what its bytes must be. None: not there.
+        """Fetch a block of ``pages`` pages into ranges of the arena; return its header, or None where it is missing.
 
-        The ranges hold anything until the caller has compared all digests, and must be the caller's until this returns;
-        also where the caller is cancelled, it returns only once nobody writes there.
+        The ranges are undefined until the caller has compared all digests. They must stay reserved until this returns;
+        also where the caller is cancelled, it returns only once nothing writes there any more.
         """
         moved = await self._move(GetBlock(name, header_bytes(pages), pack_ranges(ranges)), "gets", ranges)
         if moved is None or moved.status != OK:
@@ -192,12 +192,12 @@ class RemoteStore:
         header = unpack_header(name, moved.header)
         if header is None:
             self._counters.add("remote.headers_damaged")
-            log.warning("damaged block in the remote tier", name=name)
+            log.warning("a block of the remote tier has a damaged header", name=name)
             await self.remove([name])
         return header
 
     async def remove(self, names: Sequence[str]) -> bool:
-        """Let the store forget names, also where others are fetching them; return whether it has none of them now."""
+        """Delete names, also while others fetch them; return whether the store has none of them now."""
         link = self._reachable
         if link is None:
             return False
@@ -206,11 +206,11 @@ class RemoteStore:
                 answer = await link.ask(Remove(link.next_number(), list(names)))
         except (TimeoutError, StoreAwayError):
             return False
-        self._look_at(link, answer.status)
+        self._check_status(link, answer.status)
         return answer.status == OK
 
     async def _move(self, block: PutBlock | GetBlock, what: str, ranges: Sequence[Range]) -> Moved | None:
-        """Return how a block's way ended; nothing of it is under way any more."""
+        """Return the outcome of a block's transfer; nothing of it is in progress any more."""
         link = self._reachable
         if link is None:
             return None
@@ -221,10 +221,10 @@ class RemoteStore:
         if outcome == "done":
             self._counters.add(f"remote.{what}_bytes", size_bytes)
         if moved is not None:
-            self._look_at(link, moved.status)
+            self._check_status(link, moved.status)
         return moved
 
-    # --- whether it is there ---
+    # --- supervision ---
 
     async def _supervise(self) -> None:
         pause_s = self._config.retry_s
@@ -235,14 +235,14 @@ class RemoteStore:
                 why = await self._one_life()
             except StoreAwayError as error:
                 why = str(error)
-            self._notify(why)
+            self._away(why)
             if time.monotonic() - began_s > self._config.retry_at_most_s:
                 pause_s = self._config.retry_s
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._config.retry_at_most_s)
 
     async def _reach_master(self) -> None:
-        """Wait until something listens there: Mooncake would try for minutes, and tell nobody."""
+        """Wait until the master accepts a TCP connection: Mooncake itself would retry silently for minutes."""
         host, _, port = self._config.master.rpartition(":")
         while True:
             try:
@@ -250,13 +250,13 @@ class RemoteStore:
                     _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
                 writer.close()
             except (OSError, OverflowError) as error:  # also TimeoutError
-                self._notify(f"its master at {self._config.master} takes no connections: {error!r}")
+                self._away(f"its master at {self._config.master} accepts no connections: {error!r}")
                 await asyncio.sleep(self._config.retry_s)
             else:
                 return
 
     async def _one_life(self) -> str:
-        """Start a process and watch it until its end; return why it ended."""
+        """Start a store process and watch it until it ends; return the reason."""
         config = self._config
         begin = Begin(
             address=self._address,
@@ -272,7 +272,7 @@ class RemoteStore:
             self._counters.add("remote.processes_started")
             endpoint = await link.open(config.start_timeout_s)
             self._link = link
-            self._there(endpoint)
+            self._joined(endpoint)
             await self._watch(link, endpoint)
         except asyncio.CancelledError:
             grace_s = GRACE_S
@@ -289,17 +289,17 @@ class RemoteStore:
             done, _ = await asyncio.wait({ping}, timeout=self._config.hung_s)
             if not done:
                 ping.cancel()
-                link.kill(f"the store process said nothing for {self._config.hung_s} s")
+                link.kill(f"the store process did not answer for {self._config.hung_s} s")
                 await link.ended.wait()
                 break
             if ping.exception() is not None:
                 break
             if ping.result().status == MASTER_AWAY:
                 self._master_lost()
-            # Mooncake believes in a master that is gone for some seconds more: only an answer shows that it is back.
+            # Mooncake calls a master healthy for seconds after it is gone: only an answer shows that it is back.
             if not self._master_answers:
                 if probe is not None and probe.done() and probe.exception() is None and probe.result().status >= OK:
-                    self._there(endpoint)
+                    self._joined(endpoint)
                     probe = None
                 elif probe is None or probe.done():
                     probe = link.ask(Exists(link.next_number(), math.inf, _PROBE))
@@ -307,28 +307,28 @@ class RemoteStore:
         if probe is not None:
             await asyncio.gather(probe, return_exceptions=True)
 
-    def _look_at(self, link: StoreLink, status: int) -> None:
+    def _check_status(self, link: StoreLink, status: int) -> None:
         if status in (RPC_FAIL, RPC_TIMEOUT) and link is self._link:
             self._master_lost()
 
     def _master_lost(self) -> None:
         if self._master_answers:
-            self._notify(f"its master at {self._config.master} does not answer")
+            self._away(f"its master at {self._config.master} does not answer")
 
-    def _there(self, endpoint: str) -> None:
-        self._master_answers, self._told_away = True, False
+    def _joined(self, endpoint: str) -> None:
+        self._master_answers, self._away_logged = True, False
         self._counters.add("remote.joined")
-        log.info("remote tier there", master=self._config.master, endpoint=endpoint)
+        log.info("remote tier joined", master=self._config.master, endpoint=endpoint)
         self._wake()
 
-    def _notify(self, why: str) -> None:
-        """Say once that the store is away."""
+    def _away(self, why: str) -> None:
+        """Mark the store as away, and log that once."""
         self._master_answers = False
-        if self._told_away:
+        if self._away_logged:
             return
-        self._told_away = True
+        self._away_logged = True
         self._counters.add("remote.lost")
-        log.warning("remote tier away", cause=why, remedy="the node goes on without it, and joins it once it is back")
+        log.warning("remote tier away", cause=why, remedy="the node continues without it and rejoins once it is back")
         self._wake()
 
     def _wake(self) -> None:
@@ -336,7 +336,7 @@ class RemoteStore:
         event.set()
 
     def _environment(self) -> dict[str, str]:
-        """Return how long Mooncake may wait for whom; what the operator has set stays as it is."""
+        """Return Mooncake's timeouts as environment variables; those that the operator has set are left alone."""
         progress_s = self._config.progress_timeout_s
         settings = MooncakeSettings(
             address=self._address, protocol=self._config.protocol, progress_timeout_s=progress_s

@@ -1,7 +1,7 @@
-"""The remote tier: cached blocks that many nodes share, in a Mooncake Store; see ``remote_store`` for the store itself.
+"""The remote tier: cached blocks that many nodes share in a Mooncake Store; see ``remote_store`` for the store itself.
 
-New blocks are put there in the background; a lookup asks for what no nearer tier has. Whatever comes from there is
-compared with its checksums before anybody sees it.
+New blocks are put there in the background; a lookup asks it for what no nearer tier has. Every fetched block is
+verified against its checksums before it becomes visible.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvferry.protocol.session_messages import TierStatus
 
 MAX_WAITING: Final = 4096
 MAX_NAMES: Final = 4096
-"""Names that one lookup asks for; what is further on counts as not there."""
+"""Names that one lookup asks for; blocks further on count as missing."""
 
 MAX_KNOWN: Final = 1 << 18
-"""Blocks that the index has because the store had them once: what the store has dropped since, nobody says."""
+"""Blocks in the index because the store once had them: the store does not report what it has dropped since."""
 
 log = structlog.get_logger(__name__)
 
 
 class RemoteTier:
-    """See above. For the control loop; checksums are computed on a thread."""
+    """The remote tier. For the control loop; checksums are computed on a thread."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RemoteTier:
         shared: bool,
         hasher: Executor | None = None,
     ) -> None:
-        """``hasher`` computes the checksums, a thread by default; it ends with the tier."""
+        """Compute checksums on ``hasher``, by default a thread of its own; it is shut down with the tier."""
         self._store = store
         self._host = host
         self._scheduler = scheduler
@@ -63,24 +63,24 @@ class RemoteTier:
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        """Show the store and what waits."""
+        """Show the store and the number of queued blocks."""
         return f"<RemoteTier {self._store!r} waiting={self.waiting}>"
 
     @property
     def waiting(self) -> int:
-        """Return how many blocks wait to be put."""
+        """Return the number of blocks that wait to be put."""
         return len(self._waiting)
 
     @property
     def available(self) -> bool:
-        """Return whether the store can be asked."""
+        """Return whether the store is reachable."""
         return self._store.available
 
     async def start(self) -> None:
-        """Begin to join the store.
+        """Start joining the store.
 
         Raises:
-            ConfigError: Mooncake is not installed, or the address is none of this host's.
+            ConfigError: Mooncake is not installed, or the address does not belong to this host.
         """
         await self._store.start()
         self._task = asyncio.create_task(self._run(), name="remote tier")
@@ -94,7 +94,7 @@ class RemoteTier:
         await asyncio.to_thread(self._hasher.shutdown, cancel_futures=True)
 
     def store(self, block: CachedBlock) -> None:
-        """Put a block of the host tier some time, unless the store is away or too many wait."""
+        """Queue a block of the host tier to be put, unless the store is away or too many blocks wait."""
         if block.in_remote or block in self._queued or not self.available:
             return
         if len(self._waiting) >= MAX_WAITING:
@@ -107,25 +107,25 @@ class RemoteTier:
     async def find(
         self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, page_bytes: int
     ) -> list[CachedBlock]:
-        """Return the leading ones of these blocks that the store has, now blocks of the index."""
-        asked = hashes[:MAX_NAMES]
-        names = [remote_name(BlockKey(namespace, one), shared=self._shared) for one in asked]
-        there = await self._store.exists(names)
+        """Return those leading blocks that the store has, entered into the index."""
+        hashes = hashes[:MAX_NAMES]
+        names = [remote_name(BlockKey(namespace, block_hash), shared=self._shared) for block_hash in hashes]
+        exists = await self._store.exists(names)
         size_bytes = namespace.block_pages * whole_units(page_bytes)
         index, found = self._host.index, []
-        for before, one, is_there in zip((parent, *asked), asked, there, strict=False):
-            block = known = index.get(namespace, one)  # a nearer tier may have what the store lacks
-            if is_there:
-                block = index.adopt(namespace, one, before, size_bytes, tier=Tier.REMOTE)
+        for previous, block_hash, in_store in zip((parent, *hashes), hashes, exists, strict=False):
+            block = known = index.get(namespace, block_hash)  # a nearer tier may have what the store lacks
+            if in_store:
+                block = index.adopt(namespace, block_hash, previous, size_bytes, tier=Tier.REMOTE)
                 if known is None:
-                    self._know(block)
-            if block is None or block.state is not BlockState.READY:  # or being stored from here this very moment
+                    self._remember(block)
+            if block is None or block.state is not BlockState.READY:  # missing, or an engine is storing it right now
                 break
             found.append(block)
         return found
 
     async def read(self, block: CachedBlock, offsets: Offsets, page_bytes: int) -> Digests | None:
-        """Fetch a block into the arena; return its digests, or None where it is not there any more, or damaged."""
+        """Fetch a block into the arena; return its digests, or None where it is missing or damaged."""
         ranges = [(at, page_bytes) for at in offsets.tolist()]
         name = self._name(block)
         header = await self._store.get(name, ranges, pages=len(ranges))
@@ -136,7 +136,7 @@ class RemoteTier:
                 self._counters.add("tiers.remote.read_blocks")
                 return found
             self._counters.add("tiers.remote.damaged_blocks")
-            log.warning("a block of the remote tier is damaged", name=name)
+            log.warning("a cached block of the remote tier is damaged", name=name)
             await self._store.remove([name])
         else:
             self._counters.add("tiers.remote.missing_blocks")
@@ -144,11 +144,11 @@ class RemoteTier:
         return None
 
     async def remove(self, blocks: Sequence[CachedBlock]) -> None:
-        """Let the store forget blocks."""
+        """Delete blocks from the store."""
         await self._store.remove([self._name(block) for block in blocks])
 
     def status(self) -> TierStatus:
-        """Return the tier as STATUS shows it; how full the store is only its master knows."""
+        """Return the tier as STATUS shows it; only the store's master knows how full the store is."""
         return TierStatus(tier="remote", state="ready" if self.available else "away", total_bytes=0, used_bytes=0)
 
     async def _run(self) -> None:
@@ -161,11 +161,11 @@ class RemoteTier:
                     try:
                         await self._put(block)
                     except Exception as cause:  # a bug with one block must not be the end of the tier
-                        log.exception("a cached block was not put", cause=str(cause))
+                        log.exception("putting a cached block into the remote tier failed", cause=str(cause))
             self._wanted.clear()
 
     async def _put(self, block: CachedBlock) -> None:
-        """Put a block, pinned meanwhile, when the scheduler lets it."""
+        """Put a block once the scheduler allows it; the block is pinned meanwhile."""
         assert block.offsets is not None, block
         page_bytes = self._host.page_bytes[block.namespace]
         self._host.index.pin([block], DEMOTION)
@@ -185,12 +185,12 @@ class RemoteTier:
             self._host.free_all(self._host.index.unpin([block], DEMOTION))
         if stored and self._host.index.set_in_remote(block, present=True):
             self._counters.add("tiers.remote.written_blocks")
-            self._know(block)
-        elif stored:  # it went meanwhile
+            self._remember(block)
+        elif stored:  # it was dropped meanwhile
             await self.remove([block])
 
-    def _know(self, block: CachedBlock) -> None:
-        """Remember that the store has a block; of too many, forget the oldest: the store has it still, if asked."""
+    def _remember(self, block: CachedBlock) -> None:
+        """Remember a block of the store. Above the bound forget the oldest: a later lookup may find it again."""
         self._known.append(block)
         if len(self._known) > MAX_KNOWN:
             oldest = self._known.popleft()

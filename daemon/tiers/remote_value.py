@@ -1,7 +1,7 @@
-"""What a cached block is called in the remote tier, and the header that lies before its bytes there.
+"""The name of a cached block in the remote tier, and the header stored before its bytes.
 
-Everybody who reaches the store may write there, and its nodes check nothing: so the header says which block it is of
-and what the bytes must be, and whoever fetches a block compares. Knows nothing of how the store is reached.
+Everybody who reaches the store may write to it, and its nodes check nothing. So the header says which block it belongs
+to and what the digests must be, and whoever fetches a block compares. Knows nothing of how the store is reached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xxhash
 
 from kvferry.pools.tiers.namespaces import BlockKey
 
-_PREFIX: Final = "kvferry/2"  # 1 said nothing of the model
+_PREFIX: Final = "kvferry/2"  # version 1 did not contain the model
 _HEAD: Final = struct.Struct("<8sII16s")  # magic, pages, whether there is a parent, parent
 _DIGEST: Final = struct.Struct("<Q")
 _MAGIC: Final = b"kvferry1"
@@ -22,11 +22,11 @@ _NO_PARENT: Final = bytes(16)
 
 
 class StoredHeader(NamedTuple):
-    """What the store keeps with a block's bytes.
+    """What is stored with a block's bytes.
 
     Attributes:
-        parent: 16 bytes, the hash of the block before it in its chain; None where it is the first.
-        digests: XXH3-64 of each of its pages, in their order.
+        parent: 16 bytes, the hash of the preceding block in its chain; None for the first one.
+        digests: XXH3-64 of each of its pages, in order.
     """
 
     parent: bytes | None
@@ -34,27 +34,27 @@ class StoredHeader(NamedTuple):
 
 
 def remote_name(key: BlockKey, *, shared: bool) -> str:
-    """Return the block's name in the store; without ``shared``, no two tenants have one in common."""
+    """Return the block's name in the store; without ``shared``, tenants have distinct names."""
     namespace, block_hash = key
-    whose = "shared" if shared else f"tenant-{namespace.tenant}"
-    of_what = f"{namespace.layout_digest}/{namespace.identity}/{namespace.space}/{namespace.block_pages}"
-    return f"{_PREFIX}/{whose}/{of_what}/{block_hash.hex()}"
+    scope = "shared" if shared else f"tenant-{namespace.tenant}"
+    block_kind = f"{namespace.layout_digest}/{namespace.identity}/{namespace.space}/{namespace.block_pages}"
+    return f"{_PREFIX}/{scope}/{block_kind}/{block_hash.hex()}"
 
 
 def header_bytes(pages: int) -> int:
-    """Return the size of the header of a block of so many pages."""
+    """Return the header size of a block of ``pages`` pages."""
     return _HEAD.size + (pages + 1) * _DIGEST.size
 
 
 def pack_header(name: str, parent: bytes | None, digests: Sequence[int]) -> bytes:
-    """Return the header of the block of that name, of as many pages as there are digests."""
+    """Return the header of the block ``name``, with one digest per page."""
     head = _HEAD.pack(_MAGIC, len(digests), parent is not None, parent or _NO_PARENT)
     packed = head + struct.pack(f"<{len(digests)}Q", *digests)
     return packed + _DIGEST.pack(_own_digest(name, packed))
 
 
 def unpack_header(name: str, data: bytes) -> StoredHeader | None:
-    """Return what the header says; None where it is damaged, of another block or of another format."""
+    """Return the parsed header; None where it is damaged, of another block or of another format."""
     if len(data) < header_bytes(0):
         return None
     packed, own = data[: -_DIGEST.size], data[-_DIGEST.size :]

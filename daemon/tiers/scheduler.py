@@ -1,9 +1,9 @@
-"""Whose turn it is: background chunks give way to transfers, and to each other by class.
+"""Scheduling of background steps: they give way to transfers, and to each other by class.
 
-A chunk is at most about a millisecond of work. None begins while a piece of a transfer is under way or a higher class
-waits, and each class has a bound of bytes in flight. So that steady transfers cannot starve a restore for ever, a chunk
-that has waited longer than ``patience_s`` may start alone: one such chunk in that time. Who waits is woken, and never
-looks again and again. Knows nothing of what a chunk does. Every method is for any thread.
+A step is about a millisecond at most. None begins while a transfer op is in flight or a higher class waits, and each
+class has a bound on its bytes in flight. So that steady transfers cannot starve a restore, a step that has waited for
+``patience_s`` may start despite them, one such step in that time. Waiters are woken and never poll. Knows nothing of
+what a step does. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATIENCE_S: Final = 0.1
 
 
 class OperationClass(enum.IntEnum):
-    """Classes of background work, the most urgent first; transfers come before all of them."""
+    """Classes of background work, the most urgent first; transfers precede all of them."""
 
     RESTORE = 0
     OFFLOAD = 1
@@ -29,14 +29,14 @@ class OperationClass(enum.IntEnum):
 
 
 class ClassCounts:
-    """What happened to the chunks of one class.
+    """Counters of one class.
 
     Attributes:
-        started: chunks that began.
-        waited: chunks that could not begin at once.
-        patient: chunks that began in the midst of transfers, after ``patience_s``.
-        waited_s: how long they waited, together.
-        bytes_in_flight: of chunks that have not ended.
+        started: steps that began.
+        waited: steps that could not begin at once.
+        patient: steps that began during transfers, after ``patience_s``.
+        waited_s: their total waiting time.
+        bytes_in_flight: bytes of steps that have not ended.
     """
 
     __slots__ = ("bytes_in_flight", "patient", "started", "waited", "waited_s")
@@ -47,7 +47,7 @@ class ClassCounts:
 
 
 class _Ticket:
-    """One chunk that wants to begin."""
+    """One step that waits to begin."""
 
     __slots__ = ("operation_class", "since_s", "size_bytes", "waited")
 
@@ -63,10 +63,10 @@ def _never() -> bool:
 
 
 class Scheduler:
-    """See above. Not bound to an event loop.
+    """The scheduler, see the module. Not bound to an event loop.
 
     Attributes:
-        counts: of each class; read without a lock.
+        counts: per class; read without a lock.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Scheduler:
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bound each class to so many bytes in flight, or one chunk that is larger.
+        """Bound the bytes in flight of each class; a single step may be larger.
 
-        With ``patience_s`` 0 a chunk waits for as long as transfers go on.
+        With ``patience_s`` 0 a step waits for as long as transfers are in flight.
         """
         self.counts = {one: ClassCounts() for one in OperationClass}
         self._max_bytes = {one: max_bytes[one] for one in OperationClass}
@@ -92,27 +92,27 @@ class Scheduler:
         self._closed = False
 
     def __repr__(self) -> str:
-        """Show what is under way and what waits."""
+        """Show what is in flight and what waits."""
         waiting = {one.name: len(tickets) for one, tickets in self._waiting.items() if tickets}
         return f"<Scheduler transfers={self._transfers} in_flight={self.bytes_in_flight} waiting={waiting}>"
 
     @property
     def transfers(self) -> int:
-        """Return how many pieces of transfers are under way."""
+        """Return the number of transfer ops in flight."""
         return self._transfers
 
     @property
     def bytes_in_flight(self) -> int:
-        """Return the bytes of all chunks that have begun and not ended."""
+        """Return the bytes of all steps in flight."""
         return sum(one.bytes_in_flight for one in self.counts.values())
 
     def transfer_began(self) -> None:
-        """Count a piece of a transfer that is under way from now on."""
+        """Count a transfer op as in flight."""
         with self._changed:
-            self._transfers += 1  # who waits need not know: what it waits for brings it a word, and then it sees
+            self._transfers += 1  # no wake: waiters see it when they are woken next
 
     def transfer_ended(self) -> None:
-        """Count a piece as ended; with the last one, background work goes on."""
+        """Count a transfer op as ended; after the last one, background work resumes."""
         with self._changed:
             assert self._transfers, self
             self._transfers -= 1
@@ -120,7 +120,7 @@ class Scheduler:
                 self._wake()
 
     def try_begin(self, operation_class: OperationClass, size_bytes: int) -> bool:
-        """Begin a chunk if it may start now, behind all that wait; it then needs ``end``."""
+        """Begin a step if it may start now and none of its class waits; a True needs an ``end``."""
         with self._changed:
             if self._closed or self._waiting[operation_class]:
                 return False
@@ -128,14 +128,14 @@ class Scheduler:
             return self._start(_Ticket(operation_class, size_bytes, now_s), now_s)
 
     def begin(self, operation_class: OperationClass, size_bytes: int, stopped: Callable[[], bool] = _never) -> bool:
-        """Wait on this thread until a chunk may start; it then needs ``end``.
+        """Block this thread until a step may start; a True needs an ``end``.
 
-        False, without a chunk begun, once ``stopped`` says so or the scheduler is closed.
+        Return False, with no step begun, once ``stopped`` returns True or the scheduler is closed.
 
         Args:
-            operation_class: whose turn to wait for.
-            size_bytes: what it counts as in flight.
-            stopped: asked before waiting and after each ``wake``, with the scheduler locked: it may not call it.
+            operation_class: the class to queue in.
+            size_bytes: the bytes counted as in flight.
+            stopped: called before waiting and after each ``wake``, with the scheduler locked: it must not call it.
         """
         with self._changed, self._queued(operation_class, size_bytes) as ticket:
             while not (self._closed or stopped()):
@@ -146,12 +146,12 @@ class Scheduler:
             return False
 
     async def begin_async(self, operation_class: OperationClass, size_bytes: int) -> bool:
-        """Wait as ``begin`` does, on the running loop; False where the scheduler is closed. May be cancelled."""
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        """Wait as ``begin`` does, on the running loop; False once the scheduler is closed. May be cancelled."""
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # a loop that is closed has nobody who waits
-                loop.call_soon_threadsafe(news.set)
+            with contextlib.suppress(RuntimeError):  # a closed loop has no waiters
+                loop.call_soon_threadsafe(woken.set)
 
         with contextlib.ExitStack() as queued:
             with self._changed:
@@ -164,25 +164,25 @@ class Scheduler:
                     if self._start(ticket, now_s):
                         return True
                     left_s = self._patience_left_s(ticket, now_s)
-                    news.clear()  # what is set from here on is news
+                    woken.clear()  # what happens from here on sets it again
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
-                        await news.wait()
+                        await woken.wait()
 
     def end(self, operation_class: OperationClass, size_bytes: int) -> None:
-        """End a chunk that has begun."""
+        """End a step that was begun."""
         with self._changed:
             self.counts[operation_class].bytes_in_flight -= size_bytes
             assert self.counts[operation_class].bytes_in_flight >= 0, self
             self._wake()
 
     def wake(self) -> None:
-        """Have every waiting thread ask ``stopped`` again."""
+        """Make every waiting thread call ``stopped`` again."""
         with self._changed:
             self._wake()
 
     def close(self) -> None:
-        """Let nothing begin any more; who waits gets False."""
+        """Begin nothing any more; waiters get False."""
         with self._changed:
             self._closed = True
             self._wake()
@@ -191,7 +191,7 @@ class Scheduler:
     def _queued(
         self, operation_class: OperationClass, size_bytes: int, waker: Callable[[], None] | None = None
     ) -> Iterator[_Ticket]:
-        """Stand in the queue of a class; entered with the lock held, left with or without it."""
+        """Queue a ticket in its class; entered with the lock held, left with or without it."""
         ticket = _Ticket(operation_class, size_bytes, self._clock())
         self._waiting[operation_class].append(ticket)
         if waker is not None:
@@ -207,7 +207,7 @@ class Scheduler:
                     self._wake()
 
     def _start(self, ticket: _Ticket, now_s: float) -> bool:
-        """Begin a chunk if it may start now, and take it out of its queue. Needs the lock."""
+        """Begin a step if it may start now, and remove it from its queue. Needs the lock."""
         tickets, counts = self._waiting[ticket.operation_class], self.counts[ticket.operation_class]
         if not self._may_start(ticket, now_s):
             ticket.waited = True
@@ -236,15 +236,15 @@ class Scheduler:
         return not in_flight or in_flight + ticket.size_bytes <= self._max_bytes[operation_class]
 
     def _patient_at_s(self, ticket: _Ticket) -> float:
-        """Return from when on a chunk may start in the midst of transfers."""
+        """Return the time from which a step may start despite transfers."""
         if not self._patience_s:
             return float("inf")
         return max(ticket.since_s, self._last_patient_s) + self._patience_s
 
     def _patience_left_s(self, ticket: _Ticket, now_s: float) -> float | None:
-        """Return how long to wait for words at most; None: for ever, as nothing but words can let the chunk start.
+        """Return how long to wait for a wake at most; None: forever, as only a wake can let the step start.
 
-        By the same clock reading as the look before: a chunk whose time came in between would wait for words for ever.
+        Uses the clock reading of the preceding check: otherwise a step that became due in between would wait forever.
         """
         left_s = self._patient_at_s(ticket) - now_s
         return left_s if self._transfers and 0 < left_s < float("inf") else None

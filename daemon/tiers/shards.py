@@ -1,7 +1,7 @@
 """Shards: some blocks of a job, which one thread at a time takes through one phase, step by step.
 
-A block's checksum is XXH3-64 over all its bytes in the arena, its zero padding included, so that whoever stores a block
-can check it without knowing what a page is. Knows nothing of threads and turns.
+A block's checksum is XXH3-64 over all its bytes in the arena, including its zero padding, so that whoever stores a
+block can check it without knowing what a page is. Knows nothing of threads and scheduling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Digests = npt.NDArray[np.uint64]
 
 
 class Phase(enum.Enum):
-    """What is done with blocks."""
+    """What is done with the blocks."""
 
     OFFLOAD = "offload"
     VERIFY = "verify"
@@ -32,21 +32,21 @@ class Phase(enum.Enum):
 
 
 class BlockSegment(NamedTuple):
-    """The pages of one space of a pool. Errors name them by the layout's ``space``."""
+    """The blocks of one page space of a pool. Errors name them by the layout's ``space``."""
 
     region: Region
     pages: BlockPages
 
 
 class ShardStep(NamedTuple):
-    """A step of one part, by its number."""
+    """A step, with the index of its segment."""
 
     segment: int
     step: BlockStep
 
 
 class Shard:
-    """Blocks ``[first, stop)`` of each part, in order; steps are begun and completed in that order as well."""
+    """Blocks ``[first, stop)`` of each segment; steps are begun, and completed, in order."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Shard:
         digests: Sequence[Digests] | None,
         blocks: Iterable[tuple[int, int]],
     ) -> None:
-        """Take ``digests`` to be filled (OFFLOAD, None: not wanted) or to be compared (VERIFY)."""
+        """Fill ``digests`` (OFFLOAD; None: not wanted) or compare with them (VERIFY)."""
         self.phase = phase
         self._segments = segments
         self._arena = arena
@@ -76,11 +76,11 @@ class Shard:
 
     @property
     def device(self) -> str:
-        """Return whose memory the next step is in; not of one that is exhausted."""
+        """Return the device of the next step; not for an exhausted shard."""
         return self._segments[self._returned.segment if self._returned else self._ahead[0][0]].region.device
 
     def take(self, step_bytes: int) -> ShardStep:
-        """Return the next step, of about so many bytes; not of one that is exhausted."""
+        """Return the next step, of about ``step_bytes``; not for an exhausted shard."""
         if self._returned is not None:
             step, self._returned = self._returned, None
             return step
@@ -92,7 +92,7 @@ class Shard:
         return ShardStep(segment, taken)
 
     def put_back(self, step: ShardStep) -> None:
-        """Undo a ``take``: the step is the next one."""
+        """Undo a ``take``: the step becomes the next one."""
         self._returned = step
 
     def begin(self, step: ShardStep) -> Pending:
@@ -104,10 +104,10 @@ class Shard:
         return begin(pages, step.step, self._arena)
 
     def complete(self, step: ShardStep) -> None:
-        """Do what is left once a step's bytes are there.
+        """Hash or verify a step whose bytes have been copied.
 
         Raises:
-            SnapshotDamagedError: a block's checksum is another one than it has to be.
+            SnapshotDamagedError: a block's checksum is not the expected one.
         """
         if self._digests is None or self.phase is Phase.RESTORE:
             return
@@ -119,35 +119,35 @@ class Shard:
             at = int(pages.offsets[first])
             self._hash.update(self._arena[at + first_byte : at + end].data)
             if ends:
-                self._found(segment, first, self._hash.intdigest())
+                self._on_digest(segment, first, self._hash.intdigest())
                 self._hash.reset()
             return
         for number, at in enumerate(pages.offsets[first:stop].tolist(), first):
-            self._found(segment, number, xxhash.xxh3_64_intdigest(self._arena[at : at + end].data))
+            self._on_digest(segment, number, xxhash.xxh3_64_intdigest(self._arena[at : at + end].data))
 
-    def _found(self, segment: int, number: int, digest: int) -> None:
+    def _on_digest(self, segment: int, number: int, digest: int) -> None:
         assert self._digests is not None
         if self.phase is Phase.OFFLOAD:
             self._digests[segment][number] = digest
         elif self._digests[segment][number] != digest:
             pages = self._segments[segment].pages
             raise SnapshotDamagedError(
-                f"block {number} of {len(pages.ids)} of space {pages.layout.space!r} has the checksum {digest:016x}, "
-                f"not {int(self._digests[segment][number]):016x}; no page was written",
+                f"block {number} of {len(pages.ids)} of space {pages.layout.space!r} has checksum {digest:016x}, "
+                f"expected {int(self._digests[segment][number]):016x}; no page was written",
                 field=f"{pages.layout.space}[{number}]",
             )
 
 
 MIN_SHARD_BYTES: Final = 4 << 20
-"""A shard has as many at least: less is not worth a second thread."""
+"""The minimum of a shard: less is not worth a second thread."""
 
 
 def shards_of(
-    phase: Phase, segments: Sequence[BlockSegment], arena: Arena, digests: Sequence[Digests] | None, most: int
+    phase: Phase, segments: Sequence[BlockSegment], arena: Arena, digests: Sequence[Digests] | None, max_shards: int
 ) -> list[Shard]:
-    """Return a job's shards for a phase: at most so many, of as many blocks each, and none without blocks."""
+    """Return a job's shards for a phase: at most ``max_shards``, as equal as possible, none empty."""
     total_bytes = sum(one.pages.total_bytes for one in segments)
-    count = max(1, min(most, total_bytes // MIN_SHARD_BYTES))
+    count = max(1, min(max_shards, total_bytes // MIN_SHARD_BYTES))
     sizes = [len(one.pages.ids) for one in segments]
     shards = []
     for number in range(count):

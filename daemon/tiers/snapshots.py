@@ -1,6 +1,6 @@
-"""Snapshots: pages that left the device for the host tier, of which tenant, in what layout. Sans I/O.
+"""Snapshots: pages offloaded to the host tier, with their tenant and layout. Sans I/O.
 
-A snapshot is pinned until it is dropped; one that is dropped while restores read it goes with the last of them.
+A snapshot is pinned until it is dropped; one that is dropped while restores read it is freed with the last of them.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from kvferry.protocol.tier_messages import SnapshotList, SnapshotStatus
 
 State = Literal["network", "writing", "ready"]
 MAX_SNAPSHOTS: Final = 4096
-"""Of one tenant: what SNAPSHOTS lists in one reply."""
+"""Per tenant: what SNAPSHOTS lists in one reply."""
 
 
 class SnapshotSegment(msgspec.Struct):
-    """The blocks of one page list, whatever pages they came from."""
+    """The blocks of one page list."""
 
     component: str
     layout: BlockLayout
     tokens: int | None
-    """How many the pages hold, where the engine said so."""
+    """How many tokens the pages hold, where the engine said so."""
     count: int
     offsets: Offsets
     digests: Digests | None = None
@@ -55,16 +55,16 @@ class Snapshot:
     """One snapshot.
 
     Attributes:
-        session_id: whose it is; None where that session is gone.
-        readers: restores that are under way.
-        dropped: whether it goes with the last reader.
-        waiting: called once, when it is ready (None) or has failed (why).
+        owner_id: the instance that owns it; None once that has ended.
+        readers: restores in progress.
+        dropped: whether it is freed with its last reader.
+        waiting: called once, when it is ready (None) or has failed (its error).
     """
 
-    def __init__(self, pool: Pool, session_id: int | None, segments: Sequence[SnapshotSegment]) -> None:
+    def __init__(self, pool: Pool, owner_id: int | None, segments: Sequence[SnapshotSegment]) -> None:
         self.name = secrets.token_hex(16)
         self.tenant = pool.tenant
-        self.session_id = session_id
+        self.owner_id = owner_id
         self.pool = pool.name
         self.manifest = pool.manifest
         self.model = pool.model
@@ -77,25 +77,25 @@ class Snapshot:
         self._checksum_text = ""
 
     def __repr__(self) -> str:
-        """Show what it is."""
+        """Show name, state and size."""
         return f"<Snapshot {self.name[:8]} {self.state} pages={self.pages} readers={self.readers}>"
 
     @property
     def pages(self) -> int:
-        """Return how many pages it has, over all lists."""
+        """Return the number of pages over all lists."""
         return sum(segment.count for segment in self.segments)
 
     @property
     def size_bytes(self) -> int:
-        """Return its bytes, without what blocks are rounded up by in the arena."""
+        """Return its bytes, without the rounding to allocation units."""
         return sum(segment.count * segment.layout.block_bytes for segment in self.segments)
 
     def settle(self, error: KvferryError | None) -> None:
-        """Say to those who wait that it is ready, or will never be."""
+        """Call the waiting callbacks: it is ready, or has failed."""
         self.state = "ready" if error is None else self.state
         waiting, self.waiting = self.waiting, []
-        for notified in waiting:
-            notified(error)
+        for callback in waiting:
+            callback(error)
 
     def status(self) -> SnapshotStatus:
         """Return it as SNAPSHOTS shows it."""
@@ -112,7 +112,7 @@ class Snapshot:
             size_bytes=self.size_bytes,
             checksum=self._checksum(),
             age_ms=round((time.monotonic() - self.created_at) * 1000),
-            session=self.session_id,
+            session=self.owner_id,
             state=self.state,
             restores=self.readers,
             model=self.model.label if self.model else "",
@@ -128,7 +128,7 @@ class Snapshot:
 
 
 class SnapshotRegistry:
-    """All snapshots by name."""
+    """All snapshots, by name."""
 
     def __init__(self) -> None:
         self._snapshots: dict[str, Snapshot] = {}
@@ -139,20 +139,20 @@ class SnapshotRegistry:
         return iter(self._snapshots.values())
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of snapshots."""
         return len(self._snapshots)
 
     def check(self, tenant: int) -> None:
-        """Check that a tenant may have another one.
+        """Check that a tenant may have another snapshot.
 
         Raises:
-            OverloadedError: it has as many as it may.
+            OverloadedError: it has MAX_SNAPSHOTS.
         """
         if self._counts[tenant] >= MAX_SNAPSHOTS:
             raise OverloadedError(f"user {tenant} has {MAX_SNAPSHOTS} snapshots: drop or restore some")
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot."""
+        """Register a snapshot."""
         self._snapshots[snapshot.name] = snapshot
         self._counts[snapshot.tenant] += 1
 
@@ -160,7 +160,7 @@ class SnapshotRegistry:
         """Return a tenant's snapshot.
 
         Raises:
-            UnknownSnapshotError: none of that name, or it is another tenant's, or dropped.
+            UnknownSnapshotError: there is none of that name, or it is another tenant's, or dropped.
         """
         found = self._snapshots.get(name)
         if found is None or found.tenant != tenant or found.dropped:
@@ -168,13 +168,13 @@ class SnapshotRegistry:
         return found
 
     def remove(self, snapshot: Snapshot) -> None:
-        """Forget a snapshot."""
+        """Unregister a snapshot. Idempotent."""
         if self._snapshots.pop(snapshot.name, None) is not None:
             self._counts[snapshot.tenant] -= 1
 
 
 def new_segments(pool: Pool, lists: Sequence[PageRange]) -> list[SnapshotSegment]:
-    """Return the parts for these lists; their memory is not there yet."""
+    """Return the segments for these lists, without memory yet."""
     manifest = pool.manifest
     return [
         SnapshotSegment(
@@ -189,46 +189,47 @@ def new_segments(pool: Pool, lists: Sequence[PageRange]) -> list[SnapshotSegment
 
 
 def space_of(manifest: Manifest, name: str) -> str:
-    """Return the page space of a component that the manifest has."""
+    """Return the page space of a component of the manifest."""
     component = component_of(manifest, name)
     assert component is not None, name
     return component.space
 
 
 def ids_for(snapshot: Snapshot, lists: Sequence[PageRange]) -> list[PageIds]:
-    """Return the pages for each part of a snapshot.
+    """Return the page ids for each segment of a snapshot.
 
     Raises:
-        UnknownComponentError: a part has no list, or a list no part.
-        LengthMismatchError: a list has more or fewer pages than its part, or other tokens.
+        UnknownComponentError: a segment has no list, or a list no segment.
+        LengthMismatchError: a list has another number of pages or tokens than its segment.
     """
-    given = {one.component: one for one in lists}
+    by_component = {one.component: one for one in lists}
     found: list[PageIds] = []
     for segment in snapshot.segments:
-        one = given.pop(segment.component, None)
-        if one is None:
-            raise UnknownComponentError(f"the snapshot has pages of {segment.component!r}: name as many", field="lists")
-        if len(one.ids) != segment.count:
+        pages = by_component.pop(segment.component, None)
+        if pages is None:
+            raise UnknownComponentError(f"the snapshot has pages of {segment.component!r}: list as many", field="lists")
+        if len(pages.ids) != segment.count:
             raise LengthMismatchError(
-                f"{segment.component}: the snapshot has {segment.count} pages, the list {len(one.ids)}", field=one.field
+                f"{segment.component}: the snapshot has {segment.count} pages, the list {len(pages.ids)}",
+                field=pages.field,
             )
-        tokens = _tokens_of(one, snapshot.manifest)
+        tokens = _tokens_of(pages, snapshot.manifest)
         if None not in {tokens, segment.tokens} and tokens != segment.tokens:
             raise LengthMismatchError(
                 f"{segment.component}: the snapshot has {segment.tokens} tokens, the list {tokens}",
-                field=f"{one.field}.tokens",
+                field=f"{pages.field}.tokens",
             )
-        found.append(one.ids)
-    if given:
-        raise UnknownComponentError(f"the snapshot has no pages of {next(iter(given))!r}", field="lists")
+        found.append(pages.ids)
+    if by_component:
+        raise UnknownComponentError(f"the snapshot has no pages of {next(iter(by_component))!r}", field="lists")
     return found
 
 
 def check_layout(snapshot: Snapshot, manifest: Manifest, pool: str) -> None:
-    """Check that a pool's pages are of the snapshot's form.
+    """Check that a pool has the snapshot's layout.
 
     Raises:
-        LayoutMismatchError: names the first entry that differs, and in what.
+        LayoutMismatchError: names the first entry that differs, and how.
     """
     if manifest.layout_digest == snapshot.manifest.layout_digest:
         return
@@ -247,9 +248,9 @@ def check_layout(snapshot: Snapshot, manifest: Manifest, pool: str) -> None:
 
 def _difference(ours: Entry | None, theirs: Entry | None) -> str:
     if ours is None:
-        return "the snapshot has no such entry, the pool has"
+        return "the pool has this entry, the snapshot does not"
     if theirs is None:
-        return "the snapshot has it, the pool has not"
+        return "the snapshot has this entry, the pool does not"
     for name in ("dtype", "format", "page_bytes", "page_tokens", "head_start", "heads", "total_heads", "scales"):
         one, other = getattr(ours, name), getattr(theirs, name)
         if one != other:

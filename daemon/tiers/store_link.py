@@ -1,7 +1,7 @@
-"""One life of the store process, from the control loop: start it, ask it, end it, hear of its end.
+"""One store process, from its start to its end, used from the control loop.
 
-A request that it has been given is answered, or fails once the process has ended: after either nothing of it touches
-the arena. Knows nothing of names, nor when to start the process again.
+A request that was sent to the process is answered, or fails once the process has ended; after either, nothing of it
+touches the arena any more. Knows nothing of names, nor of when to restart the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvferry.daemon.tiers.store_messages import LENGTH, Answer, Began, Begin, Fr
 
 MODULE: Final = "kvferry.daemon.tiers.store_process"
 GRACE_S: Final = 6.0
-"""For so long a process that is told to end may take; it gives itself a second less."""
+"""How long a process may take to leave the store; its own limit is a second shorter."""
 
 _MAX_LINE_BYTES: Final = 4096
 _LAST_WORDS: Final = 3
@@ -35,19 +35,19 @@ log = structlog.get_logger(__name__)
 
 
 class StoreAwayError(Exception):
-    """The store cannot be asked, for the reason given. Never leaves the remote tier."""
+    """The store is unreachable, for the given reason. Never leaves the remote tier."""
 
 
 class StoreLink:
-    """See the module. All methods belong on the loop."""
+    """The link to one store process, see the module. For the control loop."""
 
     def __init__(self, begin: Begin, arena_fd: int, environment: dict[str, str]) -> None:
-        """Prepare.
+        """Prepare; ``open`` starts the process.
 
         Args:
-            begin: the process's first message.
-            arena_fd: a memfd of ``begin.arena_bytes``; duplicated for the process.
-            environment: for the process, on top of this one's own.
+            begin: the first message to the process.
+            arena_fd: a memfd of ``begin.arena_bytes``; inherited by the process.
+            environment: variables for the process, added to this one's.
         """
         self._begin = begin
         self._arena_fd = arena_fd
@@ -64,30 +64,30 @@ class StoreLink:
         self._numbers = itertools.count(1)
         self._why = ""
         self.ended = asyncio.Event()
-        """Set once the process is no more."""
+        """Set once the process has ended."""
 
     def __repr__(self) -> str:
-        """Show the process and what it has to do."""
+        """Show the process and the number of open requests."""
         pid = self._process.pid if self._process is not None else None
         return f"<StoreLink pid={pid} {'ended' if self.ended.is_set() else 'live'} awaited={len(self._awaited)}>"
 
     @property
     def pid(self) -> int:
-        """Return the process's number; 0 before it is started."""
+        """Return the process id; 0 before it is started."""
         return 0 if self._process is None else self._process.pid
 
     async def open(self, timeout_s: float) -> str:
-        """Start the process; return where other nodes reach it. Call ``end`` in any case.
+        """Start the process; return its address for other nodes. Call ``end`` in any case.
 
         Raises:
-            StoreAwayError: it could not join the store, or not in this time.
+            StoreAwayError: it could not join the store, or not in time.
         """
         loop = asyncio.get_running_loop()
         try:
             await to_its_end(asyncio.to_thread(self._spawn))
             assert self._process is not None
             self._pidfd = os.pidfd_open(self._process.pid)
-            loop.add_reader(self._pidfd, self._exited)
+            loop.add_reader(self._pidfd, self._on_exit)
             pipe, self._output_fd = os.fdopen(self._output_fd, "rb", buffering=0), -1
             _, self._output = await loop.connect_read_pipe(_Output, pipe)
             reader, self._writer = await asyncio.open_connection(sock=self._channel)
@@ -107,7 +107,7 @@ class StoreLink:
         return next(self._numbers)
 
     def ask(self, request: Request) -> asyncio.Future[Answer]:
-        """Give the process a request; return its answer's future. Cancel that, and the answer is dropped.
+        """Send a request; return the future of its answer, which is ignored once the future is cancelled.
 
         The future fails with ``StoreAwayError`` once the process has ended.
         """
@@ -116,26 +116,26 @@ class StoreLink:
             answer.set_exception(StoreAwayError(self._why or "the store process has ended"))
         else:
             self._awaited[request.number] = answer
-            answer.add_done_callback(lambda done: self._settled(request.number, done))
+            answer.add_done_callback(lambda done: self._on_answered(request.number, done))
             self._writer.write(framed(request))
         return answer
 
     def kill(self, why: str) -> None:
-        """End the process at once, for this reason; ``ended`` says when that is done."""
+        """Kill the process, for this reason; ``ended`` is set once it has ended."""
         if not self.ended.is_set() and self._process is not None:
             self._why = self._why or why
             self._process.kill()
 
     async def end(self, grace_s: float = 0.0) -> str:
-        """End the process, after it has had ``grace_s`` to leave the store; return why it ended. Idempotent."""
-        if self._pidfd < 0 and not self.ended.is_set():  # it could not be watched
+        """End the process after giving it ``grace_s`` to leave the store; return why it ended. Idempotent."""
+        if self._pidfd < 0 and not self.ended.is_set():  # it has no pidfd yet
             self._end_unwatched()
         elif grace_s and self._writer is not None and not self.ended.is_set():
             self._writer.write_eof()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self.ended.wait()
-        self.kill("it was told to end")
+        self.kill("it was asked to end")
         await self.ended.wait()
         if self._reading is not None:
             self._reading.cancel()
@@ -155,15 +155,15 @@ class StoreLink:
         self._output_fd, output = os.pipe()
         try:
             command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(self._arena_fd)]
-            with held_back(ENDING + IGNORED):  # for its whole life: they are for the daemon, which ends it in order
-                self._process = subprocess.Popen(  # noqa: S603  nothing of it comes from outside
+            with held_back(ENDING + IGNORED):  # inherited: signals are for the daemon, which ends it in order
+                self._process = subprocess.Popen(  # noqa: S603  no part of it is user input
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     pass_fds=[theirs.fileno(), self._arena_fd],
                     env=self._environment,
-                    start_new_session=True,  # nor are a terminal's
+                    start_new_session=True,  # so that a terminal's signals do not reach it
                 )
         finally:
             theirs.close()
@@ -175,9 +175,9 @@ class StoreLink:
                 (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 self._received(_decoder.decode(await reader.readexactly(size_bytes)))
         except (asyncio.IncompleteReadError, OSError):
-            self.kill("")  # it ends; why, its exit says
+            self.kill("")  # it is ending; its exit status tells why
         except msgspec.MsgspecError as error:
-            self.kill(f"it spoke nonsense: {error}")
+            self.kill(f"it sent an invalid message: {error}")
 
     def _received(self, message: FromProcess) -> None:
         if isinstance(message, Began):
@@ -188,18 +188,18 @@ class StoreLink:
         if answer is not None and not answer.done():
             answer.set_result(message)
 
-    def _settled(self, number: int, answer: asyncio.Future[Answer]) -> None:
+    def _on_answered(self, number: int, answer: asyncio.Future[Answer]) -> None:
         self._awaited.pop(number, None)
         if not answer.cancelled():
-            answer.exception()  # whoever does not wait for it any more need not hear of it
+            answer.exception()  # mark it as retrieved, where nobody waits any more
 
-    def _exited(self) -> None:
+    def _on_exit(self) -> None:
         assert self._process is not None
         if self._process.poll() is None:
             return
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._over()
+        self._set_ended()
 
     def _end_unwatched(self) -> None:
         if self._process is not None:
@@ -208,9 +208,9 @@ class StoreLink:
         if self._output_fd >= 0:
             os.close(self._output_fd)
             self._output_fd = -1
-        self._over()
+        self._set_ended()
 
-    def _over(self) -> None:
+    def _set_ended(self) -> None:
         self.ended.set()
         why = StoreAwayError(self._describe())
         if not self._began.done():
@@ -226,21 +226,21 @@ class StoreLink:
         if code is None:
             return "it was not started"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        words = "; ".join(self._output.last_words) if self._output is not None else ""
-        return f"the store process {how}{': ' if words else ''}{words}"
+        last_lines = "; ".join(self._output.last_words) if self._output is not None else ""
+        return f"the store process {how}{': ' if last_lines else ''}{last_lines}"
 
 
 class _Output(asyncio.Protocol):
-    """What the process and Mooncake in it print: for whoever debugs, and the last lines to say why it died."""
+    """What the process and Mooncake in it print: logged for debugging, the last lines kept to explain its end."""
 
     def __init__(self) -> None:
         self.last_words: deque[str] = deque(maxlen=_LAST_WORDS)
-        self._rest = b""
+        self._partial_line = b""
         self._closed = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[-_MAX_LINE_BYTES:]
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        self._partial_line = self._partial_line[-_MAX_LINE_BYTES:]
         for line in lines:
             text = line[-_MAX_LINE_BYTES:].decode(errors="replace").strip()
             if text:
@@ -251,12 +251,12 @@ class _Output(asyncio.Protocol):
         self._closed.set()
 
     async def closed(self) -> None:
-        """Wait until all that was said is there."""
+        """Wait until all output has been read."""
         await self._closed.wait()
 
 
 async def to_its_end(operation: Coroutine[Any, Any, _T]) -> _T:
-    """Await ``operation``, and do so also where the caller is cancelled: that is raised afterwards."""
+    """Await ``operation`` to its end, even where the caller is cancelled; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(operation)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -264,10 +264,10 @@ async def to_its_end(operation: Coroutine[Any, Any, _T]) -> _T:
             await asyncio.shield(task)
         except asyncio.CancelledError as error:
             cancelled = error
-        except Exception:  # noqa: BLE001  it is the task's, and raised below
+        except Exception:  # noqa: BLE001  the task's own error, raised below
             break
     if cancelled is not None:
-        task.exception()  # seen
+        task.exception()  # mark it as retrieved
         raise cancelled
     return task.result()
 

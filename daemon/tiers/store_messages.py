@@ -1,6 +1,6 @@
-"""What the daemon and its store process say to each other: length-prefixed msgpack over a socketpair.
+"""Messages between the daemon and its store process: length-prefixed msgpack over a socketpair.
 
-Ranges of the arena travel as raw int64 pairs (offset, size) in the host's byte order: both ends are on one host.
+Ranges of the arena are raw int64 pairs (offset, size) in the host's byte order, as both ends are on one host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RPC_FAIL: Final = -900
 RPC_TIMEOUT: Final = -901
 
 Range = tuple[int, int]
-"""(offset, size) in bytes of an extent of the arena."""
+"""(offset, size) in bytes of a range of the arena."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -35,7 +35,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Begin(_Message, frozen=True):
-    """The first message: what store to join, and with what."""
+    """The first message: which store to join, and how."""
 
     address: str
     master: str
@@ -52,7 +52,7 @@ class Ping(_Message, frozen=True):
 
 
 class Exists(_Message, frozen=True):
-    """Ask which of these names the store has; once ``time.monotonic()`` is past ``until_s`` nobody waits any more."""
+    """Ask which names the store has; after ``until_s`` by ``time.monotonic()`` nobody waits for the answer any more."""
 
     number: int
     until_s: float
@@ -60,7 +60,7 @@ class Exists(_Message, frozen=True):
 
 
 class PutBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Store the header and, after it, these ranges of the arena."""
+    """Store the header followed by these ranges of the arena."""
 
     name: str
     header: bytes
@@ -68,7 +68,7 @@ class PutBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GetBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Fetch what is stored, which must have exactly this size: the header comes back, the rest goes into the arena."""
+    """Fetch an object of exactly this size: the header is returned, the rest goes to these ranges of the arena."""
 
     name: str
     header_bytes: int
@@ -76,42 +76,42 @@ class GetBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Put(_Message, frozen=True):
-    """Store blocks; each for itself, in one call."""
+    """Store blocks in one call; each succeeds or fails on its own."""
 
     number: int
     blocks: list[PutBlock]
 
 
 class Get(_Message, frozen=True):
-    """Fetch blocks; each for itself, in one call."""
+    """Fetch blocks in one call; each succeeds or fails on its own."""
 
     number: int
     blocks: list[GetBlock]
 
 
 class Remove(_Message, frozen=True):
-    """Forget these names, also where others are reading them."""
+    """Delete these names, even while others read them."""
 
     number: int
     names: list[str]
 
 
 class Began(_Message, frozen=True):
-    """The answer to ``Begin``: where other nodes reach this one; or, with an error, the process ends."""
+    """The answer to ``Begin``: this node's address for others; or, with an error, the process ends."""
 
     endpoint: str = ""
     error: str = ""
 
 
 class Answer(_Message, frozen=True):
-    """The answer to all others.
+    """The answer to all other requests.
 
     Attributes:
         number: the request's.
-        status: ``OK``, ``MASTER_AWAY`` for a ``Ping`` while its master does not answer, or Mooncake's error, below 0.
-        found: for ``Exists`` a byte a name, 1 where it is there.
-        statuses: for ``Put`` and ``Get``, each block's.
-        headers: for ``Get``, each block's; empty where it failed.
+        status: ``OK``, ``MASTER_AWAY`` for a ``Ping`` while the master does not answer, or Mooncake's error, below 0.
+        found: for ``Exists``, one byte per name, 1 where it exists.
+        statuses: for ``Put`` and ``Get``, one per block.
+        headers: for ``Get``, one per block; empty where it failed.
     """
 
     number: int
@@ -129,13 +129,13 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def framed(message: FromDaemon | FromProcess) -> bytes:
-    """Return the message as it travels."""
+    """Return the message with its length prefix."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def pack_ranges(ranges: Sequence[Range]) -> bytes:
-    """Return ranges as they travel."""
+    """Return ranges as raw int64 pairs."""
     return array("q", [number for one in ranges for number in one]).tobytes()
 
 

@@ -1,16 +1,17 @@
-"""The process that joins the Mooncake Store for a daemon, and ends when the daemon's end of their socket does.
+"""The process that joins the Mooncake Store for a daemon; it ends when the daemon closes its end of their socket.
 
-A process of its own because Mooncake has one transfer engine a process, because a call to a store that is gone may
-hang, and because a failing store may end whoever holds it. It knows names and ranges of the arena, not what they are.
+It is a separate process because Mooncake allows one transfer engine per process, because a call to a store that is gone
+may hang, and because a failing store may abort its process. It handles names and ranges of the arena, and knows nothing
+of their meaning.
 
-What the store does (Mooncake 0.3.13):
+Facts about the store (Mooncake 0.3.13):
 
-- Over TCP it reads from and writes to memory that is not registered; what is registered, everybody who reaches its port
-  may read and write. So the arena is registered only where the protocol needs it.
-- A name that is there is not written again, also with other bytes, and that counts as success.
-- A block goes to a node that the master picks, by default at random. It may be gone at any time: evicted when nine
-  tenths are in use, or lost with its node, which the master notices after ten seconds.
-- ``close`` takes two seconds, and calls after it crash; to take a segment back takes milliseconds.
+- Over TCP it reads and writes memory that is not registered, while everybody who reaches its port may read and write
+  registered memory. So the arena is registered only where the protocol requires it.
+- A name that exists is not written again, even with other bytes, and the call still counts as a success.
+- The master picks the node of a block, by default at random. A block may be gone at any time: evicted when nine tenths
+  of the memory are in use, or lost with its node, which the master notices after ten seconds.
+- ``close`` takes two seconds, and calls after it crash; unmounting a segment takes milliseconds.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ from kvferry.daemon.tiers.store_messages import (
 )
 
 CLOSE_S: Final = 5
-"""After so long the process is ended by an alarm, whatever Mooncake is at."""
+"""After this time an alarm ends the process, whatever Mooncake is doing."""
 _P2P: Final = "P2PHANDSHAKE"
 
 
 class Memory:
-    """The arena, and one header's room for each thread, as addresses."""
+    """The arena, and a header buffer for each thread, by address."""
 
     def __init__(self, arena_fd: int, arena_bytes: int, threads: int) -> None:
         self.arena_bytes = arena_bytes
@@ -78,40 +79,40 @@ class Memory:
             self._free.put(thread * MAX_HEADER_BYTES)
 
     def buffers(
-        self, transfer: int, used_bytes: int, header_bytes: int, ranges: bytes
+        self, buffer: int, used_bytes: int, header_bytes: int, ranges: bytes
     ) -> tuple[list[int], list[int]] | None:
-        """Return addresses and sizes of a header in a transfer, after what is used of that, and of ranges of the arena.
+        """Return addresses and sizes of a block's header and its ranges of the arena; None where one is out of bounds.
 
-        None where they lie outside.
+        The header lies in the header buffer at offset ``buffer``, after ``used_bytes`` of earlier headers.
         """
         offsets, sizes = unpack_ranges(ranges)
-        for first, size in zip(offsets, sizes, strict=True):
-            if first < 0 or size <= 0 or first + size > self.arena_bytes:
+        for offset, size in zip(offsets, sizes, strict=True):
+            if offset < 0 or size <= 0 or offset + size > self.arena_bytes:
                 return None
         if header_bytes <= 0 or used_bytes + header_bytes > MAX_HEADER_BYTES:
             return None
-        addresses = [self.arena_address + first for first in offsets]
-        return [self.headers_address + transfer + used_bytes, *addresses], [header_bytes, *sizes]
+        addresses = [self.arena_address + offset for offset in offsets]
+        return [self.headers_address + buffer + used_bytes, *addresses], [header_bytes, *sizes]
 
     def take(self) -> int:
-        """Return the offset of a header's transfer that nobody uses; give it back with ``give``."""
+        """Return the offset of a free header buffer; return it with ``give``."""
         return self._free.get()
 
     def give(self, offset: int) -> None:
-        """Let others have it."""
+        """Free a header buffer."""
         self._free.put(offset)
 
     def write_header(self, offset: int, header: bytes) -> None:
-        """Put a header where Mooncake reads it."""
+        """Write a header into the memory that Mooncake reads."""
         self._headers[offset : offset + len(header)] = header
 
     def read_header(self, offset: int, size_bytes: int) -> bytes:
-        """Return the header that Mooncake has fetched."""
+        """Return a header that Mooncake has fetched."""
         return self._headers[offset : offset + size_bytes]
 
 
 class StoreProcess:
-    """Answers the daemon's requests: lookups on a thread of their own, so that no transfer holds them up."""
+    """Answers the daemon's requests. Lookups have a thread of their own, so that moving blocks does not delay them."""
 
     def __init__(self, channel: socket.socket, store: Any, memory: Memory, threads: int) -> None:  # noqa: ANN401 no types
         self._channel = channel
@@ -122,7 +123,7 @@ class StoreProcess:
         self._transfers = ThreadPoolExecutor(threads, "transfer")
 
     def serve(self) -> None:
-        """Answer until the daemon closes its end."""
+        """Serve requests until the daemon closes its end."""
         while (request := receive(self._channel)) is not None:
             if isinstance(request, Begin):
                 raise TypeError("a second Begin")
@@ -131,29 +132,29 @@ class StoreProcess:
                 self.send(Answer(request.number, status))
             else:
                 pool = self._transfers if isinstance(request, Put | Get) else self._lookups
-                pool.submit(self._answer, request)
+                pool.submit(self._serve_request, request)
 
     def finish(self) -> None:
-        """Wait for what runs; what waits is dropped."""
+        """Wait for running calls; drop queued ones."""
         self._transfers.shutdown(cancel_futures=True)
         self._lookups.shutdown(cancel_futures=True)
 
     def send(self, message: FromProcess) -> None:
-        """Tell the daemon; one that is gone hears nothing."""
+        """Send a message to the daemon, if it is still there."""
         with self._writing:
             try:
                 self._channel.sendall(framed(message))
             except OSError:
                 return
 
-    def _answer(self, request: Request) -> None:
+    def _serve_request(self, request: Request) -> None:
         try:
-            self.send(self._answered(request))
+            self.send(self._answer(request))
         except Exception as error:  # noqa: BLE001 whatever Mooncake's bindings raise, the daemon awaits an answer
             sys.stderr.write(f"{type(request).__name__} failed: {error!r}\n")
             self.send(Answer(request.number, INVALID_PARAMS))
 
-    def _answered(self, request: Request) -> Answer:
+    def _answer(self, request: Request) -> Answer:
         match request:
             case Exists(number, until_s, names):
                 if time.monotonic() > until_s:
@@ -165,34 +166,34 @@ class StoreProcess:
                 statuses = [self._store.remove(name, True) for name in names]
                 return Answer(number, min((s for s in statuses if s != OBJECT_NOT_FOUND), default=0))
             case Put(number, blocks):
-                return self._moved(number, [(one, len(one.header)) for one in blocks])
+                return self._answer_move(number, [(one, len(one.header)) for one in blocks])
             case Get(number, blocks):
-                return self._moved(number, [(one, one.header_bytes) for one in blocks])
+                return self._answer_move(number, [(one, one.header_bytes) for one in blocks])
             case _:
                 raise TypeError(f"no answer for {type(request).__name__}")
 
-    def _moved(self, number: int, blocks: Sequence[tuple[PutBlock | GetBlock, int]]) -> Answer:
-        transfer = self._memory.take()
+    def _answer_move(self, number: int, blocks: Sequence[tuple[PutBlock | GetBlock, int]]) -> Answer:
+        buffer = self._memory.take()
         try:
             statuses = [INVALID_PARAMS] * len(blocks)
             headers = [b""] * len(blocks)
             moves: list[_Move] = []
             used_bytes = 0
             for index, (block, header_bytes) in enumerate(blocks):
-                buffers = self._memory.buffers(transfer, used_bytes, header_bytes, block.ranges)
+                buffers = self._memory.buffers(buffer, used_bytes, header_bytes, block.ranges)
                 if buffers is not None:
-                    moves.append(_Move(index, block, transfer + used_bytes, *buffers))
+                    moves.append(_Move(index, block, buffer + used_bytes, *buffers))
                     used_bytes += header_bytes
             for move, status in zip(moves, self._move(moves), strict=True):
-                statuses[move.place] = status
+                statuses[move.block_index] = status
                 if status == OK and isinstance(move.block, GetBlock):
-                    headers[move.place] = self._memory.read_header(move.offset, move.sizes[0])
+                    headers[move.block_index] = self._memory.read_header(move.offset, move.sizes[0])
             return Answer(number, statuses=statuses, headers=headers)
         finally:
-            self._memory.give(transfer)
+            self._memory.give(buffer)
 
     def _move(self, moves: Sequence[_Move]) -> list[int]:
-        """Return each move's status. All are of one kind."""
+        """Return each move's status. All moves are of one kind."""
         if not moves:
             return []
         names = [move.block.name for move in moves]
@@ -202,7 +203,7 @@ class StoreProcess:
                 assert isinstance(move.block, PutBlock)
                 self._memory.write_header(move.offset, move.block.header)
             return [int(status) for status in self._store.batch_put_from_multi_buffers(names, addresses, sizes)]
-        # What is larger or smaller than asked for is an error there: nothing but whole blocks comes.
+        # Mooncake fails where an object is larger or smaller than asked for, so only whole blocks arrive.
         fetched = self._store.batch_get_into_multi_buffers(names, addresses, sizes)
         return [
             OK if got == sum(asked) else min(int(got), INTERNAL_ERROR)
@@ -211,9 +212,9 @@ class StoreProcess:
 
 
 class _Move(NamedTuple):
-    """One block of a call: which, and where its header and its bytes are."""
+    """One block of a call, with the addresses of its header and its bytes."""
 
-    place: int
+    block_index: int
     block: PutBlock | GetBlock
     offset: int
     addresses: list[int]
@@ -221,7 +222,7 @@ class _Move(NamedTuple):
 
 
 def receive(channel: socket.socket) -> FromDaemon | None:
-    """Return the daemon's next message; None where it has closed its end."""
+    """Return the daemon's next message; None once it has closed its end."""
     head = _receive_exactly(channel, LENGTH.size)
     if head is None:
         return None
@@ -233,11 +234,11 @@ def receive(channel: socket.socket) -> FromDaemon | None:
 
 
 def open_store(begin: Begin) -> Any:  # noqa: ANN401 Mooncake has no types
-    """Return Mooncake's store, joined; it has none of this node's memory yet.
+    """Return Mooncake's store after joining, without any memory of this node yet.
 
     Raises:
         ImportError: Mooncake, or a library that it needs, is missing.
-        OSError: it could not join.
+        OSError: joining failed.
     """
     from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 an optional dependency that maps 40 MB
 
@@ -250,10 +251,10 @@ def open_store(begin: Begin) -> Any:  # noqa: ANN401 Mooncake has no types
 
 
 def give_memory(store: Any, begin: Begin, memory: Memory) -> list[str]:  # noqa: ANN401
-    """Give the store this node's segments, and the arena where the protocol needs it; return the segments' names.
+    """Mount this node's segments, and register the arena where the protocol requires it; return the segments' names.
 
     Raises:
-        OSError: it takes them not.
+        OSError: the store refused the memory.
     """
     if begin.protocol != "tcp":
         for address, size_bytes in (
@@ -264,17 +265,17 @@ def give_memory(store: Any, begin: Begin, memory: Memory) -> list[str]:  # noqa:
                 raise OSError(f"Mooncake's store did not register {size_bytes} bytes: {status}")
     if not begin.segment_bytes:
         return []
-    given = store.allocate_and_mount_segment(begin.segment_bytes, begin.protocol)
-    if given["ret"]:
-        raise OSError(f"Mooncake's store did not take {begin.segment_bytes} bytes: {given['ret']}")
-    segments: list[str] = given["segment_ids"]
+    mounted = store.allocate_and_mount_segment(begin.segment_bytes, begin.protocol)
+    if mounted["ret"]:
+        raise OSError(f"Mooncake's store did not mount {begin.segment_bytes} bytes: {mounted['ret']}")
+    segments: list[str] = mounted["segment_ids"]
     return segments
 
 
 def main(socket_fd: int, arena_fd: int) -> NoReturn:
     """Serve until the daemon's end of the socket closes."""
     ignore_but_for_libraries()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what users wrote does not belong in core files
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # users' content does not belong in core files
     channel = socket.socket(fileno=socket_fd)
     begin = receive(channel)
     if not isinstance(begin, Begin):
@@ -292,17 +293,17 @@ def main(socket_fd: int, arena_fd: int) -> NoReturn:
     end_within(CLOSE_S)
     process.finish()
     if segments:
-        store.unmount_and_free_segment(segments)  # so that others do not ask for what was there
-    os._exit(0)  # instead of close, which waits for two seconds, and of destructors
+        store.unmount_and_free_segment(segments)  # so that other nodes do not ask for its blocks
+    os._exit(0)  # skips close, which takes two seconds, and destructors
 
 
 def _receive_exactly(channel: socket.socket, size_bytes: int) -> bytes | None:
     data = bytearray()
     while len(data) < size_bytes:
-        piece = channel.recv(min(size_bytes - len(data), 1 << 20))
-        if not piece:
+        received = channel.recv(min(size_bytes - len(data), 1 << 20))
+        if not received:
             return None
-        data += piece
+        data += received
     return bytes(data)
 
 

@@ -1,4 +1,4 @@
-"""What an event does to an operation of the tiers: the table that ``operations`` executes. Data, no behaviour."""
+"""The transition table of operations: what each event does in each state. Data, executed by ``operations``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.protocol.errors import CancelledError, DeadlineError, InternalError
 
 
 class State(enum.Enum):
-    """How far an operation is."""
+    """The state of an operation."""
 
     WAITING = "waiting"
     COPYING = "copying"
@@ -19,7 +19,7 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What can happen to an operation. The value says it in words."""
+    """What can happen to an operation. The value describes it, in docs/architecture.md."""
 
     BEGIN = "its job begins"
     NOTHING_TO_DO = "there is nothing to copy"
@@ -33,7 +33,7 @@ class Event(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """With what an operation ends, where that is no error of its own type."""
+    """How an operation ends, where that is not an error class of its own."""
 
     NOTHING = ""
     SUCCESS = "success"
@@ -42,7 +42,7 @@ class Outcome(enum.Enum):
 
 
 class Transition(NamedTuple):
-    """What an event does: the next state, and with what the operation ends, or will where it is stopping."""
+    """The next state, and how the operation ends, or will end once its job has stopped."""
 
     state: State
     ends: type[KvferryError] | Outcome = Outcome.NOTHING
@@ -79,12 +79,12 @@ TRANSITIONS: Final[Transitions] = {
 
 
 def bug_in(state: State) -> Transition:
-    """Return what an event does that the table has no row for: what only waits ends, a job ends by itself."""
+    """Return the transition for an event that the table has no row for: end what only waits; a job ends by itself."""
     return Transition(State.DONE, InternalError) if state is State.WAITING else Transition(state)
 
 
 def as_markdown(transitions: Transitions = TRANSITIONS) -> str:
-    """Return the table as docs/architecture.md shows it."""
+    """Return the table for docs/architecture.md."""
     rows = [("state", "event", "next state", "ends with"), ("---",) * 4]
     rows += [
         (state.name, event.value, "ignored" if row.state is state else row.state.name, _words(row.ends))

@@ -1,4 +1,4 @@
-"""Admission of a SEND or RECEIVE: what it must satisfy, and the pages it holds. A refusal leaves no trace."""
+"""Admission of a SEND or RECEIVE: its checks, and holding its pages. A refusal leaves the state unchanged."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from kvferry.protocol.manifests import Manifest
 
 
 def check_continues(send_request: SendRequest, chunk: SendChunk) -> None:
-    """Check that a chunk goes on where the send request's last one ended, and that only one carries the first token.
+    """Check that a chunk starts where the send request's last one ended, and that only one carries the first token.
 
     Raises:
-        FirstTokenTwiceError, PageGapError: what is wrong.
+        FirstTokenTwiceError: an earlier SEND carried the first token or payload.
+        PageGapError: the chunk does not continue the one before.
     """
     if send_request.carries_token and chunk.carries_token:
-        raise FirstTokenTwiceError("a SEND before carried the first token or payload", field="first_token")
+        raise FirstTokenTwiceError("an earlier SEND carried the first token or payload", field="first_token")
     for one in chunk.ranges:
         before = send_request.last_range(one.component)
         if before is None:
             continue
         if one.first_page is None or before.first_page is None:
-            raise PageGapError(f"{one.component}: one chunk carries a list without first_page", field=one.field)
+            raise PageGapError(
+                f"{one.component}: a list without first_page, but several chunks have one", field=one.field
+            )
         if one.kind == "paged" and one.first_page != before.end_page:
             raise PageGapError(
                 f"{one.component}: the chunk starts at page {one.first_page}, the one before ended at "
@@ -39,16 +42,18 @@ def check_continues(send_request: SendRequest, chunk: SendChunk) -> None:
 
 
 def check_steps(chunk: SendChunk, manifest: Manifest) -> None:
-    """Check that each layer of the chunk's components is in exactly one step; steps may name others as well.
+    """Check that each layer of the chunk's components is in exactly one step; steps may name other layers too.
 
-    A layer in no step, or in two, could go before its bytes are there. Draft's layers have numbers of their own, and go
-    with the last step.
+    A layer in no step, or in two, could be copied before its bytes are there. A chunk without pages may have no steps.
+    Draft layers have their own numbers, and go with the last step.
 
     Raises:
-        InvalidFieldError: names the layer.
+        InvalidFieldError: a layer is in no step or in several (the error names it), or the chunk has no pages.
     """
     if not chunk.steps:
         return
+    if not any(len(one.ids) for one in chunk.ranges):
+        raise InvalidFieldError("a SEND without pages has steps: leave them out", field="steps")
     listed = {one.component for one in chunk.ranges} - {DRAFT}
     layers = np.array(sorted({entry.layer for entry in manifest.entries if entry.component in listed}), np.int64)
     first, counts = np.array([(step.first_layer, step.layers) for step in chunk.steps]).T
@@ -64,10 +69,11 @@ def check_steps(chunk: SendChunk, manifest: Manifest) -> None:
 def check_together(
     receive_request: ReceiveRequest, send_requests: Sequence[SendRequest], excused: Sequence[Excused]
 ) -> None:
-    """Check what only all send requests of a new receive request together can violate; each of them fits by itself.
+    """Check the send requests that wait for a new receive request against each other; each one fits by itself.
 
     Raises:
-        FirstTokenTwiceError, UncoveredEntryError, IncompleteError: what is wrong.
+        FirstTokenTwiceError: two of them carry a first token or payload.
+        UncoveredEntryError, IncompleteError: all sources have sent everything, and required cells have no source.
     """
     if sum(send_request.carries_token for send_request in send_requests) > 1:
         raise FirstTokenTwiceError("two SENDs of this request carry a first token or payload", field="request_id")
@@ -76,7 +82,7 @@ def check_together(
 
 
 def would_complete(receive_request: ReceiveRequest, send_request: SendRequest, chunks: Sequence[SendChunk]) -> bool:
-    """Return whether with these chunks of the send request every source has sent its last SEND."""
+    """Return whether, with these chunks of the send request, every source has sent its last SEND."""
     others = [one for one in receive_request.send_requests if one is not send_request]
     return (
         bool(chunks)
@@ -87,27 +93,25 @@ def would_complete(receive_request: ReceiveRequest, send_request: SendRequest, c
 
 
 def withdraw(fits: Iterable[tuple[ReceiveRequest, list[Match]]]) -> None:
-    """Take back the planned copies of chunks that were refused after all."""
+    """Release the cells that were planned for chunks which are refused after all."""
     for receive_request, matches in fits:
         for found in matches:
             for planned_copy in found.planned_copies:
                 receive_request.coverage[planned_copy.component].withdraw(planned_copy.cells)
 
 
-def hold_for_writing(receive_request: ReceiveRequest) -> None:
-    """Make the room the one writer of its pages.
+def hold_for_writing(receive_request: ReceiveRequest, owner_id: int) -> None:
+    """Make the receive request the only writer of its pages: all of them or, on an error, none.
 
     Raises:
-        KvferryError: a page is not the session's, is named twice, or is busy; none is held then.
+        KvferryError: a page is not the owner's, is named twice, or is busy.
     """
     held: list[PageRange] = []
     lists = lists_with_pages(receive_request.ranges.values())
     _check_apart(receive_request, lists)
     try:
         for one in lists:
-            receive_request.pool.allocator_of(one.component).begin_write(
-                receive_request.session_id, one.ids, f"{one.field}.pages"
-            )
+            receive_request.pool.allocator_of(one.component).begin_write(owner_id, one.ids, f"{one.field}.pages")
             held.append(one)
     except KvferryError:
         for one in held:
@@ -116,10 +120,10 @@ def hold_for_writing(receive_request: ReceiveRequest) -> None:
 
 
 def _check_apart(receive_request: ReceiveRequest, lists: Iterable[PageRange]) -> None:
-    """Check that no page is in two lists: components of one space, groups say, have a page each under one id.
+    """Check that no page is in two lists: components of one page space (groups, for instance) must use distinct ids.
 
     Raises:
-        DuplicatePageError: names the first.
+        DuplicatePageError: a page is; the error names the first one.
     """
     before: dict[PageAllocator, list[PageIds]] = {}
     for one in lists:
@@ -129,11 +133,11 @@ def _check_apart(receive_request: ReceiveRequest, lists: Iterable[PageRange]) ->
             check_distinct(np.concatenate(of_space), f"{one.field}.pages")
 
 
-def hold_for_reading(send_request: SendRequest, chunk: SendChunk) -> None:
-    """Make the send request a reader of the chunk's pages.
+def hold_for_reading(send_request: SendRequest, chunk: SendChunk, owner_id: int) -> None:
+    """Make the send request a reader of the chunk's pages: of all of them or, on an error, of none.
 
     Raises:
-        KvferryError: a page is not the session's, or is being written; none is held then.
+        KvferryError: a page is not the owner's, or is being written.
     """
     pool = send_request.holder
     if pool is None:
@@ -141,7 +145,7 @@ def hold_for_reading(send_request: SendRequest, chunk: SendChunk) -> None:
     held: list[PageRange] = []
     try:
         for one in lists_with_pages(chunk.ranges):
-            pool.allocator_of(one.component).begin_read(send_request.session_id, one.ids, f"{one.field}.pages")
+            pool.allocator_of(one.component).begin_read(owner_id, one.ids, f"{one.field}.pages")
             held.append(one)
     except KvferryError:
         for one in held:

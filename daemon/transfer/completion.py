@@ -1,12 +1,15 @@
-"""How endpoints end: finishing, when the outcome is known, and settling, when no byte can move any more.
+"""Ends endpoints: they finish when the outcome is known, and settle when no byte can move any more.
 
-Executes the table of ``transitions``. Sans I/O; every step leaves its effects in the registry.
+Executes the table of ``transitions``, without I/O: effects are added to the registry.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from typing import TypeAlias
+
+import msgspec
 
 from kvferry.daemon.transfer.effects import (
     CloseReceive,
@@ -17,10 +20,17 @@ from kvferry.daemon.transfer.effects import (
     StopSending,
     Withdraw,
 )
-from kvferry.daemon.transfer.endpoints import Announcement, Endpoint, ReceiveRequest, RemoteEndpoint, SendRequest
+from kvferry.daemon.transfer.endpoints import (
+    Announcement,
+    Endpoint,
+    EndpointKey,
+    ReceiveRequest,
+    RemoteEndpoint,
+    SendRequest,
+)
 from kvferry.daemon.transfer.page_ranges import lists_with_pages
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.results import Results
 from kvferry.daemon.transfer.tombstones import Half
 from kvferry.daemon.transfer.transitions import (
     TRANSITIONS,
@@ -34,18 +44,114 @@ from kvferry.daemon.transfer.transitions import (
     Transitions,
     bug_in,
 )
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import KvferryError, TransferExistsError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.peer_messages import ReceiveName
 from kvferry.protocol.transfer_messages import TransferResult
+
+# -- results of transfers, kept for each session until it acknowledges them
+
+
+GENERATIONS_KEPT = 4096
+
+
+class Results:
+    """The result of each endpoint, until its session acknowledges SETTLED. Bounded by the limits on transfers."""
+
+    def __init__(self, payloads: KeptPayloads) -> None:
+        """``payloads`` counts the payload bytes in results of receive requests."""
+        self._payloads = payloads
+        self._by_session: dict[int, dict[EndpointKey, TransferResult]] = {}
+
+    def open_session(self, session_id: int) -> None:
+        """Keep results of this session from now on; without this, none are kept."""
+        self._by_session.setdefault(session_id, {})
+
+    def count(self, session_id: int) -> int:
+        """Return how many endpoints of the session are live, or settled and not acknowledged."""
+        return len(self._by_session.get(session_id, ()))
+
+    @property
+    def total(self) -> int:
+        """Return the same count over all sessions."""
+        return sum(len(of_session) for of_session in self._by_session.values())
+
+    def get(self, session_id: int, key: EndpointKey) -> TransferResult | None:
+        """Return an endpoint's result so far, or None."""
+        return self._by_session.get(session_id, {}).get(key)
+
+    def begin(self, session_id: int, key: EndpointKey) -> None:
+        """Record an open endpoint, and forget the result of an earlier one with this key."""
+        self.forget(session_id, key)
+        self.add(session_id, key, TransferResult(state="open"))
+
+    def add(self, session_id: int, key: EndpointKey, news: TransferResult) -> None:
+        """Update an endpoint's result."""
+        of_session = self._by_session.get(session_id)
+        if of_session is None:
+            return
+        known = of_session.get(key)
+        if known is not None and news.finished is None:
+            news = msgspec.structs.replace(news, finished=known.finished)
+        of_session[key] = news
+
+    def check_not_failed(self, session_id: int, key: EndpointKey) -> None:
+        """Check that no failure of this endpoint is unacknowledged: a late chunk must not start it again.
+
+        Raises:
+            TransferExistsError: there is one; the error says which.
+        """
+        known = self.get(session_id, key)
+        if known is not None and known.finished is not None and known.finished.error is not None:
+            error = known.finished.error
+            raise TransferExistsError(
+                f"this transfer has failed with {error.code} ({error.detail}), and its event is not acknowledged yet",
+                field="request_id",
+            )
+
+    def forget(self, session_id: int, key: EndpointKey) -> None:
+        """Drop an endpoint's result: it was acknowledged, or the endpoint starts again."""
+        if key.direction == "receive":
+            self._payloads.drop(session_id, key)
+        self._by_session.get(session_id, {}).pop(key, None)
+
+    def forget_session(self, session_id: int) -> None:
+        """Drop all of a session's results."""
+        for key in self._by_session.pop(session_id, {}):
+            if key.direction == "receive":
+                self._payloads.drop(session_id, key)
+
+
+class Generations:
+    """Counts the RECEIVEs of each key; the latest ``GENERATIONS_KEPT`` keys, until their session ends."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[tuple[int, EndpointKey], int] = OrderedDict()
+
+    def next(self, session_id: int, key: EndpointKey) -> int:
+        """Return 1 for the first RECEIVE of this key, 2 for the next one after it has ended, and so on."""
+        count = self._counts.pop((session_id, key), 0) + 1
+        self._counts[session_id, key] = count
+        if len(self._counts) > GENERATIONS_KEPT:
+            self._counts.popitem(last=False)
+        return count
+
+    def forget_session(self, session_id: int) -> None:
+        """Drop a session's counts."""
+        for known in [one for one in self._counts if one[0] == session_id]:
+            del self._counts[known]
+
 
 AnyEndpoint: TypeAlias = SendRequest | ReceiveRequest | RemoteEndpoint
 
 
 class Completion:
-    """Ends endpoints, each together with those that end because of it."""
+    """Ends endpoints, and with each one the endpoints that end because of it."""
 
-    def __init__(self, endpoints: Endpoints, results: Results, transitions: Transitions = TRANSITIONS) -> None:
+    def __init__(
+        self, endpoints: Endpoints, results: Results, payloads: KeptPayloads, transitions: Transitions = TRANSITIONS
+    ) -> None:
+        self._payloads = payloads
         self._endpoints = endpoints
         self._results = results
         self._transitions = transitions
@@ -58,32 +164,32 @@ class Completion:
         *,
         cause: KvferryError | None = None,
         detail: str = "",
-        peer_detail: str = "",
+        matched_detail: str = "",
     ) -> None:
-        """Do to an endpoint what the table says of an event.
+        """Execute the table's row for an event of an endpoint.
 
         Args:
-            endpoint: any that has not settled.
+            endpoint: an endpoint that has not settled.
             event: what happened.
             now: the time.
-            cause: the error of rows that finish with the cause.
-            detail: what happened, in the text of errors whose type the table names.
-            peer_detail: the same for the matched peers, where it is another.
+            cause: the error in rows that finish with the cause.
+            detail: the text of errors whose type the table names.
+            matched_detail: that text for the matched endpoints, if it differs.
         """
         row = self._row(endpoint, event)
         if row.notice is Notice.REFUSE and cause is not None:
             self._refuse(endpoint, cause)
         if row.state is not State.FINISHED or endpoint.state is not State.OPEN:
             return
-        own, peers = _error(row.own, cause, detail), _error(row.peers, cause, peer_detail or detail)
-        if row.tombstone and peers is not None and not isinstance(endpoint, RemoteEndpoint):
-            self._bury(endpoint, peers, now)
+        own, matched = _error(row.own, cause, detail), _error(row.matched, cause, matched_detail or detail)
+        if row.tombstone and matched is not None and not isinstance(endpoint, RemoteEndpoint):
+            self._bury(endpoint, matched, now)
         if isinstance(endpoint, ReceiveRequest):
-            self._finish_receive(endpoint, row, own, peers, now)
+            self._finish_receive(endpoint, row, own, matched, now)
         elif isinstance(endpoint, SendRequest):
-            self._finish_send(endpoint, own, peers, now)
+            self._finish_send(endpoint, own, matched, now)
         else:
-            self._finish_remote(endpoint, row, peers, now)
+            self._finish_remote(endpoint, row, matched, now)
 
     def close(
         self,
@@ -95,9 +201,9 @@ class Completion:
         cause: KvferryError | None = None,
         detail: str = "",
     ) -> None:
-        """End another daemon's receive request for all that joined it here; ``unmet``: some have not come."""
+        """End another daemon's receive request for the send requests that joined it; ``unmet``: some had not come."""
         row = self._transitions[Kind.REMOTE_RECEIVE, State.OPEN, event]
-        error = _error(row.peers, cause, detail)
+        error = _error(row.matched, cause, detail)
         if row.tombstone and unmet and error is not None:
             name = announcement.receive_request
             met = [one.send_request.pool.name for one in announcement.remote_endpoints]
@@ -108,7 +214,7 @@ class Completion:
             self.apply(remote_endpoint, event, now, cause=cause, detail=detail)
 
     def check_done(self, receive_request: ReceiveRequest, now: float) -> None:
-        """Finish the receive request if all is there."""
+        """Finish the receive request if all sources are done and no copy is left."""
         if receive_request.state is not State.OPEN or receive_request.ops or not receive_request.all_planned:
             return
         if all(coverage.complete for coverage in receive_request.coverage.values()):
@@ -117,20 +223,20 @@ class Completion:
             self.apply(receive_request, Event.CELLS_MISSING, now, detail="all copies ended, but cells are missing")
 
     def check_settled(self, endpoint: AnyEndpoint) -> None:
-        """Settle an endpoint if nothing of it is under way; a send request is while a receive request of it is."""
+        """Settle a finished endpoint that has no copy in progress; a send request once its receive requests settled."""
         if isinstance(endpoint, SendRequest):
-            under_way = any(one.state is not State.SETTLED for one in endpoint.receive_requests)
+            is_busy = any(one.state is not State.SETTLED for one in endpoint.receive_requests)
         elif isinstance(endpoint, ReceiveRequest):
-            under_way = bool(endpoint.ops)
+            is_busy = bool(endpoint.ops)
         else:
-            under_way = bool(endpoint.sending)
-        if under_way or endpoint.state is State.SETTLED:
+            is_busy = bool(endpoint.sending)
+        if is_busy or endpoint.state is State.SETTLED:
             return
         if self._row(endpoint, Event.NOTHING_UNDER_WAY).state is State.SETTLED:
             self._settle(endpoint)
 
     def receiver_ended(self, send_request: SendRequest, error: KvferryError | None, now: float) -> None:
-        """Note the outcome of one of a send request's receive requests; the last one's is the send request's end."""
+        """Record the outcome of one of a send request's receive requests; the last one finishes the send request."""
         send_request.outcomes.append(error)
         if len(send_request.outcomes) != send_request.destinations:
             return
@@ -151,33 +257,35 @@ class Completion:
         receive_request: ReceiveRequest,
         row: Transition,
         own: KvferryError | None,
-        peers: KvferryError | None,
+        matched: KvferryError | None,
         now: float,
     ) -> None:
         receive_request.state = State.FINISHED
         self._endpoints.deadlines.drop(receive_request)
         event = receive_request.finished_event(own, now)
         self._notify(receive_request, TransferResult(state="finished", finished=event))
+        if own is not None:
+            self._payloads.drop(receive_request.session_id, receive_request.key)
         if row.notice is Notice.CLOSE:
-            self._close_at_sources(receive_request, peers, receive_request.unmet if row.tombstone else 0)
-        for op in receive_request.waiting:  # nothing of them has begun
+            self._close_at_sources(receive_request, matched, receive_request.unmet if row.tombstone else 0)
+        for op in receive_request.waiting:  # these have not been started
             del self._endpoints.ops[op.op_id], receive_request.ops[op.op_id]
         receive_request.waiting.clear()
         self._endpoints.effects.extend(StopOp(op_id) for op_id in receive_request.ops)
         for send_request in list(receive_request.send_requests):
-            self.receiver_ended(send_request, peers, now)
+            self.receiver_ended(send_request, matched, now)
         self.check_settled(receive_request)
 
     def _finish_send(
-        self, send_request: SendRequest, own: KvferryError | None, peers: KvferryError | None, now: float
+        self, send_request: SendRequest, own: KvferryError | None, matched: KvferryError | None, now: float
     ) -> None:
         send_request.state = State.FINISHED
         self._endpoints.deadlines.drop(send_request)
         event = send_request.finished_event(own, now)
         self._notify(send_request, TransferResult(state="finished", finished=event))
-        if peers is not None:
+        if matched is not None:
             for one in [one for one in send_request.receive_requests if one.state is State.OPEN]:
-                self.apply(one, Event.PEER_FAILED, now, cause=peers)
+                self.apply(one, Event.MATCHED_FAILED, now, cause=matched)
         self.check_settled(send_request)
 
     def _finish_remote(
@@ -211,7 +319,7 @@ class Completion:
             self._endpoints.effects.append(refused)
 
     def _bury(self, endpoint: SendRequest | ReceiveRequest, error: KvferryError, now: float) -> None:
-        """Remember how a side has ended, for those of the other side that are not there yet."""
+        """Leave a tombstone of an endpoint, if some that would match it have not come."""
         if not endpoint.unmet:
             return
         if isinstance(endpoint, ReceiveRequest):
@@ -240,6 +348,8 @@ class Completion:
             self._leave(endpoint)
 
     def _leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
+        if isinstance(endpoint, SendRequest):
+            self._payloads.drop(endpoint.session_id, endpoint.key)
         endpoint.state = State.SETTLED
         self._endpoints.leave(endpoint)
         key = endpoint.key
@@ -258,19 +368,19 @@ class Completion:
 
 
 def _error(result: Result, cause: KvferryError | None, detail: str) -> KvferryError | None:
-    """Return what a row's column says, as an error; None for success, and for nothing."""
+    """Return the error for a column of a row; None for success and for an empty column."""
     if not isinstance(result, Outcome):
         return result(detail)
     return cause if result is Outcome.CAUSE else None
 
 
 def request_id_of(endpoint: AnyEndpoint) -> str:
-    """Return the request that an endpoint is of."""
+    """Return the request id of an endpoint."""
     return (endpoint.send_request if isinstance(endpoint, RemoteEndpoint) else endpoint).request_id
 
 
 def _listener(receive_request: ReceiveRequest | RemoteEndpoint) -> Hashable:
-    """Return by what name a receiving pool hears of sides that ended."""
+    """Return the key by which tombstones know a receiving pool."""
     return (
         receive_request.pool.name
         if isinstance(receive_request, ReceiveRequest)
@@ -279,12 +389,12 @@ def _listener(receive_request: ReceiveRequest | RemoteEndpoint) -> Hashable:
 
 
 def listener_of(announcement: Announcement) -> Hashable:
-    """Return by what name another daemon's receiving pool hears of sides that ended here."""
+    """Return the key by which tombstones know another daemon's receiving pool."""
     return (announcement.home.address, announcement.receive_request.pool)
 
 
 def name_of(receive_request: ReceiveRequest) -> ReceiveName:
-    """Return how other daemons call a receive request of this one."""
+    """Return the name of a receive request in messages to other daemons."""
     return ReceiveName(
         receive_request.request_id, receive_request.pool.name, receive_request.pool.tenant, receive_request.epoch
     )

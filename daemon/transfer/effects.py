@@ -1,4 +1,4 @@
-"""What the transfer state machine asks its shell to do, in order."""
+"""Effects: what the transfer state machine asks its shell to do, in order."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import NamedTuple
 from kvferry.daemon.transfer.endpoints import ReceiveRequest, RemoteEndpoint, SendRequest, SourcePool
 from kvferry.daemon.transfer.matching import Trim
 from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.transfer.tombstones import Half
 from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.peer_messages import ReceiveName
 
 
 class StartOp(NamedTuple):
-    """Copy these plans, then report ``op_done``; the pages are held until then."""
+    """Execute these plans, then call ``op_done``; the pages are held until then."""
 
     op_id: int
     source: SourcePool
@@ -25,20 +26,20 @@ class StartOp(NamedTuple):
 
 
 class StopOp(NamedTuple):
-    """The copy is not wanted any more: stop at the next boundary, then report ``op_done`` all the same."""
+    """Stop a copy at the next boundary, then call ``op_done`` as usual."""
 
     op_id: int
 
 
 class Notify(NamedTuple):
-    """Tell a session, if it still lives."""
+    """Queue an event for a session, if it is still live."""
 
     session_id: int
-    event: Finished | Settled
+    event: Matched | Finished | Settled
 
 
 class WarnTrimmed(NamedTuple):
-    """Warn that lists were cut to one length: nothing proves that what was kept belongs together."""
+    """Warn that page lists of unequal length were cut to the shorter one: the kept pages may not belong together."""
 
     send_request: SendRequest
     receive_request: ReceiveRequest
@@ -46,23 +47,25 @@ class WarnTrimmed(NamedTuple):
 
 
 class ReportBug(NamedTuple):
-    """Log that an event came to an endpoint for which the table has no row; the endpoint has failed with INTERNAL."""
+    """Log that the table has no row for an event of an endpoint, which has failed with INTERNAL."""
 
     request_id: str
     detail: str
 
 
 class AnnounceReceive(NamedTuple):
-    """Tell another daemon that a receive request waits for its send requests."""
+    """Announce a receive request to a daemon that may have send requests for it."""
 
     address: str
     receive_request: ReceiveRequest
 
 
 class CloseReceive(NamedTuple):
-    """Send another daemon a receive request's outcome; ``moved``: (its send request, bytes moved, pages trimmed).
+    """Send another daemon the outcome of a receive request.
 
-    ``unmet``: how many sources had not come, where the receiver ended it.
+    Attributes:
+        moved: for each of that daemon's send requests: (its number, bytes moved, pages trimmed).
+        unmet: how many sources had not come, where the receiver itself ended the receive request.
     """
 
     address: str
@@ -73,7 +76,7 @@ class CloseReceive(NamedTuple):
 
 
 class RefuseSend(NamedTuple):
-    """Tell another daemon that its send request does not fit."""
+    """Tell another daemon that its send request does not fit the receive request."""
 
     peer: Incarnation
     receive_request: ReceiveName
@@ -104,15 +107,23 @@ class Withdraw(NamedTuple):
 
 
 class NotifyEnded(NamedTuple):
-    """Tell another daemon that what its receive request waits for was here and has ended."""
+    """Tell another daemon that the SENDs its receive request waits for were here and have ended."""
 
     peer: Incarnation
     receive_request: ReceiveName
     error: KvferryError
 
 
+class NotifyAbandoned(NamedTuple):
+    """Tell another daemon that a half of a request will not come."""
+
+    address: str
+    half: Half
+    error: KvferryError
+
+
 class StopSending(NamedTuple):
-    """Write no further transfer op of this remote endpoint, then report ``sending_done`` for each under way."""
+    """Stop writing transfer ops of this remote endpoint, then call ``sending_done`` for each one in progress."""
 
     remote_endpoint: RemoteEndpoint
 
@@ -130,5 +141,6 @@ Effect = (
     | NotifyReady
     | Withdraw
     | NotifyEnded
+    | NotifyAbandoned
     | StopSending
 )

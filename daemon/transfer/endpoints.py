@@ -1,9 +1,8 @@
 """The endpoints of transfers: send requests (accepted SENDs) and receive requests (accepted RECEIVEs).
 
-Both go through the same states, and only forwards: OPEN until the outcome is known, FINISHED until no byte can move
-any more, SETTLED. A FINISHED side still holds its pages. A send request may come from another daemon (``origin``); what
-such a send request is there is a local send request with a ``RemoteEndpoint`` (``remote.py``) in place of the receive
-request.
+Both go through the same states, in order: OPEN until the outcome is known, FINISHED until no byte can move any more,
+SETTLED. A FINISHED endpoint still holds its pages. A send request may come from another daemon (``origin``); at that
+daemon it is a local send request, with a ``RemoteEndpoint`` in place of the receive request.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kvferry.protocol.transfer_messages import LayerStep
 
 
 class EndpointKey(NamedTuple):
-    """What names a side of a transfer."""
+    """The key of an endpoint of a session here."""
 
     tenant: int
     request_id: str
@@ -40,14 +39,14 @@ class EndpointKey(NamedTuple):
 
 
 class Clocked(NamedTuple):
-    """When a side came and when it must be done, in seconds of one monotonic clock."""
+    """When an endpoint's message came and its deadline, in seconds of one monotonic clock."""
 
     created_at: float
     deadline_at: float
 
 
 class SourcePool(Protocol):
-    """The pool that a send request's pages are of: this daemon's own, or another's."""
+    """The pool of a send request's pages: of this daemon or of another one."""
 
     tenant: int
     name: str
@@ -56,11 +55,11 @@ class SourcePool(Protocol):
 
     @property
     def region(self) -> Region:
-        """Return its memory, mapped at least for reading."""
+        """Return its memory, mapped for reading at least."""
 
 
 class SendChunk(NamedTuple):
-    """One accepted SEND. Its layers are ready step by step; all of them at once without steps."""
+    """One accepted SEND. With steps, its layers become ready step by step; without, they are ready at once."""
 
     ranges: tuple[PageRange, ...]
     last: bool
@@ -70,14 +69,14 @@ class SendChunk(NamedTuple):
 
     @property
     def carries_token(self) -> bool:
-        """Return whether it has what only one SEND of a request may have."""
+        """Return whether it has a first token or payload, which only one SEND of a request may have."""
         return self.first_token is not None or bool(self.payload)
 
 
 class PlannedCopy(NamedTuple):
-    """Cells of one component that a step of a chunk fills, and the plan that fills them.
+    """Coverage cells of one component that a step of a chunk fills, and the plan that fills them.
 
-    ``pairs`` are the plan's entries; ``source_start`` says where in the chunk's list its pages begin.
+    ``pairs`` are the plan's entries; ``source_start`` is the index of its first page in the chunk's list.
     """
 
     component: str
@@ -89,14 +88,14 @@ class PlannedCopy(NamedTuple):
 
 
 class Excused(NamedTuple):
-    """Cells of one component that need not come, because the lists were cut to the shorter length."""
+    """Coverage cells of one component that stay unfilled, because the lists were cut to the shorter length."""
 
     component: str
     cells: Cells
 
 
 class TransferOp(NamedTuple):
-    """What one step of a chunk brings into one receive request. It waits until the step is ready."""
+    """The copies of one step of a chunk for one receive request. It waits until the step is ready."""
 
     op_id: int
     send_request: SendRequest
@@ -107,7 +106,7 @@ class TransferOp(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """Return whether its source's bytes are there."""
+        """Return whether its step is ready, so that the source's bytes are there."""
         return self.step < self.send_request.ready[self.chunk]
 
 
@@ -132,36 +131,41 @@ class Endpoint:
 
     @property
     def source_or_destination(self) -> SourcePool:
-        """Return the pool of this side's pages."""
+        """Return the pool of this endpoint's pages."""
         raise NotImplementedError
 
     @property
     def key(self) -> EndpointKey:
-        """Return what names this side."""
+        """Return the key of this endpoint."""
         pool = self.source_or_destination
         return EndpointKey(pool.tenant, self.request_id, pool.name, self.direction)
 
     @property
     def kind(self) -> Kind:
-        """Return which rows of the transitions are its."""
+        """Return which rows of the transition table apply."""
         raise NotImplementedError
 
     @property
     def pages(self) -> int:
-        """Return how many pages this side has named."""
+        """Return how many pages this endpoint's messages listed."""
         raise NotImplementedError
 
     @property
     def unmet(self) -> int:
-        """Return how many sides it is to meet have not come."""
+        """Return how many of its peers have not come."""
+        raise NotImplementedError
+
+    @property
+    def matched(self) -> int:
+        """Return how many of its peers have come."""
         raise NotImplementedError
 
     def waits_for(self) -> str:
-        """Say what is missing, for STATUS and for a DEADLINE error."""
+        """Return what is missing, for STATUS and for a DEADLINE error."""
         raise NotImplementedError
 
     def finished_event(self, error: KvferryError | None, now: float) -> Finished:
-        """Return the FINISHED event of this side."""
+        """Return the FINISHED event of this endpoint."""
         started = now if self.first_copy_at is None else self.first_copy_at
         return Finished(
             request_id=self.request_id,
@@ -180,9 +184,9 @@ class Endpoint:
 
 
 class SendRequest(Endpoint):
-    """The SENDs of one request from one pool. Its pages are held for reading until every receive request has settled.
+    """The SENDs of one request from one pool. Holds its pages for reading until every receive request has settled.
 
-    A send request with an ``origin`` is another daemon's: here it has one receive request and holds nothing.
+    A send request with an ``origin`` is another daemon's: here it has one receive request and holds no pages.
     """
 
     direction = "send"
@@ -212,7 +216,7 @@ class SendRequest(Endpoint):
 
     @property
     def kind(self) -> Kind:
-        """Return which rows of the transitions are its."""
+        """Return which rows of the transition table apply."""
         return Kind.SEND if self.origin is None else Kind.REMOTE_SEND
 
     @property
@@ -221,31 +225,36 @@ class SendRequest(Endpoint):
         return self.destinations - len(self.receive_requests)
 
     @property
+    def matched(self) -> int:
+        """Return how many destinations have come."""
+        return len(self.receive_requests)
+
+    @property
     def holder(self) -> Pool | None:
-        """Return the pool whose pages it holds: its own, unless that is another daemon's."""
+        """Return the pool whose pages it holds; None for another daemon's send request, which holds none here."""
         return self.pool if isinstance(self.pool, Pool) else None
 
     @property
     def complete(self) -> bool:
-        """Return whether the last SEND is accepted."""
+        """Return whether the last SEND was accepted."""
         return bool(self.chunks) and self.chunks[-1].last
 
     @property
     def outlives_its_sender(self) -> bool:
-        """Return whether the last SEND is accepted and all its bytes are there: from then on the sender may die."""
+        """Return whether it goes on if its engine dies: the last SEND was accepted, and all its bytes are there."""
         registered = (
             self.holder is not None and self.holder.registered_by is not None
-        )  # its memory goes with its engine
+        )  # registered memory is lost with its engine
         return self.complete and not registered and not any(self.waiting_steps)
 
     @property
     def waiting_steps(self) -> list[Sequence[LayerStep]]:
-        """Return the steps of each chunk that are not ready."""
+        """Return each chunk's steps that are not ready."""
         return [chunk.steps[ready:] for chunk, ready in zip(self.chunks, self.ready, strict=True)]
 
     @property
     def fully_matched(self) -> bool:
-        """Return whether no SEND and no RECEIVE is missing any more."""
+        """Return whether the last SEND and all RECEIVEs have come."""
         return self.complete and len(self.receive_requests) == self.destinations
 
     @property
@@ -255,16 +264,16 @@ class SendRequest(Endpoint):
 
     @property
     def pages(self) -> int:
-        """Return how many pages all SENDs named."""
+        """Return how many pages all SENDs listed."""
         return sum(len(one.ids) for chunk in self.chunks for one in chunk.ranges)
 
     def add(self, chunk: SendChunk) -> None:
-        """Take one more chunk; without steps it is ready."""
+        """Add an accepted chunk."""
         self.chunks.append(chunk)
         self.ready.append(0 if chunk.steps else 1)
 
     def waits_for(self) -> str:
-        """Say what is missing, for STATUS and for a DEADLINE error."""
+        """Return what is missing, for STATUS and for a DEADLINE error."""
         if len(self.receive_requests) < self.destinations:
             missing = self.destinations - len(self.receive_requests)
             return f"{missing} of {self.destinations} destinations: no RECEIVE yet"
@@ -279,7 +288,7 @@ class SendRequest(Endpoint):
 
 
 class ReceiveRequest(Endpoint):
-    """A RECEIVE: pages to fill, and what has come. Its pages are held for writing until it has settled."""
+    """A RECEIVE: the pages to fill, and what has arrived. Holds its pages for writing until it has settled."""
 
     direction = "receive"
 
@@ -307,13 +316,13 @@ class ReceiveRequest(Endpoint):
             )
             for one in ranges
         }
-        self.epoch = 0  # set by the state machine: unlike the generation, no other of this daemon's life has it
+        self.epoch = 0  # set by the state machine: unlike the generation, unique in this daemon's life
         self.send_requests: list[SendRequest] = []
         self.ops: dict[int, TransferOp] = {}
         self.waiting: list[TransferOp] = []
         self.last_refusal: KvferryError | None = None
-        self.unreachable: set[str] = set()  # those of ``source_daemons`` to which there is no connection
-        self.given_up: set[str] = set()  # those of ``source_daemons`` that said that their SENDs had ended
+        self.unreachable: set[str] = set()  # source daemons to which there is no connection
+        self.given_up: set[str] = set()  # source daemons whose SENDs had ended before
 
     @property
     def source_or_destination(self) -> SourcePool:
@@ -322,23 +331,28 @@ class ReceiveRequest(Endpoint):
 
     @property
     def pages(self) -> int:
-        """Return how many pages the RECEIVE named."""
+        """Return how many pages the RECEIVE listed."""
         return sum(len(one.ids) for one in self.ranges.values())
 
     @property
     def arrived_pages(self) -> int:
-        """Return how many of its pages are there in every required entry."""
+        """Return how many of its pages have arrived in every required entry."""
         return sum(one.arrived_pages for one in self.coverage.values())
 
     @property
     def kind(self) -> Kind:
-        """Return which rows of the transitions are its."""
+        """Return which rows of the transition table apply."""
         return Kind.RECEIVE
 
     @property
     def unmet(self) -> int:
         """Return how many sources have not come."""
         return max(0, self.sources - len(self.send_requests))
+
+    @property
+    def matched(self) -> int:
+        """Return how many sources have come."""
+        return len(self.send_requests)
 
     @property
     def all_planned(self) -> bool:
@@ -349,16 +363,16 @@ class ReceiveRequest(Endpoint):
 
     @property
     def token_chunk(self) -> SendChunk | None:
-        """Return the chunk with the first token and payload, if it came."""
+        """Return the chunk with the first token or payload, or None if it has not come."""
         return next((c for send_request in self.send_requests for c in send_request.chunks if c.carries_token), None)
 
     def check_planned(self, excused: Sequence[Excused] = ()) -> None:
-        """Check that nothing required is without a sender but for ``excused``; see ``Coverage.check_planned``."""
+        """Check that every required cell but the ``excused`` ones is planned; see ``Coverage.check_planned``."""
         for component, coverage in self.coverage.items():
             coverage.check_planned([one.cells for one in excused if one.component == component])
 
     def waits_for(self) -> str:
-        """Say what is missing, for STATUS and for a DEADLINE error."""
+        """Return what is missing, for STATUS and for a DEADLINE error."""
         if len(self.send_requests) < self.sources:
             missing = f"{self.sources - len(self.send_requests)} of {self.sources} sources: no SEND yet"
             if self.unreachable:
@@ -370,7 +384,7 @@ class ReceiveRequest(Endpoint):
         return f"{copies}; the events of {len(self.waiting)} layer steps" if self.waiting else copies
 
     def finished_event(self, error: KvferryError | None, now: float) -> Finished:
-        """Return the FINISHED event, with first token and payload where it succeeded."""
+        """Return the FINISHED event, with first token and payload if it succeeded."""
         event = super().finished_event(error, now)
         if error is None and self.pool.lands_as:
             event = msgspec.structs.replace(event, snapshot=self.pool.lands_as)
@@ -381,10 +395,10 @@ class ReceiveRequest(Endpoint):
 
 
 def rows_by_step(layers: Sequence[int | None], steps: Sequence[LayerStep]) -> np.typing.NDArray[np.intp]:
-    """Return which step each row belongs to: the first that names its layer; the last where none does.
+    """Return each row's step: the first one that names its layer, or the last step if none does.
 
     Args:
-        layers: the model's layer of each row; None where the row's layers are not the model's (draft).
+        layers: the model's layer of each row; None for rows whose layers have numbers of their own (draft).
         steps: at least one.
     """
     first, counts = np.array([(step.first_layer, step.layers) for step in steps]).T
@@ -394,7 +408,7 @@ def rows_by_step(layers: Sequence[int | None], steps: Sequence[LayerStep]) -> np
 
 
 class Announcement:
-    """A receive request that waits at another daemon. Local send requests join it, one remote endpoint each."""
+    """Another daemon's receive request, announced here. Local send requests join it by one remote endpoint each."""
 
     def __init__(self, home: Incarnation, receive_request: ReceiveName, deadline_at: float) -> None:
         self.home = home
@@ -409,12 +423,12 @@ class Announcement:
 
 
 class RemoteEndpoint:
-    """Another daemon's receive request as one local send request sees it. Goes through the states of a side.
+    """Another daemon's receive request as one local send request sees it, with the states of an endpoint.
 
     Attributes:
-        kind: which rows of the transitions are its.
-        number: names the send request to the receive request's home.
-        sending: transfer ops of the send request that this daemon is writing to the home's bounce buffers.
+        kind: which rows of the transition table apply.
+        number: identifies the send request in messages with the receive request's home.
+        sending: the transfer ops that this daemon is writing to the home.
     """
 
     kind: ClassVar[Kind] = Kind.REMOTE_RECEIVE

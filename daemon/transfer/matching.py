@@ -1,4 +1,4 @@
-"""Whether a chunk fits a receive request, and what it fills there. Pure: the caller plans what is returned."""
+"""Matching: whether a chunk fits a receive request, and which cells it fills. Pure: the caller reserves the cells."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from kvferry.attention.state_windows import StateList, match_state
 from kvferry.daemon.transfer.endpoints import Excused, PlannedCopy, ReceiveRequest, SendChunk, SourcePool, rows_by_step
 from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
+from kvferry.daemon.transfer.payloads import check_payload
 from kvferry.pools.model_checks import check_models
 from kvferry.pools.planning.coverage import Extent, Rows, cells_of
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
@@ -19,14 +20,14 @@ from kvferry.pools.planning.plan import make_plan
 from kvferry.protocol.errors import FirstTokenTwiceError, LengthMismatchError
 
 DRAFT = "draft"
-"""The component whose layers are not numbered as the model's are."""
+"""The component whose layers have their own numbers, not the model's."""
 
 _Pairings: TypeAlias = "weakref.WeakKeyDictionary[SourcePool, dict[str, Pairing]]"
 _pairings: weakref.WeakKeyDictionary[SourcePool, _Pairings] = weakref.WeakKeyDictionary()
 
 
 class Trim(NamedTuple):
-    """Lists of one component that were cut to the shorter length, by their lengths before."""
+    """Page lists of one component that were cut to the shorter length; their lengths before, in pages."""
 
     component: str
     source_length: int
@@ -39,9 +40,15 @@ class Trim(NamedTuple):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """What a chunk fills in a receive request; surplus that the receive request does not want is counted.
+    """What a chunk fills in a receive request, with counts of entries and pages that the receive request does not take.
 
-    ``excused`` are cells that nothing fills because lists were trimmed, ``trims`` what was left out of which lists.
+    Attributes:
+        planned_copies: the copies to make.
+        skipped_source_entries: entries that the destination does not have.
+        skipped_source_pages: pages that the receive request does not list.
+        covered_source_entries: entries that a replica has sent already.
+        excused: cells that stay unfilled because lists were trimmed.
+        trims: how the lists were trimmed.
     """
 
     planned_copies: tuple[PlannedCopy, ...]
@@ -58,7 +65,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class _Span(NamedTuple):
-    """Which part of a source's list goes into which part of a receive request's."""
+    """Which part of a source's page list goes into which part of a receive request's; indexes into the lists."""
 
     source_start: int
     destination_start: int
@@ -70,17 +77,18 @@ class _Span(NamedTuple):
 def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest, whole_below_bytes: int = 0) -> Match:
     """Return what the chunk fills in the receive request.
 
-    Source pages before the receive request's first page are dropped: decode has that prefix already. Source pages past
-    its end are an error where the component is paged: the sides disagree about the length. A chunk with steps that
-    moves less than ``whole_below_bytes`` goes with its last step.
+    Source pages before the receive request's first page are skipped: decode has that prefix already. In a paged
+    component, source pages past its end are an error: the two engines disagree about the length. A chunk with steps
+    that moves less than ``whole_below_bytes`` is copied as a whole, with its last step.
 
     Raises:
         LengthMismatchError: the chunk goes past the receive request's end, or the last tokens differ.
         WindowMismatchError, EmptyStateError: a window or state does not fit, see ``attention.state_windows``.
         PageOverlapError: a cell has a sender already.
+        TooLargeError: the payload exceeds the bound of the receive request's pool.
         FirstTokenTwiceError: the receive request has a first token or payload already.
-        ModelMismatchError: the pools are of two models, and the receive request does not take any.
-        UncoveredEntryError, GeometryMismatchError, DuplicateEntryError: the pools do not fit.
+        ModelMismatchError: the pools have different models, and the receive request was not made with ``any_model``.
+        UncoveredEntryError, GeometryMismatchError, DuplicateEntryError: the pools' layouts do not match.
     """
     if not receive_request.any_model:
         check_models(
@@ -88,8 +96,9 @@ def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest,
         )
     if chunk.carries_token and receive_request.token_chunk is not None:
         raise FirstTokenTwiceError(
-            "another SEND of the receive request carries the first token or payload", field="first_token"
+            "another SEND of the request carries the first token or payload", field="first_token"
         )
+    check_payload(chunk.payload, receive_request.pool)
     parts = [_match_component(one, chunk, source, receive_request) for one in chunk.ranges]
     planned_copies = [planned_copy for part in parts for planned_copy in part.planned_copies]
     if chunk.steps:
@@ -141,7 +150,7 @@ def _match_component(one: PageRange, chunk: SendChunk, source: SourcePool, recei
 
 
 def _pairing(source: SourcePool, destination: SourcePool, component: str) -> Pairing:
-    """Return the pairing, which the destination's pool remembers for as long as both live."""
+    """Return the pairing of two pools' entries, cached for as long as both pools live."""
     known = _pairings.setdefault(destination, weakref.WeakKeyDictionary()).setdefault(source, {})
     if component not in known:
         entries = entries_of(source.manifest, component)
@@ -150,7 +159,7 @@ def _pairing(source: SourcePool, destination: SourcePool, component: str) -> Pai
 
 
 def _paged_spans(one: PageRange, destination: PageRange, *, last: bool) -> list[_Span]:
-    """Return what both sides have of the logical pages, a span between gaps of either; the first counts the rest."""
+    """Return the logical pages that both lists have, as spans without gaps; the first span counts the surplus pages."""
     if one.end_page > destination.end_page:
         raise LengthMismatchError(
             f"{one.component}: source pages {one.start_page}..{one.end_page - 1} go past the receive request's "
@@ -195,7 +204,7 @@ def _state_span(one: PageRange, destination: PageRange, receive_request: Receive
 def _planned_copies(
     one: PageRange, destination: PageRange, pairing: Pairing, spans: Sequence[_Span], receive_request: ReceiveRequest
 ) -> tuple[tuple[PlannedCopy, ...], int]:
-    """Return what of them is still wanted, and how many entries were wholly covered by a replica."""
+    """Return the copies of cells that no source fills yet, and how many entries a replica has covered completely."""
     replicated = np.array([(pair.source.replicas or 1) > 1 for pair in pairing.pairs], np.bool_)
     wanted = np.zeros(len(pairing.pairs), np.bool_)
     planned_copies = []
@@ -208,7 +217,7 @@ def _planned_copies(
 
 
 def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span: _Span, extent: Extent) -> PlannedCopy:
-    """Return what an extent of a span is."""
+    """Return the planned copy of an extent of a span."""
     source_start = span.source_start + extent.start - span.destination_start
     source_ids = one.ids[source_start : source_start + extent.stop - extent.start]
     plan = make_plan(pairing, source_ids, destination.ids[extent.start : extent.stop])
@@ -218,13 +227,13 @@ def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span
 
 
 def _of(planned_copy: PlannedCopy, rows: Rows) -> PlannedCopy:
-    """Return what some rows of a planned copy are."""
+    """Return the part of a planned copy with these rows (entry pairs)."""
     pairs = tuple(pair for pair, kept in zip(planned_copy.pairs, rows.tolist(), strict=True) if kept)
     return planned_copy._replace(cells=planned_copy.cells.of(rows), plan=planned_copy.plan.of(rows), pairs=pairs)
 
 
 def _by_steps(planned_copies: list[PlannedCopy], chunk: SendChunk, *, whole: bool) -> list[PlannedCopy]:
-    """Cut the planned copies into the chunk's steps; all of them are the last one's where they go as a whole."""
+    """Split the planned copies by the chunk's steps; if ``whole``, all go with the last step."""
     if whole:
         return [one._replace(step=len(chunk.steps) - 1) for one in planned_copies]
     cut = []

@@ -1,4 +1,4 @@
-"""The page lists of a SEND or RECEIVE, with their ids, checked against the pool they are of."""
+"""The page lists of a SEND or RECEIVE with their page ids, checked against their pool's manifest."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from kvferry.protocol.manifests import Component, Entry, Manifest
 
 
 class PageRange(msgspec.Struct, frozen=True):
-    """Logical pages of one component, from ``first_page`` on, and the pages that hold them.
+    """Logical pages of one component, from ``first_page`` on, and the page ids that hold them.
 
-    The logical pages are consecutive, but where the message had several lists of the component: then ``extents`` has
-    those of each list, ascending, and ``ids`` all their pages. ``end_token`` is the position after the last token,
-    where the client gave it; ``field`` names the (first) list in errors. ``kind`` is the component's; only a window's
-    or state's ``first_page`` may be unknown, its list empty, or wanted by nobody (``none``). A ``shared`` list has the
-    same pages as another one of the message, which holds them; an ``implied`` one, which is shared too, was not named.
+    The logical pages are consecutive, unless the message had several lists of the component: then ``extents`` has the
+    logical pages of each list, ascending, and ``ids`` the ids of all lists. ``end_token`` is the position after the
+    last token, if the client gave it; ``field`` names the (first) list in errors. ``kind`` is the component's; only a
+    window or state may have an unknown ``first_page``, an empty list, or ``none`` (the client does not want it). A
+    ``shared`` list has the same pages as another list of the message, which holds them; an ``implied`` list is shared
+    too, but was not in the message.
     """
 
     component: str
@@ -59,7 +60,7 @@ class PageRange(msgspec.Struct, frozen=True):
         return self.extents[-1].stop if self.extents else self.start_page + len(self.ids)
 
     def held_tokens(self, page_tokens: int) -> int | None:
-        """Return how many tokens the pages hold, where the client said where they end."""
+        """Return how many tokens the pages hold, or None where the client did not say where they end."""
         return None if self.end_token is None else self.end_token - (self.end_page - len(self.ids)) * page_tokens
 
 
@@ -71,37 +72,41 @@ def page_ranges(
     may_end_inside: bool,
     may_lack: bool = False,
 ) -> tuple[PageRange, ...]:
-    """Return the lists with their ids; a component on the pages of another one goes with the other's list.
+    """Return a message's page lists with their ids.
+
+    A paged component without a list, but on the pages of a listed one, gets that list. A message without lists, or with
+    only empty ones, moves no pages.
 
     Args:
-        lists: as the message names them.
-        ids: the id frames, in the same order.
-        manifest: of the sender's own pool.
-        may_end_inside: whether the last page may be filled in part: not so in a chunk that others follow.
-        may_lack: whether components may have no list: so in a chunk among several.
+        lists: the message's lists.
+        ids: the page ids of each list, in the same order.
+        manifest: the manifest of the message's pool.
+        may_end_inside: whether the last page may be partly filled; false in a chunk that others follow.
+        may_lack: whether required components may have no list; true in a chunk of several.
 
     Raises:
-        UnknownComponentError: a component that the pool lacks, or needs and has not here.
+        UnknownComponentError: a list names a component that the pool lacks, or a required component has no list.
         EmptyPagesError, PageOutOfRangeError, LengthMismatchError, PageGapError, PageOverlapError, InvalidFieldError: a
-            list at fault.
+            list is invalid.
     """
+    no_pages = not any(len(its_ids) for its_ids in ids)
     last = {one.component: index for index, one in enumerate(lists)}
     of_component: dict[str, list[PageRange]] = {}
     for index, (one, its_ids) in enumerate(zip(lists, ids, strict=True)):
         inside = may_end_inside and index == last[one.component]
-        found = _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=inside)
+        found = _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=inside, may_be_empty=no_pages)
         of_component.setdefault(one.component, []).append(found)
     ranges = [_in_one(one) for one in of_component.values()]
     ranges = [*_with_shared(ranges, manifest), *_implied(ranges, manifest)]
     missing = {one.name for one in manifest.components} - {one.component for one in ranges}
     required = sorted(missing.difference(manifest.optional_components))
-    if required and not may_lack:
+    if required and not (may_lack or no_pages):
         raise UnknownComponentError(f"no list for component {required[0]!r}", field="lists")
     return tuple(ranges)
 
 
 def split(one: PageRange, page_tokens: int | None) -> Iterator[tuple[PageList, PageIds]]:
-    """Yield the lists that a message has for it, each with its ids."""
+    """Yield the lists of a message that a range was made of, each with its ids."""
     at = 0
     for extent in one.logical_pages:
         ids = one.ids[at : at + len(extent)]
@@ -117,7 +122,7 @@ def split(one: PageRange, page_tokens: int | None) -> Iterator[tuple[PageList, P
 
 
 def lists_with_pages(ranges: Iterable[PageRange]) -> list[PageRange]:
-    """Return the lists that hold pages: not the empty ones, nor those whose pages another list holds."""
+    """Return the lists that hold pages: neither empty ones nor those whose pages another list holds."""
     return [one for one in ranges if len(one.ids) and not one.shared]
 
 
@@ -127,21 +132,23 @@ def entries_of(manifest: Manifest, component: str) -> tuple[Entry, ...]:
 
 
 def page_tokens_of(manifest: Manifest, component: str) -> int | None:
-    """Return how many tokens a component's pages have, None where it is not paged by tokens.
+    """Return the tokens per page of a component, or None where it is not paged by tokens.
 
-    ``main`` of a pipeline stage may have no entry of its own, but draft layers on its pages: they say it then.
+    ``main`` of a pipeline stage may have only draft layers on its pages, and no entry of its own: theirs is used then.
     """
     space = _space(manifest, component)
     inside = {one.name for one in manifest.components if one.space == space}
     return next((entry.page_tokens for entry in manifest.entries if entry.component in inside), None)
 
 
-def _page_range(one: PageList, ids: PageIds, manifest: Manifest, field: str, *, may_end_inside: bool) -> PageRange:
+def _page_range(
+    one: PageList, ids: PageIds, manifest: Manifest, field: str, *, may_end_inside: bool, may_be_empty: bool
+) -> PageRange:
     component = component_of(manifest, one.component)
     if component is None:
         raise UnknownComponentError(f"the pool has no component {one.component!r}", field=f"{field}.component")
     _check_form(one, component, field)
-    if component.kind == "paged" or len(ids):
+    if len(ids) or (component.kind == "paged" and not may_be_empty):
         check_range(ids, component.pages, f"{field}.pages")
     first_page = 0 if component.kind == "paged" and one.first_page is None else one.first_page
     end_token = None
@@ -155,18 +162,18 @@ def _page_range(one: PageList, ids: PageIds, manifest: Manifest, field: str, *, 
 
 
 def _in_one(lists: Sequence[PageRange]) -> PageRange:
-    """Return the lists of one component as one.
+    """Return one range for all lists of a component.
 
     Raises:
-        InvalidFieldError: several of a window or state, or one without ``first_page``.
-        PageOverlapError: they do not ascend.
+        InvalidFieldError: several lists of a window or state.
+        PageOverlapError: the lists do not ascend, or overlap.
     """
     first = lists[0]
     if len(lists) == 1:
         return first
     for before, one in itertools.pairwise(lists):
         if one.kind != "paged":
-            raise InvalidFieldError(f"{one.component!r} is no paged component: give it one list", field=one.field)
+            raise InvalidFieldError(f"{one.component!r} is not a paged component: give it one list", field=one.field)
         if one.start_page < before.end_page:
             raise PageOverlapError(
                 f"{one.component}: the list begins at page {one.start_page}, the one before ends at "
@@ -185,11 +192,11 @@ def _check_form(one: PageList, component: Component, field: str) -> None:
     if component.kind == "paged" and one.none:
         raise InvalidFieldError(f"{one.component!r} is neither a window nor a state", field=f"{field}.none")
     if one.none and one.pages:
-        raise InvalidFieldError("a list that is wanted by nobody names pages", field=f"{field}.pages")
+        raise InvalidFieldError("a list with none=true names pages", field=f"{field}.pages")
 
 
 def _with_shared(ranges: Sequence[PageRange], manifest: Manifest) -> Iterator[PageRange]:
-    """Mark the lists that name the very pages of one before them, which both lie on: a page is one group's."""
+    """Mark lists with the same ids as an earlier list of a component that lies on the same pages as shared."""
     before: list[PageRange] = []
     for one in ranges:
         twin = any(
@@ -202,7 +209,7 @@ def _with_shared(ranges: Sequence[PageRange], manifest: Manifest) -> Iterator[Pa
 
 
 def _implied(ranges: Sequence[PageRange], manifest: Manifest) -> Iterator[PageRange]:
-    """Yield the lists of paged components that lie on the pages of a listed one: draft layers on main's pages."""
+    """Yield lists for paged components that lie on a listed component's pages, such as draft layers on main's."""
     named = {one.component for one in ranges}
     for component in manifest.components:
         if component.name in named or component.kind != "paged" or component.group:
@@ -213,7 +220,7 @@ def _implied(ranges: Sequence[PageRange], manifest: Manifest) -> Iterator[PageRa
 
 
 def _pages_of(manifest: Manifest, name: str) -> str:
-    """Return whose pages a component lies on: those of its space's first, or of its group."""
+    """Return the component whose pages a component lies on: its space's first, or itself if it is a group."""
     component = component_of(manifest, name)
     assert component is not None, name
     return component.name if component.group else component.space

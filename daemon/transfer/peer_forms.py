@@ -1,4 +1,4 @@
-"""Chunks as they travel between daemons, and back."""
+"""Conversion of chunks and transfer ops to and from the messages between daemons."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvferry.protocol.peer_messages import OpRequest, PeerSend, Segment
 from kvferry.protocol.transfer_messages import LayerStep
 
 ANY_EVENT, ANY_VALUE = 0, 1
-"""A step's event is the source's affair: the home is told how many steps are ready."""
+"""In steps of another daemon's chunk: only the source sees their events; it sends how many steps are ready."""
 
 
 def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> tuple[PeerSend, list[PageIds]]:
-    """Return a chunk of a local send request as it is said to a receive request's home, and its page lists."""
+    """Return the message with chunk ``number`` of a local send request for a receive request's home, and its ids."""
     send_request = remote_endpoint.send_request
     chunk, pool = send_request.chunks[number], send_request.holder
     assert pool is not None, remote_endpoint
@@ -47,10 +47,10 @@ def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> tuple[PeerSend
 
 
 def chunk_of(message: PeerSend, ids: Sequence[PageIds], manifest: Manifest) -> SendChunk:
-    """Return the chunk that another daemon send requests, checked against its pool's manifest.
+    """Return the chunk of another daemon's message, checked against the manifest of its pool.
 
     Raises:
-        KvferryError: a list at fault, see ``page_ranges``.
+        KvferryError: a page list does not fit the manifest, see ``page_ranges``.
     """
     steps = tuple(
         LayerStep(first_layer=first, layers=layers, event=ANY_EVENT, value=ANY_VALUE) for first, layers in message.steps
@@ -60,7 +60,7 @@ def chunk_of(message: PeerSend, ids: Sequence[PageIds], manifest: Manifest) -> S
 
 
 def op_of(op: TransferOp) -> OpRequest:
-    """Return a transfer op of another daemon's send request as its source is told of it."""
+    """Return the message that asks the source daemon for a transfer op."""
     assert op.send_request.origin is not None, op
     assert isinstance(op.send_request.pool, RemotePool), op
     places = {id(entry): number for number, entry in enumerate(op.send_request.pool.manifest.entries)}

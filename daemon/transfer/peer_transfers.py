@@ -1,8 +1,8 @@
-"""Transfers between daemons, sans I/O: send requests there for receive requests here, and the other way round.
+"""Transfers between daemons, without I/O: other daemons' send requests for receive requests here, and vice versa.
 
-What other daemons say is told to the endpoints that it is about as an event of the table in ``transitions``. A first
-chunk that does not fit is refused, and the receive request goes on waiting; so does one that a lost source daemon had
-not joined. A half that comes after the other one has ended by itself is told so; see ``tombstones``.
+Messages of other daemons are applied to endpoints as events of the table in ``transitions``. If the first chunk of a
+send request does not fit, it is refused and the receive request goes on waiting, as it does when a source daemon is
+lost that had not joined it. A half that comes after the other one has ended is told so; see ``tombstones``.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from kvferry.protocol.peer_messages import ReceiveName
 
 MAX_ANNOUNCEMENTS = 65_536
 NO_SEND = 0
-"""What a refusal names where not a send request was refused but the announcement of the receive request itself."""
+"""In SEND_REFUSED and SEND_WITHDRAWN: the message is about the announced receive request, not about a send request."""
 
 NO_SESSION = 0
-"""The session number of send requests from other daemons: nobody here is told of them."""
+"""The session number of send requests from other daemons: no session here gets their events."""
 
 
 class TransferActivity(Protocol):
-    """Who gives way to transfers: is told when bytes of a transfer op begin to move, and when none can any more."""
+    """What yields to transfers: told when a transfer op begins to move bytes, and when it no longer can."""
 
     def transfer_began(self) -> None:
-        """Count a transfer op that is under way."""
+        """Count a transfer op that begins."""
 
     def transfer_ended(self) -> None:
-        """Count it no longer."""
+        """Stop counting a transfer op."""
 
 
 class NoActivity:
-    """See ``TransferActivity``, where nothing gives way."""
+    """A ``TransferActivity`` that ignores everything."""
 
     def transfer_began(self) -> None:
         """See ``TransferActivity``."""
@@ -67,7 +67,7 @@ class NoActivity:
 
 
 class PeerTransfers:
-    """Takes what other daemons say. Part of the transfer state machine, which executes its effects."""
+    """Handles the messages of other daemons. Part of the transfer state machine."""
 
     def __init__(
         self, endpoints: Endpoints, completion: Completion, scheduling: CopyScheduler, activity: TransferActivity
@@ -81,10 +81,10 @@ class PeerTransfers:
     # -- at the home: send requests of other daemons for receive requests here
 
     def receive_request(self, name: ReceiveName) -> ReceiveRequest:
-        """Return the open receive request that another daemon means.
+        """Return the open receive request that another daemon names.
 
         Raises:
-            UnknownTransferError: it is over, or was armed again since.
+            UnknownTransferError: it has ended, or a later RECEIVE has replaced it (another epoch).
         """
         receive_request = self._endpoints.receive_requests.get(
             EndpointKey(name.tenant, name.request_id, name.pool, "receive")
@@ -94,10 +94,10 @@ class PeerTransfers:
         return receive_request
 
     def receive_for(self, origin: Origin) -> ReceiveRequest:
-        """Return the open receive request that another daemon send requests to.
+        """Return the open receive request of another daemon's send request.
 
         Raises:
-            UnknownTransferError: it is over, or was armed again since.
+            UnknownTransferError: it has ended, or a later RECEIVE has replaced it (another epoch).
             UnexpectedSourceError: it does not expect send requests of that daemon.
         """
         receive_request = self.receive_request(origin.receive_request)
@@ -116,13 +116,13 @@ class PeerTransfers:
     def chunk_announced(
         self, origin: Origin, number: int, pool: SourcePool, chunk: SendChunk, ready: int, now: float
     ) -> None:
-        """Take a chunk of another daemon's send request; refuse it by an effect where it does not fit.
+        """Accept a chunk of another daemon's send request, or refuse it by an effect if it does not fit.
 
         Args:
             origin: which send request.
-            number: of the chunk, from 0.
-            pool: what the send request's pages are of.
-            chunk: with its page lists.
+            number: the chunk's number, from 0.
+            pool: the pool of the send request's pages.
+            chunk: the chunk with its page lists.
             ready: how many of its steps are ready.
             now: the time.
         """
@@ -132,7 +132,7 @@ class PeerTransfers:
             if send_request is None:
                 send_request = self._new_send(origin, number, pool, receive_request, now)
             elif number < len(send_request.chunks):
-                return  # said again after a reconnection
+                return  # repeated after a reconnection
             elif number > len(send_request.chunks):
                 raise PageGapError(f"chunk {number} came after {len(send_request.chunks)} chunks", field="chunk")
             fits = self._copy_scheduler.fit(receive_request, send_request, number, [chunk])
@@ -147,7 +147,7 @@ class PeerTransfers:
         self._completion.check_done(receive_request, now)
 
     def step_ready(self, origin: Origin, number: int, ready: int, now: float) -> None:
-        """Take the news that steps of another daemon's chunk are ready."""
+        """Start the transfer ops of another daemon's chunk whose steps are ready; ``ready`` counts them."""
         send_request = self._endpoints.remote_sends.get(origin)
         if send_request is None or number >= len(send_request.ready):
             return
@@ -157,19 +157,19 @@ class PeerTransfers:
                 self._copy_scheduler.start_ready(receive_request, now)
 
     def withdrawn(self, origin: Origin, error: KvferryError, now: float) -> None:
-        """Take the end of another daemon's send request."""
+        """Fail another daemon's send request, which its daemon has withdrawn."""
         send_request = self._endpoints.remote_sends.get(origin)
         if send_request is not None:
             self._completion.apply(send_request, Event.WITHDRAWN, now, cause=error)
 
     def sources_ended(self, peer: Incarnation, name: ReceiveName, error: KvferryError, now: float) -> None:
-        """Take another daemon's word that SENDs for a receive request here had ended before it was announced there.
+        """Handle a daemon's message that its SENDs for a receive request here had ended before the announcement came.
 
-        The receive request fails, unless others may still fill it: where it names more daemons than it has sources, it
-        goes on until all of them have said so.
+        The receive request fails, unless others may still fill it: if it names more daemons than it has sources, it
+        waits until all of them have sent this message.
 
         Raises:
-            UnknownTransferError: the receive request is over.
+            UnknownTransferError: the receive request has ended.
             UnexpectedSourceError: it does not expect send requests of that daemon.
         """
         receive_request = self.receive_for(Origin(peer, name, NO_SEND))
@@ -182,45 +182,51 @@ class PeerTransfers:
             self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=error)
 
     def waiting_homes(self) -> list[Incarnation]:
-        """Return the home of each receive request of another daemon that waits for or takes sends from here."""
+        """Return the home of each other daemon's receive request that was announced here; a home may repeat."""
         return [one.home for one in self._endpoints.announcements.values()]
 
     # -- at the source: receive requests of other daemons for send requests here
 
     def announced(self, home: Incarnation, name: ReceiveName, deadline_at: float, now: float) -> None:
-        """Take another daemon's receive request, and send request it what is here. Once is enough."""
+        """Add another daemon's receive request, and send it the chunks that are here; repeating it is harmless."""
         known = self._endpoints.announcements.get((home, name))
-        if known is not None:  # said again after a reconnection: what we said may be lost as well
+        if known is not None:  # repeated after a reconnection: our chunks may be lost too
             for remote_endpoint in known.remote_endpoints:
                 chunks = range(len(remote_endpoint.send_request.chunks))
                 self._endpoints.effects.extend(NotifyChunk(remote_endpoint, number) for number in chunks)
             self._notify_of_ends(known, now)
             return
         for older in list(self._endpoints.announced(name.request_id)):
-            same_receive = _whatever_epoch(older.receive_request) == _whatever_epoch(name)
-            if older.home.address == home.address and same_receive:  # its end was lost, or is on its way
+            same_receive = _without_epoch(older.receive_request) == _without_epoch(name)
+            if older.home.address == home.address and same_receive:  # the message of its end was lost, or is late
                 self._completion.close(older, Event.BEGUN_ANEW, now, detail="the receiver has begun anew")
         announcement = Announcement(home, name, deadline_at)
         endpoints = self._endpoints.of_request(name.request_id)
         if any(one.source_or_destination.tenant != name.tenant for one in endpoints):
-            taken = TransferExistsError("the request id is another tenant's", field="request_id")
+            taken = TransferExistsError("the request id is in use by another tenant", field="request_id")
             self._endpoints.effects.append(RefuseSend(home, name, NO_SEND, taken))
             return
         if len(self._endpoints.announcements) >= MAX_ANNOUNCEMENTS:
-            full = OverloadedError(f"{MAX_ANNOUNCEMENTS} receive requests of other daemons wait here")
+            full = OverloadedError(f"{MAX_ANNOUNCEMENTS} receive requests of other daemons are announced here")
             self._endpoints.effects.append(RefuseSend(home, name, NO_SEND, full))
             return
         self._endpoints.announce(announcement)
         self._endpoints.tombstones.renewed(Half(name.tenant, name.request_id, "receive"))
         for endpoint in list(endpoints):
-            if isinstance(endpoint, SendRequest) and endpoint.state is State.OPEN:
-                self.join(announcement, endpoint)
+            if not isinstance(endpoint, SendRequest) or endpoint.state is not State.OPEN:
+                continue
+            if self.join(announcement, endpoint):
+                self._endpoints.notify_matched(endpoint)
         self._notify_of_ends(announcement, now)
 
-    def join(self, announcement: Announcement, send_request: SendRequest) -> None:
-        """Send all chunks of a local send request to another daemon's receive request, if a destination is left."""
-        if len(send_request.receive_requests) >= send_request.destinations:
-            return
+    def join(self, announcement: Announcement, send_request: SendRequest) -> bool:
+        """Send all chunks of a local send request to another daemon's receive request, if it wants more destinations.
+
+        Returns:
+            Whether it joined.
+        """
+        if not send_request.unmet:
+            return False
         remote_endpoint = RemoteEndpoint(announcement, send_request, next(self._remote_numbers), State.OPEN)
         self._endpoints.remote_endpoints[remote_endpoint.number] = remote_endpoint
         announcement.remote_endpoints.append(remote_endpoint)
@@ -228,6 +234,7 @@ class PeerTransfers:
         self._endpoints.effects.extend(
             NotifyChunk(remote_endpoint, number) for number in range(len(send_request.chunks))
         )
+        return True
 
     def closed(
         self,
@@ -238,7 +245,7 @@ class PeerTransfers:
         now: float,
         unmet: int = 0,
     ) -> None:
-        """Take the outcome of another daemon's receive request; of its sources ``unmet`` had not come."""
+        """End another daemon's receive request with its outcome; ``unmet`` of its sources had not come."""
         announcement = self._endpoints.announcements.get((home, name))
         if announcement is None:
             return
@@ -251,24 +258,24 @@ class PeerTransfers:
         self._completion.close(announcement, event, now, unmet=bool(unmet), cause=error)
 
     def refused(self, home: Incarnation, number: int, error: KvferryError, now: float) -> None:
-        """Take another daemon's word that a send request does not fit its receive request."""
+        """Fail a remote endpoint whose home refused the send request."""
         remote_endpoint = self._endpoints.remote_endpoints.get(number)
         if remote_endpoint is not None and remote_endpoint.announcement.home == home:
             self._completion.apply(remote_endpoint, Event.REFUSED, now, cause=error)
 
     def announcement_refused(self, name: ReceiveName, error: KvferryError) -> None:
-        """Take another daemon's word that it has no sends for a receive request here, which goes on waiting.
+        """Note that another daemon refused the announcement of a receive request here, which goes on waiting.
 
         Raises:
-            UnknownTransferError: the receive request is over.
+            UnknownTransferError: the receive request has ended.
         """
         self.receive_request(name).last_refusal = error
 
     def open_remote(self, home: Incarnation, number: int, name: ReceiveName) -> RemoteEndpoint:
-        """Return what a send request sends to, while it may.
+        """Return the open remote endpoint ``number``.
 
         Raises:
-            UnknownTransferError: the receive request or the send request is over, or it is another one's.
+            UnknownTransferError: it has ended, is of another home, or of another receive request.
         """
         remote_endpoint = self._endpoints.remote_endpoints.get(number)
         if (
@@ -276,13 +283,13 @@ class PeerTransfers:
             or remote_endpoint.state is not State.OPEN
             or remote_endpoint.announcement.home != home
         ):
-            raise UnknownTransferError("the send request is over", field="send_request")
+            raise UnknownTransferError("the send request has ended", field="send_request")
         if remote_endpoint.announcement.receive_request != name:
             raise UnknownTransferError("the send request is for another receive request", field="receive_request")
         return remote_endpoint
 
     def begin_sending(self, remote_endpoint: RemoteEndpoint, op: int, now: float) -> None:
-        """Note that a transfer op of the remote endpoint's send request is being written to its home."""
+        """Note that this daemon begins to write a transfer op to the remote endpoint's home."""
         if op not in remote_endpoint.sending:
             self._activity.transfer_began()
         remote_endpoint.sending.add(op)
@@ -290,16 +297,43 @@ class PeerTransfers:
             remote_endpoint.send_request.first_copy_at = now
 
     def sending_done(self, remote_endpoint: RemoteEndpoint, op: int) -> None:
-        """Note that no byte of a transfer op can move any more."""
+        """Note that no byte of a transfer op can move any more; the remote endpoint may settle."""
         if op in remote_endpoint.sending:
             self._activity.transfer_ended()
         remote_endpoint.sending.discard(op)
         self._completion.check_settled(remote_endpoint)
 
-    # -- both
+    # -- both roles
+
+    def half_abandoned(self, half: Half, error: KvferryError, now: float, source: str | None = None) -> int:
+        """Fail the open endpoints here that wait for a half that will not come; return how many.
+
+        Args:
+            half: the half that will not come.
+            error: what they fail with.
+            now: the time.
+            source: the other daemon that abandons the half. If the half is SENDs, only receive requests that name this
+                daemon as a source fail, and no tombstone is left: later ones are announced to it. None: an engine of
+                this daemon.
+        """
+        waiting = [
+            one
+            for one in self._endpoints.of_request(half.request_id)
+            if one.direction != half.direction
+            and one.source_or_destination.tenant == half.tenant
+            and one.state is State.OPEN
+            and one.unmet
+            and (source is None or not isinstance(one, ReceiveRequest) or source in one.source_daemons)
+        ]
+        for endpoint in self._endpoints.while_live(waiting):
+            self._completion.apply(endpoint, Event.PEER_ABANDONED, now, cause=error)
+        if source is None or half.direction == "receive":
+            notified = [one.source_or_destination.name for one in waiting]
+            self._endpoints.tombstones.abandon(half, error, now, notified)
+        return len(waiting)
 
     def peer_lost(self, peer: Incarnation, why: str, now: float) -> None:
-        """Fail what depends on an incarnation that is gone."""
+        """Fail the endpoints of an incarnation that is gone."""
         lost = f"the daemon at {peer.address} is gone: {why}"
         of_peer = [one for one in self._endpoints.remote_sends.values() if one.origin and one.origin.peer == peer]
         for send_request in self._endpoints.while_live(of_peer):
@@ -308,9 +342,9 @@ class PeerTransfers:
             self._completion.close(announcement, Event.DAEMON_LOST, now, detail=lost)
 
     def expired(self, announcement: Announcement, now: float) -> None:
-        """Drop another daemon's receive request at its deadline: its end was lost on the way."""
+        """End another daemon's receive request at its deadline: the message of its end was lost."""
         if self._endpoints.announcements.get((announcement.home, announcement.receive_request)) is announcement:
-            late = f"the receive request at {announcement.home.address} is over, and its end was not heard of"
+            late = f"the receive request at {announcement.home.address} passed its deadline, and no outcome came"
             nobody_came = not announcement.remote_endpoints
             self._completion.close(announcement, Event.DEADLINE, now, unmet=nobody_came, detail=late)
 
@@ -318,7 +352,7 @@ class PeerTransfers:
         self, origin: Origin, number: int, pool: SourcePool, receive_request: ReceiveRequest, now: float
     ) -> SendRequest:
         if number:
-            raise PageGapError(f"chunk {number} came first", field="chunk")
+            raise PageGapError(f"chunk {number} came first, chunk 0 is missing", field="chunk")
         if len(receive_request.send_requests) >= receive_request.sources:
             raise UnexpectedSourceError(
                 f"the receive request has its {receive_request.sources} sources", field="request_id"
@@ -327,7 +361,7 @@ class PeerTransfers:
         return SendRequest(pool, receive_request.request_id, NO_SESSION, times, 1, origin)
 
     def refuse(self, origin: Origin, error: KvferryError, now: float) -> None:
-        """Refuse a chunk of another daemon's send request; chunks before it fail too, else the receiver waits on."""
+        """Refuse a chunk of another daemon's send request; a send request with earlier chunks fails as a whole."""
         send_request = self._endpoints.remote_sends.get(origin)
         if send_request is not None:
             self._completion.apply(send_request, Event.REFUSED, now, cause=error)
@@ -342,7 +376,7 @@ class PeerTransfers:
             receive_request.last_refusal = error
 
     def _notify_of_ends(self, announcement: Announcement, now: float) -> None:
-        """Send another daemon's receive request the SENDs that ended here before it was announced."""
+        """Tell a receive request's home if SENDs for it ended here before it was announced."""
         home, name = announcement.home, announcement.receive_request
         half = Half(name.tenant, name.request_id, "send")
         ended = self._endpoints.tombstones.notices_for(half, listener_of(announcement), now, (home.boot_id, name.epoch))
@@ -350,6 +384,6 @@ class PeerTransfers:
             self._endpoints.effects.append(NotifyEnded(home, name, ended[0]))
 
 
-def _whatever_epoch(name: ReceiveName) -> tuple[str, str, int]:
-    """Return what names a receive request whatever its epoch."""
+def _without_epoch(name: ReceiveName) -> tuple[str, str, int]:
+    """Return the key of a receive request that all its epochs have in common."""
     return (name.request_id, name.pool, name.tenant)

@@ -1,11 +1,13 @@
-"""Every live side of a transfer by what names it, the deadlines, and the effects gathered so far."""
+"""The registry of live endpoints, with their deadlines and the effects gathered so far."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
 
-from kvferry.daemon.transfer.deadlines import Deadlines
-from kvferry.daemon.transfer.effects import Effect
+from kvferry.daemon.transfer.effects import Effect, Notify
 from kvferry.daemon.transfer.endpoints import (
     Announcement,
     EndpointKey,
@@ -17,22 +19,78 @@ from kvferry.daemon.transfer.endpoints import (
 from kvferry.daemon.transfer.remote import Incarnation, Origin
 from kvferry.daemon.transfer.tombstones import Tombstones
 from kvferry.daemon.transfer.transitions import State
+from kvferry.protocol.events import Matched
 from kvferry.protocol.peer_messages import ReceiveName
+
+# -- deadlines
+
+
+FEW = 16
+
+T = TypeVar("T")
+
+
+class Deadlines(Generic[T]):
+    """One deadline for each of a set of hashable things, in seconds of one monotonic clock.
+
+    Keeps no reference to a thing that was dropped.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []  # may have dropped numbers; ``set`` bounds how many
+        self._things: dict[int, T] = {}
+        self._numbers: dict[T, int] = {}
+        self._next_numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        """Show how many deadlines are set."""
+        return f"<Deadlines {len(self._things)}>"
+
+    def set(self, thing: T, deadline_at: float) -> None:
+        """Set a thing's deadline, replacing the one it had."""
+        self.drop(thing)
+        number = self._numbers[thing] = next(self._next_numbers)
+        self._things[number] = thing
+        heapq.heappush(self._heap, (deadline_at, number))
+        if len(self._heap) > FEW + 2 * len(self._things):
+            self._heap = [one for one in self._heap if one[1] in self._things]
+            heapq.heapify(self._heap)
+
+    def drop(self, thing: T) -> None:
+        """Remove a thing's deadline, if it has one."""
+        number = self._numbers.pop(thing, None)
+        if number is not None:
+            del self._things[number]
+
+    def due(self, now: float) -> Iterator[T]:
+        """Yield and drop the things that are due, earliest first. Deadlines may be set and dropped meanwhile."""
+        while self._heap and self._heap[0][0] <= now:
+            thing = self._things.get(heapq.heappop(self._heap)[1])
+            if thing is not None:
+                self.drop(thing)
+                yield thing
+
+    def next(self) -> float | None:
+        """Return the earliest deadline, or None."""
+        while self._heap and self._heap[0][1] not in self._things:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
 
 
 class Endpoints:
-    """What the parts of the transfer state machine share.
+    """The endpoints, transfer ops and effects that the parts of the transfer state machine share.
 
     Attributes:
-        send requests: the send requests of this daemon's sessions.
-        receive requests: the receive requests of this daemon's sessions.
+        send_requests: the send requests of this daemon's sessions.
+        receive_requests: the receive requests of this daemon's sessions.
         remote_sends: other daemons' send requests that joined receive requests here.
         announcements: other daemons' receive requests that wait for send requests from here.
-        remote endpoints: what send requests here are for other daemons' receive requests, by number, until they have
-        settled. transfer ops: what is on its way into receive requests here.
+        remote_endpoints: other daemons' receive requests that send requests here have joined, by number, until they
+            have settled.
+        ops: the transfer ops into receive requests here that are waiting or in progress.
         effects: what the shell has to do.
-        deadlines: of the open sides and of the announcements.
-        tombstones: of sides that ended before the other side came.
+        deadlines: of the open endpoints and the announcements.
+        tombstones: of endpoints that ended before their peer came.
     """
 
     def __init__(self, tombstones: Tombstones) -> None:
@@ -49,22 +107,35 @@ class Endpoints:
         self.deadlines: Deadlines[SendRequest | ReceiveRequest | Announcement] = Deadlines()
 
     def __iter__(self) -> Iterator[SendRequest | ReceiveRequest]:
-        """Yield every side that belongs to a session here."""
+        """Yield the endpoints of this daemon's sessions."""
         yield from self.send_requests.values()
         yield from self.receive_requests.values()
 
     @staticmethod
     def while_live(endpoints: Iterable[SendRequest | ReceiveRequest]) -> Iterator[SendRequest | ReceiveRequest]:
-        """Yield those that have not settled by then: what ends one may end others."""
+        """Yield each endpoint that has not settled when its turn comes: ending one may end others."""
         yield from (one for one in list(endpoints) if one.state is not State.SETTLED)
 
     def of_request(self, request_id: str) -> list[SendRequest | ReceiveRequest]:
-        """Return this daemon's sides of a request."""
+        """Return the endpoints of a request that belong to this daemon's sessions."""
         return self._by_request.get(request_id, [])
 
     def announced(self, request_id: str) -> list[Announcement]:
-        """Return the receive requests of other daemons for a request, oldest first."""
+        """Return other daemons' receive requests for a request, oldest first."""
         return self._announced.get(request_id, [])
+
+    def notify_matched(self, send_request: SendRequest) -> None:
+        """Send MATCHED to an open send request's session: another receive request has joined it."""
+        if send_request.origin is None:
+            matched = Matched(
+                request_id=send_request.request_id,
+                pool=send_request.pool.name,
+                direction="send",
+                generation=send_request.generation,
+                matched=send_request.matched,
+                destinations=send_request.destinations,
+            )
+            self.effects.append(Notify(send_request.session_id, matched))
 
     def announce(self, announcement: Announcement) -> None:
         """Add another daemon's receive request."""
@@ -83,7 +154,7 @@ class Endpoints:
             del self._announced[announcement.receive_request.request_id]
 
     def enter(self, endpoint: SendRequest | ReceiveRequest) -> None:
-        """Add a side that belongs to a session here."""
+        """Add an endpoint of a session here."""
         if isinstance(endpoint, ReceiveRequest):
             self.receive_requests[endpoint.key] = endpoint
         else:
@@ -92,7 +163,7 @@ class Endpoints:
         self.deadlines.set(endpoint, endpoint.deadline_at)
 
     def leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
-        """Remove a side that has settled."""
+        """Remove an endpoint that has settled."""
         if isinstance(endpoint, SendRequest) and endpoint.origin is not None:
             del self.remote_sends[endpoint.origin]
             return
@@ -103,7 +174,7 @@ class Endpoints:
             del self._by_request[endpoint.request_id]
 
     def postpone(self, endpoint: SendRequest | ReceiveRequest, deadline_at: float) -> None:
-        """Let a side be due at this time, unless it is due later."""
+        """Set an endpoint's deadline to this time, unless it is later already."""
         if deadline_at > endpoint.deadline_at:
             endpoint.deadline_at = deadline_at
             self.deadlines.set(endpoint, deadline_at)

@@ -1,4 +1,4 @@
-"""Another daemon as values: its life, its pools, and what names its send requests."""
+"""Values that describe other daemons: their incarnations, pools, and the keys of their send requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvferry.protocol.peer_messages import ReceiveName
 
 
 class Incarnation(NamedTuple):
-    """One life of another daemon."""
+    """One life of another daemon: a restart makes a new one."""
 
     address: str
     boot_id: str
 
 
 class Origin(NamedTuple):
-    """What names a send request that came from another daemon."""
+    """The key of a send request that came from another daemon."""
 
     peer: Incarnation
     receive_request: ReceiveName
@@ -29,7 +29,7 @@ class RemotePool:
     """A pool of another daemon.
 
     Attributes:
-        mapping: its memory, for reading, where that daemon is on this host and the transport has mapped it.
+        mapping: its memory, mapped read-only by the transport; None before that, and for daemons on other hosts.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class RemotePool:
         self.mapping: HostRegion | None = None
 
     def __repr__(self) -> str:
-        """Show whose it is."""
+        """Show its tenant, name and daemon."""
         return f"<RemotePool {self.tenant}/{self.name} of {self.peer.address}>"
 
     def unmap(self) -> None:
-        """Give the mapping up; copies that are under way keep the memory until they end."""
+        """Close the mapping; copies in progress keep the memory until they end."""
         if self.mapping is not None:
             self.mapping.close()
             self.mapping = None
 
     @property
     def region(self) -> HostRegion:
-        """Return the mapped memory; only after the transport has mapped it."""
+        """Return the mapped memory; call it only after the transport has mapped it."""
         assert self.mapping is not None, self
         return self.mapping

@@ -1,4 +1,4 @@
-"""From accepted chunks to transfer ops: what fits is planned, cut into steps, and started when a step is ready."""
+"""Makes transfer ops of accepted chunks: matches them, reserves cells, splits by steps, and starts what is ready."""
 
 from __future__ import annotations
 
@@ -10,31 +10,36 @@ from kvferry.daemon.transfer.admission import withdraw, would_complete
 from kvferry.daemon.transfer.effects import StartOp, WarnTrimmed
 from kvferry.daemon.transfer.endpoints import ReceiveRequest, SendChunk, SendRequest, TransferOp
 from kvferry.daemon.transfer.matching import Match, match
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.registry import Endpoints
 from kvferry.protocol.errors import KvferryError
 
 
 class Fit(NamedTuple):
-    """A chunk of a send request, by its number, and what it fills."""
+    """The number of a send request's chunk, and what the chunk fills."""
 
     chunk: int
     match: Match
 
 
 class CopyScheduler:
-    """Makes and starts transfer ops. A transfer of less than ``whole_below_bytes`` is not cut into steps."""
+    """Makes and starts transfer ops. A chunk of less than ``whole_below_bytes`` is not split into steps."""
 
-    def __init__(self, endpoints: Endpoints, whole_below_bytes: int) -> None:
+    def __init__(self, endpoints: Endpoints, whole_below_bytes: int, payloads: KeptPayloads) -> None:
         self._endpoints = endpoints
+        self._payloads = payloads
         self._whole_below_bytes = whole_below_bytes
         self._op_ids = itertools.count(1)
 
     def fit(
         self, receive_request: ReceiveRequest, send_request: SendRequest, first: int, chunks: Sequence[SendChunk]
     ) -> list[Fit]:
-        """Match a send request's chunks from number ``first`` on, and planned copy their cells; or leave no trace.
+        """Match a send request's chunks, of numbers from ``first`` on, and mark their cells as planned.
+
+        On an error, nothing is planned.
 
         Raises:
+            OverloadedError: the receiver's session keeps too many payload bytes.
             KvferryError: a chunk does not fit, or all sources are done and cells are missing.
         """
         fits: list[Fit] = []
@@ -44,6 +49,7 @@ class CopyScheduler:
                 for planned_copy in found.planned_copies:
                     receive_request.coverage[planned_copy.component].plan(planned_copy.cells)
                 fits.append(Fit(number, found))
+                self._payloads.check(receive_request.session_id, len(chunk.payload))
             if would_complete(receive_request, send_request, chunks):
                 receive_request.check_planned([one for fit in fits for one in fit.match.excused])
         except KvferryError:
@@ -52,11 +58,11 @@ class CopyScheduler:
         return fits
 
     def withdraw(self, receive_request: ReceiveRequest, fits: Sequence[Fit]) -> None:
-        """Take back what ``fit`` planned."""
+        """Undo what ``fit`` planned."""
         withdraw([(receive_request, [fit.match for fit in fits])])
 
     def join(self, receive_request: ReceiveRequest, send_request: SendRequest) -> None:
-        """Let the send request be one of the receive request's: from now on they end together."""
+        """Match the two endpoints: a failure of one now fails the other."""
         receive_request.send_requests.append(send_request)
         send_request.receive_requests.append(receive_request)
 
@@ -65,6 +71,8 @@ class CopyScheduler:
         if send_request not in receive_request.send_requests:
             self.join(receive_request, send_request)
         found = fit.match
+        payload = send_request.chunks[fit.chunk].payload
+        self._payloads.keep(receive_request.session_id, receive_request.key, len(payload))
         for endpoint in (receive_request, send_request):
             endpoint.skipped_source_entries = max(endpoint.skipped_source_entries, found.skipped_source_entries)
             endpoint.covered_source_entries = max(endpoint.covered_source_entries, found.covered_source_entries)
@@ -82,7 +90,7 @@ class CopyScheduler:
         self.start_ready(receive_request, now)
 
     def start_ready(self, receive_request: ReceiveRequest, now: float) -> None:
-        """Start the receive request's transfer ops whose step is ready by now."""
+        """Start the receive request's waiting transfer ops whose step is ready."""
         ready = [op for op in receive_request.waiting if op.ready]
         for op in ready:
             receive_request.waiting.remove(op)

@@ -1,21 +1,24 @@
-"""The transfer state machine: every live transfer of the daemon, as a state machine without I/O.
+"""The transfer state machine: all live transfers of the daemon, without I/O.
 
-Methods take what happened and the time; they return what to do (``effects``), or raise, and then nothing has changed.
-One rule decides who is refused where two messages do not fit: the one that came later. What was accepted stays.
+Methods take what happened and the time. They leave what is to be done in ``effects``, or raise, and then nothing has
+changed. Where two messages do not fit each other, the later one is refused; what was accepted stays accepted.
 
-What an event does to an endpoint is the table in ``transitions``, which ``completion`` executes.
+The table in ``transitions`` says what an event does to an endpoint; ``completion`` executes it.
 
-A side that comes after the other one has ended by itself, so that nobody was there to be told, ends as soon as it is
-accepted, with the other's code; see ``tombstones``. A side that it has joined already is told so too.
+An endpoint whose peer had ended by itself before it came fails as soon as it is accepted, with the peer's error code,
+and so do the endpoints that it has joined; see ``tombstones``.
 
-A receive request is SETTLED once no transfer op of it is under way; a send request once all its receive requests are.
-What other daemons say is in ``peer_transfers``.
+A receive request is SETTLED once it has no transfer op any more, a send request once all its receive requests are.
+Messages of other daemons are handled in ``peer_transfers``.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from kvferry.daemon.transfer.admission import (
     check_continues,
@@ -24,13 +27,13 @@ from kvferry.daemon.transfer.admission import (
     hold_for_reading,
     hold_for_writing,
 )
-from kvferry.daemon.transfer.completion import Completion
-from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyChunk, NotifyReady
+from kvferry.daemon.transfer.completion import Completion, Generations, Results
+from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyAbandoned, NotifyChunk, NotifyReady
 from kvferry.daemon.transfer.endpoints import Announcement, Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import PageRange
+from kvferry.daemon.transfer.payloads import KeptPayloads, check_payload
 from kvferry.daemon.transfer.peer_transfers import NoActivity, PeerTransfers, TransferActivity
 from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.results import Generations, Results
 from kvferry.daemon.transfer.scheduling import CopyScheduler, Fit
 from kvferry.daemon.transfer.tombstones import Half, Tombstones
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, State, Transitions
@@ -45,21 +48,23 @@ from kvferry.protocol.transfer_messages import Accepted, LayerStep, TransferResu
 
 
 class Sender(NamedTuple):
-    """Who sends a message about a transfer, and until when it may take."""
+    """The session and pool of a SEND or RECEIVE, its request id and deadline, and the instance that owns the pages."""
 
     session_id: int
     pool: Pool
     request_id: str
     times: Clocked
+    owner_id: int
 
 
 class TransferStateMachine:
     """All live transfers. Single-threaded; ``effects`` must be drained after each call.
 
     Attributes:
-        results: what sessions were told.
-        sides: the live sides.
-        peers: takes what other daemons say.
+        results: the results that sessions have not acknowledged.
+        endpoints: the live endpoints.
+        peers: handles the messages of other daemons.
+        payloads: counts the payload bytes that are kept.
     """
 
     def __init__(
@@ -68,15 +73,17 @@ class TransferStateMachine:
         tombstones: Tombstones | None = None,
         activity: TransferActivity | None = None,
         transitions: Transitions = TRANSITIONS,
+        payloads: KeptPayloads | None = None,
     ) -> None:
-        """``activity`` is told while bytes of a transfer op are being written to another daemon."""
-        self.results = Results()
+        """``activity`` is told when a write of a transfer op to another daemon begins and ends."""
+        self.payloads = KeptPayloads() if payloads is None else payloads
+        self.results = Results(self.payloads)
         self.endpoints = Endpoints(Tombstones() if tombstones is None else tombstones)
         self._generations = Generations()
-        self._epoches = itertools.count(1)
+        self._epochs = itertools.count(1)
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
-        self._completion = Completion(self.endpoints, self.results, transitions)
-        self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes)
+        self._completion = Completion(self.endpoints, self.results, self.payloads, transitions)
+        self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes, self.payloads)
         self.peers = PeerTransfers(self.endpoints, self._completion, self._copy_scheduler, activity or NoActivity())
 
     def __repr__(self) -> str:
@@ -86,12 +93,12 @@ class TransferStateMachine:
         return f"<TransferStateMachine sends={sends} receives={receives} ops={len(endpoints.ops)}>"
 
     def effects(self) -> list[Effect]:
-        """Return what to do because of the last calls, and forget it."""
+        """Return the effects of the calls since the last time, and clear them."""
         effects, self.endpoints.effects = self.endpoints.effects, []
         return effects
 
     def endpoint(self, session_id: int, key: EndpointKey) -> SendRequest | ReceiveRequest | None:
-        """Return the session's own live side of that name, or None."""
+        """Return the session's live endpoint with this key, or None."""
         endpoint = (
             self.endpoints.send_requests.get(key)
             if key.direction == "send"
@@ -108,14 +115,14 @@ class TransferStateMachine:
         *,
         any_model: bool = False,
     ) -> Accepted:
-        """Make a receive request, start what send requests hold for it already, and announce it to other daemons.
+        """Make a receive request, start the copies of send requests that wait for it, and announce it to other daemons.
 
         Args:
-            sender: whose receive request it is.
-            ranges: its pages.
+            sender: the session, pool and deadline of the RECEIVE.
+            ranges: the pages to fill.
             sources: how many send requests fill it, over all daemons.
-            source_daemons: the other daemons that may have send requests.
-            any_model: whether it takes another model's KV too.
+            source_daemons: the other daemons that may have send requests for it.
+            any_model: whether it accepts another model's KV too.
 
         Raises:
             TransferExistsError: the request id is in use.
@@ -145,9 +152,9 @@ class TransferStateMachine:
             for fit in self._copy_scheduler.fit(receive_request, send_request, 0, send_request.chunks)
         ]
         check_together(receive_request, send_requests, [one for _, fit in fits for one in fit.match.excused])
-        hold_for_writing(receive_request)
+        hold_for_writing(receive_request, sender.owner_id)
         receive_request.generation = self._generations.next(receive_request.session_id, receive_request.key)
-        receive_request.epoch = next(self._epoches)
+        receive_request.epoch = next(self._epochs)
         self._enter(receive_request)
         ended = self._ended_sources(receive_request, send_requests, now)
         for send_request, fit in fits:
@@ -155,6 +162,9 @@ class TransferStateMachine:
                 self._copy_scheduler.start(receive_request, send_request, fit, now)
             elif send_request not in receive_request.send_requests:
                 self._copy_scheduler.join(receive_request, send_request)
+        if ended is None:
+            for send_request in send_requests:
+                self.endpoints.notify_matched(send_request)
         self.endpoints.effects.extend(AnnounceReceive(address, receive_request) for address in source_daemons)
         if ended is not None:
             self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=ended)
@@ -162,12 +172,14 @@ class TransferStateMachine:
         return _accepted(receive_request)
 
     def send(self, sender: Sender, chunk: SendChunk, destinations: int) -> Accepted:
-        """Accept a SEND and start it into the receive requests that wait for it.
+        """Accept a SEND and start its copies into the receive requests that wait for it.
 
         Raises:
             TransferExistsError: the request id is in use, or its last SEND from this pool was accepted.
             PageGapError: the chunk does not continue the one before.
             InvalidFieldError: the steps do not name each layer once.
+            TooLargeError: the payload exceeds the bound of this pool or a receiver's.
+            OverloadedError: too many payload bytes are kept.
             KvferryError: the pages cannot be read, or a receive request does not take them: see ``match``.
         """
         self._check_tenant(sender)
@@ -176,6 +188,8 @@ class TransferStateMachine:
         number = len(send_request.chunks)
         check_continues(send_request, chunk)
         check_steps(chunk, sender.pool.manifest)
+        check_payload(chunk.payload, sender.pool)
+        self.payloads.check(sender.session_id, len(chunk.payload))
         receive_requests = [
             one for one in send_request.receive_requests if isinstance(one, ReceiveRequest) and one.state is State.OPEN
         ]
@@ -184,13 +198,14 @@ class TransferStateMachine:
         fits: list[tuple[ReceiveRequest, list[Fit]]] = []
         try:
             for receive_request in receive_requests:
-                fits.append((receive_request, self._copy_scheduler.fit(receive_request, send_request, number, [chunk])))  # noqa: PERF401  a refusal keeps what fitted
-            hold_for_reading(send_request, chunk)
+                fits.append((receive_request, self._copy_scheduler.fit(receive_request, send_request, number, [chunk])))  # noqa: PERF401  on a refusal, the fits so far are undone
+            hold_for_reading(send_request, chunk, sender.owner_id)
         except KvferryError:
             for receive_request, its_fits in fits:
                 self._copy_scheduler.withdraw(receive_request, its_fits)
             raise
         send_request.add(chunk)
+        self.payloads.keep(sender.session_id, send_request.key, len(chunk.payload))
         stepping = self._stepping.setdefault(send_request.session_id, []) if chunk.steps else []
         if send_request not in stepping:
             stepping.append(send_request)
@@ -208,7 +223,7 @@ class TransferStateMachine:
         return _accepted(send_request)
 
     def events_reached(self, session_id: int, reached: list[int], now: float) -> None:
-        """Take the values of a session's events, by their slot in its ring, and start what waited for them."""
+        """Start the steps that waited for a session's device events; ``reached`` has the values by ring slot."""
         for send_request in self._stepping.pop(session_id, ()):
             if send_request.state is not State.OPEN:
                 continue
@@ -221,11 +236,11 @@ class TransferStateMachine:
                 self._stepping.setdefault(session_id, []).append(send_request)
 
     def waits_for_events(self, session_id: int) -> bool:
-        """Return whether a step of the session's send requests is not ready."""
+        """Return whether a step of the session's send requests may not be ready yet."""
         return session_id in self._stepping
 
     def op_done(self, op_id: int, error: KvferryError | None, now: float) -> None:
-        """Take a copy's end, in whatever state its receive request is."""
+        """Handle the end of a transfer op, in any state of its receive request."""
         op = self.endpoints.ops.pop(op_id)
         receive_request = op.receive_request
         del receive_request.ops[op_id]
@@ -240,10 +255,10 @@ class TransferStateMachine:
         self._completion.check_settled(receive_request)
 
     def cancel(self, session_id: int, key: EndpointKey, now: float) -> None:
-        """Fail the session's side if it is open still.
+        """Cancel the session's endpoint; does nothing if it has finished.
 
         Raises:
-            UnknownTransferError: the session has no such side.
+            UnknownTransferError: the session has no such live endpoint.
         """
         endpoint = self.endpoint(session_id, key)
         if endpoint is None:
@@ -251,11 +266,30 @@ class TransferStateMachine:
                 f"no live {key.direction} of this request in pool {key.pool!r}", field="request_id"
             )
         self._completion.apply(
-            endpoint, Event.CANCEL, now, detail="cancelled by its own side", peer_detail="the peer cancelled"
+            endpoint, Event.CANCEL, now, detail="cancelled by its own side", matched_detail="the peer cancelled"
         )
 
+    def abandon(self, half: Half, error: KvferryError, now: float, daemons: Sequence[str] = ()) -> int:
+        """Fail the endpoints that wait for a half that will not come, and leave a tombstone for later ones.
+
+        ``daemons`` are told too, and the homes of receive requests that wait for SENDs from here.
+
+        Returns:
+            How many endpoints of sessions here failed.
+        """
+        failed = self.peers.half_abandoned(half, error, now)
+        homes = [
+            one.home.address
+            for one in self.endpoints.announced(half.request_id)
+            if half.direction == "send" and one.receive_request.tenant == half.tenant
+        ]
+        self.endpoints.effects.extend(
+            NotifyAbandoned(address, half, error) for address in dict.fromkeys([*daemons, *homes])
+        )
+        return failed
+
     def session_lost(self, session_id: int, now: float) -> None:
-        """Fail what died with a session; send requests that are complete and ready live on."""
+        """Fail the endpoints of a session that has ended; send requests that are complete and ready go on."""
         for endpoint in self.endpoints.while_live(one for one in self.endpoints if one.session_id == session_id):
             outlives = isinstance(endpoint, SendRequest) and endpoint.outlives_its_sender
             event = Event.SESSION_ENDED_SENT if outlives else Event.SESSION_ENDED
@@ -265,7 +299,7 @@ class TransferStateMachine:
         self._generations.forget_session(session_id)
 
     def expire(self, now: float) -> None:
-        """Fail the open sides whose deadline has come."""
+        """Fail the open endpoints whose deadline has passed."""
         for endpoint in self.endpoints.deadlines.due(now):
             if isinstance(endpoint, Announcement):
                 self.peers.expired(endpoint, now)
@@ -274,34 +308,35 @@ class TransferStateMachine:
                 self._completion.apply(endpoint, Event.DEADLINE, now, detail=late)
 
     def drain(self, now: float) -> None:
-        """Fail the open sides that wait for a message which will not be taken any more."""
+        """Fail the open endpoints that wait for a SEND or RECEIVE, as none is accepted any more."""
         for endpoint in self.endpoints.while_live(self.endpoints):
             complete = endpoint.all_planned if isinstance(endpoint, ReceiveRequest) else endpoint.fully_matched
             if not complete:
-                self._completion.apply(endpoint, Event.DRAIN, now, detail="the daemon ends")
+                self._completion.apply(endpoint, Event.DRAIN, now, detail="the daemon is shutting down")
 
     def next_deadline(self) -> float | None:
         """Return when to call ``expire`` next, or None."""
         return self.endpoints.deadlines.next()
 
     def result(self, session_id: int, key: EndpointKey) -> TransferResult:
-        """Return the state of the session's side.
+        """Return the state of the session's endpoint.
 
         Raises:
-            UnknownTransferError: neither live nor unacknowledged.
+            UnknownTransferError: it is neither live nor unacknowledged.
         """
         known = self.results.get(session_id, key)
         if known is None:
             raise UnknownTransferError(
                 f"no {key.direction} of this request in pool {key.pool!r}, live or unacknowledged", field="request_id"
             )
-        return known
+        endpoint = self.endpoint(session_id, key)
+        return known if endpoint is None else msgspec.structs.replace(known, matched=endpoint.matched)
 
     def _check_tenant(self, sender: Sender) -> None:
         tenants = [one.source_or_destination.tenant for one in self.endpoints.of_request(sender.request_id)]
         tenants += [one.receive_request.tenant for one in self.endpoints.announced(sender.request_id)]
         if any(tenant != sender.pool.tenant for tenant in tenants):
-            raise TransferExistsError("the request id is another tenant's", field="request_id")
+            raise TransferExistsError("the request id is in use by another tenant", field="request_id")
 
     def _open_sends(self, sender: Sender) -> list[SendRequest]:
         endpoints = self.endpoints.of_request(sender.request_id)
@@ -336,7 +371,7 @@ class TransferStateMachine:
         return waiting[: send_request.destinations]
 
     def _enter(self, endpoint: SendRequest | ReceiveRequest) -> None:
-        """Let a side be known, in place of what was known of those before it."""
+        """Add an endpoint; results and tombstones of earlier ones are dropped."""
         self.results.begin(endpoint.session_id, endpoint.key)
         self.endpoints.enter(endpoint)
         self.endpoints.tombstones.renewed(_half(endpoint))
@@ -344,27 +379,35 @@ class TransferStateMachine:
     def _ended_sources(
         self, receive_request: ReceiveRequest, send_requests: list[SendRequest], now: float
     ) -> KvferryError | None:
-        """Return how a source ended for which a new receive request would wait; None where none did.
+        """Return the error of an ended source for which a new receive request would wait, or None.
 
-        A receive request with sources at other daemons is another matter: it may be armed again on those, after one
-        here ended.
+        A receive request that names other daemons only heeds abandoned SENDs: after a source here has ended, the
+        engine may repeat the RECEIVE for a source at another daemon.
         """
-        if receive_request.source_daemons or len(send_requests) >= receive_request.sources:
+        if len(send_requests) >= receive_request.sources:
             return None
         half = Half(receive_request.pool.tenant, receive_request.request_id, "send")
+        abandoned = self.endpoints.tombstones.abandoned(half, receive_request.pool.name, now)
+        if abandoned is not None or receive_request.source_daemons:
+            return abandoned
         return next(iter(self.endpoints.tombstones.notices_for(half, receive_request.pool.name, now)), None)
 
     def _check_receivers_live(self, send_request: SendRequest, number: int, now: float) -> None:
-        """End a new send request that no room takes, if as many receivers as it is for have ended."""
-        if number or send_request.receive_requests:
+        """Fail a new send request if its RECEIVEs were abandoned, or as many as its destinations have ended."""
+        if number or not send_request.unmet:
             return
         half = Half(send_request.pool.tenant, send_request.request_id, "receive")
+        abandoned = self.endpoints.tombstones.abandoned(half, send_request.pool.name, now)
+        if abandoned is not None:
+            self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=abandoned)
+        if abandoned is not None or send_request.receive_requests:
+            return
         ended = self.endpoints.tombstones.notices_for(half, send_request.pool.name, now)
         if ended and len(ended) >= send_request.destinations:
             self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=ended[0])
 
     def _send_to_peers(self, send_request: SendRequest, number: int) -> None:
-        """Send a chunk to other daemons' receive requests; all chunks so far to those that have just been found."""
+        """Send a chunk to other daemons' receive requests; the first chunk joins those that were announced here."""
         known = [
             one
             for one in send_request.receive_requests
@@ -395,9 +438,10 @@ def _accepted(endpoint: SendRequest | ReceiveRequest) -> Accepted:
         skipped_source_entries=endpoint.skipped_source_entries,
         skipped_source_pages=endpoint.skipped_source_pages,
         covered_source_entries=endpoint.covered_source_entries,
+        matched=endpoint.matched,
     )
 
 
 def _ready_steps(steps: tuple[LayerStep, ...], reached: list[int]) -> int:
-    """Return how many of the steps are ready: those before the first whose event has not come."""
+    """Return how many steps are ready: those before the first one whose event is not reached."""
     return next((n for n, step in enumerate(steps) if reached[step.event] < step.value), len(steps))

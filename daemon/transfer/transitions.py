@@ -1,8 +1,8 @@
-"""What an event does to an endpoint of a transfer: the table that the state machine executes. Data, no behaviour.
+"""The transition table of endpoints, which the transfer state machine executes. Data, no behaviour.
 
-Both directions go through the same states, and only forwards: OPEN until the outcome is known, FINISHED until no byte
-can move any more, SETTLED. An endpoint whose row stays in its state ignores the event. An event without a row for the
-state that it meets is a bug of the daemon: the endpoint fails with INTERNAL, and still settles.
+Endpoints of both directions go through the same states, in order: OPEN until the outcome is known, FINISHED until no
+byte can move any more, SETTLED. A row that stays in its state ignores the event. An event that has no row for the
+endpoint's state is a bug of the daemon: the endpoint fails with INTERNAL, and still settles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvferry.protocol.errors import (
 
 
 class State(enum.Enum):
-    """How far an endpoint is."""
+    """The states of an endpoint, in order."""
 
     OPEN = "open"
     FINISHED = "finished"
@@ -31,7 +31,7 @@ class State(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """Whose endpoint it is: of a session here, or of another daemon, as this daemon sees it."""
+    """The kinds of endpoints: of a session here, or of another daemon as this daemon sees it."""
 
     SEND = "send request"
     RECEIVE = "receive request"
@@ -40,15 +40,16 @@ class Kind(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What can happen to an endpoint. The value says it in words."""
+    """What can happen to an endpoint; the value is its name in docs/architecture.md."""
 
     CANCEL = "its own CANCEL"
     DEADLINE = "its deadline passes"
     SESSION_ENDED = "its session ends"
     SESSION_ENDED_SENT = "its session ends after all was sent"
     DRAIN = "the daemon ends, and a message is missing"
+    PEER_ABANDONED = "the other half is given up before it came"
     PEERS_ENDED_BEFORE = "those it would wait for had ended before it came"
-    PEER_FAILED = "a matched peer failed"
+    MATCHED_FAILED = "a matched endpoint failed"
     RECEIVERS_DONE = "every receive request has succeeded"
     RECEIVERS_FAILED = "every receive request has ended, one failed"
     COMPLETE = "all planned cells have arrived, all sources are done"
@@ -64,7 +65,7 @@ class Event(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """With what an endpoint finishes, where that is no error of its own type."""
+    """What an endpoint finishes with, where the table names no error type."""
 
     NOTHING = ""
     SUCCESS = "success"
@@ -72,7 +73,7 @@ class Outcome(enum.Enum):
 
 
 class Notice(enum.Enum):
-    """What other daemons are told."""
+    """Which message other daemons are sent."""
 
     NONE = ""
     CLOSE = "RECEIVE_CLOSED"
@@ -84,19 +85,19 @@ Result: TypeAlias = type[KvferryError] | Outcome
 
 
 class Transition(NamedTuple):
-    """What an event does.
+    """One row of the table: what an event does.
 
     Attributes:
-        state: the next one.
-        own: with what the endpoint finishes.
-        peers: with what its matched peers finish.
-        tombstone: whether its end is remembered for a half that comes later, where one has not come.
-        notice: what other daemons that have, or expect, a half of it are told.
+        state: the next state.
+        own: what the endpoint finishes with.
+        matched: what its matched endpoints finish with.
+        tombstone: whether a tombstone is left for endpoints that have not come.
+        notice: which message is sent to other daemons that have, or expect, a half of the request.
     """
 
     state: State
     own: Result = Outcome.NOTHING
-    peers: Result = Outcome.NOTHING
+    matched: Result = Outcome.NOTHING
     tombstone: bool = False
     notice: Notice = Notice.NONE
 
@@ -110,8 +111,8 @@ _STAYS_FINISHED: Final = Transition(State.FINISHED)
 _SETTLES: Final = Transition(State.SETTLED)
 
 
-def _fails(own: Result, peers: Result, notice: Notice = Notice.NONE, *, tombstone: bool = False) -> Transition:
-    return Transition(State.FINISHED, own, peers, tombstone, notice)
+def _fails(own: Result, matched: Result, notice: Notice = Notice.NONE, *, tombstone: bool = False) -> Transition:
+    return Transition(State.FINISHED, own, matched, tombstone, notice)
 
 
 _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
@@ -121,6 +122,7 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.SESSION_ENDED: _fails(PeerLostError, PeerLostError, tombstone=True),
         Event.SESSION_ENDED_SENT: _STAYS_OPEN,
         Event.DRAIN: _fails(ShuttingDownError, ShuttingDownError),
+        Event.PEER_ABANDONED: _fails(_CAUSE, _CAUSE),
         Event.PEERS_ENDED_BEFORE: _fails(_CAUSE, _CAUSE),
         Event.RECEIVERS_FAILED: _fails(_CAUSE, Outcome.NOTHING),
         Event.RECEIVERS_DONE: Transition(State.FINISHED, Outcome.SUCCESS),
@@ -131,8 +133,9 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.DEADLINE: _fails(DeadlineError, DeadlineError, Notice.CLOSE, tombstone=True),
         Event.SESSION_ENDED: _fails(PeerLostError, PeerLostError, Notice.CLOSE, tombstone=True),
         Event.DRAIN: _fails(ShuttingDownError, ShuttingDownError, Notice.CLOSE),
+        Event.PEER_ABANDONED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
         Event.PEERS_ENDED_BEFORE: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
-        Event.PEER_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
+        Event.MATCHED_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
         Event.COMPLETE: Transition(State.FINISHED, Outcome.SUCCESS, Outcome.SUCCESS, notice=Notice.CLOSE),
         Event.CELLS_MISSING: _fails(InternalError, InternalError, Notice.CLOSE),
         Event.COPY_FAILED: _fails(_CAUSE, _CAUSE, Notice.CLOSE),
@@ -147,7 +150,7 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
     },
     Kind.REMOTE_RECEIVE: {
         Event.DEADLINE: _fails(DeadlineError, DeadlineError, tombstone=True),
-        Event.PEER_FAILED: _fails(_CAUSE, _CAUSE, Notice.WITHDRAW),
+        Event.MATCHED_FAILED: _fails(_CAUSE, _CAUSE, Notice.WITHDRAW),
         Event.REFUSED: _fails(_CAUSE, _CAUSE),
         Event.CLOSED: Transition(State.FINISHED, Outcome.SUCCESS, Outcome.SUCCESS),
         Event.CLOSED_FAILED: _fails(_CAUSE, _CAUSE, tombstone=True),
@@ -174,7 +177,7 @@ TRANSITIONS: Final[Transitions] = {
 
 
 def bug_in(state: State) -> Transition:
-    """Return what an event does that the table has no row for."""
+    """Return the row for an event that the table has no row for."""
     if state is State.OPEN:
         return _fails(InternalError, InternalError, Notice.CLOSE)
     return Transition(state)
@@ -182,7 +185,16 @@ def bug_in(state: State) -> Transition:
 
 def as_markdown(transitions: Transitions = TRANSITIONS) -> str:
     """Return the table as docs/architecture.md shows it."""
-    head = ("endpoint", "state", "event", "next state", "finishes with", "its peers with", "tombstone", "daemons hear")
+    head = (
+        "endpoint",
+        "state",
+        "event",
+        "next state",
+        "finishes with",
+        "matched endpoints with",
+        "tombstone",
+        "message to other daemons",
+    )
     rows = [head, ("---",) * len(head)]
     rows += [
         (
@@ -191,7 +203,7 @@ def as_markdown(transitions: Transitions = TRANSITIONS) -> str:
             event.value,
             row.state.name if row.state is not state else "ignored" if row == Transition(state) else "stays",
             _words(row.own),
-            _words(row.peers),
+            _words(row.matched),
             "yes" if row.tombstone else "",
             row.notice.value,
         )

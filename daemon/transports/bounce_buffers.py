@@ -1,14 +1,14 @@
-"""Bounce buffers: the bounded memory into which daemons of other hosts may write, and who may still write where.
+"""Bounce buffers: the bounded memory that daemons of other hosts may write, and the grants to write it.
 
-Pages into which peers write directly, where that is switched on, are kept account of in the same way: as bounce buffers
-that exist while they are granted or rest.
+Pages that peers write directly, where ``network.direct`` is on, are tracked in the same way: as bounce buffers that
+exist while they are granted or quarantined.
 
-A bounce buffer is free, granted to one (peer, grant), or in quarantine: its grant is over, but a write of the peer may
-still land. Quarantine ends bounce buffer by bounce buffer where the peer reports its writes terminal, or for all bounce
-buffers at once with a fence: this daemon destroys and rebuilds its engine, after which nothing old can land. A fence
-would tear down the writes of live grants too, so it waits until they have ended, and no bounce buffer is granted
-meanwhile; after ``drain_timeout_s`` it waits no longer. Knows nothing of sockets, engines or clocks: times are seconds
-of whatever clock the caller reads.
+A bounce buffer is free, granted to one (peer, grant), or quarantined: its grant is over, but a write of the peer may
+still land. Quarantine ends for a single bounce buffer when the peer reports that its writes have ended, or for all at
+once by a fence: this daemon destroys and rebuilds its network engine, after which no old write can land. As a fence
+aborts the writes of live grants too, it waits for them to end, with no new grants meanwhile, for at most
+``drain_timeout_s``.
+Knows nothing of sockets, engines or clocks: times are seconds of any clock that the caller reads.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvferry.protocol.ids import BootId
 
 
 class FenceBounds(NamedTuple):
-    """When quarantine becomes too much.
+    """When a fence is due.
 
     Attributes:
-        quarantined_bytes: more than this asks for a fence.
-        quarantined_s: a bounce buffer that has rested longer than this asks for one.
-        drain_timeout_s: how long a fence that is asked for waits for live grants to end.
+        quarantined_bytes: more quarantined bytes than this require a fence.
+        quarantined_s: a bounce buffer that is quarantined for longer requires a fence.
+        drain_timeout_s: how long a fence that is due waits for live grants to end.
     """
 
     quarantined_bytes: int
@@ -37,8 +37,8 @@ class BounceBuffer(NamedTuple):
     """One granted bounce buffer.
 
     Attributes:
-        number: of the bounce buffer, 0 to ``count - 1``.
-        address: its first byte in this process: what the peer's writes name.
+        number: its index, 0 to ``count - 1``.
+        address: its first byte in this process, by which the peer's writes address it.
         size_bytes: its length.
     """
 
@@ -61,7 +61,7 @@ class _Quarantined(NamedTuple):
 
 
 class BounceBuffers:
-    """``count`` bounce buffers of ``bounce_buffer_bytes`` each, from ``base_address`` on, in memory of the caller."""
+    """``count`` contiguous buffers of ``bounce_buffer_bytes`` each, from ``base_address``, in memory of the caller."""
 
     def __init__(self, base_address: int, bounce_buffer_bytes: int, count: int, bounds: FenceBounds) -> None:
         assert base_address > 0, base_address
@@ -71,16 +71,16 @@ class BounceBuffers:
         self.count: Final = count
         self._base_address = base_address
         self.bounds: Final = bounds
-        self._free = list(range(count - 1, -1, -1))  # the lowest is taken first; the last one given back comes next
+        self._free = list(range(count - 1, -1, -1))  # a stack: lowest first, then the last one returned
         self._granted: dict[int, _Granted] = {}
-        self._quarantined: dict[int, _Quarantined] = {}  # in the order in which they came
+        self._quarantined: dict[int, _Quarantined] = {}  # oldest first
         self._quarantined_bytes = 0
         self._page_numbers = itertools.count(count)
         self._draining_since_s: float | None = None
         self._fencing = False
 
     def __repr__(self) -> str:
-        """Show how many bounce buffers are in which state."""
+        """Show the number of bounce buffers in each state."""
         state = " draining" if self.draining else ""
         return (
             f"<BounceBuffers free={len(self._free)} granted={len(self._granted)} "
@@ -89,37 +89,37 @@ class BounceBuffers:
 
     @property
     def free(self) -> int:
-        """Return how many bounce buffers can be granted, were no fence waiting."""
+        """Return the number of free bounce buffers, grantable unless a fence is due."""
         return len(self._free)
 
     @property
     def granted(self) -> int:
-        """Return how many bounce buffers are granted."""
+        """Return the number of live grants, of bounce buffers and of pages."""
         return len(self._granted)
 
     @property
     def quarantined_bytes(self) -> int:
-        """Return how many bytes rest because a write may still land in them."""
+        """Return the number of quarantined bytes, of bounce buffers and of pages."""
         return self._quarantined_bytes
 
     @property
     def quarantined(self) -> int:
-        """Return how many bounce buffers rest; pages are not among them."""
+        """Return the number of quarantined bounce buffers, not counting pages."""
         return sum(number < self.count for number in self._quarantined)
 
     @property
     def draining(self) -> bool:
-        """Return whether a fence waits for live grants to end, or is under way: no bounce buffer is granted."""
+        """Return whether a fence waits for live grants to end or is in progress: nothing is granted."""
         return self._fencing or self._draining_since_s is not None
 
     def oldest_quarantine_s(self, now_s: float) -> float:
-        """Return for how many seconds the bounce buffer longest in quarantine is in it; 0 where none rests."""
+        """Return the age in seconds of the oldest quarantine; 0 where there is none."""
         for quarantined in self._quarantined.values():
             return now_s - quarantined.since_s
         return 0.0
 
     def take(self, peer: BootId, grant_id: int) -> BounceBuffer | None:
-        """Grant a bounce buffer to a peer; None where none is free, or a fence waits."""
+        """Grant a bounce buffer to a peer; None where none is free or a fence is due."""
         if self.draining or not self._free:
             return None
         number = self._free.pop()
@@ -127,7 +127,7 @@ class BounceBuffers:
         return BounceBuffer(number, self._base_address + number * self.bounce_buffer_bytes, self.bounce_buffer_bytes)
 
     def take_pages(self, peer: BootId, grant_id: int, size_bytes: int) -> int | None:
-        """Grant pages of this size to a peer; return the number they go by, or None where a fence waits."""
+        """Grant pages of this size to a peer; return the number that identifies them, or None where a fence is due."""
         if self.draining:
             return None
         number = next(self._page_numbers)
@@ -135,14 +135,14 @@ class BounceBuffers:
         return number
 
     def give_back(self, number: int, peer: BootId, grant_id: int) -> bool:
-        """Free a grant's bounce buffer: no write of it can land any more. False where the grant is over already.
+        """Free the buffer of a grant whose writes have ended. Return False where the grant is over already.
 
-        Ends a quarantine as well, so that a late report of terminal writes counts. A report that comes after a fence
-        and a new grant of the bounce buffer finds another grant in it, and changes nothing.
+        Ends a quarantine as well, so a late report of ended writes counts. A report that comes after a fence and a new
+        grant of the same buffer does not match that grant and changes nothing.
         """
-        if self._is_of(self._granted.get(number), peer, grant_id):
+        if self._matches(self._granted.get(number), peer, grant_id):
             del self._granted[number]
-        elif self._is_of(quarantined := self._quarantined.get(number), peer, grant_id):
+        elif self._matches(quarantined := self._quarantined.get(number), peer, grant_id):
             assert quarantined is not None
             del self._quarantined[number]
             self._quarantined_bytes -= quarantined.size_bytes
@@ -152,8 +152,11 @@ class BounceBuffers:
         return True
 
     def quarantine(self, number: int, peer: BootId, grant_id: int, now_s: float) -> bool:
-        """Quarantine the buffer of a grant whose writes may still land. False where the grant is over already."""
-        if not self._is_of(self._granted.get(number), peer, grant_id):
+        """Quarantine the buffer of a grant whose writes may still land.
+
+        Return False where the grant is over already.
+        """
+        if not self._matches(self._granted.get(number), peer, grant_id):
             return False
         granted = self._granted.pop(number)
         self._quarantined[number] = _Quarantined(peer, grant_id, now_s, granted.size_bytes)
@@ -161,19 +164,19 @@ class BounceBuffers:
         return True
 
     def quarantine_peer(self, peer: BootId, now_s: float) -> list[int]:
-        """End all grants of a peer that is lost; return the numbers of what is quarantined from now on."""
+        """End all grants of a lost peer; return the numbers that are quarantined by this."""
         lost = [(number, granted.grant_id) for number, granted in self._granted.items() if granted.peer == peer]
         for number, grant_id in lost:
             self.quarantine(number, peer, grant_id, now_s)
         return [number for number, _ in lost]
 
     def fence_due(self, now_s: float, *, writing: bool = False) -> bool:
-        """Return whether to fence now. Where a bound is passed but grants live, begin to drain and return False.
+        """Return whether to fence now. Where a bound is exceeded but grants are live, start draining and return False.
 
-        ``writing``: this daemon's own writes are under way, which a fence would end: wait for those too.
-        Draining ends without a fence when quarantine falls below its bounds again. False while a fence is under way.
+        ``writing``: this daemon has writes in flight, which a fence would abort, so it waits for those too.
+        Draining ends without a fence when quarantine falls below its bounds again. False while a fence is in progress.
         """
-        if self._fencing or not self._too_much_is_quarantined(now_s):
+        if self._fencing or not self._bounds_exceeded(now_s):
             self._draining_since_s = None
             return False
         if self._draining_since_s is None:
@@ -184,7 +187,7 @@ class BounceBuffers:
     def fence_begins(self, now_s: float) -> list[int]:
         """Quarantine what is still granted, just before the engine is destroyed; return the numbers.
 
-        Until ``fenced`` no bounce buffer is granted: also where the engine cannot be rebuilt, and never comes to it.
+        Nothing is granted until ``fenced``, also where the engine cannot be rebuilt and ``fenced`` is never called.
         """
         self._fencing = True
         peers = {granted.peer for granted in self._granted.values()}
@@ -193,12 +196,12 @@ class BounceBuffers:
         return ended
 
     def fenced(self) -> int:
-        """Free all that is quarantined: the engine has been rebuilt since. Return how many bounce buffers.
+        """Free everything quarantined, after the engine was rebuilt; return how many bounce buffers and page grants.
 
-        Nothing is granted between ``fence_begins`` and here, so all that is quarantined was granted before the fence.
+        Nothing is granted after ``fence_begins``, so everything quarantined was granted before the fence.
         """
-        assert self._fencing, "a fence that did not begin"
-        assert not self._granted, "a bounce buffer was granted while the engine was away"
+        assert self._fencing, "fenced() without fence_begins()"
+        assert not self._granted, "granted while the engine was being rebuilt"
         freed = list(self._quarantined)
         self._quarantined.clear()
         self._quarantined_bytes = 0
@@ -212,24 +215,24 @@ class BounceBuffers:
         """Check that each bounce buffer is in exactly one state.
 
         Raises:
-            AssertionError: a bug here; the process must not go on.
+            AssertionError: a bug in this module; the process must not continue.
         """
         states = sorted([*self._free, *self._granted, *self._quarantined])
         bounce_buffers = [number for number in states if number < self.count]
         assert bounce_buffers == list(range(self.count)), f"a bounce buffer is lost or in two states: {self!r}"
         assert len(set(states)) == len(states), f"pages are in two states: {self!r}"
         quarantined = sum(one.size_bytes for one in self._quarantined.values())
-        assert quarantined == self._quarantined_bytes, f"{quarantined} bytes rest: {self!r}"
+        assert quarantined == self._quarantined_bytes, f"{quarantined} bytes are quarantined: {self!r}"
 
     @staticmethod
-    def _is_of(state: _Granted | _Quarantined | None, peer: BootId, grant_id: int) -> bool:
+    def _matches(state: _Granted | _Quarantined | None, peer: BootId, grant_id: int) -> bool:
         return state is not None and state[:2] == (peer, grant_id)
 
     def _put_back(self, number: int) -> None:
         if number < self.count:
             self._free.append(number)
 
-    def _too_much_is_quarantined(self, now_s: float) -> bool:
+    def _bounds_exceeded(self, now_s: float) -> bool:
         return (
             self.quarantined_bytes > self.bounds.quarantined_bytes
             or self.oldest_quarantine_s(now_s) > self.bounds.quarantined_s

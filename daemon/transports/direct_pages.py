@@ -1,8 +1,8 @@
-"""Pools into whose pages other hosts write directly: registered when first wanted, until they are deleted.
+"""Pools whose pages other hosts write directly: registered on first use, until they are deleted.
 
-A registered pool can be written, anywhere, by whoever reaches the engine's port, and a write that comes late lands in a
-page. So this is an option, the receiver holds pages back until nothing can land in them, and what a pool is mapped to
-stays mapped until the engine has forgotten it.
+Everybody who reaches the engine's port can write any byte of a registered pool, and a late write lands in a page. So
+this is optional, the receiver holds pages until nothing can land in them, and a pool's memory stays mapped until it is
+unregistered.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ State = Literal["pending", "ready", "refused"]
 
 
 class Registrar(Protocol):
-    """What lets peers write memory; see ``MooncakeEngine``."""
+    """Lets peers write memory; see ``MooncakeEngine``."""
 
     async def register(self, address: int, size_bytes: int) -> None:
-        """Let peers write this memory."""
+        """Allow peers to write this memory."""
 
     async def unregister(self, address: int) -> None:
-        """Refuse writes that begin from now on."""
+        """Refuse new writes to this memory."""
 
 
 class _Registered:
-    """One pool's memory, which the view keeps mapped."""
+    """One pool's memory, kept mapped by the view."""
 
     def __init__(self, view: npt.NDArray[np.uint8]) -> None:
         self.view = view
@@ -44,72 +44,71 @@ class _Registered:
 
     @property
     def address(self) -> int:
-        """Return where it begins."""
         return int(self.view.ctypes.data)
 
 
 class DirectPages:
-    """Which pools are registered. All methods belong on the loop."""
+    """The registered pools. For the control loop."""
 
     def __init__(self, registrar: Registrar) -> None:
         self._listeners: list[Callable[[], None]] = []
         self._registrar = registrar
         self._pools: dict[Pool, _Registered] = {}
-        self._work: dict[_Registered, asyncio.Task[None]] = {}
+        self._tasks: dict[_Registered, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
 
     def __repr__(self) -> str:
-        """Show how many pools are in which state."""
-        states = [one.state for one in self._pools.values()]
+        """Show the number of pools in each state."""
+        states = [registered.state for registered in self._pools.values()]
         return f"<DirectPages ready={states.count('ready')} pending={states.count('pending')}>"
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call this whenever a pool is no longer pending."""
+        """Call ``listener`` whenever a pool stops being pending."""
         self._listeners.append(listener)
 
     def state(self, pool: Pool) -> State:
-        """Return whether peers may be told to write the pool's pages; begin to register it if it is new."""
-        one = self._pools.get(pool)
-        if one is None:
+        """Return whether peers may write the pool's pages; start registering it if it is new."""
+        registered = self._pools.get(pool)
+        if registered is None:
             assert isinstance(pool.region, HostRegion), pool
-            one = self._pools[pool] = _Registered(pool.region.view())
-            self._begin(one, self._register(pool, one))
-        return one.state
+            registered = self._pools[pool] = _Registered(pool.region.view())
+            self._run(registered, self._register(pool, registered))
+        return registered.state
 
     def drop(self, pool: Pool) -> None:
-        """Forget a pool, none of whose pages is written any more; its memory stays mapped until that is done."""
-        one = self._pools.pop(pool, None)
-        if one is not None:
-            self._begin(one, self._unregister(one, self._work.get(one)))
+        """Unregister a pool that has no writes in flight; its memory stays mapped until that is done."""
+        registered = self._pools.pop(pool, None)
+        if registered is not None:
+            self._run(registered, self._unregister(registered, self._tasks.get(registered)))
 
     async def close(self) -> None:
-        """End what is under way; after the engine has been closed."""
-        for task in list(self._work.values()):
+        """Cancel what is in progress. Called after the engine was closed."""
+        for task in list(self._tasks.values()):
             task.cancel()
-        await asyncio.gather(*self._work.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _begin(self, one: _Registered, work: Coroutine[None, None, None]) -> None:
-        task = self._work[one] = self._loop.create_task(work)
-        task.add_done_callback(lambda done: self._ended(one, done))
+    def _run(self, registered: _Registered, coroutine: Coroutine[None, None, None]) -> None:
+        task = self._tasks[registered] = self._loop.create_task(coroutine)
+        task.add_done_callback(lambda done: self._on_ended(registered, done))
 
-    def _ended(self, one: _Registered, task: asyncio.Task[None]) -> None:
-        if self._work.get(one) is task:
-            del self._work[one]
+    def _on_ended(self, registered: _Registered, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(registered) is task:
+            del self._tasks[registered]
 
-    async def _register(self, pool: Pool, one: _Registered) -> None:
+    async def _register(self, pool: Pool, registered: _Registered) -> None:
         try:
-            await self._registrar.register(one.address, one.view.nbytes)
+            await self._registrar.register(registered.address, registered.view.nbytes)
         except KvferryError as error:
-            one.state = "refused"
+            registered.state = "refused"
             log.warning("pages are not written directly, but through bounce buffers", pool=pool.name, cause=str(error))
         else:
-            one.state = "ready"
+            registered.state = "ready"
         for listener in self._listeners:
             listener()
 
-    async def _unregister(self, one: _Registered, before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.wait([before])
-        if one.state == "ready":
-            with contextlib.suppress(KvferryError):  # the engine is closed: it has forgotten everything
-                await self._registrar.unregister(one.address)
+    async def _unregister(self, registered: _Registered, previous: asyncio.Task[None] | None) -> None:
+        if previous is not None:
+            await asyncio.wait([previous])
+        if registered.state == "ready":
+            with contextlib.suppress(KvferryError):  # the engine is closed, which unregisters everything
+                await self._registrar.unregister(registered.address)

@@ -1,10 +1,9 @@
 """The local transport: copies within this process's mappings, on a few threads that release the GIL.
 
 Transfer ops take turns: a thread copies one chunk of the transfer op at the head of the queue and puts it back at the
-tail, so a large transfer does not hold up a small one. Expanding a plan into blocks happens on the threads as well.
-Slices of pages, which unequal tensor parallelism exchanges, go through a staging buffer small enough to stay in a
-cache. So does what goes between a device and the host; within one device nothing leaves it. Where a device works, a
-thread here waits.
+tail, so that a large transfer does not delay a small one. Plans are expanded into blocks on the threads as well. Slices
+of pages, which unequal tensor parallelism exchanges, go through a staging buffer small enough to stay in a cache. So do
+copies between a device and the host; copies within one device stay on it. While a device copies, a thread here waits.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from kvferry.protocol.errors import CancelledError, InternalError, KvferryError
 
 MAX_BLOCK_BYTES = 1 << 20
 STAGING_BYTES: Final = 4 << 20
-"""A thread's staging for slices, small enough for the last cache; more where one page alone has more."""
+"""A thread's staging buffer for slices, small enough for the last-level cache; larger where a single page is."""
 
 log = structlog.get_logger(__name__)
 
 
 def best_copy() -> CopyBlocks:
-    """Return the fastest copy that works here; warn once where it is not the fast one."""
+    """Return the fastest copy function that works here; warn where that is not the vectored one."""
     if vectored_copy_works():
         return copy_by_size
     log.warning(
@@ -61,13 +60,13 @@ def best_copy() -> CopyBlocks:
 
 
 class _WholePages(NamedTuple):
-    """A chunk of whole pages: blocks of absolute addresses."""
+    """A copy chunk of whole pages, as blocks of absolute addresses."""
 
     blocks: Blocks
 
 
 class _Staged(NamedTuple):
-    """A chunk that goes through staging, as slices do, and all that is on a device: segments of a plan."""
+    """A copy chunk of a plan's segments that goes through staging: slices, and everything on a device."""
 
     plan: Plan
     first: int
@@ -75,23 +74,23 @@ class _Staged(NamedTuple):
     size_bytes: int
 
 
-_Chunk = _WholePages | _Staged
+_CopyChunk = _WholePages | _Staged
 
 
 class _Job:
-    """One transfer op: chunks not begun, chunks under way, and the first error. Guarded by the transport's lock."""
+    """One transfer op: queued chunks, the number in flight, and the first error. Guarded by the transport's lock."""
 
     def __init__(self, op: StartOp, on_done: OnOpDone) -> None:
         self.op = op
         self.on_done = on_done
         self.expanded = False
-        self.chunks: deque[_Chunk] = deque()
-        self.under_way = 0
+        self.chunks: deque[_CopyChunk] = deque()
+        self.in_flight = 0
         self.error: KvferryError | None = None
 
 
 class LocalTransport:
-    """See ``Transport``. ``threads`` copy at a time, ``chunk_bytes`` between two looks at the queue."""
+    """See ``Transport``. Copies ``chunk_bytes`` at a time on each of ``threads``."""
 
     def __init__(
         self,
@@ -116,7 +115,7 @@ class LocalTransport:
             thread.start()
 
     def __repr__(self) -> str:
-        """Show how many transfer ops are under way."""
+        """Show the number of transfer ops in progress."""
         return f"<LocalTransport transfer ops={len(self._jobs)} threads={len(self._threads)}>"
 
     def start(self, op: StartOp, on_done: OnOpDone) -> None:
@@ -132,7 +131,7 @@ class LocalTransport:
         with self._changed:
             job = self._jobs.get(op_id)
             if job is not None and job.error is None:
-                job.error = CancelledError("the transfer ended before all was copied")
+                job.error = CancelledError("the transfer ended before all bytes were copied")
 
     def close(self) -> None:
         """See ``Transport.close``."""
@@ -158,10 +157,10 @@ class LocalTransport:
                 if chunk is not None and job.chunks:
                     self._queue.append(job)
                     self._changed.notify()
-                job.under_way += 1
+                job.in_flight += 1
             error = self._step(job, chunk)
             with self._changed:
-                job.under_way -= 1
+                job.in_flight -= 1
                 if job.error is None:
                     job.error = error
                 if chunk is None and job.chunks and job.error is None:
@@ -170,11 +169,11 @@ class LocalTransport:
                 else:
                     self._finish_if_idle(job)
 
-    def _step(self, job: _Job, chunk: _Chunk | None) -> KvferryError | None:
-        """Expand the transfer op, or copy one chunk of it; return what went wrong."""
+    def _step(self, job: _Job, chunk: _CopyChunk | None) -> KvferryError | None:
+        """Expand the transfer op, or copy one chunk of it; return the error, if any."""
         try:
             if chunk is None:
-                job.chunks.extend(_chunks_of(job.op, self._chunk_bytes))
+                job.chunks.extend(_copy_chunks_of(job.op, self._chunk_bytes))
                 job.expanded = True
                 if len(job.chunks) == 1:  # a small transfer op takes one turn, on one thread
                     chunk = job.chunks.popleft()
@@ -184,7 +183,7 @@ class LocalTransport:
                 self._copy_staged(job.op, chunk)
         except KvferryError as error:
             return error
-        except Exception as error:  # a thread that dies would leave its transfer op unsettled for ever
+        except Exception as error:  # a thread that dies would leave its transfer op unsettled forever
             log.exception("copy failed", op=job.op.op_id, **about(job.op))
             return InternalError(f"the copy failed: {type(error).__name__}: {error}")
         return None
@@ -207,8 +206,8 @@ class LocalTransport:
         destination.scatter(plan.destination, first, stop, at, self._copy)
 
     def _finish_if_idle(self, job: _Job) -> None:
-        """Report the transfer op once nothing of it is under way and nothing is left to do. Needs the lock."""
-        if job.under_way or (job.chunks and job.error is None):
+        """Report the transfer op once nothing of it is in flight and nothing is left to do. Needs the lock."""
+        if job.in_flight or (job.chunks and job.error is None):
             return
         if self._jobs.pop(job.op.op_id, None) is not None:
             self._loop.call_soon_threadsafe(self._report, job)
@@ -218,11 +217,11 @@ class LocalTransport:
             job.on_done(job.op.op_id, job.error)
 
 
-def _chunks_of(op: StartOp, chunk_bytes: int) -> list[_Chunk]:
+def _copy_chunks_of(op: StartOp, chunk_bytes: int) -> list[_CopyChunk]:
     """Return the op's copies: whole pages as absolute addresses, no block above MAX_BLOCK_BYTES, then the rest."""
     source, destination = _region(op.source), _region(op.destination)
     whole: list[Blocks] = []
-    staged: list[_Chunk] = []
+    staged: list[_CopyChunk] = []
     for plan in op.plans:
         through_staging = plan.sliced
         if not (isinstance(source, HostRegion) and isinstance(destination, HostRegion)):
@@ -232,7 +231,7 @@ def _chunks_of(op: StartOp, chunk_bytes: int) -> list[_Chunk]:
             continue
         if not through_staging.all():
             whole.append(plan.of(~through_staging).blocks())
-            plan = plan.of(through_staging)  # noqa: PLW2901  the rest of it
+            plan = plan.of(through_staging)  # noqa: PLW2901  the remaining segments
         max_bytes = max(min(chunk_bytes, STAGING_BYTES), int(plan.source.segment_bytes.max()))
         staged += [_Staged(plan, *copy_chunk) for copy_chunk in cut_copy_chunks(plan.source, max_bytes)]
     if not whole:
@@ -244,7 +243,7 @@ def _chunks_of(op: StartOp, chunk_bytes: int) -> list[_Chunk]:
 
 def _whole_chunks(
     parts: Sequence[Blocks], source_address: int, destination_address: int, chunk_bytes: int
-) -> list[_Chunk]:
+) -> list[_CopyChunk]:
     blocks = np.concatenate(parts)
     blocks[:, 0] += np.uint64(source_address)
     blocks[:, 1] += np.uint64(destination_address)
@@ -253,10 +252,10 @@ def _whole_chunks(
 
 
 def _region(pool: SourcePool) -> Region:
-    """Return a pool's memory, mapped here.
+    """Return a pool's memory, mapped in this process.
 
     Raises:
-        InternalError: it is not.
+        InternalError: it is not mapped.
     """
     region = pool.region if isinstance(pool, Pool) else pool.mapping if isinstance(pool, RemotePool) else None
     if region is None:

@@ -1,17 +1,17 @@
-"""Writes into peers' bounce buffers with the Mooncake Transfer Engine, from the control loop, never blocking it.
+"""Writes into peers' bounce buffers by the Mooncake Transfer Engine, from the control loop, without blocking it.
 
-Mooncake listens on all interfaces, on ports it picks itself, and asks nobody who they are: whoever reaches the port
-may read and write all memory that is registered. So register bounce buffers only, and fence the ports off (the
-documents say how). Knows nothing of receive requests, grants or pages: one write is one extent of memory.
+Mooncake listens on all interfaces, on ports that it picks itself, and authenticates nobody: whoever reaches the port
+may read and write all registered memory. So register bounce buffers only, and firewall the ports (docs/operations.md
+says how). Knows nothing of receive requests, grants or pages: a write is one contiguous range of memory.
 
-What Mooncake's calls do (0.3.13): a submission may block for the first contact with a peer (a connection that nobody
-accepts: ``MC_HANDSHAKE_CONNECT_TIMEOUT``; a peer that accepts and then says nothing: a minute), and holds a lock
-meanwhile that all other submissions take. Hence one worker thread submits, and the loop itself first tries, without
-blocking, whether a new peer takes connections. A status is asked for on the loop: that takes a microsecond. An id ends
-with 1 or -1 and is forgotten at once, since asking again aborts the process.
+How Mooncake's calls behave (0.3.13): a submission may block on the first contact with a peer (a connection that nobody
+accepts: for ``MC_HANDSHAKE_CONNECT_TIMEOUT``; a peer that accepts and never answers: for a minute), and meanwhile holds
+a lock that all other submissions take. Hence one worker thread submits, and the loop first checks, without blocking,
+whether a new peer accepts connections. Statuses are polled on the loop, as that takes a microsecond. An id whose status
+was 1 or -1 is dropped at once, since asking again aborts the process.
 
-A write that ends with 1 has landed, the peer said so. One that ends with -1 reads its source no more, but what the
-kernel holds may land minutes later, when a cut link returns: ``WriteFailedError.may_still_land``.
+A write that ends with 1 has landed, as confirmed by the peer. One that ends with -1 no longer reads its source, but
+bytes in the kernel may still land minutes later, when a cut link returns: ``WriteFailedError.may_still_land``.
 """
 
 from __future__ import annotations
@@ -29,25 +29,23 @@ from kvferry.daemon.transports import mooncake_native
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings, NativeEngine
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, TransferFailedError
 
-# -- one write of the Mooncake engine, from waiting to its end, and the writes to one peer.
-#
-# Knows nothing of Mooncake.
-
-
 LARGEST_PORT = 65535
 
 OnWriteDone = Callable[[KvferryError | None], None]
-"""Called once, on the loop: the source is not read any more. None: the bytes have landed. Else a WriteFailedError."""
+"""Called once, on the loop, when the source is not read any more.
+
+None: the bytes have landed. Else a WriteFailedError.
+"""
 
 OnWriteLate = Callable[[int], None]
-"""Called with the write's id, at most once, on the loop: its deadline has passed, but it is still under way."""
+"""Called at most once, on the loop, with the id of a write that is still in flight after its deadline."""
 
 
 class WriteFailedError(TransferFailedError):
-    """A write that did not land, or not as far as anybody can tell.
+    """A write that did not land, or is not known to have landed.
 
     Attributes:
-        may_still_land: bytes of it may land yet; only the receiver's fence ends that.
+        may_still_land: bytes of it may still land; only the receiver's fence rules that out.
     """
 
     def __init__(self, detail: str, *, may_still_land: bool) -> None:
@@ -57,7 +55,7 @@ class WriteFailedError(TransferFailedError):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Write:
-    """One write: waiting, then handed to the worker thread, then begun: set there, just before Mooncake sees it."""
+    """One write: queued, then handed to the worker thread, then ``begun``: set there just before Mooncake is called."""
 
     write_id: int
     session_name: str
@@ -79,7 +77,7 @@ class Write:
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """What waits for one session name, and how much of it is under way."""
+    """The queued writes of one session name, and its bytes in flight."""
 
     waiting: deque[Write] = field(default_factory=deque)
     bytes_in_flight: int = 0
@@ -87,15 +85,15 @@ class Peer:
 
     @property
     def idle(self) -> bool:
-        """Return whether there is nothing to remember."""
+        """Return whether nothing is queued, in flight or being contacted."""
         return not self.waiting and not self.bytes_in_flight and self.contact is None
 
 
 def host_and_port(session_name: str) -> tuple[str, int]:
-    """Return what a session name, ``ADDRESS:PORT``, says.
+    """Return the host and port of a session name ``ADDRESS:PORT``.
 
     Raises:
-        InvalidFieldError: it is none.
+        InvalidFieldError: it has another form.
     """
     host, _, port = session_name.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port[:6]) > LARGEST_PORT:
@@ -114,7 +112,7 @@ _T = TypeVar("_T")
 
 
 class MooncakeEngine:
-    """See the module. ``async with`` makes the engine and ends it; all methods belong on the loop."""
+    """A Mooncake engine, see the module. ``async with`` creates and destroys it. For the control loop."""
 
     def __init__(
         self,
@@ -124,42 +122,42 @@ class MooncakeEngine:
         destroy: DestroyEngine = mooncake_native.destroy,
         worker: ThreadPoolExecutor | None = None,
     ) -> None:
-        """``worker`` has one thread, a new one by default; it ends with the engine."""
+        """Use ``worker``, an executor of one thread, by default a new one; it is shut down with the engine."""
         self.settings: Final = settings
         self.session_name = ""
         self._create, self._destroy = create, destroy
-        # The engine's only reference, so that clearing the list destroys it: no frame that a traceback could keep
-        # alive may name the engine itself. Empty while there is none.
+        # Holds the engine's only reference, so that clearing the list destroys it: no frame that a traceback could
+        # keep alive may refer to the engine itself. Empty while there is none.
         self._native: list[NativeEngine] = []
         self._regions: dict[int, int] = {}  # size by address
-        self._peers: dict[str, Peer] = {}  # those with something to do; the next to be served first
-        self._met: set[str] = set()  # those that this engine may be given writes for
-        self._writes: dict[int, Write] = {}  # all that have not ended
-        self._polled: list[Write] = []  # those that Mooncake has an id for
+        self._peers: dict[str, Peer] = {}  # those that are not idle; the next one to serve first
+        self._contacted: set[str] = set()  # peers known to accept connections
+        self._writes: dict[int, Write] = {}  # all unfinished writes
+        self._polled: list[Write] = []  # those that Mooncake has given an id
         self._submitting = False
         self._held = False
         self._write_ids = itertools.count(1)
         self._poll_timer: asyncio.TimerHandle | None = None
-        self._progress_s = 0.0  # when a write was submitted or ended last
+        self._progress_s = 0.0  # loop time at which a write was last submitted or finished
         self._worker = worker or ThreadPoolExecutor(1, "mooncake")
-        self._exclusive = asyncio.Lock()  # a life's steps, one at a time
+        self._lifecycle_lock = asyncio.Lock()  # serializes creation, registration, rebuild and close
 
     def __repr__(self) -> str:
-        """Show where it listens and how much is under way."""
+        """Show its session name and what is in flight."""
         return (
             f"<MooncakeEngine {self.session_name or 'closed'} regions={len(self._regions)} "
             f"writes={len(self._writes)} bytes_in_flight={sum(self.bytes_in_flight.values())}>"
         )
 
     async def __aenter__(self) -> Self:
-        """Make the engine.
+        """Create the engine.
 
         Raises:
-            ConfigError: Mooncake is not installed, or the address is none of this host's.
-            TransferFailedError: Mooncake could not begin.
+            ConfigError: Mooncake is not installed, or the address does not belong to this host.
+            TransferFailedError: Mooncake could not start.
         """
-        async with self._exclusive:
-            self._use(await self._created())
+        async with self._lifecycle_lock:
+            self._use(await self._create_native())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -167,38 +165,38 @@ class MooncakeEngine:
 
     @property
     def bytes_in_flight(self) -> dict[str, int]:
-        """Return, for each peer that has any, how many bytes Mooncake has been given and has not reported."""
+        """Return the bytes submitted to Mooncake and not finished, by peer."""
         return {name: peer.bytes_in_flight for name, peer in self._peers.items() if peer.bytes_in_flight}
 
     @property
     def writing(self) -> bool:
-        """Return whether Mooncake has writes of ours that it has not reported."""
+        """Return whether any write is in flight."""
         return any(peer.bytes_in_flight for peer in self._peers.values())
 
     def hold(self, *, held: bool) -> None:
-        """Let no write begin while ``held``; those under way go on."""
+        """Begin no write while ``held``; those in flight continue."""
         self._held = held
         self._pump()
 
     async def register(self, address: int, size_bytes: int) -> None:
-        """Let every peer read and write this memory. It must stay mapped until ``unregister`` or ``close``.
+        """Allow every peer to read and write this memory. It must stay mapped until ``unregister`` or ``close``.
 
         Raises:
-            TransferFailedError: Mooncake refuses it, for one because it overlaps with what is registered.
+            TransferFailedError: Mooncake refuses it, for example because it overlaps registered memory.
         """
-        async with self._exclusive:
-            native = self._running()
+        async with self._lifecycle_lock:
+            native = self._require_open()
             await self._on_worker(lambda: mooncake_native.register(native, address, size_bytes))
             self._regions[address] = size_bytes
 
     async def unregister(self, address: int) -> None:
-        """Refuse writes that begin from now on. No fence: what is under way still lands.
+        """Refuse new writes to this memory. This is no fence: writes in flight still land.
 
         Raises:
-            TransferFailedError: nothing is registered there, or Mooncake fails.
+            TransferFailedError: nothing is registered at this address, or Mooncake fails.
         """
-        async with self._exclusive:
-            native = self._running()
+        async with self._lifecycle_lock:
+            native = self._require_open()
             if self._regions.pop(address, None) is None:
                 raise TransferFailedError(f"nothing is registered at {address:#x}")
             status = await self._on_worker(lambda: native[0].unregister_memory(address))
@@ -216,14 +214,14 @@ class MooncakeEngine:
         timeout_s: float,
         on_late: OnWriteLate | None = None,
     ) -> int:
-        """Write memory of ours into a peer's registered memory; return the write's id.
+        """Write local memory into a peer's registered memory; return the write's id.
 
-        ``on_done`` follows exactly once; until then the local bytes must stay as they are. A write that has not begun
-        by its deadline ends there and then. One that has begun cannot be stopped: ``on_late`` tells of the deadline,
-        ``on_done`` comes when Mooncake gives up or the engine is destroyed. Nobody checks the local range.
+        ``on_done`` is called exactly once; until then the local bytes must not change. A write that has not begun by
+        its deadline ends then. One that has begun cannot be stopped: ``on_late`` reports the deadline, and ``on_done``
+        is called when Mooncake finishes it or the engine is destroyed. The local range is not checked.
 
         Raises:
-            InvalidFieldError: no bytes, or a session name that is not ADDRESS:PORT.
+            InvalidFieldError: ``size_bytes`` is not positive, or the session name is not ADDRESS:PORT.
             TransferFailedError: the engine is closed.
         """
         if size_bytes <= 0:
@@ -248,7 +246,7 @@ class MooncakeEngine:
         return write.write_id
 
     def expire(self, write_id: int) -> None:
-        """Do what a write's deadline does: end it where it has not begun, else tell ``on_late``; nothing once over."""
+        """Apply a write's deadline: end it if it has not begun, else call ``on_late``. Ignored once it is finished."""
         write = self._writes.get(write_id)
         if write is None:
             return
@@ -263,39 +261,39 @@ class MooncakeEngine:
             write.on_late(write_id)
 
     async def rebuild(self) -> str:
-        """Destroy the engine and make another, with the same memory registered: nothing old lands afterwards.
+        """Destroy the engine and create another, with the same memory registered; no old write lands afterwards.
 
-        Writes of ours that are under way fail; those that have not begun wait for the new engine. Returns the new
-        session name, which always differs from the old one. After an error the engine is closed.
+        Writes in flight fail; queued ones wait for the new engine. Returns the new session name, which always differs
+        from the old one. After an error the engine is closed.
 
         Raises:
-            TransferFailedError: the engine is closed, or a new one cannot be had.
+            TransferFailedError: the engine is closed, or a new one cannot be created.
         """
-        async with self._exclusive:
-            self._running()
+        async with self._lifecycle_lock:
+            self._require_open()
             old, new = self._detach(), list[NativeEngine]()
             try:
-                # The new one first: while the old one listens its ports are taken, so that a peer which still tries
-                # them, for a grant that is over, does not come to the new one.
-                new = await self._created()
-                await self._end(old)
+                # Create the new one first: while the old one listens, its ports are taken, so a peer that still uses
+                # them, for a grant that is over, cannot reach the new one.
+                new = await self._create_native()
+                await self._destroy_all(old)
                 for address, size_bytes in self._regions.items():
                     await self._on_worker(partial(mooncake_native.register, new, address, size_bytes))
             except BaseException:
-                await self._shut(old, new)
+                await self._shut_down(old, new)
                 raise
             self._use(new)
             self._pump()
             return self.session_name
 
     async def close(self) -> None:
-        """Destroy the engine: afterwards no byte is read or lands here. What was not done fails. Idempotent."""
-        async with self._exclusive:
-            await self._shut(self._detach())
+        """Destroy the engine; afterwards no byte is read or lands here. Unfinished writes fail. Idempotent."""
+        async with self._lifecycle_lock:
+            await self._shut_down(self._detach())
 
-    # --- the engine's life ---
+    # --- life cycle ---
 
-    async def _created(self) -> list[NativeEngine]:
+    async def _create_native(self) -> list[NativeEngine]:
         return await self._on_worker(lambda: [self._create(self.settings)])
 
     def _use(self, native: list[NativeEngine]) -> None:
@@ -303,36 +301,36 @@ class MooncakeEngine:
         host = f"[{self.settings.address}]" if ":" in self.settings.address else self.settings.address
         self.session_name = f"{host}:{native[0].get_rpc_port()}"
 
-    def _running(self) -> list[NativeEngine]:
+    def _require_open(self) -> list[NativeEngine]:
         if not self._native:
             raise TransferFailedError("the Mooncake engine is closed")
         return self._native
 
     def _detach(self) -> list[NativeEngine]:
-        """Return the engine, which from now on gets no submission and no poll."""
+        """Return the engine, which gets no submission and no poll from now on."""
         old, self._native = self._native, []
-        self._polled.clear()  # their ids die with the engine
-        self._poll_soon()
-        self._met.clear()
+        self._polled.clear()  # their ids end with the engine
+        self._schedule_poll()
+        self._contacted.clear()
         return old
 
-    async def _end(self, *engines: list[NativeEngine]) -> None:
-        """Destroy them, after the submission that the worker is at, and fail all that had begun."""
+    async def _destroy_all(self, *engines: list[NativeEngine]) -> None:
+        """Destroy engines, after the worker's current submission, and fail all writes that had begun."""
         for engine in engines:
-            # Asked for on the worker: a caller that is cancelled may ask twice.
+            # Checked on the worker, as a cancelled caller may get here twice.
             if engine:
-                await self._on_worker(partial(self._destroy_if_there, engine))
+                await self._on_worker(partial(self._destroy_once, engine))
         for write in [write for write in self._writes.values() if write.begun]:
-            self._finish(write, WriteFailedError(f"the engine was ended during {write}", may_still_land=True))
+            self._finish(write, WriteFailedError(f"the engine was destroyed during {write}", may_still_land=True))
 
-    def _destroy_if_there(self, engine: list[NativeEngine]) -> None:
+    def _destroy_once(self, engine: list[NativeEngine]) -> None:
         if engine:
             self._destroy(engine)
 
-    async def _shut(self, *engines: list[NativeEngine]) -> None:
+    async def _shut_down(self, *engines: list[NativeEngine]) -> None:
         self.session_name = ""
         try:
-            await self._end(*engines)
+            await self._destroy_all(*engines)
         finally:
             contacts = [peer.contact for peer in self._peers.values() if peer.contact is not None]
             for contact in contacts:
@@ -343,14 +341,14 @@ class MooncakeEngine:
             self._worker.shutdown(wait=False)
             await asyncio.gather(*contacts, return_exceptions=True)
 
-    async def _on_worker(self, work: Callable[[], _T]) -> _T:
-        """Run on the worker thread, to its end even where the caller is cancelled."""
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._worker, work))
+    async def _on_worker(self, function: Callable[[], _T]) -> _T:
+        """Run a function on the worker thread, to its end even where the caller is cancelled."""
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._worker, function))
 
-    # --- from waiting to under way ---
+    # --- submission ---
 
     def _pump(self) -> None:
-        """Hand the worker its next write, peers in turns; make contact with those that have not been met."""
+        """Hand the next write to the worker, peers in turn; contact new peers first."""
         if not self._native or self._held:
             return
         for name, peer in list(self._peers.items()):
@@ -358,25 +356,25 @@ class MooncakeEngine:
                 peer.waiting.popleft()
             if peer.idle:
                 del self._peers[name]
-            elif peer.waiting and name not in self._met:
+            elif peer.waiting and name not in self._contacted:
                 if peer.contact is None:
                     peer.contact = asyncio.get_running_loop().create_task(self._make_contact(name, peer))
-            elif peer.waiting and not self._submitting and self._has_room(peer):
-                self._peers[name] = self._peers.pop(name)  # to the end of the row
-                self._hand_over(peer, peer.waiting.popleft())
+            elif peer.waiting and not self._submitting and self._may_submit(peer):
+                self._peers[name] = self._peers.pop(name)  # to the end of the queue
+                self._hand_to_worker(peer, peer.waiting.popleft())
 
-    def _has_room(self, peer: Peer) -> bool:
+    def _may_submit(self, peer: Peer) -> bool:
         wanted = peer.bytes_in_flight + peer.waiting[0].size_bytes
         return not peer.bytes_in_flight or wanted <= self.settings.max_bytes_in_flight_per_peer
 
     async def _make_contact(self, name: str, peer: Peer) -> None:
-        """Try whether the peer takes connections, so that the worker is not held up by one that does not."""
+        """Check whether the peer accepts connections, so that one that does not cannot block the worker."""
         error: Exception | None = None
         try:
             async with asyncio.timeout(self.settings.contact_timeout_s):
                 _, writer = await asyncio.open_connection(*host_and_port(name))
             writer.close()
-            self._met.add(name)
+            self._contacted.add(name)
         except (OSError, TimeoutError, UnicodeError) as caught:
             error = caught
         peer.contact = None
@@ -384,22 +382,23 @@ class MooncakeEngine:
             reason = str(error) or f"no answer within {self.settings.contact_timeout_s} s"
             for write in [write for write in peer.waiting if not write.withdrawn]:
                 write.withdrawn = True
-                detail = f"{name} takes no connections ({reason}): {write} did not begin"
+                detail = f"{name} accepts no connections ({reason}): {write} did not begin"
                 self._finish(write, WriteFailedError(detail, may_still_land=False))
         self._pump()
 
-    def _hand_over(self, peer: Peer, write: Write) -> None:
+    def _hand_to_worker(self, peer: Peer, write: Write) -> None:
         self._submitting = True
         write.handed = True
         peer.bytes_in_flight += write.size_bytes
         native = self._native
         submission = asyncio.get_running_loop().run_in_executor(self._worker, self._submit, native, write)
-        submission.add_done_callback(lambda done: self._submitted(native, write, done))
+        submission.add_done_callback(lambda done: self._on_submitted(native, write, done))
 
     def _submit(self, native: list[NativeEngine], write: Write) -> int:
-        """On the worker thread: let Mooncake begin, unless the engine is going or the loop has taken the write back.
+        """On the worker thread: start the write, unless the engine is being replaced or the write was withdrawn.
 
-        The loop sets ``withdrawn`` and then looks at ``begun``; here it is the other way round: one of both sees it.
+        The loop sets ``withdrawn``, then reads ``begun``; this thread does it the other way round, so at least one of
+        them notices.
         """
         if native is not self._native:
             return 0
@@ -411,34 +410,34 @@ class MooncakeEngine:
             write.session_name, [write.local_address], [write.remote_address], [write.size_bytes]
         )
 
-    def _submitted(self, native: list[NativeEngine], write: Write, done: asyncio.Future[int]) -> None:
+    def _on_submitted(self, native: list[NativeEngine], write: Write, done: asyncio.Future[int]) -> None:
         self._submitting = False
         if native is not self._native:
             if not write.begun and write.write_id in self._writes:
-                self._wait_again(write)
+                self._requeue(write)
         elif done.exception() is not None or not (batch_id := done.result()):
-            # 0: the peer could not be reached, or the write was taken back. Nothing has been sent.
-            self._met.discard(write.session_name)
+            # 0: the peer could not be reached, or the write was withdrawn. Nothing has been sent.
+            self._contacted.discard(write.session_name)
             cause = done.exception() or "the peer did not answer the engine"
             self._finish(write, WriteFailedError(f"{write} did not begin: {cause}", may_still_land=False))
         else:
             write.batch_id = batch_id
             self._polled.append(write)
             self._progress_s = asyncio.get_running_loop().time()
-            self._poll_soon()
+            self._schedule_poll()
         self._pump()
 
-    def _wait_again(self, write: Write) -> None:
-        """Put back, at the head, a write that the worker did not begin since the engine was going."""
+    def _requeue(self, write: Write) -> None:
+        """Put a write that the worker did not begin back at the head of the queue, for the new engine."""
         peer = self._peers[write.session_name]
         peer.bytes_in_flight -= write.size_bytes
         write.handed = False
         peer.waiting.appendleft(write)
 
-    # --- from under way to the end ---
+    # --- completion ---
 
-    def _poll_soon(self) -> None:
-        """Ask more often the shorter ago something happened, and not at all where nothing is under way."""
+    def _schedule_poll(self) -> None:
+        """Schedule the next poll: the sooner, the more recently something happened; none where nothing is in flight."""
         loop = asyncio.get_running_loop()
         if self._poll_timer is not None:
             self._poll_timer.cancel()
@@ -450,8 +449,8 @@ class MooncakeEngine:
 
     def _poll(self) -> None:
         self._poll_timer = None
-        under_way, self._polled = self._polled, []
-        for write in under_way:
+        in_flight, self._polled = self._polled, []
+        for write in in_flight:
             status = self._native[0].transfer_check_status(write.batch_id)
             if status not in (_DONE, _FAILED):
                 self._polled.append(write)
@@ -459,14 +458,14 @@ class MooncakeEngine:
             self._progress_s = asyncio.get_running_loop().time()
             error = None
             if status == _FAILED:
-                detail = f"{write} failed: refused, or the peer or the way to it is lost"
+                detail = f"{write} failed: refused, or the peer or the link to it was lost"
                 error = WriteFailedError(detail, may_still_land=True)
             self._finish(write, error)
-        self._poll_soon()
+        self._schedule_poll()
         self._pump()
 
     def _finish(self, write: Write, error: KvferryError | None) -> None:
-        """Report the end, once; the callback runs by itself, so that it may write again."""
+        """Report the end of a write, once; the callback runs from the loop, so that it may write again."""
         if self._writes.pop(write.write_id, None) is None:
             return
         if write.timer is not None:

@@ -1,6 +1,6 @@
-"""Mooncake's own engine object: import it, tune it, make it, and end it without stopping this process for a second.
+"""Mooncake's native engine: import, configure and create it, and destroy it without stalling this process for a second.
 
-The only module that imports ``mooncake``. Every function here may block and belongs on a worker thread.
+The only module that imports ``mooncake``. All functions may block and are for a worker thread.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = structlog.get_logger(__name__)
 
 
 class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to make the engine and how much to ask of it.
+    """How to create the engine, and its limits.
 
     Attributes:
-        address: an address of this host, without a port, that peers reach it by.
+        address: an address of this host, without a port, by which peers reach it.
         protocol: ``tcp``, or ``ascend`` on NPUs.
-        device_names: which devices to use, separated by commas; empty for all.
-        max_bytes_in_flight_per_peer: writes beyond it wait, in the order in which they came. A single larger write
-            goes alone. Two bounce buffers, fewer than Mooncake's connections to a peer: so that the
-            writes to a peer that hangs fail together, and not one progress timeout after the other.
+        device_names: the devices to use, separated by commas; empty for all.
+        max_bytes_in_flight_per_peer: further writes wait, in order. A single larger write goes alone. The default is
+            two bounce buffers, fewer than Mooncake's connections to a peer, so that the writes to a hanging peer fail
+            together and not one progress timeout after the other.
         contact_timeout_s: how long the first contact with a peer may take.
-        progress_timeout_s: a write of which nothing moves for so long fails.
+        progress_timeout_s: a write without progress for so long fails.
     """
 
     address: str
@@ -50,58 +50,58 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     progress_timeout_s: int = 5
 
     def environment(self) -> dict[str, str]:
-        """Return what Mooncake reads from the environment, as it is set where the operator has not set it."""
+        """Return the environment variables for Mooncake; they apply where the operator has not set them."""
         variables = {
-            "MC_LOG_LEVEL": "ERROR",  # it warns of each connection that is merely tried
+            "MC_LOG_LEVEL": "ERROR",  # else it warns of every connection attempt
             "MC_HANDSHAKE_CONNECT_TIMEOUT": str(max(1, round(self.contact_timeout_s))),
             "MC_TRANSFER_TIMEOUT": str(max(5, self.progress_timeout_s)),
             "MC_TCP_PROGRESS_TIMEOUT_SEC": str(self.progress_timeout_s),
             "MC_TCP_STATUS_TIMEOUT_SEC": str(self.progress_timeout_s),
-            # One connection for each write, made while the submission blocks, is its default.
+            # The default is one connection per write, made while the submission blocks.
             "MC_TCP_ENABLE_CONNECTION_POOL": "true",
             "MC_TCP_LANES_PER_PEER": "4",
         }
-        # Else a host with RDMA devices would use those, whatever the protocol that was asked for.
+        # Else a host with RDMA devices would use those, whatever the requested protocol.
         return variables | {"MC_FORCE_TCP": "1"} if self.protocol == "tcp" else variables
 
 
 class NativeEngine(Protocol):
-    """The part of ``mooncake.engine.TransferEngine`` that is used. None of it raises; -1 or 0 says that it failed."""
+    """The part of ``mooncake.engine.TransferEngine`` that is used. No call raises."""
 
     def initialize(self, hostname: str, metadata: str, protocol: str, devices: str, /) -> int:
-        """Begin to listen; 0 where that worked."""
+        """Start listening; return 0 on success."""
 
     def get_rpc_port(self) -> int:
         """Return the port that peers connect to first."""
 
     def register_memory(self, buffer_addr: int, capacity: int) -> int:
-        """Let peers write this memory; 0 where that worked."""
+        """Allow peers to access this memory; return 0 on success."""
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
-        """Refuse further writes; what is under way may still land."""
+        """Refuse further writes; those in flight may still land. Return 0 on success."""
 
     def batch_transfer_async_write(
         self, target: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
     ) -> int:
-        """Begin to write; return an id, or 0 where nothing began. Opens the connection when it is the first."""
+        """Start writes; return an id, or 0 where nothing was started. Opens the connection on first use."""
 
     def transfer_check_status(self, batch_id: int, /) -> int:
-        """Return 1 done, -1 failed (either ends the id: asking again aborts the process), 0 or -2 under way."""
+        """Return 1 for done, -1 for failed (either ends the id: asking again aborts the process), 0 or -2 in flight."""
 
 
 def create(settings: MooncakeSettings) -> NativeEngine:
-    """Return an engine that listens.
+    """Return a new engine, listening.
 
     Raises:
-        ConfigError: Mooncake is not installed, or the address is none of this host's.
-        TransferFailedError: Mooncake could not begin.
+        ConfigError: Mooncake is not installed, or the address does not belong to this host.
+        TransferFailedError: Mooncake could not start.
     """
     check_address(settings.address)
     check_protocol(settings.protocol)
     for name, value in settings.environment().items():
         os.environ.setdefault(name, value)
     try:
-        # An optional dependency that maps 40 MB: only for who uses it.
+        # An optional dependency that maps 40 MB: imported only where it is used.
         from mooncake.engine import TransferEngine  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"Mooncake cannot be loaded: {error}; {INSTALL}", field="transport") from error
@@ -115,7 +115,7 @@ def create(settings: MooncakeSettings) -> NativeEngine:
 
 
 def register(holder: list[NativeEngine], address: int, size_bytes: int) -> None:
-    """Let peers read and write memory.
+    """Allow peers to read and write memory.
 
     Raises:
         TransferFailedError: Mooncake refuses it.
@@ -126,16 +126,16 @@ def register(holder: list[NativeEngine], address: int, size_bytes: int) -> None:
 
 
 def destroy(holder: list[NativeEngine]) -> None:
-    """Destroy the engine of which ``holder`` has the only reference: afterwards it neither reads nor writes memory.
+    """Destroy the engine, whose only reference is in ``holder``: afterwards it accesses no memory.
 
-    Its destructor holds the GIL while it joins a thread that looks up from ``accept`` once a second, so that thread's
-    socket gets a shorter timeout first: then the process stands still for milliseconds.
+    Its destructor holds the GIL while it joins a thread whose ``accept`` times out once a second. So that thread's
+    socket gets a shorter timeout first, and the process stalls for milliseconds only.
 
     Raises:
-        InternalError: somebody else holds a reference, so the engine still lives.
+        InternalError: another reference exists, so the engine still lives.
     """
     port = holder[0].get_rpc_port()
-    _hasten(port)
+    _shorten_accept_timeout(port)
     holder.clear()
     for listener in _listeners(port):
         listener.close()
@@ -143,10 +143,10 @@ def destroy(holder: list[NativeEngine]) -> None:
 
 
 def check_protocol(protocol: str) -> None:
-    """Check that this wheel has it. They have one Python API: others take ``ascend`` and use TCP, saying nothing.
+    """Check that the installed wheel supports a protocol: all but the NPU wheel accept ``ascend`` but silently use TCP.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it does not.
     """
     if protocol == "ascend":
         try:
@@ -156,34 +156,34 @@ def check_protocol(protocol: str) -> None:
 
 
 def check_address(address: str) -> None:
-    """Check an address. Mooncake would advertise any text; peers could then not connect, and nothing would say why.
+    """Check an address: Mooncake would advertise any text, and peers would fail to connect without a diagnosis.
 
     Raises:
-        ConfigError: it is none of this host's.
+        ConfigError: it does not belong to this host.
     """
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.bind(where)
+            probe.bind(sockaddr)
     except OSError as error:
-        raise ConfigError(f"{address!r} is no address of this host: {error}", field="address") from error
+        raise ConfigError(f"{address!r} is not an address of this host: {error}", field="address") from error
 
 
-def _hasten(port: int) -> None:
+def _shorten_accept_timeout(port: int) -> None:
     for listener in _listeners(port):
         with listener:
             timeout = struct.pack("@ll", 0, _ACCEPT_TIMEOUT_US)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-            # The accept that waits now still has the old timeout: wake it.
+            # The accept in progress still has the old timeout: wake it by a connection.
             host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
             try:
                 socket.create_connection((host, port), _WAKE_TIMEOUT_S).close()
             except OSError as error:
-                log.warning("ending Mooncake's engine stops this process for a second", cause=str(error))
+                log.warning("destroying Mooncake's engine stalls this process for a second", cause=str(error))
 
 
 def _listeners(port: int) -> Iterator[socket.socket]:
-    """Yield a duplicate of each socket of this process that listens on the port; close it."""
+    """Yield a duplicate of each socket of this process that listens on the port; the caller closes it."""
     for link in Path("/proc/self/fd").iterdir():
         try:
             if not str(link.readlink()).startswith("socket:"):

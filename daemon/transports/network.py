@@ -1,4 +1,4 @@
-"""Transfers between hosts, put together: the engine, bounce buffers, staging, sender and receiver."""
+"""Transfers between hosts, assembled: network engine, bounce buffers, staging, sender and receiver."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = structlog.get_logger(__name__)
 
 
 class NetworkMemory:
-    """An engine that writes between hosts, and the memory that it may write to and from. Made by ``open_network``.
+    """The engine that writes between hosts and the memory that it may access. Made by ``open_network``.
 
     Attributes:
-        engine: Mooncake's transfer engine, listening.
-        bounce_buffers: where peers write.
-        staging: what is sent is gathered there, in buffers of ``bounce_buffer_bytes``.
+        engine: the network engine, Mooncake's transfer engine; it listens.
+        bounce_buffers: the memory that peers write.
+        staging: the memory that outgoing bytes are gathered in, in buffers of ``bounce_buffer_bytes``.
         pages: whole pages that peers may write directly; None where the configuration does not allow it.
     """
 
@@ -44,11 +44,11 @@ class NetworkMemory:
         self._regions = (buffers, staging)
 
     def __repr__(self) -> str:
-        """Show how peers name it."""
+        """Show its session name and buffers."""
         return f"<NetworkMemory {self.engine.session_name} {self.bounce_buffers!r}>"
 
     def drop_pool(self, pool: Pool) -> None:
-        """Let peers write a pool's pages no longer, if they may."""
+        """Unregister a pool's pages, if peers may write them."""
         if self.pages is not None:
             self.pages.drop(pool)
 
@@ -69,36 +69,38 @@ class NetworkMemory:
         )
 
     async def stop(self) -> None:
-        """Stop listening: afterwards nothing lands."""
+        """Stop listening; no write lands afterwards."""
         await self.engine.close()
         if self.pages is not None:
             await self.pages.close()
 
     def close(self) -> None:
-        """Give the memory back; no thread may gather or scatter any more."""
+        """Unmap the memory; no thread may gather or scatter any more."""
         for region in self._regions:
             region.close()
 
 
 async def open_network(config: Config) -> NetworkMemory | None:
-    """Begin to listen for writes of other hosts; None where the configuration names no transport between hosts.
+    """Start listening for writes of other hosts; None where no transport between hosts is configured.
 
     Raises:
         ConfigError: no address to listen on, or Mooncake is not installed.
         OutOfMemoryError: no memory for bounce buffers or staging.
-        TransferFailedError: Mooncake could not begin.
+        TransferFailedError: Mooncake could not start.
     """
     network = config.network
     if network.transport == "none":
         return None
     address = network.address or (urlsplit(config.peers.listen).hostname if config.peers.listen else None)
     if not address:
-        raise ConfigError("say at which address, or set peers.listen", field="network.address")
+        raise ConfigError("set the address to listen at, or peers.listen", field="network.address")
     engine = MooncakeEngine(MooncakeSettings(address=address, protocol=network.protocol))
     buffers = HostRegion.create("network", network.bounce_buffers * network.bounce_buffer_bytes)
     staging = HostRegion.create("staging", network.staging * network.bounce_buffer_bytes)
     await engine.__aenter__()
-    # Peers may write what is registered: nothing else is, unless pages are written directly.
+    # Peers may write whatever is registered, so only this is, unless pages are written directly.
     await engine.register(buffers.address, buffers.size_bytes)
-    log.info("network", transport=network.transport, session=engine.session_name, bounce_buffers=network.bounce_buffers)
+    log.info(
+        "network ready", transport=network.transport, session=engine.session_name, bounce_buffers=network.bounce_buffers
+    )
     return NetworkMemory(network, engine, buffers, staging)

@@ -1,7 +1,7 @@
-"""The sending half of a transfer between hosts: what is granted is gathered and written to the bounce buffer.
+"""The sending side of a transfer between hosts: granted segments are gathered and written to the peer's bounce buffer.
 
-A grant ends with LANDED, whatever became of it. The pages of a transfer op stay held until none of its grants is under
-way.
+Every grant is answered with WRITTEN, whatever its outcome. The pages of a transfer op stay held until none of its
+grants is in flight.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 
 
 class Writer(Protocol):
-    """What writes to peers' memory; see ``MooncakeEngine.write``."""
+    """Writes to peers' memory; see ``MooncakeEngine.write``."""
 
     def write(
         self,
@@ -60,7 +60,7 @@ class Writer(Protocol):
         timeout_s: float,
         on_late: OnWriteLate | None = None,
     ) -> int:
-        """Begin a write; ``on_done`` follows exactly once."""
+        """Begin a write; ``on_done`` is called exactly once."""
 
 
 class _Key(NamedTuple):
@@ -69,36 +69,36 @@ class _Key(NamedTuple):
 
 
 class _Sending:
-    """A transfer op that a home has asked for: where its bytes lie, and how many grants of it are under way."""
+    """A transfer op that a home has requested: its source segments and its grants in flight."""
 
     def __init__(self, remote_endpoint: RemoteEndpoint, sides: list[PlanSide], memory: Region) -> None:
         self.remote_endpoint = remote_endpoint
         self.sides = sides
         self.memory = memory
         self.waiting: deque[Grant] = deque()
-        self.under_way = 0
-        self.over = False
+        self.in_flight = 0
+        self.ended = False
 
 
 class _Writing:
-    """The writes of one grant: one into a bounce buffer, several into pages."""
+    """The writes of one grant: one into a bounce buffer, or several into pages."""
 
     def __init__(self, key: _Key, grant: Grant, buffer: int, checksum: int) -> None:
         self.key = key
         self.grant = grant
         self.buffer = buffer
         self.checksum = checksum
-        self.under_way = 0
+        self.in_flight = 0
         self.error: KvferryError | None = None
 
     def failed(self, error: KvferryError) -> None:
-        """Remember why: above all, that something may still land."""
+        """Record the first error, or a later one whose bytes may still land."""
         if self.error is None or _may_still_land(error):
             self.error = error
 
 
 class NetworkSender:
-    """Serves the grants of all homes, in their order, through a few staging buffers. All methods belong on the loop."""
+    """Serves the grants of all homes in order, through a few staging buffers. For the control loop."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class NetworkSender:
     ) -> None:
         """Cut ``staging`` into buffers of ``staging_bytes``; gather on ``executor``.
 
-        ``on_settled`` is called after the state machine has been told that a transfer op is over.
+        ``on_settled`` is called after the state machine was notified that a transfer op is over.
         """
         self._send = send
         self._writer = writer
@@ -127,20 +127,20 @@ class NetworkSender:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._sendings: dict[_Key, _Sending] = {}
-        self._turns: deque[_Key] = deque()  # one for each grant that waits, and for some that do no more
-        self._refused: dict[_Key, KvferryError] = {}  # transfer ops that homes may go on granting for, and why not
+        self._queue: deque[_Key] = deque()  # one per waiting grant; some are stale
+        self._refused: dict[_Key, KvferryError] = {}  # refused ops that homes may still grant for
 
     def __repr__(self) -> str:
-        """Show what is under way."""
+        """Show what is in flight."""
         waiting = sum(len(one.waiting) for one in self._sendings.values())
         return f"<NetworkSender transfer ops={len(self._sendings)} waiting={waiting} free={len(self._free)}>"
 
     def op(self, peer: Incarnation, message: OpRequest) -> None:
-        """Take a home's description of what its next grants are for; where it is wrong, they are answered with why.
+        """Accept a home's description of a transfer op, which its grants refer to. If it is invalid, they are refused.
 
         Raises:
             UnknownTransferError: the send request is over.
-            InvalidFieldError: it names what the send request does not have.
+            InvalidFieldError: it names something that the send request does not have.
             OverloadedError: too many transfer ops are being sent.
         """
         key = _Key(peer, message.op)
@@ -166,22 +166,22 @@ class NetworkSender:
         self._state_machine.begin_sending(remote_endpoint, message.op, time.monotonic())
 
     def grant(self, peer: Incarnation, message: Grant) -> None:
-        """Write what is granted, when its turn comes."""
+        """Queue a granted write."""
         key = _Key(peer, message.op)
         sending = self._sendings.get(key)
-        error = self._refused.get(key) or _wrong_with(sending, message, self._staging_bytes)
-        if sending is not None and sending.under_way >= MAX_GRANTS_PER_OP:
-            error = OverloadedError(f"{MAX_GRANTS_PER_OP} grants of the transfer op are under way")
+        error = self._refused.get(key) or _grant_error(sending, message, self._staging_bytes)
+        if sending is not None and sending.in_flight >= MAX_GRANTS_PER_OP:
+            error = OverloadedError(f"{MAX_GRANTS_PER_OP} grants of the transfer op are in flight")
         if sending is None or error is not None:
             self._answer(peer, message, error)
             return
-        sending.under_way += 1
+        sending.in_flight += 1
         sending.waiting.append(message)
-        self._turns.append(key)
+        self._queue.append(key)
         self._pump()
 
     def op_over(self, peer: Incarnation, number: int) -> None:
-        """Take a home's word that no grant of a transfer op follows."""
+        """End a transfer op: its home grants nothing more."""
         key = _Key(peer, number)
         self._refused.pop(key, None)
         sending = self._sendings.get(key)
@@ -189,50 +189,50 @@ class NetworkSender:
             self._end(key, sending)
 
     def stop(self, remote_endpoint: RemoteEndpoint) -> None:
-        """Write nothing more for a remote endpoint; what is under way goes on to its end."""
+        """End the transfer ops of a remote endpoint; writes in flight complete."""
         for key, sending in [item for item in self._sendings.items() if item[1].remote_endpoint is remote_endpoint]:
             self._end(key, sending)
 
     def peer_lost(self, peer: Incarnation) -> None:
-        """Write nothing more for a home that is gone."""
+        """End the transfer ops of a lost home."""
         for key, sending in [item for item in self._sendings.items() if item[0].peer == peer]:
             self._end(key, sending)
 
     def _end(self, key: _Key, sending: _Sending) -> None:
-        sending.over = True
+        sending.ended = True
         for grant in sending.waiting:
-            sending.under_way -= 1
+            sending.in_flight -= 1
             self._answer(key.peer, grant, CancelledError("the transfer is over"))
         sending.waiting.clear()
         self._check_settled(key, sending)
 
     def _check_settled(self, key: _Key, sending: _Sending) -> None:
-        if sending.over and not sending.under_way and self._sendings.pop(key, None) is not None:
+        if sending.ended and not sending.in_flight and self._sendings.pop(key, None) is not None:
             self._state_machine.sending_done(sending.remote_endpoint, key.op)
             self._on_settled()
 
     def _pump(self) -> None:
-        while self._turns and self._free:
-            key = self._turns.popleft()
+        while self._queue and self._free:
+            key = self._queue.popleft()
             sending = self._sendings.get(key)
             if sending is None or not sending.waiting:
                 continue
             grant, buffer = sending.waiting.popleft(), self._free.pop()
-            work = self._loop.run_in_executor(self._executor, _gather, sending, grant, buffer)
-            work.add_done_callback(functools.partial(self._gathered, key, grant, buffer))
+            gathering = self._loop.run_in_executor(self._executor, _gather, sending, grant, buffer)
+            gathering.add_done_callback(functools.partial(self._on_gathered, key, grant, buffer))
 
-    def _gathered(self, key: _Key, grant: Grant, buffer: int, done: asyncio.Future[int]) -> None:
+    def _on_gathered(self, key: _Key, grant: Grant, buffer: int, done: asyncio.Future[int]) -> None:
         failed = done.exception()
         try:
             if failed is not None:
                 raise failed if isinstance(failed, KvferryError) else InternalError(f"gathering failed: {failed}")
             self._write(_Writing(key, grant, buffer, done.result()))
         except KvferryError as error:
-            self._granted_is_over(key, grant, buffer, 0, error)
+            self._finish_grant(key, grant, buffer, 0, error)
 
     def _write(self, writing: _Writing) -> None:
         grant, address = writing.grant, writing.buffer
-        writing.under_way = 1  # until all have begun
+        writing.in_flight = 1  # one count for this loop, until all writes have begun
         for remote_address, size_bytes in grant.runs or ((grant.address, grant.size_bytes),):
             try:
                 self._writer.write(
@@ -240,34 +240,34 @@ class NetworkSender:
                     address,
                     remote_address,
                     size_bytes,
-                    functools.partial(self._written, writing),
+                    functools.partial(self._on_written, writing),
                     timeout_s=self._timeout_s,
                     on_late=lambda _write: self._counters.add("network.late_writes"),
                 )
             except KvferryError as error:
                 writing.failed(error)
                 break
-            writing.under_way += 1
+            writing.in_flight += 1
             address += size_bytes
-        self._written(writing, None)
+        self._on_written(writing, None)
 
-    def _written(self, writing: _Writing, error: KvferryError | None) -> None:
+    def _on_written(self, writing: _Writing, error: KvferryError | None) -> None:
         if error is not None:
             writing.failed(error)
-        writing.under_way -= 1
-        if not writing.under_way:
-            self._granted_is_over(writing.key, writing.grant, writing.buffer, writing.checksum, writing.error)
+        writing.in_flight -= 1
+        if not writing.in_flight:
+            self._finish_grant(writing.key, writing.grant, writing.buffer, writing.checksum, writing.error)
 
-    def _granted_is_over(self, key: _Key, grant: Grant, buffer: int, checksum: int, error: KvferryError | None) -> None:
+    def _finish_grant(self, key: _Key, grant: Grant, buffer: int, checksum: int, error: KvferryError | None) -> None:
         self._free.append(buffer)
         if error is None:
             self._counters.add("network.sent_bytes", grant.size_bytes)
         else:
-            named = about(self._sendings[key].remote_endpoint)
-            log.warning("a grant was not written", home=key.peer.address, cause=str(error), **named)
+            context = about(self._sendings[key].remote_endpoint)
+            log.warning("a grant was not written", home=key.peer.address, cause=str(error), **context)
         self._answer(key.peer, grant, error, checksum)
         sending = self._sendings[key]
-        sending.under_way -= 1
+        sending.in_flight -= 1
         self._check_settled(key, sending)
         self._pump()
 
@@ -282,14 +282,14 @@ def _may_still_land(error: KvferryError | None) -> bool:
 
 
 def _gather(sending: _Sending, grant: Grant, buffer: int) -> int:
-    """On a thread: collect the granted segments; return their checksum."""
+    """On a thread: gather the granted segments into ``buffer``; return their checksum."""
     sending.memory.gather(sending.sides[grant.segment], grant.first, grant.stop, buffer, copy_by_size)
     return xxhash.xxh3_64_intdigest((ctypes.c_char * grant.size_bytes).from_address(buffer))
 
 
-def _wrong_with(sending: _Sending | None, grant: Grant, staging_bytes: int) -> KvferryError | None:
-    """Return why a grant cannot be used, or None."""
-    if sending is None or sending.over:
+def _grant_error(sending: _Sending | None, grant: Grant, staging_bytes: int) -> KvferryError | None:
+    """Return why a grant is invalid, or None."""
+    if sending is None or sending.ended:
         return UnknownTransferError("the transfer op is over", field="op")
     if grant.segment >= len(sending.sides):
         return InvalidFieldError(f"segment {grant.segment} of {len(sending.sides)}", field="segment")
@@ -299,7 +299,7 @@ def _wrong_with(sending: _Sending | None, grant: Grant, staging_bytes: int) -> K
     size_bytes = _bytes_of(side, grant.first, grant.stop)
     if size_bytes != grant.size_bytes or size_bytes > staging_bytes:
         return InvalidFieldError(
-            f"{size_bytes} bytes are granted {grant.size_bytes}, staging has {staging_bytes}: give all daemons "
+            f"{grant.size_bytes} bytes are granted for {size_bytes}, staging has {staging_bytes}: give all daemons "
             "the same network.bounce_buffer_bytes",
             field="size_bytes",
         )
@@ -310,7 +310,7 @@ def _wrong_with(sending: _Sending | None, grant: Grant, staging_bytes: int) -> K
 
 
 def _bytes_of(side: PlanSide, first: int, stop: int) -> int:
-    """Return the bytes of the segments ``[first, stop)``."""
+    """Return the bytes of segments ``[first, stop)``."""
     sizes, pages = side.segment_bytes.tolist(), len(side.ids)
 
     def before(segment: int) -> int:
@@ -321,7 +321,11 @@ def _bytes_of(side: PlanSide, first: int, stop: int) -> int:
 
 
 def _side_of(segment: Segment, remote_endpoint: RemoteEndpoint, chunk: int) -> PlanSide:
-    """Return where the bytes of a segment lie in the send request's pool."""
+    """Return the source side of a segment, checked against the send request and its pool.
+
+    Raises:
+        InvalidFieldError: it names something that the send request does not have.
+    """
     pool = remote_endpoint.send_request.holder
     assert pool is not None, remote_endpoint
     if chunk >= len(remote_endpoint.send_request.chunks):

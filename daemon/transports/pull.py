@@ -1,7 +1,7 @@
-"""Transfers between two daemons of one host: the destination's reads the source's pool through a mapping of its own.
+"""Transfers between two daemons of one host: the receiving daemon reads the source's pool through its own mapping.
 
-The mapping is read-only and the descriptor cannot be mapped otherwise. Before a transfer op counts, the source confirms
-that the pages were the send request's all the time: else they might have been used anew while they were read.
+The mapping is read-only, and so is the descriptor. Before the bytes of a transfer op count, the source confirms that
+the pages belonged to the send request all the time: otherwise they might have been reused while they were read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FetchRegion = Callable[[str, RegionRequest, int], HostRegion]
 
 
 class _Pull:
-    """One transfer op: first mapped, then copied, then confirmed; and why it failed."""
+    """One transfer op: mapped, then copied, then confirmed; and its error."""
 
     def __init__(self, op: TransferOp, peer: Incarnation, pool: RemotePool, on_done: OnOpDone) -> None:
         self.on_done = on_done
@@ -60,10 +60,10 @@ class _Pull:
 
 
 class PullTransport:
-    """See ``Transport``, for transfer ops of send requests that came from this host. All methods belong on the loop."""
+    """See ``Transport``, for transfer ops whose send request is on this host. For the control loop."""
 
     def __init__(self, send: SendToPeer, copier: Transport, executor: Executor, fetch: FetchRegion) -> None:
-        """Copy by ``copier``, which reports to ``copied``; map by ``fetch`` on ``executor``."""
+        """Copy by ``copier``; map pools by ``fetch`` on ``executor``."""
         self._send = send
         self._copier = copier
         self._executor = executor
@@ -74,7 +74,7 @@ class PullTransport:
         self._closed = False
 
     def __repr__(self) -> str:
-        """Show what is under way."""
+        """Show what is in progress."""
         return f"<PullTransport transfer ops={len(self._pulls)}>"
 
     def start(self, op: TransferOp, on_done: OnOpDone) -> None:
@@ -88,14 +88,14 @@ class PullTransport:
         waiting = self._mapping.setdefault(pool, [])
         waiting.append(pull)
         if len(waiting) == 1:
-            asked = RegionRequest(tenant=pool.tenant, pool=pool.name, region=pool.region_id)
-            work = self._loop.run_in_executor(
-                self._executor, self._fetch, pool.peer.address, asked, pool.manifest.region_bytes
+            request = RegionRequest(tenant=pool.tenant, pool=pool.name, region=pool.region_id)
+            mapping = self._loop.run_in_executor(
+                self._executor, self._fetch, pool.peer.address, request, pool.manifest.region_bytes
             )
-            work.add_done_callback(lambda done: self._mapped(pool, done))
+            mapping.add_done_callback(lambda done: self._on_mapped(pool, done))
 
     def confirmed(self, peer: Incarnation, message: Confirmed) -> None:
-        """Take the source's word on a transfer op that was copied."""
+        """Process the source's answer on a transfer op that was copied."""
         pull = self._pulls.get(message.op)
         if pull is not None and pull.peer == peer and pull.confirming:
             pull.error = raised(message.error) if message.error else None
@@ -105,7 +105,7 @@ class PullTransport:
         """See ``Transport.stop``."""
         pull = self._pulls.get(op_id)
         if pull is not None:
-            self._fail(pull, CancelledError("the transfer ended before all was copied"))
+            self._fail(pull, CancelledError("the transfer ended before all bytes were copied"))
 
     def peer_lost(self, peer: Incarnation, why: str) -> None:
         """Fail the transfer ops of a peer."""
@@ -113,11 +113,11 @@ class PullTransport:
             self._fail(pull, PeerLostError(f"the daemon at {peer.address} is gone: {why}"))
 
     def close(self) -> None:
-        """See ``Transport.close``; the copier is closed by its owner, and what it still says of ours is ours."""
+        """See ``Transport.close``. The copier is closed by its owner; its reports are ignored from now on."""
         self._closed = True
 
-    def _copied(self, op_id: int, error: KvferryError | None) -> None:
-        """Take the end of a copy: the bytes count once the source confirms that it has not reused the pages."""
+    def _on_copied(self, op_id: int, error: KvferryError | None) -> None:
+        """Process the end of a copy: its bytes count once the source confirms that the pages were not reused."""
         pull = self._pulls.get(op_id)
         if pull is None or self._closed:
             return
@@ -129,18 +129,18 @@ class PullTransport:
         origin = pull.op.send_request.origin
         assert origin is not None, pull.op
         pull.confirming = True
-        asked = Confirm(receive_request=name_of(pull.op.receive_request), send_request=origin.send_request, op=op_id)
-        if not self._send(pull.peer, asked):
+        confirm = Confirm(receive_request=name_of(pull.op.receive_request), send_request=origin.send_request, op=op_id)
+        if not self._send(pull.peer, confirm):
             self._fail(pull, PeerLostError(f"the daemon at {pull.peer.address} is gone"))
 
-    def _mapped(self, pool: RemotePool, done: asyncio.Future[HostRegion]) -> None:
+    def _on_mapped(self, pool: RemotePool, done: asyncio.Future[HostRegion]) -> None:
         waiting = self._mapping.pop(pool)
         failed = done.exception()
         wanted = any(pull.op.op_id in self._pulls for pull in waiting)
         if failed is None and wanted:
             pool.mapping = done.result()
         elif failed is None:
-            done.result().close()  # the peer may be gone, and nobody would close it
+            done.result().close()  # the peer may be gone, and nothing else would close it
         error = failed if isinstance(failed, KvferryError) else TransferFailedError(f"cannot map the pool: {failed}")
         for pull in waiting:
             if pull.op.op_id not in self._pulls:
@@ -152,9 +152,9 @@ class PullTransport:
 
     def _copy(self, pull: _Pull) -> None:
         pull.copying = True
-        pull.view = pull.pool.region.view()  # keeps the memory mapped until the copy has ended, whoever closes it
+        pull.view = pull.pool.region.view()  # keeps the memory mapped until the copy has ended
         plans = tuple(planned_copy.plan for planned_copy in pull.op.planned_copies)
-        self._copier.start(StartOp(pull.op.op_id, pull.pool, pull.op.receive_request.pool, plans), self._copied)
+        self._copier.start(StartOp(pull.op.op_id, pull.pool, pull.op.receive_request.pool, plans), self._on_copied)
 
     def _fail(self, pull: _Pull, error: KvferryError) -> None:
         pull.error = pull.error or error
@@ -168,18 +168,18 @@ class PullTransport:
             self._loop.call_soon(pull.on_done, pull.op.op_id, pull.error)
 
 
-def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostRegion:
-    """Ask a daemon of this host for a pool's memory and map it for reading. Blocks, FETCH_TIMEOUT_S; not on the loop.
+def fetch_region(address: str, request: RegionRequest, size_bytes: int) -> HostRegion:
+    """Request a pool's memory from a daemon of this host and map it read-only. Blocks for up to FETCH_TIMEOUT_S.
 
     Args:
-        address: the peer's, ``ipc://`` and a path beside which its session socket lies.
-        asked: which pool.
-        size_bytes: what its manifest says.
+        address: the peer's address, ``ipc://`` and a path; its session socket is in the same directory.
+        request: the pool.
+        size_bytes: the size that the pool's manifest states.
 
     Raises:
         PeerLostError: no daemon answers there.
-        AccessDeniedError: who answers there is neither root nor this daemon's user.
-        InvalidFieldError: it gave memory of another size, or that could get one.
+        AccessDeniedError: the daemon there runs neither as root nor as this daemon's user.
+        InvalidFieldError: its memory has another size, or is not sealed against resizing.
         KvferryError: it refuses.
     """
     path = Path(address.removeprefix("ipc://")).parent / SESSION_SOCKET
@@ -190,7 +190,7 @@ def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostReg
             channel.settimeout(FETCH_TIMEOUT_S)
             channel.connect(os.fspath(path))
             _check_trusted(channel, path)
-            channel.sendall(pack(asked))
+            channel.sendall(pack(request))
             while True:
                 left_s = end - time.monotonic()
                 if left_s <= 0:
@@ -198,7 +198,7 @@ def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostReg
                 channel.settimeout(left_s)
                 data, new_fds, _, _ = socket.recv_fds(channel, _RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
                 fds += new_fds
-                while len(fds) > 1:  # however many it passes, they cost us no more than the one we want
+                while len(fds) > 1:  # close surplus ones: a peer must not use up descriptors
                     os.close(fds.pop())
                 for frame in frames.feed(data):
                     message = unpack_frame(frame)
@@ -216,8 +216,10 @@ def fetch_region(address: str, asked: RegionRequest, size_bytes: int) -> HostReg
 
 
 def _check_trusted(channel: socket.socket, path: Path) -> None:
-    """Check who listens: what it says is mapped, and its descriptors are kept."""
+    """Check the user that listens, as the peer's memory is mapped and its descriptors are kept."""
     credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid not in {0, os.getuid()}:
-        raise AccessDeniedError(f"the daemon at {path} is user {uid}'s, not this one's", field="source_daemons")
+        raise AccessDeniedError(
+            f"the daemon at {path} runs as user {uid}, not as this daemon's user or root", field="source_daemons"
+        )

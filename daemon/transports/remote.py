@@ -1,6 +1,6 @@
-"""The transports between daemons behind one door: by mapping on one host, by bounce buffers between hosts.
+"""The transports between daemons, combined: by a mapping on one host, by bounce buffers between hosts.
 
-Which one it is follows from the peer's address: ``ipc://`` is this host.
+The peer's address selects the transport: ``ipc://`` is this host.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ON_THIS_HOST = "ipc://"
 
 
 class RemoteTransports:
-    """Moves transfer ops from other daemons' pools to this one's, and serves the other daemons' transfer ops from here.
+    """Copies transfer ops from other daemons' pools to this one's, and sends to other daemons from here.
 
     Attributes:
-        receiver, sender: None where the configuration names no transport between hosts.
+        receiver, sender: None where no transport between hosts is configured.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class RemoteTransports:
         return f"<RemoteTransports {self._pull!r} {self.receiver!r} {self.sender!r}>"
 
     def can_reach(self, address: str) -> bool:
-        """Return whether transfer ops can come from a daemon at this address."""
+        """Return whether bytes can be received from a daemon at this address."""
         return address.startswith(ON_THIS_HOST) or self.receiver is not None
 
     def start(self, op: TransferOp, on_done: OnOpDone) -> None:
-        """Begin to move a transfer op of another daemon's send request; see ``Transport.start``."""
+        """Start copying a transfer op of another daemon's send request; see ``Transport.start``."""
         assert op.send_request.origin is not None, op
         if op.send_request.origin.peer.address.startswith(ON_THIS_HOST):
             self._pull.start(op, on_done)
@@ -51,53 +51,53 @@ class RemoteTransports:
             self.receiver.start(op, on_done)
 
     def stop(self, op_id: int) -> None:
-        """See ``Transport.stop``; unknown transfer ops are not ours."""
+        """See ``Transport.stop``; unknown transfer ops are ignored."""
         if op_id in self._network and self.receiver is not None:
             self.receiver.stop(op_id)
         else:
             self._pull.stop(op_id)
 
     def forget(self, op_id: int) -> None:
-        """Note that a transfer op is over."""
+        """Forget a transfer op that is over."""
         self._network.discard(op_id)
 
     def written(self, peer: Incarnation, message: Written) -> None:
-        """Take a source's word on a grant."""
+        """Pass on a source's answer to a grant."""
         if self.receiver is not None:
             self.receiver.written(peer, message)
 
     def confirmed(self, peer: Incarnation, message: Confirmed) -> None:
-        """Take a source's word on a transfer op that was read from its memory."""
+        """Pass on a source's confirmation of a transfer op that was read from its memory."""
         self._pull.confirmed(peer, message)
 
     def op_asked(self, peer: Incarnation, message: OpRequest) -> None:
-        """Take a home's description of what it will grant slots for.
+        """Pass on a home's description of the transfer op that it will send grants for.
 
         Raises:
-            UnknownTransferError: the send request is over, or nothing can be sent from here.
-            InvalidFieldError: it names what the send request does not have.
+            UnknownTransferError: the send request is over, or this daemon cannot send to other hosts.
+            InvalidFieldError: it names something that the send request does not have.
         """
         if self.sender is None:
-            raise UnknownTransferError("this daemon sends to no other host; set network.transport", field="op")
+            raise UnknownTransferError("this daemon does not send to other hosts; set network.transport", field="op")
         self.sender.op(peer, message)
 
     def granted(self, peer: Incarnation, message: Grant) -> None:
-        """Take a home's grant."""
+        """Pass on a home's grant."""
         if self.sender is not None:
             self.sender.grant(peer, message)
 
     def op_over(self, peer: Incarnation, number: int) -> None:
-        """Take a home's word that a transfer op needs no more."""
+        """Pass on that a home grants nothing more for a transfer op."""
         if self.sender is not None:
             self.sender.op_over(peer, number)
 
     def stop_sending(self, remote_endpoint: RemoteEndpoint) -> None:
-        """Send nothing more for a remote endpoint."""
+        """Stop sending for a remote endpoint."""
         if self.sender is not None:
             self.sender.stop(remote_endpoint)
 
     def peer_lost(self, peer: Incarnation, why: str) -> None:
-        """Fail what depends on an incarnation that is gone."""
+        """Fail the transfer ops of a lost peer."""
         self._pull.peer_lost(peer, why)
         if self.receiver is not None:
             self.receiver.peer_lost(peer, why)
@@ -105,7 +105,7 @@ class RemoteTransports:
             self.sender.peer_lost(peer)
 
     def close(self) -> None:
-        """Stop everything; nothing is reported after it."""
+        """Stop everything; nothing is reported after that."""
         self._pull.close()
         if self.receiver is not None:
             self.receiver.close()

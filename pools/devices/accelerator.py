@@ -1,8 +1,8 @@
-"""One device: its memory, its streams, and the watch over calls that may never come back.
+"""One device: its memory, its streams, and a watchdog for calls that may never return.
 
-Written against torch's device-agnostic interface; what a maker has of his own is in his ``Vendor``. Every call may
-wait, so none belongs on an event loop. A device that fails is lost for good: torch_npu can deadlock in any later call,
-so nothing is tried again, whoever asked gets DEVICE_LOST, and the process has to end. Knows nothing of pools or plans.
+Written against torch's device-agnostic interface; vendor-specific calls are in ``Vendor``. Every call may block, so
+none belongs on an event loop. A device that fails is lost for good: torch_npu can deadlock in any later call, so
+nothing is retried, callers get DEVICE_LOST, and the process has to end. Independent of pools and plans.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ REGION_ALIGNMENT: Final = 2 << 20
 FIRST_LOOK_S, LONGEST_PAUSE_S = 20e-6, 500e-6
 STUCK_AFTER_S: Final = 60.0
 WAITING_STREAMS: Final = 24
-"""Streams beside those of the directions: torch has 32 in all, and gives the first ones again after that."""
+"""Streams besides those of the copy directions: torch has 32 in all, and reuses the first ones after that."""
 
 OPENING_S: Final = 120.0
-"""What opening may take longer than a call: torch and its plugin are loaded from files, perhaps from far away."""
+"""Extra time for opening: torch and its plugin are loaded from files, possibly over a network file system."""
 
 REGISTERING_S_PER_BYTE: Final = 2e-9
-"""What registering memory may take longer: its pages are taken and locked, one by one."""
+"""Extra time for registering memory: its pages are allocated and locked one by one."""
 
 VENDORS: Final[dict[str, Callable[[], Vendor]]] = {"npu": NpuVendor, "cuda": CudaVendor}
 
@@ -46,7 +46,7 @@ class DeviceMemory(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """A stream for each direction, apart from any stream that computes. Streams are scarce: made once."""
+    """A stream for each copy direction, separate from compute streams. Streams are scarce: they are made once."""
 
     device_to_host: torch.Stream
     host_to_device: torch.Stream
@@ -54,13 +54,12 @@ class Streams(NamedTuple):
 
 
 class Accelerator:
-    """One device, by its name, as torch counts this process's devices. Nothing of it is touched before ``open``.
+    """One device, by its name, as torch counts this process's devices. The device is not used before ``open``.
 
     Attributes:
         name: ``npu:0`` and the like.
         torch: the module; after ``open``.
         lost: why the device cannot be used any more, or None.
-        on_lost: called once, on the thread that saw it, when the device is lost.
     """
 
     def __init__(self, name: str, *, stuck_after_s: float = STUCK_AFTER_S) -> None:
@@ -68,11 +67,11 @@ class Accelerator:
         self.kind, _, index = name.partition(":")
         self.index = int(index)
         self.lost: DeviceLostError | None = None
-        self.on_lost: Callable[[DeviceLostError], None] = lambda _error: None
+        self._when_lost: list[Callable[[DeviceLostError], None]] = []
         self._stuck_after_s = stuck_after_s
         self._opening = threading.Lock()
         self._streams_lock = threading.Lock()
-        self._losing = threading.Lock()  # the event loop takes it: nobody makes a call while he has it
+        self._losing = threading.Lock()  # the event loop takes it, so no device call may be made while holding it
         self._threads = threading.local()
         self._calls: dict[int, float] = {}
         self._vendor = VENDORS[self.kind]()
@@ -81,29 +80,33 @@ class Accelerator:
         self._waiting_streams: list[tuple[torch.Stream, list[object]]] = []
         self._registered: dict[int, torch.Tensor] = {}
 
+    def when_lost(self, handler: Callable[[DeviceLostError], None]) -> None:
+        """Call this once when the device is lost, on the thread that detects it."""
+        self._when_lost.append(handler)
+
     def __repr__(self) -> str:
-        """Show its state."""
+        """Show name and state."""
         state = "lost" if self.lost else "open" if self.torch else "not opened"
         return f"<Accelerator {self.name} {state} calls={len(self._calls)}>"
 
     @property
     def vendor(self) -> Vendor:
-        """Return what its maker has of his own; only within ``calling``."""
+        """Return the vendor-specific calls; only within ``calling``."""
         return self._vendor
 
     @property
     def streams(self) -> Streams:
-        """Return the streams; after ``open``."""
+        """Return the copy streams; after ``open``."""
         assert self._streams is not None, self
         return self._streams
 
     def open(self) -> None:
-        """Import what drives the device and make its streams. Seconds, the first time; then nothing.
+        """Import the device's backend and make its streams. Takes seconds the first time, then does nothing.
 
-        The thread's current device stays what it was, also where this fails: it may be an engine's own.
+        The thread's current device is kept, also if this fails: the thread may be an engine's.
 
         Raises:
-            DeviceUnavailableError: no such device, or what drives it is missing.
+            DeviceUnavailableError: there is no such device, or its backend is missing.
         """
         with self._opening, self._timed(OPENING_S):
             if self.torch is not None:
@@ -113,12 +116,12 @@ class Accelerator:
             count = torch.accelerator.device_count()
             if self.index >= count:
                 raise DeviceUnavailableError(
-                    f"this host has {count} devices, {self.name} is none of them", field="device"
+                    f"this host has {count} devices; {self.name} is not one of them", field="device"
                 )
             device = torch.device(self.kind, self.index)
             try:
                 with self._as_current(torch):
-                    # The maker's own class: his interprocess events take no other, and it is a torch.Stream as well.
+                    # The vendor's own class: its interprocess events accept no other. It is a torch.Stream as well.
                     make = torch.get_device_module(device).Stream
                     self._streams = Streams(*(make(device=device) for _ in Streams._fields))
             except RuntimeError as cause:
@@ -126,14 +129,14 @@ class Accelerator:
             self.torch = torch
 
     def current_stream(self) -> torch.Stream:
-        """Return this thread's current stream of this device, whichever device is the current one; after ``open``."""
+        """Return this thread's current stream of this device, whichever device is current; after ``open``."""
         stream: torch.Stream = self.torch.get_device_module(self.kind).current_stream(self.index)
         return stream
 
     def waiting_stream(self, user: object) -> torch.Stream:
-        """Return a stream for work that may wait for an engine, until ``release_stream``; within ``calling``.
+        """Return a stream for copies that may wait for an engine, until ``release_stream``; within ``calling``.
 
-        Nobody else has it, unless more than ``WAITING_STREAMS`` are registered.
+        It is exclusive to ``user`` unless more than ``WAITING_STREAMS`` users have one.
         """
         with self._streams_lock:
             least = min(self._waiting_streams, key=lambda one: len(one[1]), default=None)
@@ -145,7 +148,7 @@ class Accelerator:
             return least[0]
 
     def release_stream(self, user: object) -> None:
-        """End a loan; its work is done."""
+        """Return a user's waiting stream; everything queued on it is done."""
         with self._streams_lock:
             for _, users in self._waiting_streams:
                 if user in users:
@@ -153,13 +156,13 @@ class Accelerator:
 
     @contextlib.contextmanager
     def calling(self, more_s: float = 0.0) -> Iterator[None]:
-        """Make calls to the device on this thread; what they raise is turned into ours. Not within another ``calling``.
+        """Make calls to the device on this thread, and translate what they raise. Must not be nested.
 
-        They may take ``more_s`` longer than others before the device counts as lost.
+        The calls may take ``more_s`` longer than usual before the device counts as lost.
 
         Raises:
-            OutOfMemoryError: the device has not enough.
-            DeviceLostError: anything else that a device can do wrong: it is lost from then on.
+            OutOfMemoryError: the device has too little free memory.
+            DeviceLostError: any other device error; the device is lost from then on.
         """
         if self.lost is not None:
             raise DeviceLostError(self.lost.detail)
@@ -169,7 +172,7 @@ class Accelerator:
         except DeviceLostError as error:
             self.lose(error)
             raise
-        except RuntimeError as cause:  # all that torch says of a device; anything else is a bug of ours
+        except RuntimeError as cause:  # torch raises it for every device error; anything else is a bug of ours
             if isinstance(cause, self.torch.OutOfMemoryError):
                 raise OutOfMemoryError(f"{self.name}: {_first_line(cause)}") from cause
             lost = DeviceLostError(f"{self.name}: {_first_line(cause)}")
@@ -178,19 +181,19 @@ class Accelerator:
 
     @contextlib.contextmanager
     def _as_current(self, torch: Any) -> Iterator[None]:  # noqa: ANN401  where ``open`` has not finished
-        """Make the device this thread's current one, and what was so before again: an engine's own, say.
+        """Make the device this thread's current one, and restore the previous one afterwards, which may be an engine's.
 
-        A device that was current by default only is not opened by that: it would cost its memory a context.
+        A device that was current only by default is not opened by that: a context on it would take device memory.
         """
         with torch.accelerator.device_index(self.index):
             if not getattr(self._threads, "known", False):
-                torch.accelerator.set_device_index(self.index)  # a thread's first call: raw ones know no default
+                torch.accelerator.set_device_index(self.index)  # once per thread: raw driver calls have no default
                 self._threads.known = True
             yield
 
     @contextlib.contextmanager
     def _timed(self, more_s: float = 0.0) -> Iterator[None]:
-        """Let ``check`` know that this thread is in a call, which may take ``more_s`` longer than others."""
+        """Register this thread with ``check`` as being in a call, which may take ``more_s`` longer than usual."""
         thread = threading.get_ident()
         self._calls[thread] = time.monotonic() + more_s
         try:
@@ -199,30 +202,31 @@ class Accelerator:
             self._calls.pop(thread, None)
 
     def lose(self, error: DeviceLostError) -> None:
-        """Note that the device is lost; only the first reason counts."""
+        """Mark the device as lost; only the first reason is kept."""
         with self._losing:
             if self.lost is not None:
                 return
             self.lost = error
-        self.on_lost(error)
+        for handler in self._when_lost:
+            handler(error)
 
     def check(self, now_s: float) -> None:
-        """Lose the device where a call to it has taken too long: it may never come back. From any thread."""
+        """Mark the device as lost if a call to it has taken too long: it may never return. From any thread."""
         oldest = min(self._calls.copy().values(), default=now_s)
         if now_s - oldest > self._stuck_after_s:
-            self.lose(DeviceLostError(f"{self.name}: a call has not come back for {now_s - oldest:.0f} s"))
+            self.lose(DeviceLostError(f"{self.name}: a call has not returned for {now_s - oldest:.0f} s"))
 
     def memory(self) -> DeviceMemory:
         """Return the device's memory; within ``calling``."""
-        # The maker's own: torch.accelerator's is young, and fails where the maker's allocator is older than it.
+        # The vendor module's: torch.accelerator's is new, and fails with a vendor allocator that is older.
         free, total = self.torch.get_device_module(self.kind).mem_get_info(self.index)
         return DeviceMemory(free, total)
 
     def allocate(self, size_bytes: int) -> Mapped:
-        """Return zeroed memory, of a whole number of 2 MiB; within ``calling``.
+        """Return zeroed memory, a multiple of 2 MiB; within ``calling``.
 
         Raises:
-            OutOfMemoryError: the device has not enough.
+            OutOfMemoryError: the device has too little free memory.
         """
         rounded = -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
         mapped = self._vendor.allocate(self.index, rounded)
@@ -236,22 +240,22 @@ class Accelerator:
         return mapped
 
     def pinned(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``(elements,)`` zeros in host memory that the device copies to and from itself; within ``calling``.
+        """Return ``(elements,)`` zeros in pinned host memory, which the device accesses directly; within ``calling``.
 
         Raises:
-            OutOfMemoryError: no more may be locked.
+            OutOfMemoryError: no more memory may be locked.
         """
         try:
             made: torch.Tensor = self.torch.zeros(elements, dtype=dtype, pin_memory=True)
-        except RuntimeError as cause:  # no word on the device: the next call to it will tell
+        except RuntimeError as cause:  # says nothing about the device: if it failed, the next call shows it
             raise OutOfMemoryError(f"{elements} pinned elements: {_first_line(cause)}") from cause
         return made
 
     def register_host(self, region: HostRegion) -> None:
-        """Let the device copy to and from a host region itself until ``unregister_host``; not within ``calling``.
+        """Let the device access a host region directly until ``unregister_host``; not within ``calling``.
 
         Raises:
-            OutOfMemoryError: more than may be locked: without, copies go by pinned memory in between.
+            OutOfMemoryError: no more memory may be locked; copies then go through pinned memory.
             DeviceLostError: as ``calling``.
         """
         with self.calling(more_s=region.size_bytes * REGISTERING_S_PER_BYTE):
@@ -260,38 +264,38 @@ class Accelerator:
             self._registered[region.address] = tensor
 
     def unregister_host(self, region: HostRegion) -> None:
-        """Undo ``register_host``, before the region is closed; within ``calling``. Nothing where it was not done."""
+        """Undo ``register_host`` before the region is closed; within ``calling``. No effect if it is not registered."""
         if self._registered.pop(region.address, None) is not None:
             self._vendor.unregister_host(region.address)
 
     def registered(self, address: int, size_bytes: int) -> torch.Tensor | None:
-        """Return registered host memory as ``(size_bytes,)`` uint8; None where it is not registered as a whole."""
+        """Return registered host memory as ``(size_bytes,)`` uint8; None unless all of it is registered."""
         for start, tensor in self._registered.items():
             if start <= address and address + size_bytes <= start + len(tensor):
                 return tensor[address - start : address - start + size_bytes]
         return None
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Copy contiguous bytes between the device and pinned or registered host memory, on a stream; never waits."""
+        """Queue a copy of contiguous bytes between the device and pinned or registered host memory on a stream."""
         host = source if source.device.type == "cpu" else destination
         if host.is_pinned():
             with on_stream(self.torch, stream):
                 destination.copy_(source, non_blocking=True)
-        else:  # registered with a driver that torch does not ask: its own copy would wait for the stream
+        else:  # registered with the driver but unknown to torch, whose own copy would wait for the stream
             self._vendor.copy_async(destination, source, stream)
 
     def wait(self, event: torch.Event) -> None:
-        """Return once an event is done. It is polled, so that a device that hangs does not hold this thread for ever.
+        """Return once an event is done. It is polled, so that a device that hangs does not block this thread forever.
 
         Raises:
-            DeviceLostError: it is not done within the time a call may take.
+            DeviceLostError: the event is not done within the time that a call may take.
         """
         pause_s, ends_at = FIRST_LOOK_S, time.monotonic() + self._stuck_after_s
         while not event.query():
             if self.lost is not None:
                 raise DeviceLostError(self.lost.detail)
             if time.monotonic() > ends_at:
-                raise DeviceLostError(f"{self.name}: work is not done after {self._stuck_after_s:g} s")
+                raise DeviceLostError(f"{self.name}: a copy is not done after {self._stuck_after_s:g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

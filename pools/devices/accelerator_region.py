@@ -1,9 +1,9 @@
 """Regions on a device: pools that the daemon allocated, or that another process shares with this one.
 
-Segments go through staging: a buffer on the device, in which they are gathered by one kernel an entry, and pinned host
-memory, to and from which they travel in one copy. Each step is on the stream of its direction, in order; the caller's
-thread looks at the last event, and the staging is used again only after it. Steps of blocks, which tiers are made of,
-are begun and waited for apart, each with a staging of its own, so that one goes on while the next is begun.
+Segments are copied through a staging: a buffer on the device, into which they are gathered by one kernel per entry, and
+pinned host memory, to or from which they are copied at once. All of it is queued in order on the stream of the copy's
+direction; the caller's thread waits for the last event, and only then the staging is reused. Steps of blocks, for the
+tiers, are begun and waited for separately, each with its own staging, so that one can proceed while the next is begun.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     import torch
 
 FEW_RUNS: Final = 8
-"""Up to so many runs of cells, a copy a run costs less than uploading their numbers and a kernel."""
+"""Up to this many runs of cells, one copy per run costs less than uploading the cell numbers and running a kernel."""
 
 MIN_RUN_BYTES: Final = 32 << 10
-"""With shorter runs in the arena, a copy of each by the host costs less than one by the device."""
+"""With shorter runs in the arena, copying each by the host costs less than by the device."""
 
 MAX_WORD_BYTES: Final = 4
-"""Kernels that take rows by number are made for 32-bit elements; 64-bit ones may run on the device's slow cores."""
+"""Gather kernels are optimised for 32-bit elements; 64-bit ones may run on the device's slow cores."""
 
 _identities = itertools.count(1)
 
 
 class RegionSegment(NamedTuple):
-    """Memory mapped in one go, and where in the region it begins. No entry of a pool lies in two parts."""
+    """Memory that is mapped at once, and where in the region it begins. No entry of a pool spans two of them."""
 
     start: int
     mapped: Mapped
@@ -58,7 +58,7 @@ def _nothing() -> None:
 
 
 class _PendingStep:
-    """See ``Pending``. What is left to do on the host is done by ``wait``."""
+    """See ``Pending``. ``wait`` also does what is left to do on the host."""
 
     done = False
 
@@ -87,7 +87,7 @@ class AcceleratorRegion:
         stagings: StagingPool,
         on_closed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Own what is mapped from now on; ``on_closed`` is called once it is given back."""
+        """Take ownership of the mapped memory; ``on_closed`` is called once it is unmapped."""
         self.accelerator = accelerator
         self.device = accelerator.name
         self.size_bytes = size_bytes
@@ -107,17 +107,17 @@ class AcceleratorRegion:
 
     @property
     def identity(self) -> int:
-        """See ``Region.identity``; of this process's regions only."""
+        """See ``Region.identity``; unique within this process only."""
         return self._identity
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Return the region as ``(size_bytes,)`` uint8 on the device, valid until ``close``; only of one part."""
+        """Return the region, of a single part, as ``(size_bytes,)`` uint8 on the device, valid until ``close``."""
         [part] = self._parts
         return part.mapped.tensor[: self.size_bytes]
 
     def share(self, process_id: int) -> Share:
-        """Return what that process needs to map the region. Never log it."""
+        """Return what the process needs to map the region. Never log it."""
         [part] = self._parts
         with self.accelerator.calling():
             return self.accelerator.vendor.share(part.mapped, process_id)
@@ -126,7 +126,7 @@ class AcceleratorRegion:
         """See ``Region.gather``."""
         del copy
         stream = self.accelerator.streams.device_to_host
-        for begin, end, size, address in self._pieces(side, first, stop, out_address):
+        for begin, end, size, address in self._staged(side, first, stop, out_address):
             parts = list(cells_of(side, begin, end))
             with self._use(), self._stagings.take(size, parts) as staging, self._on(stream):
                 self._to_staging(parts, staging)
@@ -143,7 +143,7 @@ class AcceleratorRegion:
         """See ``Region.scatter``."""
         del copy
         stream = self.accelerator.streams.host_to_device
-        for begin, end, size, address in self._pieces(side, first, stop, in_address):
+        for begin, end, size, address in self._staged(side, first, stop, in_address):
             parts = list(cells_of(side, begin, end))
             with self._use(), self._stagings.take(size, parts) as staging, self._on(stream):
                 there = self.accelerator.registered(address, size)
@@ -157,14 +157,14 @@ class AcceleratorRegion:
                 self.accelerator.wait(staging.done)
 
     def copy_from(self, source: AcceleratorRegion, plan: Plan, first: int, stop: int) -> None:
-        """Copy segments ``[first, stop)`` of a plan from another region of the same device, without the host.
+        """Copy segments ``[first, stop)`` of a plan from another region of the same device, bypassing the host.
 
         Raises:
             DeviceLostError: the device failed.
         """
         assert source.accelerator is self.accelerator, (source, self)
         stream = self.accelerator.streams.device_to_device
-        for begin, end, size, _ in self._pieces(plan.source, first, stop, 0):
+        for begin, end, size, _ in self._staged(plan.source, first, stop, 0):
             ours, theirs = (list(cells_of(side, begin, end)) for side in (plan.destination, plan.source))
             staged = self._stagings.take(size, [*ours, *theirs])
             with source._use(), self._count(), staged as staging, self._on(stream):
@@ -174,7 +174,7 @@ class AcceleratorRegion:
                 self.accelerator.wait(staging.done)
 
     def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
-        """See ``Region.begin_offload``. Goes straight to the arena where that is registered with the device."""
+        """See ``Region.begin_offload``. Copies directly to the arena if that is registered with the device."""
         stream, copy, runs = (
             self.accelerator.streams.device_to_host,
             self.accelerator.copy,
@@ -200,7 +200,7 @@ class AcceleratorRegion:
         return _PendingStep(self, staging, finish)
 
     def begin_restore(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
-        """See ``Region.begin_restore``. Goes straight from the arena where that is registered with the device."""
+        """See ``Region.begin_restore``. Copies directly from the arena if that is registered with the device."""
         stream, copy, runs = (
             self.accelerator.streams.host_to_device,
             self.accelerator.copy,
@@ -221,7 +221,7 @@ class AcceleratorRegion:
         return _PendingStep(self, staging, _nothing)
 
     def end_step(self, staging: Staging, finish: Callable[[], None]) -> None:
-        """Wait for a step that has begun, and let its staging and the region go."""
+        """Wait for a step that has begun, and release its staging and its use of the region."""
         try:
             with self.accelerator.calling():
                 self.accelerator.wait(staging.done)
@@ -243,12 +243,12 @@ class AcceleratorRegion:
             self._on_closed()
 
     def _bytes_at(self, start: int, size_bytes: int) -> torch.Tensor:
-        """Return bytes that lie in one part."""
+        """Return bytes that lie within one part."""
         part = self._parts[bisect.bisect_right(self._starts, start) - 1]
         return part.mapped.tensor[start - part.start : start - part.start + size_bytes]
 
     def _to_staging(self, parts: Sequence[Cells], staging: Staging) -> None:
-        """Gather cells into a staging's bytes on the device, on the current stream."""
+        """Gather cells into a staging's buffer on the device, on the current stream."""
         for cells in parts:
             view, flat = self._views(cells, staging)
             runs = coalesce(cells.numbers, np.arange(len(cells.numbers)))
@@ -259,7 +259,7 @@ class AcceleratorRegion:
                 flat[at : at + count].copy_(view[source : source + count], non_blocking=True)
 
     def _from_staging(self, parts: Sequence[Cells], staging: Staging) -> None:
-        """Scatter a staging's bytes on the device to cells, on the current stream."""
+        """Scatter a staging's buffer on the device to cells, on the current stream."""
         for cells in parts:
             view, flat = self._views(cells, staging)
             runs = coalesce(cells.numbers, np.arange(len(cells.numbers)))
@@ -270,19 +270,18 @@ class AcceleratorRegion:
                 view[to : to + count].copy_(flat[at : at + count], non_blocking=True)
 
     def _views(self, cells: Cells, staging: Staging) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a view of the region and one of the staging, ``(rows, words)``, in the widest words that fit both."""
+        """Return views of the region and of the staging, ``(rows, words)``, in the widest words that both allow."""
         rows = int(cells.numbers.max()) + 1
         memory = self._bytes_at(cells.offset_bytes, rows * cells.cell_bytes)
-        together = (
-            int(memory.storage_offset()) | cells.cell_bytes | cells.flat_bytes | MAX_WORD_BYTES
-        )  # any, if registered
+        # A registered pool's storage may begin at any offset.
+        alignment = int(memory.storage_offset()) | cells.cell_bytes | cells.flat_bytes | MAX_WORD_BYTES
         backend = self.accelerator.torch
-        words = {1: backend.uint8, 2: backend.int16, 4: backend.int32}[together & -together]
+        words = {1: backend.uint8, 2: backend.int16, 4: backend.int32}[alignment & -alignment]
         flat = staging.on_device[cells.flat_bytes : cells.flat_bytes + cells.size_bytes]
         return memory.view(words).view(rows, -1), flat.view(words).view(len(cells.numbers), -1)
 
-    def _pieces(self, side: PlanSide, first: int, stop: int, address: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first, stop, bytes, address) of extents that fit a staging."""
+    def _staged(self, side: PlanSide, first: int, stop: int, address: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (first, stop, bytes, address) of ranges of segments that fit a staging."""
         sizes, pages = side.segment_bytes, len(side.ids)
         while first < stop:
             end = segments_that_fit(side, first, stop, self._stagings.staging_bytes)
@@ -295,7 +294,7 @@ class AcceleratorRegion:
 
     @contextmanager
     def _step(self, pages: BlockPages, step: BlockStep) -> Iterator[tuple[list[Cells], Staging, int]]:
-        """Begin a step: yield its cells, a staging, and how many bytes lie in that. The region is in use afterwards."""
+        """Begin a step: yield its cells, a staging, and the bytes staged. The region is in use until ``end_step``."""
         cells = self._cells.get(pages.layout)
         if cells is None:
             cells = self._cells[pages.layout] = BlockCells(pages.layout, self._starts)
@@ -310,7 +309,7 @@ class AcceleratorRegion:
             raise
 
     def _direct(self, arena: Arena, runs: int, size_bytes: int) -> torch.Tensor | None:
-        """Return the arena as the device knows it; None where copies by way of pinned memory are better."""
+        """Return the arena as a tensor that the device accesses; None if copies through pinned memory are better."""
         if runs > 1 and size_bytes < runs * MIN_RUN_BYTES:
             return None
         return self.accelerator.registered(arena.ctypes.data, len(arena))

@@ -1,7 +1,7 @@
-"""What every kind of memory a pool can be in has in common: regions.
+"""The interface of regions, which all kinds of pool memory implement.
 
-A region is an extent of memory of one device, of a fixed size, that several processes may have mapped. What moves bytes
-between a region and host memory is its own business; whoever moves them knows plans and segments, not devices.
+A region is memory of one device, of a fixed size, that several processes may have mapped. The region itself copies
+bytes to and from host memory; its callers work with plans and segments, not with devices.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvferry.pools.planning.plan import PlanSide
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep
 
 Arena = npt.NDArray[np.uint8]
-"""Host memory in which blocks lie, ``(size_bytes,)`` uint8."""
+"""Host memory that holds blocks, ``(size_bytes,)`` uint8."""
 
 
 class Pending(Protocol):
-    """A step that has begun. ``wait`` is called once, by any thread: until then the memory of both sides is in use."""
+    """A step that has begun. ``wait`` is called once, by any thread; until then the memory of both sides is in use."""
 
     @property
     def done(self) -> bool:
-        """Return whether nothing moves any more, as far as that is known without a look."""
+        """Return whether the step is known to be complete, without asking the device."""
 
     def wait(self) -> None:
-        """Return once nothing moves any more; what an offload brought is then in the arena.
+        """Return once the step is complete; an offload's bytes are then in the arena.
 
         Raises:
             DeviceLostError: the device failed.
@@ -35,7 +35,7 @@ class Pending(Protocol):
 
 
 class NothingPending:
-    """A step that was over when it had begun."""
+    """A step that was complete when it had begun."""
 
     done = True
 
@@ -59,12 +59,12 @@ class Region(Protocol):
 
     @property
     def identity(self) -> int:
-        """Return a number that no other region of this host has while this one lives."""
+        """Return a number that no other region of this host has while this one exists."""
 
     def gather(self, side: PlanSide, first: int, stop: int, out_address: int, copy: CopyBlocks) -> None:
         """Copy segments ``[first, stop)`` of a plan's side into contiguous host memory; see ``pools.gather``.
 
-        Returns when the bytes are there: call it on a thread that may wait. ``copy`` is for what is host memory.
+        Returns when the bytes are there: call it on a thread that may block. ``copy`` is used between host memory.
 
         Raises:
             TransferFailedError: an address is not mapped.
@@ -75,10 +75,10 @@ class Region(Protocol):
         """Copy contiguous host memory to where segments ``[first, stop)`` belong: the reverse of ``gather``."""
 
     def begin_offload(self, pages: BlockPages, step: BlockStep, arena: Arena) -> Pending:
-        """Begin to copy a step from pages to their blocks; on the host this copies it.
+        """Begin to copy a step from pages to their blocks; a host region completes it at once.
 
-        Blocks that the step ends get zeros for padding, by the time ``wait`` returns. Steps that have begun may be
-        under way at the same time, in whatever order: whoever begins them sees to it that they do not overlap.
+        The padding of blocks whose end is in the step is zeroed by the time ``wait`` returns. Steps may be in flight
+        at the same time and complete in any order: the caller ensures that they do not overlap.
 
         Raises:
             DeviceLostError: the device failed; the memory stays in use.
@@ -88,4 +88,4 @@ class Region(Protocol):
         """Begin to copy a step from blocks to their pages: the reverse of ``begin_offload``."""
 
     def close(self) -> None:
-        """Give the memory back, here: who else has it mapped keeps it. Closing twice does nothing."""
+        """Unmap the memory in this process; other processes keep their mapping. Closing twice does nothing."""

@@ -1,7 +1,7 @@
-"""NVIDIA's own: torch's shares, interprocess events, registered host memory. Beside Ascend, for tests on a GPU.
+"""NVIDIA: torch's shares, interprocess events, registered host memory. Besides Ascend, for tests on a GPU.
 
-Memory is torch's allocator's, so whoever maps a pool needs the daemon to live on, and the memory of a pool that a
-killed engine had mapped comes back with the daemon's end only.
+Memory comes from torch's allocator, so processes that map a pool need the daemon to stay alive, and a pool that a
+killed engine had mapped is freed only when the daemon ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CudaVendor:
         return Mapped(tensor, None)
 
     def share(self, mapped: Mapped, process_id: int) -> Share:
-        """See ``Vendor.share``; whoever has the share can map it."""
+        """See ``Vendor.share``; any process that has the share can map it."""
         del process_id
         return export(self.kind, mapped.tensor)
 
@@ -60,16 +60,16 @@ class CudaVendor:
         return Mapped(import_share(self.kind, share, index, size_bytes), None)
 
     def unmap(self, mapped: Mapped) -> None:
-        """See ``Vendor.unmap``: it goes with the last tensor."""
+        """See ``Vendor.unmap``: the memory is unmapped with the last tensor."""
 
     def memory_at(self, address: int, size_bytes: int) -> MemoryAt:
-        """See ``Vendor.memory_at``: by the driver's own library, which torch does not send request."""
+        """See ``Vendor.memory_at``: asks the driver's own library, as torch does not expose this."""
         driver = ctypes.CDLL("libcuda.so.1")
         at, base, length = ctypes.c_uint64(address), ctypes.c_uint64(), ctypes.c_size_t()
         device = ctypes.c_int(-1)
         if driver.cuPointerGetAttribute(ctypes.byref(device), _DEVICE_ORDINAL, at):
             return MemoryAt(None, 0)
-        while at.value < address + size_bytes:  # it may be mapped in several pieces
+        while at.value < address + size_bytes:  # it may consist of several mappings
             failed = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(length), at)
             if failed or base.value + length.value <= at.value:
                 break
@@ -81,7 +81,7 @@ class CudaVendor:
         return export(self.kind, tensor)
 
     def process_id(self) -> int:
-        """See ``Vendor.process_id``; nobody asks."""
+        """See ``Vendor.process_id``; not used."""
         return 1
 
     def shared_event(self) -> tuple[torch.Event, bytes]:
@@ -91,7 +91,7 @@ class CudaVendor:
         return event, bytes(event.ipc_handle())
 
     def record(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
-        """See ``Vendor.record``: CUDA has no queue before the driver's."""
+        """See ``Vendor.record``: CUDA has no queue in front of the driver's."""
         event.record(stream)
 
     def open_event(self, handle: bytes, index: int) -> torch.Event:
@@ -109,9 +109,9 @@ class CudaVendor:
         self._torch.cuda.cudart().cudaHostUnregister(address)
 
     def copy_async(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """See ``Vendor.copy_async``: CUDA knows registered memory by itself."""
+        """See ``Vendor.copy_async``: CUDA recognises registered memory."""
         with on_stream(self._torch, stream):
             destination.copy_(source, non_blocking=True)
 
     def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
-        """See ``Vendor.update_graph``: CUDA graphs read lengths from tensors, nothing is baked in."""
+        """See ``Vendor.update_graph``: does nothing, as CUDA graphs read lengths from tensors."""

@@ -1,8 +1,8 @@
-"""Memory that a forked child does not get: not to read, not to write, not by accident.
+"""Mappings that are not inherited by forked children.
 
-A child that goes on with its parent's mapping of a pool can write to pages that were given to somebody else since.
-So the kernel leaves such a mapping out of a fork, and the child reserves the hole: what touches it ends by SIGSEGV
-instead of meeting memory of the child's own, and giving the parent's objects up unmaps nothing but the reservation.
+A child that kept its parent's mapping of a pool could write to pages that belong to somebody else by then. So the
+kernel leaves such a mapping out of a fork, and the child reserves the hole: an access to it ends in SIGSEGV instead of
+hitting memory of the child's own, and deleting the parent's objects unmaps nothing but the reservation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _mappings: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakK
 
 
 def keep_from_children(mapping: mmap.mmap) -> None:
-    """Leave a mapping out of every fork from now on, for as long as it lives."""
+    """Exclude a mapping from every fork, for as long as it exists."""
     mapping.madvise(mmap.MADV_DONTFORK)
     _mappings[mapping] = (int(np.frombuffer(mapping, np.uint8).ctypes.data), len(mapping))
 
@@ -36,7 +36,8 @@ def _reserve_holes() -> None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
     for mapping, (address, size) in list(_mappings.items()):
         if not mapping.closed and _libc.mmap(address, size, _PROT_NONE, flags, -1, 0) != address:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))  # the child's own memory is there: never unmap it
+            # The child has other memory there: keep the object alive, so that it is never unmapped.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
     _mappings.clear()
 
 

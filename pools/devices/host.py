@@ -1,7 +1,7 @@
-"""Host regions: one sealed memfd each, mapped here and handed to engines by file descriptor.
+"""Host regions: one sealed memfd each, mapped here and passed to engines as a file descriptor.
 
-The seals forbid every later change of size, so that no holder of the descriptor can make another's access fault.
-Regions stay out of core files, since they hold what users wrote, and out of forked children. Knows nothing of pools.
+The seals forbid any later change of size, so that no holder of the descriptor can make another's access fault. Regions
+are excluded from core dumps, since they hold user data, and from forked children. Independent of pools.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from kvferry.pools.planning.gather import gather, scatter
 from kvferry.pools.planning.plan import PlanSide
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, zero_padding
 from kvferry.pools.tiers.host_copies import offload_step, restore_step
-from kvferry.protocol.errors import ClientClosedError, ForkedError, InvalidFieldError, KvferryError, OutOfMemoryError
+from kvferry.protocol.errors import (
+    AccessDeniedError,
+    ClientClosedError,
+    ForkedError,
+    InvalidFieldError,
+    KvferryError,
+    OutOfMemoryError,
+)
 from kvferry.protocol.ids import HOST
 
 POPULATE_CHUNK_BYTES: Final = 64 << 20
@@ -41,17 +48,17 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class HostRegion:
     """Zeroed host memory of a fixed size, shared by file descriptor.
 
-    Valid until ``close``; views made before keep the memory mapped. Not for several threads at once, but views are.
-    A forked child does not have it: whoever touches a view there ends by SIGSEGV.
+    Valid until ``close``; existing views keep the memory mapped. Not thread-safe, but its views are. Not inherited by
+    forked children: accessing a view there ends in SIGSEGV.
     """
 
     device = HOST
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
-        """Map ``fd``, which this object owns from now on, also where this raises.
+        """Map ``fd``, which this object owns from now on, even if this raises.
 
         Raises:
-            InvalidFieldError: the descriptor has another size than the manifest says, or could get one.
+            InvalidFieldError: the descriptor's size differs from the manifest's, or it is not sealed.
             OutOfMemoryError: no address space.
         """
         self._fd = fd
@@ -71,7 +78,7 @@ class HostRegion:
         return f"<HostRegion {self.size_bytes} bytes {'closed' if self._fd < 0 else f'fd {self._fd}'}>"
 
     def __del__(self) -> None:
-        """Give back what nobody has closed: Python does not count descriptors."""
+        """Close the descriptor if nobody has: Python does not count references to it."""
         self.close()
 
     def __enter__(self) -> Self:
@@ -86,14 +93,14 @@ class HostRegion:
 
     @classmethod
     def create(cls, name: str, size_bytes: int) -> HostRegion:
-        """Make a new region; memory is taken as it is touched, see ``populate``.
+        """Make a new region; its memory is allocated on first access, see ``populate``.
 
         Args:
             name: shown in ``/proc/PID/maps``.
             size_bytes: above 0.
 
         Raises:
-            OutOfMemoryError: no descriptor, no address space, or more than the host allows.
+            OutOfMemoryError: no descriptor or address space is left, or the host does not allow that size.
         """
         try:
             fd = os.memfd_create(f"kvferry:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -109,10 +116,10 @@ class HostRegion:
 
     @classmethod
     def registered(cls, fd: int) -> HostRegion:
-        """Map memory that an engine has made, all of it, and own ``fd`` from now on, also where this raises.
+        """Map all of a memfd that an engine has made; the region owns ``fd`` from now on, even if this raises.
 
         Raises:
-            InvalidFieldError: it could change its size, or fault where it is written.
+            InvalidFieldError: its size could change, or writing to it could fault.
             OutOfMemoryError: no address space.
         """
         try:
@@ -129,16 +136,25 @@ class HostRegion:
 
     @property
     def identity(self) -> int:
-        """Return a number that no other region of this host has while this one lives."""
+        """Return a number that no other region of this host has while this one exists."""
         return os.fstat(self._fd).st_ino
 
     def read_only_fd(self) -> int:
-        """Return a new descriptor of the region that nobody can map for writing; the caller closes it."""
-        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        """Return a new descriptor of the region that cannot be mapped for writing; the caller closes it.
+
+        Raises:
+            AccessDeniedError: an engine registered the region, and does not let this process open it.
+        """
+        try:
+            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError as cause:
+            raise AccessDeniedError(
+                f"the region's owner does not allow opening it: {cause.strerror}", field="region"
+            ) from cause
 
     @property
     def address(self) -> int:
-        """Return where the region begins in this process."""
+        """Return the region's address in this process."""
         return int(self.view().ctypes.data)
 
     @property
@@ -148,11 +164,11 @@ class HostRegion:
         return self._map
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """Return the region as ``(size_bytes,)`` uint8, without a copy, writable where the region is.
+        """Return the region as ``(size_bytes,)`` uint8 without a copy, writable if the region is.
 
         Raises:
-            ForkedError: it was mapped by the process that this one was forked from.
-            ClientClosedError: it is closed.
+            ForkedError: this process was forked from the one that mapped the region.
+            ClientClosedError: the region is closed.
         """
         self.check_process()
         if self._map.closed:
@@ -179,13 +195,13 @@ class HostRegion:
         return NOTHING_PENDING
 
     def populate(self, cancelled: threading.Event, start: int = 0, stop: int | None = None) -> None:
-        """Take memory now, all by default, so that no copy pays for page faults. Slow: call it off the event loop.
+        """Allocate memory now, all of it by default, so that no copy pays for page faults. Slow: not on the event loop.
 
-        ``start`` is a multiple of the host's page size. The GIL is released. Where the kernel cannot (before Linux
-        5.14) this does nothing. Ends early, without an error, once ``cancelled`` is set.
+        ``start`` is a multiple of the host's page size. The GIL is released. Does nothing if the kernel cannot (before
+        Linux 5.14). Returns early, without an error, once ``cancelled`` is set.
 
         Raises:
-            OutOfMemoryError: the host has not enough; what was taken goes back with the region.
+            OutOfMemoryError: the host has too little memory; what was allocated is freed with the region.
         """
         address, end = self.address, self.size_bytes if stop is None else stop
         for offset in range(start, end, POPULATE_CHUNK_BYTES):
@@ -199,48 +215,48 @@ class HostRegion:
                 raise OutOfMemoryError(f"cannot populate byte {offset} of {self.size_bytes}: {os.strerror(reason)}")
 
     def close(self) -> None:
-        """Give the descriptor and, once no view is left, the mapping back. Closing twice does nothing."""
+        """Close the descriptor and, once no view is left, the mapping. Closing twice does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            with contextlib.suppress(BufferError):  # a mapping with views goes when the last of them does
+            with contextlib.suppress(BufferError):  # views exist: the last one unmaps
                 self._map.close()
 
     @property
     def is_ours(self) -> bool:
-        """Return whether this process has the mapping, and is not a child that was forked since."""
+        """Return whether this process made the mapping; a child that was forked since does not have it."""
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
-        """Check that this process has the mapping, and is not a child that was forked since.
+        """Check that this process made the mapping.
 
         Raises:
-            ForkedError: it is.
+            ForkedError: this is a child that was forked since.
         """
         if not self.is_ours:
             raise ForkedError(f"process {self._pid} mapped this memory, not its child {os.getpid()}")
 
 
 def _registered_bytes(fd: int) -> int:
-    """Return the size of memory that can be registered.
+    """Return the size of memory to be registered.
 
     Raises:
-        InvalidFieldError: it cannot.
+        InvalidFieldError: it cannot be registered.
     """
     wrong = ""
     if not _is_sealed(fd):
-        wrong = "it is no memfd that is sealed against every change of its size, without which its end could be cut off"
+        wrong = "it is not a memfd sealed against changes of its size, and could be truncated"
     elif (
         fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _WRITE_SEALS or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR
     ):
         wrong = "it cannot be written"
     elif os.fstatvfs(fd).f_bsize > mmap.PAGESIZE:
-        wrong = "it is in huge pages, where a page that the host lacks ends whoever touches it"
+        wrong = "it is in huge pages, where accessing a page that the host lacks ends the process"
     elif not os.fstat(fd).st_size:
         wrong = "it is empty"
     if wrong:
         raise InvalidFieldError(
-            f"the memory cannot be registered: {wrong}. Make it by kvferry.clients.SharedMemory, or by "
+            f"the memory cannot be registered: {wrong}. Make it with kvferry.clients.SharedMemory, or with "
             "memfd_create(MFD_ALLOW_SEALING), ftruncate and F_ADD_SEALS of F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL",
             field="memory",
         )
@@ -250,7 +266,7 @@ def _registered_bytes(fd: int) -> int:
 def _is_sealed(fd: int) -> bool:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-    except OSError:  # no memfd
+    except OSError:  # not a memfd
         return False
 
 
@@ -259,7 +275,7 @@ def _map(fd: int, size_bytes: int, *, writable: bool) -> mmap.mmap:
     if found != size_bytes:
         raise InvalidFieldError(f"the region has {found} bytes, its manifest {size_bytes}", field="region")
     if not _is_sealed(fd):
-        raise InvalidFieldError("the region is not sealed: whoever has it could shrink it", field="region")
+        raise InvalidFieldError("the region is not sealed: any holder of it could shrink it", field="region")
     try:
         return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except OSError as cause:

@@ -1,8 +1,8 @@
-"""Ascend's own: memory by CANN's virtual memory management, interprocess events, registered host memory, graph updates.
+"""Ascend: memory by CANN's virtual memory management, interprocess events, registered host memory, graph updates.
 
-Pools are allocated as physical handles, not by torch's allocator: the driver counts who holds one, so that a pool goes
-with its last holder however that one ends, and a process maps it only where it was named. Sources: the headers that
-torch_npu ships (acl/acl_rt.h), CANN's reference of aclrtMallocPhysical, aclrtMemExportToShareableHandle and
+Pools are allocated as physical handles, not by torch's allocator: the driver counts the holders, so that a pool is
+freed with its last holder however that one ends, and only processes that were named can map it. Sources: the headers
+that torch_npu ships (acl/acl_rt.h), CANN's reference of aclrtMallocPhysical, aclrtMemExportToShareableHandle and
 aclrtMemSetPidToShareableHandle.
 """
 
@@ -33,7 +33,7 @@ _ON_DEVICE: Final = 1
 _HOST_REGISTER_PINNED: Final = 0x10000000
 _OUT_OF_MEMORY: Final = frozenset({200000, 207001, 207018, 300000})
 _PLAIN_FORMATS: Final = frozenset({0, 1, 2, 27, 30, 35, 47})
-"""NCHW, NHWC, ND, NDHWC, NCDHW, NC, NCL: row after row. All others are laid out in fractals."""
+"""NCHW, NHWC, ND, NDHWC, NCDHW, NC, NCL: row-major. All others are laid out in fractals."""
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _NOT_SUPPORTED: Final = 207000
@@ -63,7 +63,7 @@ class _Attributes(ctypes.Structure):
 
 
 class _Physical(NamedTuple):
-    """A physical handle, where it is mapped, the handle that others import, and the one it was imported by."""
+    """A physical handle, the address it is mapped at, the handle that others import, and the one it was imported by."""
 
     handle: int
     address: int
@@ -72,7 +72,7 @@ class _Physical(NamedTuple):
 
 
 class _Imported(NamedTuple):
-    """What this process has imported: CANN lets it do so once for a handle, however many want it."""
+    """An imported mapping and its users in this process: CANN allows a process one import per handle."""
 
     mapped: Mapped
     users: int
@@ -96,7 +96,7 @@ class NpuVendor:
         """See ``Vendor.load``."""
         if self._torch is not None:
             return
-        if importlib.util.find_spec("torch_npu") is None:  # at once: torch alone takes seconds
+        if importlib.util.find_spec("torch_npu") is None:  # fail early: importing torch alone takes seconds
             raise DeviceUnavailableError(_explained(ModuleNotFoundError(name="torch_npu")), field="device")
         try:
             torch = importlib.import_module("torch")
@@ -106,7 +106,7 @@ class NpuVendor:
             raise DeviceUnavailableError(_explained(cause), field="device") from cause
         if not torch.npu.is_available():
             raise DeviceUnavailableError(
-                "torch_npu loads, but sees no NPU: the driver, or the access to /dev/davinci*, is missing",
+                "torch_npu loads, but sees no NPU: the driver, or access to /dev/davinci*, is missing",
                 field="device",
             )
         self._torch = torch
@@ -129,10 +129,10 @@ class NpuVendor:
     def share(self, mapped: Mapped, process_id: int) -> Share:
         """See ``Vendor.share``."""
         physical: _Physical = mapped.keep
-        assert physical.shareable is not None, "shared by whoever only mapped it"
+        assert physical.shareable is not None, "only the process that allocated the memory can share it"
         process = (ctypes.c_int32 * 1)(process_id)
         failed = self._acl.aclrtMemSetPidToShareableHandle(physical.shareable, process, 1)
-        if failed:  # the number is the engine's word
+        if failed:  # the process id came from the engine
             raise InvalidFieldError(
                 f"the driver does not share memory with process {process_id} (error {failed})", field="device_pid"
             )
@@ -160,7 +160,7 @@ class NpuVendor:
                 field="share",
             )
         try:
-            address = self._map(handle.value, share.size_bytes)  # as it was allocated: whole pages
+            address = self._map(handle.value, share.size_bytes)  # the size as allocated: whole pages
         except BaseException:
             self._acl.aclrtFreePhysical(handle)
             raise
@@ -172,7 +172,7 @@ class NpuVendor:
         physical = mapped.keep
         if not isinstance(physical, _Physical):
             return
-        with _imported_lock:  # till it is free, so that nobody imports it anew before
+        with _imported_lock:  # held until it is freed, so that nobody imports it again before
             if physical.imported_by is not None:
                 known = _imported.pop(physical.imported_by)
                 if known.users > 1:
@@ -183,10 +183,10 @@ class NpuVendor:
             self._acl.aclrtFreePhysical(physical.handle)
 
     def memory_at(self, address: int, size_bytes: int) -> MemoryAt:
-        """See ``Vendor.memory_at``. Where CANN gives no address ranges, the first and the last byte are looked at."""
+        """See ``Vendor.memory_at``. If CANN reports no address ranges, checks only the first and the last byte."""
         device, stop = self._device_of(address), address + size_bytes
         at, base, length = address, ctypes.c_void_p(), ctypes.c_size_t()
-        while device is not None and at < stop and self._device_of(at) == device:  # it may be mapped in several pieces
+        while device is not None and at < stop and self._device_of(at) == device:  # it may consist of several mappings
             failed = self._range_of(at, ctypes.byref(base), ctypes.byref(length))
             if failed == _NOT_SUPPORTED:
                 return MemoryAt(device, size_bytes if self._device_of(stop - 1) == device else 0)
@@ -201,15 +201,17 @@ class NpuVendor:
         return None if failed or found.location.type != _ON_DEVICE else int(found.location.id)
 
     def _range_of(self, address: int, base: Any, length: Any) -> int:  # noqa: ANN401  ctypes
-        if not hasattr(self._acl, "aclrtMemGetAddressRange"):  # of an older CANN
+        if not hasattr(self._acl, "aclrtMemGetAddressRange"):  # an older CANN
             return _NOT_SUPPORTED
         return int(self._acl.aclrtMemGetAddressRange(address, base, length))
 
     def export(self, tensor: torch.Tensor) -> TorchShare:
-        """See ``Vendor.export``; only of tensors whose bytes lie as their shape says."""
-        form = int(importlib.import_module("torch_npu").get_npu_format(tensor))
-        if form not in _PLAIN_FORMATS:
-            raise InvalidFieldError(f"the tensor has the private format {form}: cast it to ND (2)", field="format")
+        """See ``Vendor.export``; only for tensors in a row-major format."""
+        npu_format = int(importlib.import_module("torch_npu").get_npu_format(tensor))
+        if npu_format not in _PLAIN_FORMATS:
+            raise InvalidFieldError(
+                f"the tensor has the private format {npu_format}: cast it to ND (2)", field="format"
+            )
         return export(self.kind, tensor)
 
     def process_id(self) -> int:
@@ -221,17 +223,17 @@ class NpuVendor:
     def shared_event(self) -> tuple[torch.Event, bytes]:
         """See ``Vendor.shared_event``."""
         event = self._torch.npu.Event(interprocess=True)
-        self.record(event, None)  # it gets its handle with its first record
+        self.record(event, None)  # the first record creates its handle
         return event, bytes(event.ipc_handle())
 
     def record(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
-        """See ``Vendor.record``: torch_npu's own thread records, some time later, unless its queue is emptied."""
+        """See ``Vendor.record``: flushes torch_npu's queue, whose thread would otherwise record some time later."""
         on: Any = stream or self._torch.npu.current_stream()
         own = self._torch.npu.Stream
-        if not isinstance(on, own):  # torch's own class, as torch.accelerator gives it
+        if not isinstance(on, own):  # torch's own class, as torch.accelerator returns it
             on = own(stream_id=on.stream_id, device_index=on.device_index, device_type=on.device_type)
         event.record(on)
-        on.npu_stream  # noqa: B018  launches what is queued before it gives its handle
+        on.npu_stream  # noqa: B018  launches what is queued before it returns the handle
 
     def open_event(self, handle: bytes, index: int) -> torch.Event:
         """See ``Vendor.open_event``."""
@@ -248,8 +250,8 @@ class NpuVendor:
         self._torch.npu.npurt().npuHostUnregister(address)
 
     def copy_async(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """See ``Vendor.copy_async``. Operators given to the stream before have been launched when this goes."""
-        own: Any = stream  # torch_npu's class: it launches what is queued before it gives its handle
+        """See ``Vendor.copy_async``. Operators queued on the stream before are launched before the copy."""
+        own: Any = stream  # torch_npu's class: it launches what is queued before it returns the handle
         raw = own.npu_stream
         kind = _DEVICE_TO_HOST if destination.device.type == "cpu" else _HOST_TO_DEVICE
         size = source.nbytes
@@ -258,8 +260,9 @@ class NpuVendor:
     def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
         """See ``Vendor.update_graph``.
 
-        The graph waits for its update by an event that the replay resets. An update that came before the replay before
-        it has done so would be lost, and the next replay wait for ever; torch_npu's own graph trees order it so, too.
+        The graph waits for its update by an event that the replay resets. An update that overtakes the reset by the
+        previous replay would be lost, and the next replay would wait forever; torch_npu's own graph trees use the same
+        order.
         """
         graph.graph_dispatch_mode.update_stream.wait_stream(self._torch.npu.current_stream())
         graph.update(cpu_update_input=[dict(one) for one in inputs])
@@ -276,7 +279,7 @@ class NpuVendor:
         return address.value
 
     def _tensor(self, address: int, index: int, size_bytes: int) -> torch.Tensor:
-        # By torch_npu's own functions: it takes every storage on a device for its own kind, which is larger than
+        # With torch_npu's own functions: it treats every storage on a device as its own struct, which is larger than
         # torch's.
         native, device = self._native, self._torch.device("npu", index)
         storage = native._construct_storage_from_data_pointer(address, device, size_bytes)  # noqa: SLF001  the only way
@@ -293,13 +296,13 @@ class NpuVendor:
     def _call(self, name: str, *arguments: Any) -> None:  # noqa: ANN401  ctypes
         error = getattr(self._acl, name)(*arguments)
         if error in _OUT_OF_MEMORY:
-            raise OutOfMemoryError(f"{name} failed with error {error}: the device has not enough free memory")
+            raise OutOfMemoryError(f"{name} failed with error {error}: the device has too little free memory")
         if error:
             raise DeviceLostError(f"{name} failed with error {error}")
 
 
 def _typed(acl: ctypes.CDLL) -> ctypes.CDLL:
-    """Return the library with the parameters of what is called; each returns an aclError."""
+    """Declare the parameter types of the functions that are called; each returns an aclError."""
     pointer, size, uint64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
     acl.aclrtMallocPhysical.argtypes = (pointer, size, pointer, uint64)
     acl.aclrtFreePhysical.argtypes = (pointer,)
@@ -319,12 +322,12 @@ def _typed(acl: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _explained(cause: BaseException) -> str:
-    """Return why torch_npu cannot be used, in an operator's words."""
-    if isinstance(cause.__cause__, ImportError):  # torch's own words, where it loads torch_npu by itself
+    """Return why torch_npu cannot be used, for operators."""
+    if isinstance(cause.__cause__, ImportError):  # torch wraps the error if it loads torch_npu itself
         cause = cause.__cause__
     text = f"{type(cause).__name__}: {cause}".splitlines()[0]
     if isinstance(cause, ModuleNotFoundError):
-        return f"this Python has no {cause.name}: install torch-npu of torch's own version, as kvferry[npu] does"
+        return f"this Python has no {cause.name}: install torch-npu in torch's version, as kvferry[npu] does"
     if "cannot open shared object file" in text:
         library = str(cause).partition(":")[0].split()[-1]
         return f"torch_npu is installed, but CANN's {library} is not found: source the toolkit's set_env.sh ({text})"

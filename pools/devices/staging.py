@@ -1,6 +1,6 @@
-"""Stagings of a device: a buffer on it in which scattered bytes are gathered, and pinned memory that it copies to.
+"""Stagings of a device: a buffer on it into which scattered bytes are gathered, and pinned host memory for the copy.
 
-Knows nothing of regions; whoever registers one makes sure that nothing uses it any more when it comes back.
+The caller that takes a staging ensures that nothing uses it any more when it gives it back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STAGING_BYTES: Final = 8 << 20
 
 
 class Staging:
-    """Buffers of one copy at a time: contiguous bytes on the device, the same in pinned memory, and cells' numbers."""
+    """Buffers for one copy at a time: bytes on the device, as many in pinned memory, and space for cell numbers."""
 
     def __init__(self, accelerator: Accelerator, size_bytes: int) -> None:
         self._accelerator = accelerator
@@ -39,22 +39,22 @@ class Staging:
 
     @property
     def pinned(self) -> torch.Tensor:
-        """Return the pinned memory; within ``calling``. Taken once it is needed: registered memory does without."""
+        """Return the pinned memory; within ``calling``. Allocated on first use: registered memory does not need it."""
         if self._pinned is None:
             self._pinned = self._accelerator.pinned(self.size_bytes, self._torch.uint8)
         return self._pinned
 
     def begin(self, parts: Sequence[Cells]) -> None:
-        """Forget the numbers of the copy before, which is over; make room for those of all parts of the next one."""
+        """Discard the cell numbers of the previous copy, which is done; reserve space for those of the next one."""
         self._used, self._known = 0, {}
-        transfer = sum({id(one.numbers): len(one.numbers) for one in parts}.values())
-        if transfer > len(self._numbers_pinned):
-            size = 1 << (transfer - 1).bit_length()
+        needed = sum({id(one.numbers): len(one.numbers) for one in parts}.values())
+        if needed > len(self._numbers_pinned):
+            size = 1 << (needed - 1).bit_length()
             self._numbers_pinned = self._accelerator.pinned(size, self._torch.int64)
             self._numbers_on_device = self._torch.empty(size, dtype=self._torch.int64, device=self._device)
 
     def numbers(self, numbers: np.typing.NDArray[np.int64]) -> torch.Tensor:
-        """Return numbers on the device; the copy there is ordered on the current stream. The same array goes once."""
+        """Return cell numbers on the device, copied on the current stream; the same array is copied only once."""
         known = self._known.get(id(numbers))
         if known is not None:
             return known[1]
@@ -69,10 +69,10 @@ class Staging:
 
 
 class StagingPool:
-    """The stagings of one device; as many as copies go on at a time, each kept for the next.
+    """The stagings of one device: one for each concurrent copy, kept for reuse.
 
     Attributes:
-        staging_bytes: how much goes at a time; more where one segment alone has more.
+        staging_bytes: size of a staging; larger if one segment alone is larger.
     """
 
     def __init__(self, accelerator: Accelerator, staging_bytes: int = STAGING_BYTES) -> None:
@@ -82,14 +82,14 @@ class StagingPool:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Return how many stagings are here, in use by nobody."""
+        """Return the number of free stagings."""
         return len(self._free)
 
     @contextmanager
     def take(self, size_bytes: int, parts: Sequence[Cells]) -> Iterator[Staging]:
         """Take a staging for a copy of these cells; the copy ends inside this context."""
         staging = self.take_buffer(size_bytes, parts)
-        yield staging  # not given back where the device failed: a copy may still use it
+        yield staging  # not given back if the device failed: a copy may still use it
         self.give_back(staging)
 
     def take_buffer(self, size_bytes: int, parts: Sequence[Cells]) -> Staging:
@@ -102,6 +102,6 @@ class StagingPool:
         return staging
 
     def give_back(self, staging: Staging) -> None:
-        """Take a staging back; the copy is done."""
+        """Return a staging to the pool; its copy is done."""
         with self._lock:
             self._free.append(staging)

@@ -1,7 +1,7 @@
-"""Torch's own way to hand a storage to another process, by its fields: for memory of torch's allocator.
+"""Sharing a storage of torch's allocator with another process, by the fields that torch itself exchanges.
 
-The owner has to outlive whoever maps it. Its allocator keeps a block that is freed here until every holder has let it
-go, and for ever where one was killed: so this is for memory that lives as long as its engine, registered to the daemon.
+The owner must outlive every process that maps it. Its allocator keeps a freed block until every holder has released it,
+and forever if a holder was killed: so this is for memory that lives as long as its engine, registered with the daemon.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 EVENT_HANDLE_BYTES: Final = 64
 REF_COUNTERS: Final = 10_000
-"""Of one of torch's files of them (CUDA_IPC_REF_COUNTER_FILE_SIZE): it counts down where it is told, without a look."""
+"""Counters in one of torch's files (CUDA_IPC_REF_COUNTER_FILE_SIZE): torch decrements at any offset unchecked."""
 
 
 def export(kind: str, tensor: torch.Tensor) -> TorchShare:
     """Return what another process needs to map a tensor.
 
     Raises:
-        InvalidFieldError: it is not on such a device, not contiguous, or torch cannot share its storage.
+        InvalidFieldError: it is on another kind of device, not contiguous, or torch cannot share its storage.
     """
     if tensor.device.type != kind:
         raise InvalidFieldError(f"the tensor is on {tensor.device}, not on {kind}", field="device")
@@ -32,10 +32,10 @@ def export(kind: str, tensor: torch.Tensor) -> TorchShare:
         raise InvalidFieldError("only a contiguous tensor can be registered", field="strides")
     try:
         fields = getattr(tensor.untyped_storage(), f"_share_{kind}_")()
-    except RuntimeError as cause:  # a pool's memory, say; no word on the device: the next call to it will tell
+    except RuntimeError as cause:  # for example a pool's memory; says nothing about the state of the device
         why = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise InvalidFieldError(
-            f"the tensor's storage is not of torch's allocator, or cannot be shared: {why}", field="storage"
+            f"the tensor's storage is not from torch's allocator, or cannot be shared: {why}", field="storage"
         ) from cause
     _, handle, size_bytes, offset_bytes, counter, counter_offset, event, sync = fields
     return TorchShare(
@@ -54,15 +54,15 @@ def import_share(kind: str, share: TorchShare, index: int, size_bytes: int) -> t
     """Return another process's bytes as a tensor, ``(size_bytes,)`` uint8, of this process's device ``index``.
 
     Raises:
-        InvalidFieldError: it registers fewer bytes than are asked for.
-        DeviceUnavailableError: nobody has the memory any more, or it is another device's.
+        InvalidFieldError: the share has fewer bytes than requested, or is not one of torch's.
+        DeviceUnavailableError: the memory no longer exists, or is on another device.
     """
     if share.offset_bytes + size_bytes > share.storage_bytes:
         raise InvalidFieldError(
             f"{size_bytes} bytes from byte {share.offset_bytes} of a storage of {share.storage_bytes}", field="share"
         )
     if share.ref_counter_offset >= REF_COUNTERS or (share.event_sync and len(share.event) != EVENT_HANDLE_BYTES):
-        raise InvalidFieldError("no share of torch's: its counter or its event cannot be", field="share")
+        raise InvalidFieldError("not a share made by torch: its counter or its event is invalid", field="share")
     backend: Any = importlib.import_module("torch")
     try:
         storage = getattr(backend.UntypedStorage, f"_new_shared_{kind}")(
@@ -87,7 +87,7 @@ def open_event(backend: Any, kind: str, handle: bytes, index: int) -> torch.Even
     """Return another process's interprocess event, to be waited for on this process's device ``index``.
 
     Raises:
-        InvalidFieldError: it is none, or its process has ended.
+        InvalidFieldError: the handle is not an event's, or its process has ended.
     """
     if len(handle) != EVENT_HANDLE_BYTES:
         raise InvalidFieldError(f"a handle of {len(handle)} bytes; {EVENT_HANDLE_BYTES} are needed", field="events")
@@ -96,6 +96,6 @@ def open_event(backend: Any, kind: str, handle: bytes, index: int) -> torch.Even
         event: torch.Event = backend.get_device_module(device).Event.from_ipc_handle(device, handle)
     except RuntimeError:
         raise InvalidFieldError(
-            "no such event: its process has ended, or it is another device's", field="events"
+            "no such event: its process has ended, or it is on another device", field="events"
         ) from None
     return event

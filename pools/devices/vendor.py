@@ -1,7 +1,7 @@
-"""What each maker's devices have of their own: sharing memory and events between processes, registering host memory.
+"""The vendor-specific calls: sharing memory and events between processes, and registering host memory.
 
-Everything else goes by torch's device-agnostic interface, in ``accelerator``. All calls belong on a thread whose
-current device is set; torch is imported by ``load`` and not before.
+Everything else uses torch's device-agnostic interface, in ``accelerator``. All calls must be made on a thread whose
+current device is set; torch is not imported before ``load``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def on_stream(backend: Any, stream: torch.Stream) -> Iterator[torch.Stream]:  # noqa: ANN401  torch, where it is imported
-    """Give work to a stream on this thread. ``with stream`` does not do: threads that share a stream would undo it.
+    """Make a stream this thread's current one. ``with stream`` is not safe when threads share a stream.
 
-    torch keeps what to go back to in the stream's own object, so that one thread's exit takes another's.
+    torch keeps the stream to restore in the stream object itself, so one thread's exit would restore another's.
     """
     before = backend.accelerator.current_stream(stream.device)
     backend.accelerator.set_stream(stream)
@@ -31,11 +31,11 @@ def on_stream(backend: Any, stream: torch.Stream) -> Iterator[torch.Stream]:  # 
 
 
 class Mapped(NamedTuple):
-    """Memory that is mapped here, as bytes, and what its vendor has to know to let it go.
+    """Memory mapped in this process, as bytes, and what its vendor needs to unmap it.
 
     Attributes:
-        tensor: ``(size_bytes,)`` uint8. Valid until ``unmap``, whoever holds views of it.
-        keep: the vendor's own.
+        tensor: ``(size_bytes,)`` uint8. Valid until ``unmap``, even if views of it exist.
+        keep: private to the vendor.
     """
 
     tensor: torch.Tensor
@@ -43,11 +43,11 @@ class Mapped(NamedTuple):
 
 
 class MemoryAt(NamedTuple):
-    """What a driver knows of an address: whose memory is there, and how much of what was asked for.
+    """What a driver reports for an address: which device's memory is there, and how much of the requested range.
 
     Attributes:
-        device: the one that has the memory, as torch counts; None: no device has.
-        size_bytes: from the address on, without a hole.
+        device: the device whose memory it is, as torch counts; None if it is no device's.
+        size_bytes: contiguously mapped bytes from the address on.
     """
 
     device: int | None
@@ -55,12 +55,12 @@ class MemoryAt(NamedTuple):
 
 
 class Vendor(Protocol):
-    """One maker's devices."""
+    """One vendor's devices."""
 
     kind: str
 
     def load(self) -> None:
-        """Import what drives the devices.
+        """Import the devices' backend.
 
         Raises:
             DeviceUnavailableError: it is missing or does not work; says what, and what to do.
@@ -70,60 +70,60 @@ class Vendor(Protocol):
         """Allocate memory that can be shared, ``size_bytes`` a multiple of 2 MiB; its contents are undefined.
 
         Raises:
-            OutOfMemoryError: the device has not enough.
+            OutOfMemoryError: the device has too little free memory.
         """
 
     def share(self, mapped: Mapped, process_id: int) -> Share:
-        """Return what that process needs to map memory that ``allocate`` gave."""
+        """Return what the process needs to map memory that ``allocate`` returned."""
 
     def map(self, share: Share, index: int, size_bytes: int) -> Mapped:
-        """Map what another process shares or registers.
+        """Map memory that another process shares or registers.
 
         Raises:
-            DeviceUnavailableError: the share is not for this process, or nobody has the memory any more.
+            DeviceUnavailableError: the share is not for this process, or the memory no longer exists.
         """
 
     def unmap(self, mapped: Mapped) -> None:
-        """Give up what ``allocate`` or ``map`` gave."""
+        """Unmap what ``allocate`` or ``map`` returned."""
 
     def memory_at(self, address: int, size_bytes: int) -> MemoryAt:
-        """Return what the driver has at an address, up to ``size_bytes``: whoever shared it may say otherwise."""
+        """Return what the driver has at an address, up to ``size_bytes``: a sharing process could claim anything."""
 
     def export(self, tensor: torch.Tensor) -> TorchShare:
-        """Return what another process needs to map a tensor of torch's own allocator; its owner has to outlive it.
+        """Return what another process needs to map a tensor of torch's own allocator, whose owner must outlive it.
 
         Raises:
-            InvalidFieldError: it is elsewhere, not contiguous, its bytes do not lie as its shape says, or its storage
+            InvalidFieldError: the tensor is on another kind of device, not contiguous, not row-major, or its storage
                 cannot be shared; the field is ``device``, ``strides``, ``format`` or ``storage``.
         """
 
     def process_id(self) -> int:
-        """Return by which number the driver knows this process; containers may see another one than the kernel's."""
+        """Return this process's id as the driver knows it; in a container it may differ from the kernel's."""
 
     def shared_event(self) -> tuple[torch.Event, bytes]:
-        """Return a new interprocess event, which is recorded here, and its handle."""
+        """Return a new interprocess event, to be recorded in this process, and its handle."""
 
     def record(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
         """Record an interprocess event on a stream, by default the current one.
 
-        When this returns the driver knows of it: whoever is told so may wait for it, in whatever process.
+        When this returns, the driver has the record: any process that is told of it may wait for the event.
         """
 
     def open_event(self, handle: bytes, index: int) -> torch.Event:
-        """Return another process's event, to be waited for here."""
+        """Return another process's event, to be waited for in this process."""
 
     def register_host(self, address: int, size_bytes: int) -> None:
-        """Let the device copy to and from host memory without going by its driver's own; 4 KiB aligned.
+        """Let the device access host memory directly, without the driver's own pinned buffers; 4 KiB aligned.
 
         Raises:
-            OutOfMemoryError: more than may be locked.
+            OutOfMemoryError: no more memory may be locked.
         """
 
     def unregister_host(self, address: int) -> None:
         """Undo ``register_host``."""
 
     def copy_async(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Copy contiguous bytes between a device and registered host memory that torch does not know as pinned."""
+        """Copy contiguous bytes between a device and registered host memory that torch does not see as pinned."""
 
     def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401  each maker's own
-        """Rewrite the host lists that a captured graph has baked in, one mapping for each updatable operator."""
+        """Rewrite the host lists that a captured graph has baked in, one mapping per updatable operator."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 if __name__ != "kvferry.pools.layouts":
     raise ImportError(f"import kvferry.pools.layouts, not {__name__}: that would be a second copy of it")
 
+from typing import assert_never
+
 from kvferry.pools.layouts import hybrid_swa, mamba, mha, mla
-from kvferry.protocol.manifests import HybridSwaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
+from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
 
 
 def manifest_of(spec: PoolSpec) -> Manifest:
@@ -22,4 +24,6 @@ def manifest_of(spec: PoolSpec) -> Manifest:
         return mla.manifest_of(spec)
     if isinstance(spec, HybridSwaSpec):
         return hybrid_swa.manifest_of(spec)
-    return mamba.manifest_of(spec)
+    if isinstance(spec, MambaSpec):
+        return mamba.manifest_of(spec)
+    assert_never(spec)

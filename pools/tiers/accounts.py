@@ -1,6 +1,6 @@
-"""What each tenant has in the host tier, what it may have, and whose blocks go next.
+"""Per-tenant accounting of the host tier: usage, quota, and whose blocks are evicted next.
 
-Counts what it is told; knows nothing of other tiers, and frees nothing.
+Only counts what it is told; frees nothing, and covers no other tier.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ class TenantUsage(NamedTuple):
     """Bytes in the host tier."""
 
     cached_bytes: int
-    """Of blocks whose bytes are there, those that went but are still read included."""
+    """Blocks in the tier, including removed ones that are still being read."""
     writing_bytes: int
-    """Of blocks whose bytes are on their way."""
+    """Blocks that are being written."""
     charged_bytes: int
-    """Of anything else, snapshots above all."""
+    """Anything else, mainly snapshots."""
     evictable_bytes: int
-    """Of cached blocks that nobody pins."""
+    """Cached blocks without a pin."""
     quota_bytes: int
 
     @property
     def used_bytes(self) -> int:
-        """Return what counts against the quota."""
+        """Return the bytes that count against the quota."""
         return self.cached_bytes + self.writing_bytes + self.charged_bytes
 
 
 class TenantAccount:
-    """The live counts of one tenant, and the policy that orders its blocks in the host tier."""
+    """The current counts of one tenant, and the eviction policy of its blocks in the host tier."""
 
     __slots__ = ("cached_bytes", "charged_bytes", "evictable_bytes", "policy", "quota_bytes", "writing_bytes")
 
@@ -46,31 +46,31 @@ class TenantAccount:
 
     @property
     def used_bytes(self) -> int:
-        """Return what counts against the quota."""
+        """Return the bytes that count against the quota."""
         return self.cached_bytes + self.writing_bytes + self.charged_bytes
 
     @property
     def share(self) -> float:
-        """Return how much of its quota is used; a quota of 0 counts as one byte."""
+        """Return the used fraction of the quota; a quota of 0 counts as one byte."""
         return self.used_bytes / max(self.quota_bytes, 1)
 
     def usage(self) -> TenantUsage:
-        """Return the counts as they are now."""
+        """Return the current counts."""
         return TenantUsage(
             self.cached_bytes, self.writing_bytes, self.charged_bytes, self.evictable_bytes, self.quota_bytes
         )
 
 
 class HostAccounts:
-    """The accounts of all tenants, made as they are first needed."""
+    """The accounts of all tenants, created on first use."""
 
     def __init__(self, *, quota_bytes: int, quotas: Mapping[int, int] | None, policy: str) -> None:
-        """Start without any.
+        """Start without any account.
 
         Args:
-            quota_bytes: what a tenant may have.
-            quotas: the same for tenants that are named.
-            policy: one of ``POLICY_NAMES``; each tenant has its own.
+            quota_bytes: quota of a tenant.
+            quotas: quotas of individual tenants, by tenant.
+            policy: one of ``POLICY_NAMES``; each tenant has its own instance.
         """
         self._quota_bytes = quota_bytes
         self._quotas = dict(quotas or {})
@@ -78,19 +78,19 @@ class HostAccounts:
         self._accounts: dict[int, TenantAccount] = {}
 
     def __repr__(self) -> str:
-        """Show the live counts."""
+        """Show the current counts."""
         used = sum(account.used_bytes for account in self._accounts.values())
         return f"<HostAccounts tenants={len(self._accounts)} used_bytes={used} policy={self._policy}>"
 
     def account(self, tenant: int) -> TenantAccount:
-        """Return a tenant's account, which the index counts in."""
+        """Return a tenant's account, which the index updates."""
         account = self._accounts.get(tenant)
         if account is None:
             account = self._accounts[tenant] = TenantAccount(self._quota_of(tenant), make_policy(self._policy))
         return account
 
     def charge(self, tenant: int, size_bytes: int) -> None:
-        """Count bytes in the host tier that are no cached block's as a tenant's: a snapshot's, a promotion's."""
+        """Charge a tenant for bytes in the host tier that belong to no cached block: of a snapshot or a promotion."""
         self.account(tenant).charged_bytes += size_bytes
 
     def discharge(self, tenant: int, size_bytes: int) -> None:
@@ -100,26 +100,26 @@ class HostAccounts:
         account.charged_bytes -= size_bytes
 
     def usage(self, tenant: int) -> TenantUsage:
-        """Return what a tenant has; zeros and its quota where it never had any."""
+        """Return a tenant's usage; zeros and its quota if it never had any."""
         account = self._accounts.get(tenant)
         return account.usage() if account else TenantUsage(0, 0, 0, 0, self._quota_of(tenant))
 
     def tenants(self) -> dict[int, TenantUsage]:
-        """Return what each tenant has that ever had any."""
+        """Return the usage of each tenant that ever had any."""
         return {tenant: account.usage() for tenant, account in self._accounts.items()}
 
     @property
     def blocks(self) -> int:
-        """Return how many visible blocks the host tier has, over all tenants."""
+        """Return the number of visible blocks in the host tier, over all tenants."""
         return sum(len(account.policy) for account in self._accounts.values())
 
     def excess_bytes(self, tenant: int, more_bytes: int) -> int:
-        """Return how many bytes of a tenant must go before ``more_bytes`` fit its quota; 0 where they do."""
+        """Return how many bytes of a tenant must be evicted before ``more_bytes`` fit its quota; 0 if they fit now."""
         usage = self.usage(tenant)
         return max(0, usage.used_bytes + more_bytes - usage.quota_bytes)
 
     def victims(self, tenant: int | None) -> Iterator[CachedBlock]:
-        """Yield evictable blocks as ``BlockIndex.host_victims`` says."""
+        """Yield evictable blocks; see ``BlockIndex.host_victims``."""
         accounts = list(self._accounts.values()) if tenant is None else [self.account(tenant)]
         turns = [(account, account.policy.victims()) for account in accounts]
         while turns:
@@ -135,7 +135,7 @@ class HostAccounts:
 
 
 def _next_evictable(account: TenantAccount, victims: Iterator[CachedBlock]) -> CachedBlock | None:
-    """Return the next victim that nobody pins; None where there is none, without a look where the counts say so."""
+    """Return the next victim without a pin, or None; does not search if the counts say that there is none."""
     while account.evictable_bytes:
         block = next(victims, None)
         if block is None or not block.pins:

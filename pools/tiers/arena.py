@@ -1,8 +1,8 @@
-"""Which bytes of the host tier's one memory are free: extents, from which blocks of any size are cut.
+"""The allocator of the host tier's memory: free extents, from which blocks of any size are cut.
 
-A block lies in one piece; the blocks of one call lie together as far as the holes allow. Holes are kept as two sorted
-arrays and worked on whole, so a call costs the same for one block as for a thousand. Knows nothing of what the bytes
-are, and touches none of them.
+A block is contiguous; the blocks of one call are adjacent as far as the holes allow. Holes are kept as two sorted
+arrays that are processed as a whole, so a call costs the same for one block as for a thousand. Never accesses the
+memory itself.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ ALLOCATION_UNIT_BYTES = 4096
 """Every block begins at a multiple of this, and takes a multiple of it."""
 
 Offsets: TypeAlias = npt.NDArray[np.int64]
-"""(n,) where blocks begin, in bytes from the arena's start."""
+"""``(n,)`` int64, where blocks begin, in bytes from the arena's start."""
 
 
 class NotEnoughError(Exception):
-    """The arena has no holes for what was asked; nothing was taken. What to answer is the caller's to decide."""
+    """The arena's holes do not hold what was requested; nothing was allocated. The caller decides what to answer."""
 
     def __init__(self, wanted_bytes: int, free_bytes: int, largest_hole_bytes: int) -> None:
-        super().__init__(f"{wanted_bytes} bytes asked for, {free_bytes} free, {largest_hole_bytes} in one piece")
+        super().__init__(f"{wanted_bytes} bytes requested, {free_bytes} free, {largest_hole_bytes} contiguous")
         self.wanted_bytes = wanted_bytes
         self.free_bytes = free_bytes
         self.largest_hole_bytes = largest_hole_bytes
 
 
 class Freed(NamedTuple):
-    """Blocks of one size whose bytes are nobody's any more: ``arena.free(*freed)``."""
+    """Blocks of one size that are no longer used, to be freed: ``arena.free(*freed)``."""
 
     offsets: Offsets
-    """(n,)"""
+    """``(n,)`` int64."""
     size_bytes: int
-    """Of one block."""
+    """Size of one block."""
 
 
 def whole_units(size_bytes: int) -> int:
-    """Return how many bytes of the arena a block of ``size_bytes`` (at least 1) takes."""
+    """Return the bytes of the arena that a block of ``size_bytes`` (at least 1) takes."""
     return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
 
 
 class Arena:
-    """Hands out extents, best fit first, and joins what comes back with its neighbours."""
+    """Allocates extents by best fit, and merges freed ones with their neighbours."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Start with all bytes free; what is beyond the last whole allocation unit is never used."""
+        """Start with all bytes free; bytes beyond the last whole allocation unit are never used."""
         self._size = size_bytes // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES
         self._starts: Offsets = np.zeros(1 if self._size else 0, np.int64)
         self._sizes: Offsets = np.full(len(self._starts), self._size, np.int64)
         self._free = self._size
 
     def __repr__(self) -> str:
-        """Show the live counts."""
+        """Show the current counts."""
         return f"<Arena bytes={self._size} free={self._free} holes={len(self._starts)}>"
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes that can be handed out."""
+        """Return the bytes that can be allocated."""
         return self._size
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes handed out, in whole allocation units."""
+        """Return the allocated bytes, in whole allocation units."""
         return self._size - self._free
 
     @property
@@ -74,12 +74,12 @@ class Arena:
 
     @property
     def largest_hole(self) -> int:
-        """Return the bytes of the largest hole, 0 without one."""
+        """Return the bytes of the largest hole, 0 if there is none."""
         return int(self._sizes.max(initial=0))
 
     @property
     def hole_count(self) -> int:
-        """Return how many pieces the free bytes lie in."""
+        """Return the number of holes."""
         return len(self._starts)
 
     def fitting(self, size_bytes: int) -> int:
@@ -87,31 +87,31 @@ class Arena:
         return int((self._sizes // whole_units(size_bytes)).sum())
 
     def allocate(self, count: int, size_bytes: int) -> Offsets:
-        """Take ``count`` blocks of ``size_bytes`` (at least 1) each.
+        """Allocate ``count`` blocks of ``size_bytes`` (at least 1) each.
 
-        They come from the smallest hole that holds all; else from the largest ones, so that there are few pieces, and
-        the rest from the smallest that holds it.
+        They come from the smallest hole that holds all of them; otherwise from the largest holes, so that few are
+        needed, and the rest from the smallest hole that holds it.
 
         Returns:
-            (count,) where each begins, ascending; adjacent ones are ``whole_units(size_bytes)`` apart.
+            ``(count,)`` offsets, ascending; adjacent blocks are ``whole_units(size_bytes)`` apart.
 
         Raises:
-            NotEnoughError: nothing was taken.
+            NotEnoughError: nothing was allocated.
         """
         step = whole_units(size_bytes)
-        transfer = self._sizes // step
-        if int(transfer.sum()) < count:
+        capacity = self._sizes // step
+        if int(capacity.sum()) < count:
             raise NotEnoughError(count * step, self._free, self.largest_hole)
         if not count:
             return np.empty(0, np.int64)
-        holes, counts = self._choose(transfer, count)
+        holes, counts = self._choose(capacity, count)
         before = np.cumsum(counts) - counts
         offsets = np.repeat(self._starts[holes] - step * before, counts) + step * np.arange(count, dtype=np.int64)
         self._cut(holes, step * counts)
         return offsets
 
     def allocate_run(self, size_bytes: int) -> int:
-        """Take ``size_bytes`` (at least 1) in one piece from the smallest hole that has them; return where it begins.
+        """Allocate ``size_bytes`` (at least 1) contiguously from the smallest hole that fits; return the offset.
 
         Raises:
             NotEnoughError: no hole is that large.
@@ -119,10 +119,10 @@ class Arena:
         return int(self.allocate(1, size_bytes)[0])
 
     def free(self, offsets: Offsets, size_bytes: int) -> None:
-        """Give blocks of ``size_bytes`` each back, as they were allocated; in any order.
+        """Free blocks of ``size_bytes`` each, the size they were allocated with; in any order.
 
         Raises:
-            AssertionError: a block is not the caller's to free: it is free already, named twice, or outside the arena.
+            AssertionError: a block is already free, given twice, or outside the arena.
         """
         step = whole_units(size_bytes)
         starts = np.sort(offsets)
@@ -134,16 +134,16 @@ class Arena:
         holes = np.insert(self._starts, at, starts)
         sizes = np.insert(self._sizes, at, step)
         ends = holes + sizes
-        assert bool((ends[:-1] <= holes[1:]).all()), "a block is freed that was free"
+        assert bool((ends[:-1] <= holes[1:]).all()), "a block is freed that is free"
         first = np.flatnonzero(np.concatenate(([True], ends[:-1] != holes[1:])))
         self._starts, self._sizes = holes[first], np.add.reduceat(sizes, first)
         self._free += step * len(starts)
 
     def check_integrity(self) -> None:
-        """Check that holes are sorted, apart from each other, inside the arena, and counted rightly.
+        """Check that the holes are sorted, not adjacent, inside the arena, and counted correctly.
 
         Raises:
-            AssertionError: what is wrong.
+            AssertionError: they are not; says what is wrong.
         """
         ends = self._starts + self._sizes
         assert bool((self._sizes > 0).all()), "an empty hole"
@@ -152,26 +152,26 @@ class Arena:
         assert not (self._starts % ALLOCATION_UNIT_BYTES).any(), "a hole that begins inside an allocation unit"
         assert int(self._sizes.sum()) == self._free, "free bytes"
 
-    def _choose(self, transfer: Offsets, count: int) -> tuple[npt.NDArray[np.intp], Offsets]:
+    def _choose(self, capacity: Offsets, count: int) -> tuple[npt.NDArray[np.intp], Offsets]:
         """Return the holes to cut, ascending, and how many blocks to cut from each.
 
         Args:
-            transfer: (holes,) how many blocks each holds, ``count`` or more in all.
+            capacity: ``(holes,)``, how many blocks each hole holds, at least ``count`` in total.
             count: at least 1.
         """
-        order = np.argsort(-transfer, kind="stable")
-        filled = np.cumsum(transfer[order])
-        whole = int(np.searchsorted(filled, count))  # so many of the largest are used up; none where one holds all
+        order = np.argsort(-capacity, kind="stable")
+        filled = np.cumsum(capacity[order])
+        whole = int(np.searchsorted(filled, count))  # this many of the largest are filled; 0 if one hole holds all
         rest = count - (int(filled[whole - 1]) if whole else 0)
         others = order[whole:]
-        fits = others[transfer[others] >= rest]
+        fits = others[capacity[others] >= rest]
         holes = np.append(order[:whole], fits[np.argmin(self._sizes[fits])])
-        counts = np.append(transfer[order[:whole]], rest)
+        counts = np.append(capacity[order[:whole]], rest)
         ascending = np.argsort(holes)
         return holes[ascending], counts[ascending]
 
     def _cut(self, holes: npt.NDArray[np.intp], taken_bytes: Offsets) -> None:
-        """Take bytes from the front of holes."""
+        """Remove bytes from the front of holes."""
         self._starts[holes] += taken_bytes
         self._sizes[holes] -= taken_bytes
         self._free -= int(taken_bytes.sum())

@@ -1,8 +1,8 @@
-"""A layout's blocks as cells: numbered rows of one width, for memory that only a device can touch.
+"""A layout's blocks as cells: numbered rows of one width, for memory that only a device can access.
 
-Where the entries that lie in one part of a region, and the steps between them, are whole numbers of cells, one list of
-numbers names a whole step, whatever entries it has: one kernel. Entries in parts of their own have lists of their own,
-for a page at a time. Knows nothing of devices.
+If the sizes of the entries in one part of a region, and the distances between them, are multiples of a cell, one list
+of cell numbers covers a whole step, whatever entries it has: one kernel. Entries in separate parts get separate lists,
+one page at a time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.tiers.blocks import BlockLayout, BlockStep
 
 MIN_CELL_BYTES: Final = 512
-"""Narrower cells are not worth the numbers that they need: entries then go one by one."""
+"""Narrower cells do not pay for their numbers: entries are then copied one by one."""
 
 
 class _Extent(NamedTuple):
     """Consecutive entries as cells.
 
     Attributes:
-        base: what cell numbers count from, in the region.
+        base: byte of the region at which cell 0 begins.
         cell_bytes: the width of a cell.
-        numbers: ``(cells,)`` int64 for page 0, in the block's order.
-        page_cells: ``(cells,)`` int64, what a page's number is multiplied by.
-        offset: where the first of them lies in a block.
+        numbers: ``(cells,)`` int64, the cell numbers of page 0, in the block's order.
+        page_cells: ``(cells,)`` int64, the distance in cells from one page to the next.
+        offset: where the first cell begins in a block, in bytes.
     """
 
     base: int
@@ -49,16 +49,16 @@ class BlockCells:
     """The cells of one layout in one region."""
 
     def __init__(self, layout: BlockLayout, part_starts: Sequence[int]) -> None:
-        """Join entries that lie in one part; ``part_starts`` are where parts of the region begin, ascending."""
+        """Join entries that lie in one part; ``part_starts``: where the parts of the region begin, ascending."""
         self._layout = layout
         parts = np.searchsorted(np.array(part_starts, np.int64), layout.bases, side="right")
         cuts = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
         self._extents = [extent for first, stop in pairwise(cuts) for extent in self._join(first, stop)]
 
     def of(self, step: BlockStep, ids: PageIds) -> Iterator[Cells]:
-        """Yield a step's cells for these pages, ``(step.stop - step.first,)``.
+        """Yield a step's cells for these pages, ``(step.stop - step.first,)`` int64.
 
-        In contiguous memory they lie as in the step's blocks, one after another with their padding, from the step's
+        In contiguous memory they are laid out as in the step's blocks, back to back with their padding, from the step's
         first byte on.
         """
         [only, *more] = self._extents
@@ -71,7 +71,7 @@ class BlockCells:
                 yield from _of_page(extent, page, step, at * self._layout.block_bytes - step.first_byte)
 
     def _join(self, first: int, stop: int) -> list[_Extent]:
-        """Return entries ``[first, stop)`` of one part as one extent, or as one each where cells would be narrow."""
+        """Return entries ``[first, stop)`` of one part as one extent, or one extent each if cells would be narrow."""
         layout, entries = self._layout, slice(first, stop)
         base = int(layout.bases[entries].min())
         apart, sizes = layout.bases[entries] - base, layout.page_bytes[entries]
@@ -85,7 +85,7 @@ class BlockCells:
 
 
 def _of_page(extent: _Extent, page: int, step: BlockStep, flat: int) -> Iterator[Cells]:
-    """Yield what of one page's extent is in the step: whole cells, and what is cut at the ends."""
+    """Yield the part of one page's extent that is in the step: whole cells, and partial ones at the ends."""
     first_byte, stop_byte = max(step.first_byte, extent.offset), min(step.stop_byte, extent.stop)
     if first_byte >= stop_byte:
         return

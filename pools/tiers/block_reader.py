@@ -1,6 +1,6 @@
-"""Reading one cached block's file, a bounded step at a time: no byte is believed whose checksum has not been seen.
+"""Reading one cached block's file in bounded steps; no byte counts before its checksum was verified.
 
-One thread at a time uses a reader. What else is on disk is the store's.
+A reader is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from kvferry.pools.tiers.namespaces import BlockKey
 from kvferry.pools.tiers.page_bytes import Cursor, PageDigests
 
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""What lies under a block's name may be a link or a pipe that somebody put there: neither is followed or waited for."""
+"""Somebody may have put a link or a pipe under a block's name: neither is followed or waited for."""
 DEFAULT_STEP_BYTES = 1 << 20
 
 Damaged = Callable[[BlockKey, int], None]
-"""Is told of a file that is not the block it should be, by the key and the open file."""
+"""Called with the key and the open file descriptor if a file is not the block it should be."""
 
 
 class OpenBlock(NamedTuple):
-    """A block's file, open for reading, its header, and its bytes with the header."""
+    """A block's file, open for reading, its header, and its size with the header."""
 
     fd: int
     header: BlockHeader
@@ -44,9 +44,9 @@ class OpenBlock(NamedTuple):
 
 
 class BlockReader:
-    """A block being read into its buffers. ``step`` until it says so: then, and only then, the buffers hold the block.
+    """A block being read into its buffers. Call ``step`` until it returns True: only then the buffers are valid.
 
-    As a context manager it closes its file. A block that is removed meanwhile is read to its end.
+    As a context manager it closes its file. A block that is removed meanwhile can still be read to its end.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class BlockReader:
         buffers: Sequence[memoryview],
         damaged: Damaged,
     ) -> None:
-        """Open the file and check its header; ``damaged`` is told of a file that is not the block, by its fd.
+        """Open the file and check its header; ``damaged`` is called if it is not the block.
 
         Raises:
             MissingBlockError: there is no such file.
-            DamagedBlockError: the header is wrong, of another block or of other pages, or the length is another.
+            DamagedBlockError: the header is wrong, or of another block or page size, or the file's length is wrong.
             DiskFailedError: the disk failed.
         """
         self.key = key
@@ -73,7 +73,7 @@ class BlockReader:
         self._position = self.size_bytes - self._cursor.left_bytes
         if [buffer.nbytes for buffer in buffers] != [self.header.page_bytes] * self.header.block_pages:
             raise self._not_the_block(f"it has {self.header.block_pages} pages of {self.header.page_bytes} bytes")
-        with suppress(OSError):  # more read ahead, no more
+        with suppress(OSError):  # affects only the read-ahead
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def __enter__(self) -> Self:
@@ -86,11 +86,11 @@ class BlockReader:
         self.close()
 
     def step(self, max_bytes: int = DEFAULT_STEP_BYTES) -> bool:
-        """Read and check at most ``max_bytes`` bytes; return whether the whole block is there and right.
+        """Read and check at most ``max_bytes`` bytes; return whether the whole block was read and is correct.
 
         Raises:
-            DamagedBlockError: a page's checksum is wrong, or the file has become shorter. The buffers hold rubbish.
-            DiskFailedError: the disk failed. The buffers hold rubbish.
+            DamagedBlockError: a page's checksum is wrong, or the file has become shorter. The buffers are invalid.
+            DiskFailedError: the disk failed. The buffers are invalid.
         """
         if self._is_whole:
             return True
@@ -106,15 +106,15 @@ class BlockReader:
         return self._is_whole
 
     def close(self) -> None:
-        """Close the file, at whatever point. A second time nothing happens."""
+        """Close the file, at any point. Closing twice does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-            self._cursor.forget()
+            self._cursor.release()
 
     def _read(self, max_bytes: int) -> None:
         with disk_errors(self._path):
-            views = [piece.view for piece in self._cursor.ahead(max_bytes)]
+            views = [one.view for one in self._cursor.peek(max_bytes)]
             count = os.preadv(self.fd, views, self._position)
         if not count:
             raise self._not_the_block(f"it ends after {self._position} of {self.size_bytes} bytes")
@@ -131,24 +131,24 @@ class BlockReader:
         return DamagedBlockError(f"{self._path}: {why}")
 
     def _used(self) -> None:
-        """Leave the time of this use for the scan after a restart, and no page in the page cache."""
-        with suppress(OSError):  # neither changes what was read
+        """Set the file's time of last use, for the scan after a restart, and drop it from the page cache."""
+        with suppress(OSError):  # neither affects what was read
             os.utime(self.fd)
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def open_block(path: Path, key: BlockKey, damaged: Damaged) -> OpenBlock:
-    """Return a block's file, open for reading, whose header and length are right.
+    """Open a block's file for reading, and check its header and length.
 
     Args:
-        path: where it is.
-        key: whose block it must be.
-        damaged: is told of a file that is not that block, while it is open.
+        path: of the file.
+        key: of the block that it must hold.
+        damaged: called if the file is not that block, while it is open.
 
     Raises:
-        MissingBlockError: there is none, or something else than a file has its name.
-        DamagedBlockError: the header or the length is wrong, or it is another block's.
-        DiskFailedError: the disk failed, or no more files can be open.
+        MissingBlockError: there is none, or something other than a file has its name.
+        DamagedBlockError: the header or the length is wrong, or it is another block.
+        DiskFailedError: the disk failed, or too many files are open.
     """
     fd, size_bytes = _open(path)
     try:
@@ -165,7 +165,7 @@ def open_block(path: Path, key: BlockKey, damaged: Damaged) -> OpenBlock:
 
 
 def ask_for_header(path: Path) -> None:
-    """Have the kernel read a file's header soon: a disk serves many such wishes at once."""
+    """Ask the kernel to prefetch a file's header: a disk serves many such requests at once."""
     with suppress(OSError):
         fd = os.open(path, READ_FLAGS)
         try:
@@ -175,7 +175,7 @@ def ask_for_header(path: Path) -> None:
 
 
 def _open(path: Path) -> tuple[int, int]:
-    """Return the file, and its bytes."""
+    """Return the file descriptor and the file's size."""
     with disk_errors(path):
         try:
             fd = os.open(path, READ_FLAGS)
@@ -186,18 +186,18 @@ def _open(path: Path) -> tuple[int, int]:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise MissingBlockError(f"{path}: not a file")
+        raise MissingBlockError(f"{path}: not a regular file")
     return fd, status.st_size
 
 
 def _header_of(fd: int, key: BlockKey, size_bytes: int) -> BlockHeader:
-    """Return the header of this block, whose file is as long as the header says."""
+    """Return the header of this block, and check that the file is as long as it says."""
     data = os.pread(fd, ALIGNMENT, 0)
     if (needed := announced_bytes(data)) > ALIGNMENT:
         data += os.pread(fd, needed - ALIGNMENT, ALIGNMENT)
     header = decode_header(data)
     if header.key != key:
-        raise NotABlockError("it is another block's")
+        raise NotABlockError("it is another block")
     if size_bytes != needed + header.block_pages * header.page_bytes:
         raise NotABlockError(f"{size_bytes} bytes are not {header.block_pages} pages of {header.page_bytes}")
     return header

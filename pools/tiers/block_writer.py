@@ -1,7 +1,7 @@
-"""Writing one cached block's file, a bounded step at a time. What is on disk otherwise is the store's.
+"""Writing one cached block's file in bounded steps.
 
-A writer writes under a temporary name and takes the block's own at the end, so nobody sees half a block. One thread at
-a time uses it.
+A writer writes under a temporary name and renames the file at the end, so nobody sees an incomplete block. It is used
+by one thread at a time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ DEFAULT_STEP_BYTES = 1 << 20
 
 
 class BlockWriter:
-    """A block being written. ``step`` until it says so, then ``finish``; whatever else happens, ``abandon``.
+    """A block being written: call ``step`` until it returns True, then ``finish``; otherwise ``abandon``.
 
-    As a context manager it abandons what was not finished. The buffers must keep their bytes until then.
+    As a context manager it abandons a block that was not finished. The buffers must not change until then.
     """
 
     def __init__(
@@ -35,20 +35,20 @@ class BlockWriter:
         buffers: Sequence[memoryview],
         publish: Callable[[BlockWriter], None],
     ) -> None:
-        """Write into ``fd``, open under the name ``part``; ``publish`` gives it its name.
+        """Write into ``fd``.
 
         Args:
-            part: the temporary name.
+            part: the temporary name under which ``fd`` is open.
             fd: closed at the end.
-            header: without digests these are computed.
+            header: digests that it lacks are computed.
             buffers: the pages.
-            publish: is called once all is written.
+            publish: called once everything is written, to give the file its final name.
         """
         self.key = header.key
         self.part = part
         self.fd = fd
         self.size_bytes = file_bytes(self.key.namespace, header.page_bytes)
-        """Of the whole file."""
+        """Size of the whole file."""
         self._header = header
         self._cursor = Cursor(buffers)
         self._digests = None if header.digests else PageDigests()
@@ -64,7 +64,7 @@ class BlockWriter:
         self.abandon()
 
     def step(self, max_bytes: int = DEFAULT_STEP_BYTES) -> bool:
-        """Write at most ``max_bytes`` bytes; return whether all are written.
+        """Write at most ``max_bytes`` bytes; return whether all pages are written.
 
         Raises:
             DiskFullError: no space is left. The block is abandoned.
@@ -76,14 +76,14 @@ class BlockWriter:
         return not self._cursor.left_bytes
 
     def finish(self) -> int:
-        """Give the file its name, as durably as the store's policy says; return its bytes.
+        """Give the file its final name, as durably as the store's fsync policy says; return its size.
 
         Raises:
             DiskFullError: no space is left. The block is abandoned.
             DiskFailedError: the disk failed. The block is abandoned.
         """
-        assert self.fd >= 0, "finished or abandoned before"
-        assert not self._cursor.left_bytes, "not all is written"
+        assert self.fd >= 0, "already finished or abandoned"
+        assert not self._cursor.left_bytes, "not everything is written"
         with self._abandoning():
             self._write_header()
             self._publish(self)
@@ -91,7 +91,7 @@ class BlockWriter:
         return self.size_bytes
 
     def abandon(self) -> None:
-        """Remove what was written. Does nothing after ``finish``, or a second time."""
+        """Remove what was written. Does nothing after ``finish`` or when called again."""
         if self.fd >= 0:
             with suppress(OSError):  # the next scan removes what cannot be removed now
                 self.part.unlink(missing_ok=True)
@@ -99,7 +99,7 @@ class BlockWriter:
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """Turn the system's errors into ours, and abandon the block at any."""
+        """Turn OSErrors into disk errors, and abandon the block on any error."""
         try:
             with disk_errors(self.part):
                 yield
@@ -109,16 +109,16 @@ class BlockWriter:
 
     def _write(self, max_bytes: int) -> None:
         position = self.size_bytes - self._cursor.left_bytes
-        written = os.pwritev(self.fd, [piece.view for piece in self._cursor.ahead(max_bytes)], position)
-        pieces = self._cursor.advance(written)
+        count = os.pwritev(self.fd, [one.view for one in self._cursor.peek(max_bytes)], position)
+        written = self._cursor.advance(count)
         if self._digests is not None:
-            self._digests.update(pieces)
+            self._digests.update(written)
         if self._cursor.left_bytes:
-            # Begins to write these bytes out, and drops from memory those of earlier steps that are out already.
+            # Starts writeback of these bytes, and drops from the page cache those of earlier steps that are on disk.
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _write_header(self) -> None:
-        """Write the header, last: a file without its end has no beginning either."""
+        """Write the header, last: an incomplete file never has one."""
         if self._digests is not None:
             self._header = msgspec.structs.replace(self._header, digests=tuple(self._digests.done))
         data = memoryview(encode_header(self._header))
@@ -129,4 +129,4 @@ class BlockWriter:
     def _end(self) -> None:
         os.close(self.fd)
         self.fd = -1
-        self._cursor.forget()
+        self._cursor.release()

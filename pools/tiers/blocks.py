@@ -1,7 +1,7 @@
-"""Blocks: the bytes of one page of a page space, all its entries one after another, as the tiers below keep them.
+"""Blocks: the bytes of one page of a page space, all its entries back to back, as the lower tiers keep them.
 
-Work on blocks is cut into steps: some whole blocks, or an extent of one that is large. A step is what one turn of a
-thread copies. Knows nothing of devices, of where blocks lie, or of what they are kept for.
+Copies of blocks are divided into steps: a number of whole blocks, or an extent of one large block. A step is what a
+thread copies at a time. Independent of devices, and of where and what for blocks are kept.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from kvferry.protocol.manifests import Entry, Manifest
 
 BLOCK_ALIGNMENT: Final = 64
 CUT_BYTES: Final = 4096
-"""Where an entry of a page is cut, its first extent has a multiple of these."""
+"""If an entry of a page is cut, the size of its first extent is a multiple of this."""
 
 CUTS_KEPT: Final = 1000
 
 
 class Stack(NamedTuple):
-    """Extents of evenly spaced entries of one page size, which follow each other in a block.
+    """Extents of evenly spaced entries of one page size, which are adjacent in a block.
 
     Attributes:
         base: where the first one begins in the region, for page 0.
-        spacing_bytes: from one to the next in the region; above 0.
+        spacing_bytes: distance from one to the next in the region; above 0.
         entries: how many.
-        page_bytes: from one page to the next in the region.
-        size_bytes: of one extent; all of a page, unless an entry is cut, which then is alone.
+        page_bytes: distance from one page to the next in the region.
+        size_bytes: of one extent: a whole page, except for an entry that is cut, which forms a stack by itself.
         offset: where the first one begins in the block.
     """
 
@@ -48,23 +48,23 @@ class Stack(NamedTuple):
 
 
 class BlockLayout:
-    """Where each entry lies inside a block.
+    """The offset of each entry in a block.
 
     Attributes:
         space: the page space.
-        entries: its entries by component, role and layer, of several in one array the first: the same ones in the same
-            order wherever the layout digest is the same.
+        entries: its entries by component, role and layer, only the first of several in one array: the same ones in the
+            same order wherever the layout digest is the same.
         pages: of the space, the padding page included.
         bases: ``(entries,)`` int64, where each begins in the region.
         page_bytes: ``(entries,)`` int64.
         offsets: ``(entries,)`` int64, where each begins in a block.
-        content_bytes: of all entries.
-        block_bytes: those, rounded up to a multiple of 64; what is beyond the content is zero.
-        stacks: all entries, as few stacks as can be.
+        content_bytes: total of all entries.
+        block_bytes: ``content_bytes`` rounded up to a multiple of 64; the padding is zero.
+        stacks: all entries, in as few stacks as possible.
     """
 
     def __init__(self, manifest: Manifest, space: str) -> None:
-        """Take the entries of the space's components; the space is the manifest's."""
+        """Collect the entries of the components of ``space``, one of the manifest's page spaces."""
         inside = {one.name for one in manifest.components if one.space == space}
         self.space = space
         mine = (one for one in manifest.entries if one.component in inside)
@@ -88,20 +88,21 @@ class BlockLayout:
         return self.entries[self._number_at(byte)] if byte < self.content_bytes else None
 
     def stacks_of(self, first_byte: int, stop_byte: int) -> Sequence[Stack]:
-        """Return what bytes ``[first_byte, stop_byte)`` of a block are: whole entries, and cut ones at the ends."""
+        """Return the stacks of bytes ``[first_byte, stop_byte)`` of a block; entries at the ends may be cut."""
         if (first_byte, stop_byte) == (0, self.content_bytes):
             return self.stacks
         found = self._found.get((first_byte, stop_byte))
         if found is None:
-            if len(self._found) > CUTS_KEPT:  # the size of steps has changed often
+            if len(self._found) > CUTS_KEPT:  # the step size has changed often
                 self._found.clear()
             found = self._found[first_byte, stop_byte] = self._between(first_byte, stop_byte)
         return found
 
     def cut(self, first_byte: int, limit: int) -> int:
-        """Return where to cut a block after ``first_byte``: at ``limit`` at the latest, between entries if it can be.
+        """Return where to cut a block after ``first_byte``: at most at ``limit``, between entries if possible.
 
-        Inside an entry it is some CUT_BYTES after its begin or ``first_byte``, and beyond ``limit`` if that is nearer.
+        Inside an entry it is a multiple of CUT_BYTES after the entry's start, at least CUT_BYTES after ``first_byte``,
+        even if that is beyond ``limit``.
         """
         entry = self._number_at(limit)
         begin, end = self._offsets[entry], self._end(entry)
@@ -153,8 +154,8 @@ class BlockPages(NamedTuple):
     """Pages of a pool and their blocks.
 
     Attributes:
-        layout: what a block is.
-        ids: ``(n,)`` int64, pages of the pool; in range, and a restore's are distinct.
+        layout: of a block.
+        ids: ``(n,)`` int64, pages of the pool; in range, and distinct for a restore.
         offsets: ``(n,)`` int64, where each page's block begins in the arena; blocks do not overlap.
     """
 
@@ -164,14 +165,14 @@ class BlockPages(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Return how many bytes of the arena the blocks have."""
+        """Return the total size of the blocks in the arena."""
         return len(self.ids) * self.layout.block_bytes
 
     def check(self, arena_bytes: int) -> None:
-        """Look for what whoever made this must have ruled out.
+        """Check what the caller must already have ensured.
 
         Raises:
-            InternalError: the lists have other lengths, a page is not the space's, or a block leaves the arena.
+            InternalError: the lists differ in length, a page is outside the space, or a block is outside the arena.
         """
         if len(self.ids) != len(self.offsets):
             raise InternalError(f"{len(self.ids)} pages have {len(self.offsets)} blocks")
@@ -183,10 +184,10 @@ class BlockPages(NamedTuple):
             raise InternalError(f"a block of space {self.layout.space!r} is not within the arena's {arena_bytes} bytes")
 
     def copies(self) -> Blocks:
-        """Return all copies from pages to blocks, block by block: ``(n, 3)`` uint64, where both go on in one.
+        """Return all copies from pages to blocks, block by block: ``(n, 3)`` uint64, adjacent ones coalesced.
 
-        Sources are offsets in the region, destinations in the arena. For those who want plain lists; regions copy
-        without.
+        The columns are the offset in the region, the offset in the arena, and the bytes. For callers that need a plain
+        list; regions copy without it.
         """
         layout = self.layout
         copies = np.empty((len(self.ids), len(layout.entries), 3), np.uint64)
@@ -197,7 +198,7 @@ class BlockPages(NamedTuple):
 
 
 class BlockStep(NamedTuple):
-    """Bytes ``[first_byte, stop_byte)`` of the content of blocks ``[first, stop)``; of several blocks, all bytes."""
+    """Bytes ``[first_byte, stop_byte)`` of the content of blocks ``[first, stop)``; several blocks are always whole."""
 
     first: int
     stop: int
@@ -206,17 +207,17 @@ class BlockStep(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return how many bytes it copies."""
+        """Return the number of bytes to copy."""
         return (self.stop - self.first) * (self.stop_byte - self.first_byte)
 
     def staged_bytes(self, layout: BlockLayout) -> int:
-        """Return how many bytes its blocks have in a row: with the padding of those that it ends."""
+        """Return the bytes that the step takes contiguously: with the padding of blocks whose end is in the step."""
         end = layout.block_bytes if self.stop_byte == layout.content_bytes else self.stop_byte
         return (self.stop - self.first) * (end - self.first_byte)
 
 
 class BlockSteps:
-    """Cuts blocks ``[first, stop)`` into steps, in order, each as large as is asked for then."""
+    """Divides blocks ``[first, stop)`` into steps, in order, each of the size that is asked for at that time."""
 
     def __init__(self, layout: BlockLayout, first: int, stop: int) -> None:
         self._layout = layout
@@ -224,13 +225,13 @@ class BlockSteps:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether all have been taken."""
+        """Return whether all steps were taken."""
         return self._at == self._stop
 
     def take(self, step_bytes: int) -> BlockStep | None:
-        """Return the next step, of about ``step_bytes`` at most; None after the last one.
+        """Return the next step, of at most about ``step_bytes``; None after the last one.
 
-        A block that is larger is cut between entries, or inside an entry where that alone is larger.
+        A larger block is cut between entries, or inside an entry that alone is larger.
         """
         if self.exhausted:
             return None
@@ -244,12 +245,12 @@ class BlockSteps:
 
 
 class StepRun(NamedTuple):
-    """Bytes of a step that adjoin in the arena.
+    """Bytes of a step that are contiguous in the arena.
 
     Attributes:
-        at: where they lie where all of the step lies in a row.
-        offset: where they lie in the arena.
-        size_bytes: how many; a block's padding counts to it where the step ends with the block.
+        at: their offset in a buffer that holds the whole step contiguously.
+        offset: their offset in the arena.
+        size_bytes: how many, including a block's padding if the step ends with the block.
     """
 
     at: int
@@ -258,7 +259,7 @@ class StepRun(NamedTuple):
 
 
 def step_runs(pages: BlockPages, step: BlockStep) -> Iterator[StepRun]:
-    """Yield a step's runs, in order; as few as can be."""
+    """Yield a step's runs, in order; as few as possible."""
     size = step.staged_bytes(pages.layout) // (step.stop - step.first)
     offsets = pages.offsets[step.first : step.stop] + step.first_byte
     starts = np.concatenate(([0], np.flatnonzero(np.diff(offsets) != size) + 1)).tolist()
@@ -267,7 +268,7 @@ def step_runs(pages: BlockPages, step: BlockStep) -> Iterator[StepRun]:
 
 
 def zero_padding(pages: BlockPages, step: BlockStep, arena: npt.NDArray[np.uint8]) -> None:
-    """Zero what lies beyond the content of the blocks that a step ends: it was somebody else's."""
+    """Zero the padding of the blocks whose end is in a step: it may hold data of an earlier owner."""
     layout = pages.layout
     if step.stop_byte < layout.content_bytes or layout.block_bytes == layout.content_bytes:
         return

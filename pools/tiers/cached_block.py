@@ -1,4 +1,4 @@
-"""One cached block, as the index keeps it. Its fields are the index's to change; everybody may read them."""
+"""One cached block, as the index keeps it. Only the index changes its fields; everybody may read them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from kvferry.pools.tiers.arena import Offsets
 from kvferry.pools.tiers.namespaces import Namespace
 
 Digests: TypeAlias = tuple[int, ...]
-"""The XXH3-64 of each page's bytes, in order; () where checksums are off."""
+"""The XXH3-64 of each page's bytes, in order; () if checksums are off."""
 
 
 class BlockState(Enum):
-    """What a block's life goes through."""
+    """The states of a block."""
 
     WRITING = auto()
-    """Its bytes are on their way: invisible, and never evicted."""
+    """Its bytes are being written: invisible, and never evicted."""
     READY = auto()
-    """Visible, in one tier at least."""
+    """Visible, in at least one tier."""
     DOOMED = auto()
-    """Invisible again, but somebody still reads its bytes in the host tier."""
+    """Removed, but its bytes in the host tier are still pinned."""
     GONE = auto()
 
 
 class CachedBlock:
-    """``block_pages`` pages under a hash. Two are never equal: the same hash may come again after this one is gone."""
+    """``block_pages`` pages under a hash. Compared by identity: the hash may be stored again after this is gone."""
 
     __slots__ = (
         "digests",
@@ -46,9 +46,9 @@ class CachedBlock:
         """Start as WRITING.
 
         Args:
-            namespace: what it can stand for.
+            namespace: of the block.
             block_hash: 16 bytes.
-            parent: the hash of the block before it; None for the first one, or where it is not known.
+            parent: the hash of the block before it; None for the first one, or if it is not known.
             size_bytes: of all its pages, a multiple of ``namespace.block_pages``.
         """
         self.namespace = namespace
@@ -56,18 +56,18 @@ class CachedBlock:
         self.parent = parent
         self.size_bytes = size_bytes
         self.offsets: Offsets | None = None
-        """(block_pages,) where its pages' blocks begin in the arena; None where it is not in the host tier."""
+        """``(block_pages,)``, the offsets of its pages in the arena; None if it is not in the host tier."""
         self.digests: Digests = ()
         self.on_disk = False
         self.in_remote = False
         self.pins: dict[int, int] = {}
-        """How often each holder pins it."""
+        """Number of pins by holder."""
         self.state = BlockState.WRITING
         self.serial = 0
-        """Its place in the list of all blocks."""
+        """Its position in the list of all blocks."""
 
     def __repr__(self) -> str:
-        """Show the name's beginning and the live state; a hash says nothing of the tokens."""
+        """Show the start of the hash, which reveals no tokens, and the state."""
         tiers = [
             name
             for name, there in (("host", self.in_host), ("disk", self.on_disk), ("remote", self.in_remote))
@@ -82,40 +82,40 @@ class CachedBlock:
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of one of its pages' blocks."""
+        """Return the size of one of its pages in a tier."""
         return self.size_bytes // self.namespace.block_pages
 
     @property
     def evictable(self) -> bool:
-        """Return whether the host tier may give its bytes up."""
+        """Return whether the host tier may evict it."""
         return self.state is BlockState.READY and self.offsets is not None and not self.pins
 
 
 # -- all visible blocks in the order in which they became visible: a list that is read in parts while it changes.
 
 
-_FEW: Final = 64  # dead ones that are not worth a new list
+_FEW: Final = 64  # up to this many dead blocks, the list is not rebuilt
 
 
 class ListPage(NamedTuple):
     """A part of the list."""
 
     blocks: list[CachedBlock]
-    """As they are now; may be none."""
+    """In their current state; may be empty."""
     next_position: int | None
-    """Where to go on; None at the end."""
+    """Where to continue; None at the end."""
 
 
 class BlockListing:
-    """A block that stays is met once by whoever reads from the first part to the last, whatever comes and goes."""
+    """All visible blocks; a reader of all parts meets each block that stays exactly once, whatever else changes."""
 
     def __init__(self) -> None:
-        self._blocks: list[CachedBlock] = []  # by serial; those that left stay until they are many
+        self._blocks: list[CachedBlock] = []  # by serial; dead ones are removed once there are many
         self._last_serial = 0
         self._dead = 0
 
     def __len__(self) -> int:
-        """Return how many blocks are visible."""
+        """Return the number of visible blocks."""
         return len(self._blocks) - self._dead
 
     def add(self, block: CachedBlock) -> None:
@@ -125,7 +125,7 @@ class BlockListing:
         self._blocks.append(block)
 
     def discard(self) -> None:
-        """Note that one of the blocks is READY no more."""
+        """Note that one of the blocks is no longer READY."""
         self._dead += 1
         if self._dead > _FEW and 2 * self._dead > len(self._blocks):
             self._blocks = [block for block in self._blocks if block.state is BlockState.READY]
@@ -135,8 +135,8 @@ class BlockListing:
         """Return blocks after ``position``.
 
         Args:
-            position: 0 for the first part; else the ``next_position`` of the part before.
-            limit: how many to look at, at least 1: a bound on the time it takes.
+            position: 0 for the first part; then the ``next_position`` of the previous part.
+            limit: how many blocks to look at, at least 1: bounds the time of the call.
         """
         start = bisect_right(self._blocks, position, key=_serial)
         seen = self._blocks[start : start + limit]

@@ -1,14 +1,14 @@
-"""The disk tier's files: a file a cached block, under a root that one daemon holds.
+"""The files of the disk tier: one file per cached block, under a root that one daemon holds.
 
-Synchronous, for I/O threads: any method may be called from any of them. Which blocks to keep is the caller's business;
-the store says how many bytes they take.
+Synchronous, for I/O threads: any method may be called from any of them. The caller decides which blocks to keep; the
+store counts the bytes that they take.
 
-No policy on fsync decides whether bytes are right: a reader believes no byte without its checksum, so what a power cut
-tears is a miss. The policy decides how much of the cache a power cut leaves::
+Correctness does not depend on the fsync policy: readers verify checksums, so a file torn by a power cut is a miss. The
+policy decides how much of the cache survives a power cut::
 
     never      what the kernel has written out by then
     interval   what was stored before the last ``sync_dirty``
-    block      all that was stored: ``finish`` returns once the file and its name are on the disk
+    block      everything stored: ``finish`` returns once the file and its name are on the disk
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ Fsync = Literal["never", "interval", "block"]
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
-"""What the cache holds tells what the prompts were."""
+"""Cached blocks reveal what the prompts were."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 COOLING_FILES = 16
-"""A file's last bytes can leave the page cache only once they are written out: so many files later."""
+"""A file's last bytes can be dropped from the page cache only after writeback: this many files later."""
 
 _T = TypeVar("_T")
 
 
 class FoundBlock(NamedTuple):
-    """A whole file that was there before: its bytes with the header, its pages' bytes and XXH3-64, its last use."""
+    """A complete file found by a scan; ``size_bytes`` includes the header, ``digests`` are the pages' XXH3-64."""
 
     key: BlockKey
     size_bytes: int
@@ -69,16 +69,16 @@ class FoundBlock(NamedTuple):
 
 
 class DiskStore:
-    """The files under one root, from ``__init__`` to ``close`` this daemon's alone. Use as a context manager.
+    """The files under one root, which belongs to this daemon alone from ``__init__`` to ``close``. A context manager.
 
-    ``used_bytes`` counts what this store has written and what a scan has found: it is right once a scan has ended.
+    ``used_bytes`` counts what this store has written and what a scan has found: it is complete once a scan has ended.
     """
 
     def __init__(self, root: Path, fsync: Fsync = "never") -> None:
-        """Lock the root; what lies in it is unknown before ``scan``.
+        """Lock the root; its contents are unknown before ``scan``.
 
         Raises:
-            ConfigError: the root is missing, not writable, writable by others, or another daemon's.
+            ConfigError: the root is missing, not writable, writable by others, or held by another daemon.
         """
         self.root = root
         self.fsync = fsync
@@ -107,32 +107,32 @@ class DiskStore:
         self.close()
 
     def __len__(self) -> int:
-        """Return how many blocks are known."""
+        """Return the number of known blocks."""
         with self._mutex:
             return sum(map(len, self._sizes.values()))
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Say whether a block is known: written, or found by a scan."""
+        """Return whether a block is known: written, or found by a scan."""
         with self._mutex:
             return key.hash in self._sizes.get(key.namespace, ())
 
     def close(self) -> None:
-        """Give the root up, without a sync. Writers and readers have ended before."""
+        """Release the root, without a sync. Writers and readers must have ended."""
         if self._lock_fd < 0:
             return
         for fd in self._cooling.values():
-            _let_go(fd)
+            _drop_and_close(fd)
         self._cooling.clear()
         os.close(self._lock_fd)
         self._lock_fd = -1
 
     def check_integrity(self) -> None:
-        """Assert that the bytes in use are those of the blocks that are known."""
+        """Assert that ``used_bytes`` is the total of the known blocks."""
         with self._mutex:
             assert self.used_bytes == sum(sum(sizes.values()) for sizes in self._sizes.values()), self
 
     def file_bytes(self, namespace: Namespace, page_bytes: int) -> int:
-        """Return what a block of this namespace will take, its header included."""
+        """Return the file size of a block of this namespace, header included."""
         return file_bytes(namespace, page_bytes)
 
     def begin_write(
@@ -143,10 +143,10 @@ class DiskStore:
         parent: bytes | None = None,
         model: str = "",
     ) -> BlockWriter:
-        """Begin to write a block; one of that key that is there stays until ``finish`` puts this in its place.
+        """Begin to write a block; an existing one of that key stays until ``finish`` replaces it.
 
         Args:
-            key: whose ``namespace.block_pages`` says how many pages follow.
+            key: of the block, of ``namespace.block_pages`` pages.
             buffers: the bytes of each page, all of one length, at least 1; they must not change until the end.
             digests: the XXH3-64 of each page; () for the writer to compute them.
             parent: the hash of the block before it, 16 bytes, or None.
@@ -155,7 +155,7 @@ class DiskStore:
         Raises:
             DiskFullError: no space is left, not even for the file's name.
             DiskFailedError: the disk failed.
-            ValueError: names that cannot be those of a file.
+            ValueError: the key does not give a valid file name.
         """
         pages, page_bytes = key.namespace.block_pages, buffers[0].nbytes
         assert len(buffers) == pages
@@ -173,18 +173,18 @@ class DiskStore:
     def write(
         self, key: BlockKey, buffers: Sequence[memoryview], digests: Sequence[int], parent: bytes | None = None
     ) -> int:
-        """Write a block in one go and return its file's bytes; see ``begin_write`` for all else."""
+        """Write a block at once and return its file's size; see ``begin_write``."""
         with self.begin_write(key, buffers, digests, parent) as writer:
             while not writer.step():
                 pass
             return writer.finish()
 
     def begin_read(self, key: BlockKey, buffers: Sequence[memoryview]) -> BlockReader:
-        """Begin to read a block into writable buffers, one a page, of the length that was written.
+        """Begin to read a block into writable buffers, one per page, of the length that was written.
 
         Raises:
             MissingBlockError: there is no such block.
-            DamagedBlockError: the file is not that block, of pages of these lengths. It is gone now.
+            DamagedBlockError: the file is not that block with pages of this size. It was removed.
             DiskFailedError: the disk failed.
         """
         try:
@@ -195,14 +195,14 @@ class DiskStore:
             raise
 
     def read(self, key: BlockKey, buffers: Sequence[memoryview]) -> BlockHeader:
-        """Read a block in one go and return its header; see ``begin_read`` and ``BlockReader.step`` for all else."""
+        """Read a block at once and return its header; see ``begin_read`` and ``BlockReader.step``."""
         with self.begin_read(key, buffers) as reader:
             while not reader.step():
                 pass
             return reader.header
 
     def remove(self, key: BlockKey) -> bool:
-        """Remove a block; return whether it was known. Who reads it now reads on; a power cut may bring it back.
+        """Remove a block; return whether it was known. Readers that have it open go on; a power cut may bring it back.
 
         Raises:
             DiskFailedError: the disk failed.
@@ -218,10 +218,10 @@ class DiskStore:
         return known
 
     def sync_dirty(self, max_files: int = 64) -> int:
-        """Write out what was stored since the last time, at most so many files; return how many are left.
+        """Write out what was stored since the last call, at most ``max_files`` files; return how many are left.
 
-        Only with the policy ``interval`` is there anything to do. A file that cannot be written out is removed, since
-        nobody knows what the disk has of it.
+        Does nothing unless the fsync policy is ``interval``. A file that cannot be written out is removed, as it is
+        unknown what the disk has of it.
 
         Raises:
             DiskFullError: no space is left after all.
@@ -242,30 +242,30 @@ class DiskStore:
         return len(self._dirty)
 
     def scan(self, files_a_step: int = 32) -> Iterator[tuple[FoundBlock, ...]]:
-        """Yield, step by step, the whole blocks that were there before, those used longest ago first.
+        """Yield, step by step, the complete blocks that exist under the root, least recently used first.
 
-        A step is about a millisecond's work and may yield none. Headers and lengths are checked, pages are not: that
-        is the reader's. What a dead writer left and what is damaged is removed; what is not ours is counted. Writers
-        and readers may go on between the steps; blocks that they have made known are not yielded.
+        A step takes about a millisecond and may yield none. Headers and lengths are checked; pages are checked when
+        they are read. Leftovers of dead writers and damaged files are removed; foreign files are counted. Writers and
+        readers may be used between the steps; blocks that became known through them are not yielded.
 
         Args:
-            files_a_step: how many files to open in a step.
+            files_a_step: number of files to open in a step.
         """
         candidates: list[Candidate] = []
         for some in DiskWalk(self.root, self._token, self.counts).steps():
             candidates += some
             yield ()
         times = np.fromiter((one.used_ns for one in candidates), np.int64, len(candidates))
-        order = np.argsort(times)  # a list's own sort would hold the interpreter for long
+        order = np.argsort(times)  # sorting a list would hold the GIL for long
         step: list[Candidate] = []
         for first in range(0, len(order) + files_a_step, files_a_step):
             ahead = [candidates[index] for index in order[first : first + files_a_step].tolist()]
             for candidate in ahead:
                 ask_for_header(self._path(candidate.key))
-            yield tuple(filter(None, map(self._look_at, step)))
+            yield tuple(filter(None, map(self._found, step)))
             step = ahead
 
-    def _look_at(self, candidate: Candidate) -> FoundBlock | None:
+    def _found(self, candidate: Candidate) -> FoundBlock | None:
         """Return the block, unless it is known, gone, damaged or cannot be read."""
         key = candidate.key
         if key in self:
@@ -293,7 +293,7 @@ class DiskStore:
         )
 
     def _publish(self, writer: BlockWriter) -> None:
-        """Give a written file its name and count it."""
+        """Give a written file its final name and count it."""
         path = self._path(writer.key)
         if self.fsync == "block":
             os.fdatasync(writer.fd)
@@ -314,7 +314,7 @@ class DiskStore:
             self._cool(writer.key, os.dup(writer.fd))
 
     def _create(self, part: Path) -> int:
-        """Open a new file, in folders that are made where they are missing."""
+        """Open a new file, creating missing folders."""
         try:
             return os.open(part, _WRITE_FLAGS, FILE_MODE)
         except FileNotFoundError:
@@ -333,14 +333,14 @@ class DiskStore:
                         self._dirty_folders[one.parent] = None
 
     def _path(self, key: BlockKey) -> Path:
-        """Return where a block's file is; ValueError for names that cannot be those of files."""
+        """Return the path of a block's file; ValueError if the key does not give a valid name."""
         place = key.namespace, key.hash[:1]
         if place not in self._folders:
             self._folders[place] = self.root / folder_of(key)
         return self._folders[place] / file_name(key)
 
     def _learn(self, key: BlockKey, size_bytes: int) -> bool:
-        """Count a block; return whether it was not known. Under the mutex."""
+        """Count a block; return whether it was not known. The caller holds the mutex."""
         sizes = self._sizes.setdefault(key.namespace, {})
         if key.hash in sizes:
             return False
@@ -349,16 +349,16 @@ class DiskStore:
         return True
 
     def _forget(self, key: BlockKey) -> bool:
-        """Count a block no more; return whether it was known. Under the mutex."""
+        """Stop counting a block; return whether it was known. The caller holds the mutex."""
         sizes = self._sizes.get(key.namespace, {})
         size_bytes = sizes.pop(key.hash, None)
-        if key in self._cooling:  # held open, a removed file would keep its space
+        if key in self._cooling:  # an open descriptor would keep a removed file's space
             os.close(self._cooling.pop(key))
         self.used_bytes -= size_bytes or 0
         return size_bytes is not None
 
     def _drop_damaged(self, key: BlockKey, fd: int) -> None:
-        """Count a damaged file and remove it, unless a new one has taken its name meanwhile."""
+        """Count a damaged file and remove it, unless a new one has replaced it meanwhile."""
         path = self._path(key)
         with self._mutex, suppress(OSError):
             self.counts.damaged += 1
@@ -367,7 +367,7 @@ class DiskStore:
                 self._forget(key)
 
     def _taken(self, dirty: dict[_T, None], most: int) -> list[_T]:
-        """Take the oldest of what is dirty out."""
+        """Remove and return the oldest dirty items."""
         with self._mutex:
             taken = list(islice(dirty, most))
             for one in taken:
@@ -375,17 +375,18 @@ class DiskStore:
         return taken
 
     def _cool(self, key: BlockKey, fd: int) -> None:
-        """Hold a file open until its last bytes are likely written out, then drop them from the page cache."""
+        """Keep a file open until its last bytes are probably written out, then drop them from the page cache."""
         with self._mutex:
             cooled = [self._cooling.pop(key)] if key in self._cooling else []
             self._cooling[key] = fd
             if len(self._cooling) > COOLING_FILES:
                 cooled.append(self._cooling.pop(next(iter(self._cooling))))
         for one in cooled:
-            _let_go(one)
+            _drop_and_close(one)
 
 
-def _let_go(fd: int) -> None:
+def _drop_and_close(fd: int) -> None:
+    """Drop a file from the page cache and close it."""
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:

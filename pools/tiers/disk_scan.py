@@ -1,6 +1,6 @@
-"""What lies under the disk tier's root: blocks by name and size, leftovers of writers that died, things not ours.
+"""Scanning the disk tier's root: blocks by name, leftovers of writers that died, foreign files.
 
-Opens no block's file. Whatever is not named as blocks are is left alone; links are never followed.
+Opens no block's file. Anything not named like a block is left alone; links are never followed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvferry.pools.tiers.block_file import (
 from kvferry.pools.tiers.namespaces import BlockKey, Namespace
 from kvferry.protocol.errors import ConfigError
 
-# -- the root of the disk tier: fit to hold prompts, and held by one daemon at a time.
+# -- the root of the disk tier: private enough to hold prompts, and held by one daemon at a time.
 
 
 LOCK_FILE = "kvferry.lock"
@@ -37,17 +37,17 @@ _HOLDER_BYTES = 256
 
 
 def lock_root(root: Path) -> int:
-    """Return the descriptor whose closing gives the root up.
+    """Lock the root; return the file descriptor whose closing releases it.
 
     Raises:
-        ConfigError: the root is missing, no directory, not ours to write in, others', or another daemon holds it.
+        ConfigError: the root is missing, no directory, not writable, writable by others, or held by another daemon.
     """
     try:
         _check(root)
         fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as cause:
         error = ConfigError(f"{root}: {cause.strerror}", field=CONFIG_KEY)
-        error.retryable = isinstance(cause, FileNotFoundError)  # what it is on may be mounted yet
+        error.retryable = isinstance(cause, FileNotFoundError)  # its file system may not be mounted yet
         raise error from cause
     try:
         _lock(fd, root)
@@ -60,11 +60,11 @@ def lock_root(root: Path) -> int:
 def _check(root: Path) -> None:
     status = root.stat()
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{root} is no directory", field=CONFIG_KEY)
+        raise ConfigError(f"{root} is not a directory", field=CONFIG_KEY)
     if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             f"{root} (mode {stat.S_IMODE(status.st_mode):04o}, user {status.st_uid}) can be written by others, who "
-            f"could slip in blocks: leave it to them, and name a folder that is the daemon's own, mode 0700",
+            f"could plant blocks: leave it as it is, and name a folder of the daemon's own, mode 0700",
             field=CONFIG_KEY,
         )
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
@@ -79,7 +79,7 @@ def _lock(fd: int, root: Path) -> None:
     except BlockingIOError:
         holder = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "of unknown pid"
         error = ConfigError(
-            f"another daemon ({holder}) keeps its blocks in {root}: stop it, or take another directory",
+            f"another daemon ({holder}) keeps its blocks in {root}: stop it, or use another directory",
             field=CONFIG_KEY,
         )
         error.retryable = True
@@ -93,41 +93,41 @@ _FORM_LEVEL = 1
 
 
 class Candidate(NamedTuple):
-    """A file with the name of block ``key``, and when it was used last: its modification time, Unix time."""
+    """A file with the name of block ``key``, and its last use: the modification time, Unix time."""
 
     key: BlockKey
     used_ns: int
 
 
 class DiskCounts:
-    """What a store met since it began."""
+    """What a store has found since it was opened."""
 
     __slots__ = ("damaged", "foreign", "leftovers", "outdated", "unreadable")
 
     def __init__(self) -> None:
         self.damaged = 0
-        """Files dropped since their bytes are not those that were written."""
+        """Files removed because their bytes are not what was written."""
         self.foreign = 0
-        """Things under the root that are not the store's, and were left alone."""
+        """Files and folders under the root that are not the store's, left alone."""
         self.leftovers = 0
         """Unfinished files of dead writers, removed."""
         self.outdated: list[str] = []
-        """Folders of blocks in an older format, which says of no model whose they are: never served, left alone."""
+        """Folders of blocks in an older format, which does not name the model: never served, left alone."""
         self.unreadable = 0
-        """Files and folders that the operating system would not let a scan read, left alone."""
+        """Files and folders that the operating system did not allow a scan to read, left alone."""
 
 
 class DiskWalk:
     """One walk through a root."""
 
     def __init__(self, root: Path, token: str, counts: DiskCounts) -> None:
-        """Walk through ``root``; unfinished files with ``token`` in their names have a writer still."""
+        """Walk through ``root``; unfinished files with ``token`` in their names still have a writer."""
         self._root = root
         self._token = token
         self._counts = counts
 
     def steps(self) -> Iterator[list[Candidate]]:
-        """Yield the files of one folder after another, a millisecond's work each."""
+        """Yield the block files of one folder after another; each step takes about a millisecond."""
         return self._folders(self._root, 0)
 
     def _folders(self, folder: Path, level: int) -> Iterator[list[Candidate]]:

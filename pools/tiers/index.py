@@ -1,8 +1,8 @@
-"""Which blocks the prefix cache has, in which tiers, who pins them, and which of them go next.
+"""The index of the prefix cache: which blocks it has, in which tiers, who pins them, and which are evicted next.
 
-A store has two phases: ``begin`` names blocks, which nobody sees, ``commit`` makes them visible once their bytes are
-there. There is one copy of a block however many store it. Knows no bytes, no files and no clock: whoever moves bytes
-says so here, and the journal hears of what becomes visible and what goes.
+A store has two phases: ``begin`` registers blocks, which are not visible yet, and ``commit`` makes them visible once
+their bytes are there. There is one copy of a block however many sessions store it. Handles no bytes, files or clock:
+whoever moves bytes reports it here, and changes of visibility are recorded in the journal.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from kvferry.pools.tiers.journal import CacheJournal, Tier
 from kvferry.pools.tiers.namespaces import Namespace
 
 OPERATOR: Final = -1
-"""The holder of pins that the command line sets; sessions are above 0."""
+"""The holder of pins set from the command line; session ids are above 0."""
 
 
 class Begun(NamedTuple):
-    """What ``begin`` found or made of one hash."""
+    """The block that ``begin`` found or created for one hash."""
 
     block: CachedBlock
     fresh: bool
-    """The caller is to write it. Else it is there already: its state says whether it is READY or somebody's WRITING."""
+    """The caller must write it. Otherwise it exists: READY, or WRITING by another caller."""
 
 
 class BlockIndex:
     """The cached blocks of all tenants; sans I/O, for one thread.
 
     Attributes:
-        accounts: what each tenant has in the host tier, and may have.
+        accounts: usage and quota of each tenant in the host tier.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class BlockIndex:
         """Start empty.
 
         Args:
-            journal: hears of every change.
-            quota_bytes: what a tenant may have in the host tier.
-            quotas: the same for tenants that are named.
-            policy: one of ``POLICY_NAMES``; each tenant has its own.
+            journal: where changes are recorded.
+            quota_bytes: quota of a tenant in the host tier.
+            quotas: quotas of individual tenants, by tenant.
+            policy: one of ``POLICY_NAMES``; each tenant has its own instance.
         """
         self._journal = journal
         self.accounts = HostAccounts(quota_bytes=quota_bytes, quotas=quotas, policy=policy)
@@ -59,19 +59,19 @@ class BlockIndex:
         self._listing = BlockListing()
 
     def __repr__(self) -> str:
-        """Show the live counts."""
+        """Show the current counts."""
         return f"<BlockIndex blocks={len(self)} writing={len(self._writing)} {self.accounts}>"
 
     def __len__(self) -> int:
-        """Return how many blocks are visible."""
+        """Return the number of visible blocks."""
         return len(self._listing)
 
     # --- look ---
 
     def longest_prefix(self, namespace: Namespace, hashes: Iterable[bytes]) -> list[CachedBlock]:
-        """Return the blocks of the first hashes, as far as all are visible, in whatever tier; [] without any.
+        """Return the blocks of the longest prefix of the hashes that is visible, in any tier; [] if there is none.
 
-        Counts as no use: ``touch`` those that are taken, ``pin`` them before anything else runs.
+        Does not count as a use: ``touch`` the blocks that are used, and ``pin`` them before anything else runs.
         """
         found: list[CachedBlock] = []
         for block in map(self._ready.get(namespace, {}).get, hashes):
@@ -81,14 +81,14 @@ class BlockIndex:
         return found
 
     def get(self, namespace: Namespace, block_hash: bytes) -> CachedBlock | None:
-        """Return a block that is visible, or None."""
+        """Return a visible block, or None."""
         return self._ready.get(namespace, {}).get(block_hash)
 
     def page(self, position: int, limit: int) -> ListPage:
-        """Return a part of the list of all visible blocks, of at most ``limit`` (at least 1), after ``position``.
+        """Return up to ``limit`` (at least 1) of all visible blocks, after ``position``.
 
-        Begin at 0 and go on at ``next_position`` until it is None. Whoever took ``journal.position()`` before the first
-        part, and applies the changes since then to what the parts said, has what there is.
+        Begin at 0 and continue at ``next_position`` until it is None. For a consistent view, take
+        ``journal.position()`` before the first part and apply the changes since then to the parts.
         """
         return self._listing.page(position, limit)
 
@@ -97,16 +97,16 @@ class BlockIndex:
     def begin(
         self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, size_bytes: int
     ) -> list[Begun]:
-        """Begin to write those of a chain of blocks that are not there; each is its tenant's bytes from now on.
+        """Begin to write the missing blocks of a chain; their bytes are charged to the tenant from now on.
 
         Args:
-            namespace: of all of them.
+            namespace: of all the blocks.
             hashes: 16 bytes each; each one is the parent of the next.
-            parent: of the first one; None where it has none.
+            parent: of the first one; None if it has none.
             size_bytes: of one block.
 
         Returns:
-            what is there or was made of each hash, in order. Each fresh one must be committed or abandoned.
+            The existing or new block of each hash, in order. Each fresh one must be committed or abandoned.
         """
         account = self.accounts.account(namespace.tenant)
         begun = []
@@ -119,14 +119,14 @@ class BlockIndex:
     def commit(
         self, blocks: Sequence[CachedBlock], offsets: Iterable[Offsets], digests: Sequence[Digests] | None = None
     ) -> None:
-        """Make blocks visible whose bytes are in the host tier now.
+        """Make blocks visible whose bytes are now in the host tier.
 
-        Of blocks that are committed together the last ones go first: a block is of no use without those before it.
+        Of blocks that are committed together the last ones are evicted first: a block is useless without those before.
 
         Args:
             blocks: WRITING, in the order of their chain.
-            offsets: of each block, (block_pages,); an array (blocks, block_pages) will do.
-            digests: of each block; None where checksums are off.
+            offsets: of each block, ``(block_pages,)``; may be an array ``(blocks, block_pages)``.
+            digests: of each block; None if checksums are off.
         """
         for block, at in zip(blocks, offsets, strict=True):
             assert block.state is BlockState.WRITING, f"commit of {block}"
@@ -139,7 +139,7 @@ class BlockIndex:
             self._enter(block)
 
     def abandon(self, blocks: Iterable[CachedBlock]) -> None:
-        """Give up writing blocks; the caller has what it allocated for them. One that another tier has is visible."""
+        """Stop writing blocks; the caller frees what it allocated for them. A block in another tier becomes visible."""
         for block in blocks:
             assert block.state is BlockState.WRITING, f"abandoning {block}"
             self.accounts.account(block.namespace.tenant).writing_bytes -= block.size_bytes
@@ -159,8 +159,8 @@ class BlockIndex:
         tier: Tier,
         digests: Digests = (),
     ) -> CachedBlock:
-        """Take in a block that the disk or the remote tier was found to have; return the one block of that name."""
-        assert tier is not Tier.HOST, "what is in host memory is stored by commit"
+        """Add a block that was found in the disk or the remote tier; return the one block of that key."""
+        assert tier is not Tier.HOST, "blocks in host memory are stored by commit"
         block = self.get(namespace, block_hash) or self._writing.get((namespace, block_hash))
         if block is not None:
             self._set_tier(block, tier, present=True)
@@ -174,10 +174,10 @@ class BlockIndex:
     # --- tiers ---
 
     def enter_host(self, block: CachedBlock, offsets: Offsets, digests: Digests | None = None) -> bool:
-        """Say that the host tier has a block that came from another tier.
+        """Record that a block was promoted into the host tier.
 
         Returns:
-            False where the block went meanwhile, or is there already: the bytes are the caller's to free.
+            False if the block was removed meanwhile, or is already there: the caller must free the bytes.
         """
         if block.state is not BlockState.READY or block.offsets is not None:
             return False
@@ -188,10 +188,10 @@ class BlockIndex:
         return True
 
     def drop_host(self, block: CachedBlock) -> Freed:
-        """Take an evictable block out of the host tier; it is gone if no other tier has it.
+        """Remove an evictable block from the host tier; it is gone if no other tier has it.
 
         Returns:
-            the bytes, which are the caller's to free.
+            The bytes that the caller must free.
         """
         assert block.evictable, f"dropping {block}"
         self._leave(block)
@@ -201,24 +201,24 @@ class BlockIndex:
         return freed
 
     def set_on_disk(self, block: CachedBlock, *, present: bool) -> bool:
-        """Say that the disk tier has a block, or has it no more; without any tier it is gone.
+        """Record that the disk tier has a block, or no longer has it; a block in no tier is gone.
 
         Returns:
-            False where the block went before: what the disk has of it is the caller's to delete.
+            False if the block was removed before: the caller must delete it from the disk.
         """
         return self._set_tier(block, Tier.DISK, present=present)
 
     def set_in_remote(self, block: CachedBlock, *, present: bool) -> bool:
-        """Say the same of the remote tier."""
+        """Do the same for the remote tier."""
         return self._set_tier(block, Tier.REMOTE, present=present)
 
     def remove(self, block: CachedBlock) -> list[Freed]:
-        """Make a block invisible in all tiers; one that is being written, or went, is left alone.
+        """Remove a block from all tiers; one that is being written, or is gone, is left alone.
 
         Its ``on_disk`` and ``in_remote`` still say what the caller has to delete there.
 
         Returns:
-            the bytes to free now: none where the host tier has none, or they are pinned. Then ``unpin`` gives them.
+            The bytes to free now: none if the host tier has none, or if they are pinned; ``unpin`` then returns them.
         """
         if block.state is not BlockState.READY:
             return []
@@ -237,13 +237,16 @@ class BlockIndex:
     # --- use ---
 
     def touch(self, blocks: Sequence[CachedBlock]) -> None:
-        """Note the use of blocks, a prefix in order: the first ones count as used last."""
+        """Record a use of blocks, a prefix in order: the first blocks count as the most recently used."""
         for block in reversed(blocks):
             if block.offsets is not None and block.state is BlockState.READY:
                 self.accounts.account(block.namespace.tenant).policy.hit(block)
 
     def pin(self, blocks: Iterable[CachedBlock], holder: int) -> None:
-        """Keep blocks where they are, once more for ``holder``. A block in no tier is gone in spite of its pins."""
+        """Add a pin of ``holder`` to each block, which keeps it in the host tier. Pins do not keep other tiers' copies.
+
+        A block that is in no tier any more is gone despite its pins.
+        """
         held = self._held.setdefault(holder, set())
         for block in blocks:
             pins = block.pins
@@ -255,7 +258,7 @@ class BlockIndex:
             del self._held[holder]
 
     def unpin(self, blocks: Iterable[CachedBlock], holder: int) -> list[Freed]:
-        """Undo one ``pin`` of each block; return bytes that are nobody's any more, for the caller to free.
+        """Remove one pin from each block; return bytes that are no longer used, for the caller to free.
 
         Raises:
             KeyError: ``holder`` does not pin one of them.
@@ -268,14 +271,14 @@ class BlockIndex:
         return freed
 
     def unpin_holder(self, holder: int) -> list[Freed]:
-        """Undo every ``pin`` of a holder, which may have none; return bytes that are nobody's any more."""
+        """Remove all pins of a holder, which may have none; return bytes that are no longer used, to be freed."""
         freed: list[Freed] = []
         for block in list(self._held.get(holder, ())):
             self._unhold(block, holder, freed)
         return freed
 
     def pinned_by(self) -> dict[int, int]:
-        """Return the bytes in the host tier that each holder pins; what two pin counts for both."""
+        """Return the bytes in the host tier that each holder pins; a block with two holders counts for both."""
         pinned = {
             holder: sum(block.size_bytes for block in held if block.offsets is not None)
             for holder, held in self._held.items()
@@ -283,20 +286,20 @@ class BlockIndex:
         return {holder: size_bytes for holder, size_bytes in pinned.items() if size_bytes}
 
     def host_victims(self, tenant: int | None = None) -> Iterator[CachedBlock]:
-        """Yield evictable blocks of the host tier as they should go, each at most once.
+        """Yield evictable blocks of the host tier in eviction order, each at most once.
 
-        The caller drops one (``drop_host``, ``remove``), or skips it, before it asks for the next. Without a tenant,
-        each one is of the tenant that has most of its quota in use at that moment and has a victim left.
+        The caller drops a block (``drop_host``, ``remove``) or skips it before it asks for the next. Without a tenant,
+        each block is from the tenant that uses the largest part of its quota at that moment and has a victim left.
         """
         return self.accounts.victims(tenant)
 
     # --- inside ---
 
     def check_integrity(self) -> None:
-        """Check that all counts, sets and flags agree: for tests and for a debugging operator.
+        """Check that all counts, sets and flags agree, for tests and debugging.
 
         Raises:
-            AssertionError: what is wrong.
+            AssertionError: they do not; says what is wrong.
         """
         ready = [block for blocks in self._ready.values() for block in blocks.values()]
         held = {block for blocks in self._held.values() for block in blocks}
@@ -324,7 +327,7 @@ class BlockIndex:
         return block
 
     def _publish(self, block: CachedBlock) -> None:
-        """Make a block visible that is being written or new."""
+        """Make a block visible that is new or was being written."""
         self._writing.pop((block.namespace, block.hash), None)
         self._ready.setdefault(block.namespace, {})[block.hash] = block
         block.state = BlockState.READY
@@ -333,20 +336,20 @@ class BlockIndex:
             self._journal.stored(tier, block.namespace, block.hash, block.parent)
 
     def _enter(self, block: CachedBlock) -> None:
-        """Count a visible block's bytes, which are in the host tier now."""
+        """Account for a visible block that is now in the host tier."""
         account = self.accounts.account(block.namespace.tenant)
         account.cached_bytes += block.size_bytes
         account.evictable_bytes += 0 if block.pins else block.size_bytes
         account.policy.add(block)
 
     def _leave(self, block: CachedBlock) -> None:
-        """Let a visible block be no victim any more; its bytes are there still."""
+        """Make a visible block no longer a candidate for eviction; its bytes stay."""
         account = self.accounts.account(block.namespace.tenant)
         account.evictable_bytes -= block.size_bytes if block.evictable else 0
         account.policy.remove(block)
 
     def _give_up(self, block: CachedBlock) -> Freed:
-        """Count a block's bytes in the host tier no more, and return them."""
+        """Stop accounting for a block's bytes in the host tier, and return them to be freed."""
         assert block.offsets is not None, f"no bytes of {block} in the host tier"
         self.accounts.account(block.namespace.tenant).cached_bytes -= block.size_bytes
         freed = Freed(block.offsets, block.page_bytes)
@@ -380,7 +383,7 @@ class BlockIndex:
         self._listing.discard()
 
     def _unhold(self, block: CachedBlock, holder: int, freed: list[Freed]) -> None:
-        """Take a holder's last pin from a block."""
+        """Remove a holder whose last pin of a block was removed."""
         del block.pins[holder]
         held = self._held[holder]
         held.discard(block)

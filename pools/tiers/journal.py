@@ -1,7 +1,7 @@
-"""What became visible in the prefix cache and what went, in order: for routers that send requests to where blocks are.
+"""The journal of blocks stored in and evicted from the prefix cache, for routers that send requests to cached blocks.
 
-A ring of changes, numbered from 1. A reader asks for those since its cursor, and hears when the ring has lost some of
-them: then it reads the whole list of blocks again. Knows nothing of blocks but their names, of readers but cursors.
+A ring of changes, numbered from 1. A reader asks for the changes since its cursor, and is told if the ring has lost
+some of them: it then reads the whole list of blocks again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 from kvferry.pools.tiers.namespaces import Namespace
 
 MAX_HASHES: Final = 256
-"""Of one change."""
+"""Most hashes of one change."""
 
 
 class Tier(StrEnum):
-    """Where a cached block is."""
+    """A tier that a cached block is in."""
 
     HOST = "host"
     DISK = "disk"
@@ -32,76 +32,76 @@ class ChangeKind(StrEnum):
 
 
 class Change(NamedTuple):
-    """Something that happened to blocks of one namespace in one tier."""
+    """A change of blocks of one namespace in one tier."""
 
     kind: ChangeKind
     tier: Tier
     namespace: Namespace
     hashes: tuple[bytes, ...]
-    """At least one. Of stored blocks, each is the parent of the next one."""
+    """At least one. If stored, each is the parent of the next one."""
     parent: bytes | None
-    """Of the first stored block, where it is known; None of evicted ones."""
+    """The parent of the first stored block, if known; None for evicted ones."""
 
 
 class Changes(NamedTuple):
-    """What a reader gets."""
+    """The answer to a reader."""
 
     changes: tuple[Change, ...]
     next_cursor: int
-    """What to ask for next."""
+    """The cursor for the next call."""
     lost: bool
-    """Changes are gone: read the list of blocks from its beginning, then the changes since ``next_cursor``."""
+    """Changes were lost: read the list of blocks from its beginning, then the changes since ``next_cursor``."""
 
 
 class CacheJournal:
-    """The last changes. Those of one kind grow together into one until somebody looks.
-
-    Attributes:
-        on_change: called after each change, where somebody waits for it.
-    """
+    """The latest changes. Consecutive changes of one kind are merged into one until they are read."""
 
     def __init__(self, capacity: int) -> None:
         """Start empty.
 
         Args:
-            capacity: how many changes to keep; at least 1.
+            capacity: number of changes to keep; at least 1.
         """
         self._capacity = capacity
         self._ring: list[Change] = []
         self._next = 1  # the number of the first change that is not in the ring
-        self.on_change: Callable[[], None] | None = None
-        self._open: Change | None = None  # its hashes are in the list
+        self._listeners: list[Callable[[], None]] = []
+        self._open: Change | None = None  # the change that still grows; its hashes are in ``_hashes``
         self._hashes: list[bytes] = []
 
     def __repr__(self) -> str:
-        """Show the live counts."""
+        """Show the current counts."""
         return f"<CacheJournal changes={len(self._ring)} next={self._next + bool(self._hashes)}>"
 
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call this after each change."""
+        self._listeners.append(listener)
+
     def stored(self, tier: Tier, namespace: Namespace, block_hash: bytes, parent: bytes | None) -> None:
-        """Note that a block is in a tier from now on."""
+        """Record that a block was stored in a tier."""
         self._add(ChangeKind.STORED, tier, namespace, block_hash, parent)
 
     def evicted(self, tier: Tier, namespace: Namespace, block_hash: bytes) -> None:
-        """Note that a block is in a tier no more."""
+        """Record that a block was evicted from a tier."""
         self._add(ChangeKind.EVICTED, tier, namespace, block_hash, None)
 
     def position(self) -> int:
-        """Return the cursor of what comes next: nothing that was noted so far is after it."""
+        """Return the cursor of the next change: everything recorded so far is before it."""
         self._seal()
         return self._next
 
     def since(self, cursor: int, limit: int) -> Changes:
-        """Return changes from ``cursor`` on: the oldest ``limit`` of them, none where there are none yet.
+        """Return up to ``limit`` changes from ``cursor`` on, oldest first; none if there are none yet.
 
         Args:
-            cursor: from 1, which is the very first; else what ``position`` or an earlier call gave.
+            cursor: 1 for the very first change, or a value from ``position`` or an earlier call.
             limit: at least 1.
         """
         self._seal()
         if not self._next - len(self._ring) <= cursor <= self._next:
             return Changes((), self._next, lost=True)
         end = min(self._next, cursor + limit)
-        # Change n is at (n - 1) % capacity, whether the ring has gone round or not.
+        # Change n is at (n - 1) % capacity, whether the ring has wrapped or not.
         found = tuple(self._ring[(number - 1) % self._capacity] for number in range(cursor, end))
         return Changes(found, end, lost=False)
 
@@ -110,8 +110,8 @@ class CacheJournal:
             self._seal()
             self._open = Change(kind, tier, namespace, (), parent)
         self._hashes.append(block_hash)
-        if self.on_change is not None:
-            self.on_change()
+        for listener in self._listeners:
+            listener()
 
     def _continues(self, kind: ChangeKind, tier: Tier, namespace: Namespace, parent: bytes | None) -> bool:
         change = self._open
@@ -121,7 +121,7 @@ class CacheJournal:
         return chained and len(self._hashes) < MAX_HASHES
 
     def _seal(self) -> None:
-        """Put the change that grows into the ring: from now on it stays as it is."""
+        """Move the open change into the ring: it does not change any more."""
         if self._open is None:
             return
         change = self._open._replace(hashes=tuple(self._hashes))

@@ -1,4 +1,4 @@
-"""Names of cached blocks: what may stand for what. Knows nothing of where the blocks are."""
+"""Names of cached blocks: which blocks are interchangeable. Independent of where the blocks are."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ IDENTITY_BYTES = 16
 
 
 class Namespace(NamedTuple):
-    """Blocks of one namespace can stand for each other: one tenant, one model's KV, pages of one form, one block size.
+    """Blocks of one namespace are interchangeable: one tenant, one model's KV, one page layout, one block size.
 
     ``layout_digest`` and ``identity`` are 32 hexadecimal digits each.
     """
 
     tenant: int
     layout_digest: str
-    """The form of a page: layers, roles, dtypes, formats, scales, and which of the model's heads they are."""
+    """The layout of a page: layers, roles, dtypes, formats, scales, and which of the model's heads it holds."""
     identity: str
-    """Whose KV it is: see ``identity_of``."""
+    """The model whose KV it is: see ``identity_of``."""
     space: str
     block_pages: int
 
 
 class BlockKey(NamedTuple):
-    """One cached block: its namespace, and the 16-byte hash that its caller gave it."""
+    """One cached block: its namespace, and the 16-byte hash that the engine gave it."""
 
     namespace: Namespace
     hash: bytes
 
 
 def namespace_of(tenant: int, layout_digest: str, model: ModelIdentity, space: str, block_pages: int) -> Namespace:
-    """Return where a pool's blocks belong. Every key, in memory, on disk and in the store, has this in it.
+    """Return the namespace of a pool's blocks, which is part of every key in memory, on disk and in the store.
 
     Args:
-        tenant: whose they are.
+        tenant: the owner.
         layout_digest: of the pool's manifest.
-        model: the pool's.
-        space: of the pages.
-        block_pages: how many make a block.
+        model: of the pool.
+        space: page space of the pages.
+        block_pages: pages of a block.
     """
     return Namespace(tenant, layout_digest, identity_of(model), space, block_pages)
 
 
 def identity_of(model: ModelIdentity) -> str:
-    """Return 32 hexadecimal digits over all that a model identity says: name, revision, adapter and salt."""
-    said = msgspec.json.encode([model.name, model.revision, model.adapter, model.salt])
-    return hashlib.blake2b(said, digest_size=IDENTITY_BYTES, person=b"kvferry model").hexdigest()
+    """Return a hash, 32 hexadecimal digits, of the whole model identity: name, revision, adapter and salt."""
+    encoded = msgspec.json.encode([model.name, model.revision, model.adapter, model.salt])
+    return hashlib.blake2b(encoded, digest_size=IDENTITY_BYTES, person=b"kvferry model").hexdigest()

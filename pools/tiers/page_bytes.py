@@ -1,4 +1,4 @@
-"""The bytes of several pages, gone through a bounded step at a time. Knows nothing of files."""
+"""The bytes of several pages, processed in bounded steps. Independent of files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _MOST_VIEWS = 1024
 """The system's bound on the buffers of one call (IOV_MAX)."""
 
 
-class Piece(NamedTuple):
-    """Consecutive bytes of one buffer; ``ends`` where they are its last."""
+class BufferSlice(NamedTuple):
+    """Consecutive bytes of one buffer; ``ends``: they are its last."""
 
     buffer: int
     view: memoryview
@@ -20,53 +20,53 @@ class Piece(NamedTuple):
 
 
 class Cursor:
-    """A position in several buffers, as if they were one."""
+    """A position in several buffers, treated as one."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        """Stand before the first byte of ``buffers``."""
+        """Start at the first byte of ``buffers``."""
         self._buffers = [buffer.cast("B") for buffer in buffers]
         self._index = 0
         self._offset = 0
         self.left_bytes = sum(buffer.nbytes for buffer in self._buffers)
 
-    def ahead(self, max_bytes: int) -> list[Piece]:
-        """Return the next ``max_bytes`` bytes in pieces; fewer at the end, or where they lie in very many buffers."""
+    def peek(self, max_bytes: int) -> list[BufferSlice]:
+        """Return the next ``max_bytes`` bytes; fewer at the end, or if they span more buffers than a call takes."""
         assert max_bytes > 0
-        pieces: list[Piece] = []
+        slices: list[BufferSlice] = []
         index, offset = self._index, self._offset
-        while max_bytes > 0 and index < len(self._buffers) and len(pieces) < _MOST_VIEWS:
+        while max_bytes > 0 and index < len(self._buffers) and len(slices) < _MOST_VIEWS:
             view = self._buffers[index][offset : offset + max_bytes]
             max_bytes -= view.nbytes
             ends = offset + view.nbytes == self._buffers[index].nbytes
-            pieces.append(Piece(index, view, ends))
+            slices.append(BufferSlice(index, view, ends))
             index, offset = index + 1, 0
-        return pieces
+        return slices
 
-    def advance(self, count: int) -> list[Piece]:
-        """Go on by ``count`` bytes and return their pieces."""
-        pieces = self.ahead(count)
-        assert sum(piece.view.nbytes for piece in pieces) == count
-        for index, view, ends in pieces:
+    def advance(self, count: int) -> list[BufferSlice]:
+        """Advance by ``count`` bytes and return them."""
+        slices = self.peek(count)
+        assert sum(one.view.nbytes for one in slices) == count
+        for index, view, ends in slices:
             self._index, self._offset = (index + 1, 0) if ends else (index, self._offset + view.nbytes)
         self.left_bytes -= count
-        return pieces
+        return slices
 
-    def forget(self) -> None:
-        """Let go of the buffers: memory whose views are held cannot be unmapped."""
+    def release(self) -> None:
+        """Drop the buffers: memory cannot be unmapped while views of it exist."""
         self._buffers = []
 
 
 class PageDigests:
-    """The XXH3-64 of pages whose bytes come a piece at a time; ``done`` holds those of the pages that have ended."""
+    """The XXH3-64 of pages whose bytes arrive incrementally; ``done`` holds those of complete pages, in order."""
 
     def __init__(self) -> None:
         self.done: list[int] = []
         self._running = xxhash.xxh3_64()
 
-    def update(self, pieces: Sequence[Piece]) -> None:
-        """Go on with these bytes."""
-        for piece in pieces:
-            self._running.update(piece.view)
-            if piece.ends:
+    def update(self, slices: Sequence[BufferSlice]) -> None:
+        """Add the next bytes."""
+        for one in slices:
+            self._running.update(one.view)
+            if one.ends:
                 self.done.append(self._running.intdigest())
                 self._running.reset()

@@ -1,6 +1,6 @@
-"""In which order blocks are given up: SIEVE, and LRU beside it, behind one interface.
+"""Eviction policies, SIEVE and LRU, behind one interface.
 
-A policy orders keys. Whether a key may go, how large it is and when enough have gone is its caller's business.
+A policy orders keys. The caller decides whether a key may be evicted, how large it is, and when enough were evicted.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class EvictionPolicy(Protocol[Key]):
-    """Keys in the order in which they should go; a call raises only for a key that is missing, or there already."""
+    """Keys in eviction order; a call raises only for a key that is missing, or already present."""
 
     def add(self, key: Key) -> None:
-        """Take a new key in.
+        """Add a new key.
 
         Raises:
-            AssertionError: it is there already.
+            AssertionError: the key is already present.
         """
 
     def hit(self, key: Key) -> None:
-        """Note that a key was used.
+        """Record a use of a key.
 
         Raises:
-            KeyError: it is not there.
+            KeyError: there is no such key.
         """
 
     def remove(self, key: Key) -> None:
-        """Forget a key, a victim or any other, also while ``victims`` runs.
+        """Remove a key, a victim or any other, also while ``victims`` runs.
 
         Raises:
-            KeyError: it is not there.
+            KeyError: there is no such key.
         """
 
     def victims(self) -> Iterator[Key]:
-        """Yield keys as they should go, each at most once; all of them if nothing else happens meanwhile.
+        """Yield keys in eviction order, each at most once; all of them if nothing else changes meanwhile.
 
-        The caller removes a victim before it asks for the next one, or skips it: a skipped one keeps its place. The
-        last one asked for, neither removed nor passed, comes first in the next call. Keys may be added and hit
-        meanwhile; they may or may not come.
+        The caller removes a victim before it asks for the next one, or skips it: a skipped key keeps its place. The
+        last key yielded, if it was neither removed nor followed by another, comes first in the next call. Keys may be
+        added and hit meanwhile; whether those are yielded is undefined.
         """
 
     def __len__(self) -> int:
-        """Return how many keys there are."""
+        """Return the number of keys."""
 
 
 class _Node(Generic[Key]):
-    """A key in a ring from the oldest to the newest, which an end without a key closes."""
+    """A key in a ring from the oldest to the newest, which is closed by a sentinel without a key."""
 
     __slots__ = ("key", "mark", "newer", "older")
 
@@ -59,27 +59,28 @@ class _Node(Generic[Key]):
         self.newer: _Node[Key] = self
 
     def link_before(self, end: _Node[Key]) -> None:
-        """Become the newest of the ring that ``end`` closes."""
+        """Insert as the newest of the ring whose sentinel is ``end``."""
         last = end.older
         self.older, self.newer = last, end
         last.newer = end.older = self
 
     def unlink(self) -> None:
-        """Leave the ring; keep what the neighbours were."""
+        """Leave the ring; keep the links to the former neighbours."""
         self.older.newer, self.newer.older = self.newer, self.older
 
 
 class Sieve(Generic[Key]):
     """SIEVE (Zhang et al., NSDI '24): a queue that a hand sweeps from the oldest to the newest, over and over.
 
-    A hit only marks its key. The hand takes the mark from a marked key and goes on, and stops at one without: the
-    victim. What stays keeps its place. So keys that are never asked for again go soon, and a hit costs next to nothing.
+    A hit only marks its key. The hand clears the mark of a marked key and moves on, and stops at an unmarked one: the
+    victim. Keys that stay keep their place. So keys that are never used again are evicted soon, and a hit costs next to
+    nothing.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[Key, _Node[Key]] = {}
         self._end: _Node[Key] = _Node(None)
-        self._hand = self._end  # which means that a sweep begins
+        self._hand = self._end  # a sweep begins
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -91,7 +92,7 @@ class Sieve(Generic[Key]):
         return len(self._nodes)
 
     def add(self, key: Key) -> None:
-        """Take a new key in as the newest, without a mark."""
+        """Add a new key as the newest, without a mark."""
         assert key not in self._nodes, "a key is added twice"
         node = self._nodes[key] = _Node(key)
         node.link_before(self._end)
@@ -101,16 +102,16 @@ class Sieve(Generic[Key]):
         self._nodes[key].mark = 1
 
     def remove(self, key: Key) -> None:
-        """Forget a key; a hand that is there moves on."""
+        """Remove a key; a hand that is there moves on."""
         node = self._nodes.pop(key)
         if self._hand is node:
             self._hand = node.newer
         node.unlink()
 
     def victims(self) -> Iterator[Key]:
-        """Yield keys without a mark as the hand comes by; a skipped one is passed as a marked one is.
+        """Yield unmarked keys as the hand reaches them; a skipped key is passed like a marked one.
 
-        Two sweeps are enough: the first takes the marks.
+        Two sweeps are enough: the first clears the marks.
         """
         passed: set[_Node[Key]] = set()
         for _ in range(2 * len(self._nodes)):
@@ -133,7 +134,7 @@ class Lru(Generic[Key]):
     def __init__(self) -> None:
         self._nodes: dict[Key, _Node[Key]] = {}
         self._end: _Node[Key] = _Node(None)
-        self._clock = 0  # a node's mark is when it was last used; the ring is in that order
+        self._clock = 0  # a node's mark is the time of its last use; the ring is in that order
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -144,7 +145,7 @@ class Lru(Generic[Key]):
         return len(self._nodes)
 
     def add(self, key: Key) -> None:
-        """Take a new key in as the one used last."""
+        """Add a new key as the one used last."""
         assert key not in self._nodes, "a key is added twice"
         node = self._nodes[key] = _Node(key)
         self._use(node)
@@ -156,15 +157,15 @@ class Lru(Generic[Key]):
         self._use(node)
 
     def remove(self, key: Key) -> None:
-        """Forget a key."""
+        """Remove a key."""
         node = self._nodes.pop(key)
         node.unlink()
         node.mark = -1
 
     def victims(self) -> Iterator[Key]:
-        """Yield keys from the one used longest ago; those used or added after the call began do not come."""
+        """Yield keys from the least recently used on; those used or added after the call began are left out."""
         begun, passed = self._clock, 0
-        skipped, skipped_mark = self._end, 0  # the last one, to go on from while its mark says that it is still there
+        skipped, skipped_mark = self._end, 0  # where to continue, valid while the node's mark is unchanged
         while True:
             node = skipped.newer if skipped.mark == skipped_mark else self._end.newer
             while node.key is not None and node.mark <= passed:
@@ -187,9 +188,9 @@ POLICY_NAMES: Final = tuple(_POLICIES)
 
 
 def make_policy(name: str) -> EvictionPolicy[Key]:
-    """Return an empty policy by name: ``sieve`` or ``lru``.
+    """Return a new policy by name: ``sieve`` or ``lru``.
 
     Raises:
-        KeyError: no policy of that name; ``POLICY_NAMES`` has them.
+        KeyError: the name is not in ``POLICY_NAMES``.
     """
     return _POLICIES[name]()

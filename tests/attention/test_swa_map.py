@@ -39,7 +39,7 @@ def test_a_request_as_it_grows_past_its_window() -> None:
     swa.bind(ids(3), ids(2))  # the same window page, now of the request's fourth page
     request = ids(9, 4, 7, 3)
     assert window_pages(swa.pages, request, 0, PageWindow(1, 4)).tolist() == [5, 1, 2]
-    with pytest.raises(WindowMismatchError, match="full page 9, at 0 of the 4 asked for"):
+    with pytest.raises(WindowMismatchError, match="full page 9, at position 0 of 4"):
         window_pages(swa.pages, request, 0, PageWindow(0, 4))
 
 

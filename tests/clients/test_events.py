@@ -88,7 +88,7 @@ def test_events_are_used_again_with_a_higher_value(memory: Memory) -> None:
         first = [ring.step(0, 1) for _ in range(EVENT_RING_SLOTS)]
         again = ring.step(0, 1)
         assert (again.event, again.value) == (first[0].event, first[0].value + 1)
-        with pytest.raises(InvalidFieldError, match="stands at 0, the step's is 2"):
+        with pytest.raises(InvalidFieldError, match="is at 0, the step's value is 2"):
             ring.record(again)
         assert memory.wake_ups() == 0
         ring.record(first[0])
@@ -100,7 +100,7 @@ def test_recording_twice_is_refused(memory: Memory) -> None:
     with memory.ring() as ring:
         step = ring.step(0, 1)
         ring.record(step)
-        with pytest.raises(InvalidFieldError, match="stands at 1"):
+        with pytest.raises(InvalidFieldError, match="is at 1"):
             ring.record(step)
         assert memory.counters[step.event] == 1
 

@@ -56,6 +56,7 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    TooLargeError,
     UnknownComponentError,
     UnknownLeaseError,
     UnknownPoolError,
@@ -174,7 +175,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "a list of ids for lists": wrong(lambda w: w.client.send(w.p, RID, [1, 2]), "lists[0]", "give [pages(ids)]"),
     "one Pages for lists": wrong(lambda w: w.client.receive(w.p, RID, pages([1])), "lists", "give [pages(ids)]"),
     "None for lists": wrong(lambda w: w.client.offload(w.p, None), "lists", "None is no list of Pages"),
-    "no list": wrong(lambda w: w.client.send(w.p, RID, []), "lists", "length >= 1"),
+    "too many lists": wrong(lambda w: w.client.send(w.p, RID, [pages([1])] * 65), "lists", "length <= 64"),
     "a dict of lists": wrong(lambda w: w.client.restore(w.p, "0" * 32, {"main": [1]}), "lists", "is no list of Pages"),
     "Pages for ids": wrong(lambda w: w.client.free(w.p, pages([1])), "ids", "here give their ids"),
     "nested ids": wrong(lambda _: pages([[1, 2]]), "ids", "is no list of integers"),
@@ -183,8 +184,10 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "no ids": wrong(lambda w: w.client.free(w.p, None), "ids", "None is no list of integers"),
     "floats for ids": wrong(lambda _: pages(np.array([1.0])), "ids", "float64 is no list of integers"),
     "words for ids": wrong(lambda w: w.client.store(w.p, [], ["a"]), "ids", "is no list of integers"),
-    "an id over 64 bits": wrong(lambda _: pages(np.array([2**63], np.uint64)), "ids", "does not fit in 64 bits"),
-    "a pool for ids": wrong(lambda w: w.client.load(w.p, 1, w.pool), "ids", "a pool is named by its name"),
+    "an id over 64 bits": wrong(
+        lambda _: pages(np.array([2**63], np.uint64)), "ids", "does not fit in a signed 64-bit integer"
+    ),
+    "a pool for ids": wrong(lambda w: w.client.load(w.p, 1, w.pool), "ids", "refer to a pool by its name"),
     "a component that is none": wrong(lambda _: pages([1], component=3), "component", "Expected `str`"),
     "tokens that are none": wrong(lambda _: pages([1], tokens="4"), "tokens", "got `str`"),
     "no tokens": wrong(lambda _: pages([1], tokens=0), "tokens", ">= 1"),
@@ -197,7 +200,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     # -- pools
     "a pool for its name": wrong(lambda w: w.client.allocate(w.pool, 1), "pool", "pool.name"),
     "a pool for a new one's name": wrong(lambda w: w.client.create_pool(w.pool, SPEC), "name", "pool.name"),
-    "a pool for a spec": wrong(lambda w: w.client.create_pool("x", w.pool), "spec", "made of a spec"),
+    "a pool for a spec": wrong(lambda w: w.client.create_pool("x", w.pool), "spec", "create one from a spec"),
     "a dict for a spec": wrong(lambda w: w.client.create_pool("x", {"layers": 1}), "spec", "MhaSpec(...)"),
     "the class for a spec": wrong(lambda w: w.client.create_pool("x", MhaSpec), "spec", "give one of it, MhaSpec(...)"),
     "a manifest for a spec": wrong(lambda w: w.client.create_pool("x", w.pool.manifest), "spec", "MhaSpec(...)"),
@@ -257,7 +260,10 @@ MISTAKES: Final[dict[str, Mistake]] = {
         "pages of main/k/0 is 17",
     ),
     "a pool of that name with a draft": Mistake(
-        lambda w: w.client.create_pool(w.p, replace(SPEC, layers=3)), PoolExistsError, "spec", "main/k/2 is not in it"
+        lambda w: w.client.create_pool(w.p, replace(SPEC, layers=3)),
+        PoolExistsError,
+        "spec",
+        "main/k/2 is not in the pool",
     ),
     "deleting what is in use": Mistake(
         lambda w: w.client.delete_pool(w.p), PoolInUseError, "pool", "2 held by session"
@@ -267,7 +273,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
         lambda w: w.client.allocate(w.p + "-full", 1),
         PoolFullError,
         "count",
-        f"of process {os.getpid()}, which asks (free pages, ask for fewer, or wait; kvferry status shows which",
+        f"of process {os.getpid()}, the caller (free pages, ask for fewer, or wait; kvferry status shows which",
     ),
     "none to allocate": wrong(lambda w: w.client.allocate(w.p, 0), "count", ">= 1"),
     "a negative number to allocate": wrong(lambda w: w.client.allocate(w.p, -1), "count", ">= 1"),
@@ -281,7 +287,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     ),
     "freeing twice": Mistake(lambda w: w.client.free(w.p, w.freed), NotOwnerError, "pages", "already freed"),
     "freeing another's": Mistake(
-        lambda w: w.client.free(w.p, w.theirs), NotOwnerError, "pages", "owned by another session"
+        lambda w: w.client.free(w.p, w.theirs), NotOwnerError, "pages", "owned by another instance"
     ),
     "freeing one twice at once": Mistake(
         lambda w: w.client.free(w.p, [int(w.ids[0])] * 2), DuplicatePageError, "pages", "more than once"
@@ -301,8 +307,11 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "a text for a payload": wrong(
         lambda w: w.client.send(w.p, RID, [pages([1])], payload="x"), "payload", "Expected `bytes`, got `str`"
     ),
-    "too long a payload": wrong(
-        lambda w: w.client.send(w.p, RID, [pages([1])], payload=bytes(1 << 17)), "payload", "<= 65536"
+    "too long a payload": Mistake(
+        lambda w: w.client.wait_finished(w.client.send(w.p, RID, payload=bytes(1 << 17)), SOON_S),
+        TooLargeError,
+        "payload",
+        "takes 65536: create it with a larger max_payload_bytes",
     ),
     "a token that is none": wrong(
         lambda w: w.client.send(w.p, RID, [pages([1])], first_token=1.0), "first_token", "got `float`"
@@ -327,7 +336,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
         lambda w: w.client.wait_finished(w.client.send(w.p, RID, [pages(w.theirs)]), SOON_S),
         NotOwnerError,
         "lists[0].pages",
-        "owned by another session",
+        "owned by another instance",
     ),
     "a component that the pool lacks": Mistake(
         lambda w: w.client.wait_finished(w.client.send(w.p, RID, [pages(w.ids), pages([1], component="swa")]), SOON_S),
@@ -340,10 +349,10 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "waiting for an operation": wrong(lambda w: w.client.wait_finished(w.operation), "transfer", "for wait_done"),
     "waiting for another's": wrong(lambda w: w.client.wait_finished(w.their_transfer), "transfer", "another client's"),
     "the outcome of what is under way": Mistake(
-        lambda w: w.transfer.outcome(), MisuseError, "", "is not finished: wait_finished waits for it"
+        lambda w: w.transfer.outcome(), MisuseError, "", "is not finished: call wait_finished"
     ),
     "the outcome of an operation under way": Mistake(
-        lambda w: w.client.offload(w.p, [pages(w.ids)]).outcome(), MisuseError, "", "is not done: wait_done waits"
+        lambda w: w.client.offload(w.p, [pages(w.ids)]).outcome(), MisuseError, "", "is not done: call wait_done"
     ),
     "cancelling a request id": wrong(lambda w: w.client.cancel(RID), "transfer", "is no transfer"),
     "cancelling another's": wrong(lambda w: w.client.cancel(w.their_transfer), "transfer", "another client's"),
@@ -418,7 +427,7 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "waiting for a transfer's reply": wrong(lambda w: w.client.wait(w.transfer), "pending", "wait_finished"),
     "waiting twice": wrong(lambda w: w.client.wait(w.taken), "pending", "keep what wait returned"),
     "looking twice": wrong(lambda w: w.client.is_ready(w.taken), "pending", "keep what wait returned"),
-    "recording twice": wrong(lambda w: w.ring.record(w.recorded), "step", "record each once"),
+    "recording twice": wrong(lambda w: w.ring.record(w.recorded), "step", "record each step once"),
     "recording a layer": wrong(lambda w: w.ring.record(3), "step", "3 is no step"),
     "recording words": wrong(
         lambda w: w.ring.record(DeviceEvent(event="0", value="1")), "step.event", "'0' is no whole number"
@@ -451,8 +460,8 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "half a block": wrong(lambda _: block_hashes([1, 2], 1.5), "block_tokens", "whole number"),
     "words to hash": wrong(lambda _: block_hashes("abc", 1), "tokens", "no list of integers"),
     "a salt that is a word": wrong(lambda _: block_hashes([1], 1, salt="user"), "salt", "salt.encode()"),
-    "a parent that is a number": wrong(lambda _: block_hashes([1, 2], 1, parent=5), "parent", "5 is no hash"),
-    "a parent that is no hash": wrong(lambda _: block_hashes([1], 1, parent="0" * 16), "parent", "no hash"),
+    "a parent that is a number": wrong(lambda _: block_hashes([1, 2], 1, parent=5), "parent", "5 is not a hash"),
+    "a parent that is no hash": wrong(lambda _: block_hashes([1], 1, parent="0" * 16), "parent", "not a hash"),
     "slots of pages of a word": wrong(lambda _: pages_from_slots([1], "4"), "page_size", "whole number"),
     "slots that are words": wrong(lambda _: pages_from_slots(["a"], 4), "slots", "no list of integers"),
     "tokens that are no number": wrong(lambda _: slots_from_pages([1], 4, None), "tokens", "whole number"),
@@ -554,7 +563,7 @@ def test_a_connection_is_awaited_once(
     async def connect() -> None:
         connecting = AsyncClient.connect(own_daemon.runtime_dir)
         async with await AWAITED[first](connecting) as client:
-            with pytest.raises(MisuseError, match="awaited before: keep the client"):
+            with pytest.raises(MisuseError, match="already awaited: keep the client"):
                 await AWAITED[second](connecting)
             assert await client.ping() > 0
 
@@ -640,7 +649,7 @@ COPIES: Final[dict[str, Callable[[object], object]]] = {
 @pytest.mark.parametrize("how", COPIES)
 def test_what_belongs_to_a_process_is_not_copied(harness: Harness, what: str, how: str) -> None:
     one = getattr(harness, what)
-    with pytest.raises(MisuseError, match=f"{type(one).__name__} belongs to .*: hand .* connect and attach there"):
+    with pytest.raises(MisuseError, match=f"{type(one).__name__} belongs to .*: pass .* connect and attach there"):
         COPIES[how](one)
 
 

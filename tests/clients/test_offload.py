@@ -154,7 +154,7 @@ def test_another_layout_is_refused_by_the_name_of_the_entry(client: Client, pool
         layers=1, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32"
     )
     client.create_pool(f"{name}-fewer", fewer).close()
-    with pytest.raises(LayoutMismatchError, match=r"main/k/4: the snapshot has it, the pool has not"):
+    with pytest.raises(LayoutMismatchError, match=r"main/k/4: the snapshot has this entry, the pool does not"):
         client.wait_done(client.restore(f"{name}-fewer", snapshot))
     client.drop_snapshot(snapshot)
 

@@ -110,8 +110,13 @@ def test_another_position_is_accepted_only_a_page_away(one: Request, position: i
 
 
 REFUSED_SLOTS = {
-    "starts inside a page": ([5, 6, 7, 8], {}, InvalidFieldError, "slot 5 lies at 1 in its page of 4.*say by position"),
-    "starts on a page, not the request": ([4, 5], {"position": 2}, InvalidFieldError, "token 2 of a request lies at 2"),
+    "starts inside a page": ([5, 6, 7, 8], {}, InvalidFieldError, "slot 5 is at offset 1 in its page of 4.*position"),
+    "starts on a page, not the request": (
+        [4, 5],
+        {"position": 2},
+        InvalidFieldError,
+        "token 2 of a request at offset 2",
+    ),
     "a gap": ([4, 5, 7], {}, InvalidFieldError, "token 2 is at slot 7, not at slot 6"),
     "backwards": ([4, 6, 5], {}, InvalidFieldError, "token 1 is at slot 6, not at slot 5"),
     "another page's slot": ([4, 5, 10, 11], {}, InvalidFieldError, "token 2 is at slot 10, not at slot 6"),

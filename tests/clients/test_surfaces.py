@@ -11,8 +11,8 @@ import pytest
 from kvferry.clients import AsyncClient, Client
 
 AT_ONCE: Final = {
-    "begin", "boot_id", "close", "is_ready", "load", "offload", "receive", "restore", "send", "store", "update_tables",
-    "welcome",
+    "batched", "begin", "boot_id", "close", "is_ready", "load", "offload", "receive", "restore", "send", "store",
+    "update_tables", "welcome",
 }  # fmt: skip
 """What neither waits nor is awaited."""
 

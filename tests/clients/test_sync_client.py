@@ -29,10 +29,12 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
+    TooLargeError,
     UnknownPoolError,
     UnknownTransferError,
 )
-from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Limits
+from kvferry.protocol.transfer_messages import Direction
 from tests.daemons import DaemonProcess, running_daemon
 from tests.devices import DEVICE
 
@@ -324,19 +326,41 @@ def test_a_prefix_that_decode_has_is_not_sent_again(engines: TwoEngines) -> None
 
 def test_a_payload_that_is_too_large(engines: TwoEngines) -> None:
     with pytest.raises(InvalidFieldError) as refused:
-        engines.send(new_request_id(), payload=b"x" * (MAX_PAYLOAD_BYTES + 1))
+        engines.send(new_request_id(), payload=bytes(LARGEST_PAYLOAD_BYTES + 1))
     assert refused.value.field == "payload"
+    sending = engines.send(new_request_id(), payload=bytes(MAX_PAYLOAD_BYTES + 1))
+    with pytest.raises(TooLargeError, match=f"takes {MAX_PAYLOAD_BYTES}"):
+        engines.prefill.wait_finished(sending, SOON_S)
 
 
+def test_a_pool_says_how_large_its_payloads_may_be(client: Client, name: str, spec: MhaSpec) -> None:
+    size, most = 1 << 20, Limits().largest_payload_bytes
+    for pool in (name, f"{name}-receive"):
+        client.create_pool(pool, spec, device=DEVICE.name, max_payload_bytes=size)
+    with pytest.raises(PoolExistsError, match=f"at most {size} bytes, asked for 65536") as exists:
+        client.create_pool(name, spec, device=DEVICE.name)
+    assert exists.value.field == "max_payload_bytes"
+    with pytest.raises(TooLargeError, match=r"half of limits\.max_frame_bytes"):
+        client.create_pool(f"{name}-x", spec, device=DEVICE.name, max_payload_bytes=most + 1)
+    shown = {one.pool: one.max_payload_bytes for one in client.status().pools}
+    assert shown[name] == shown[f"{name}-receive"] == size
+    request_id, payload = new_request_id(), os.urandom(size)
+    receiving = client.receive(f"{name}-receive", request_id)
+    client.send(name, request_id, payload=payload)
+    assert client.wait_finished(receiving, SOON_S).payload == payload
+
+
+@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("side", ["send", "receive"])
-def test_cancelling(engines: TwoEngines, side: str) -> None:
+def test_cancelling(engines: TwoEngines, side: str, *, wait: bool) -> None:
     request_id = new_request_id()
     mine, engine, peer = (
         (engines.send(request_id), engines.prefill, engines.decode)
         if side == "send"
         else (engines.receive(request_id), engines.decode, engines.prefill)
     )
-    assert engine.cancel(mine).was_finished is False
+    cancelled = engine.cancel(mine, wait=wait)
+    assert (cancelled.was_finished, cancelled.settled) == (False, True)
     assert {one.busy for one in engine.status().pools if one.pool == mine.key.pool} == {0}
     engine.wait_settled(mine, SOON_S)
     with pytest.raises(CancelledError):
@@ -355,6 +379,41 @@ def test_the_peer_hears_of_a_cancel(engines: TwoEngines) -> None:
     with pytest.raises(PeerCancelledError):
         engines.decode.wait_finished(receiving, SOON_S)
     engines.decode.wait_settled(receiving, SOON_S)
+
+
+@pytest.mark.parametrize("wake", [True, False])
+def test_a_sender_hears_who_waits_before_it_computes(engines: TwoEngines, *, wake: bool) -> None:
+    request_id, pool = new_request_id(), engines.source.name
+    sending = engines.prefill.send(pool, request_id, last=False, wake_on_match=wake)
+    assert engines.prefill.poll(SOON_S) == [sending]
+    assert sending.matched == engines.prefill.result(pool, request_id, "send").matched == 0
+    receiving = engines.receive(request_id)
+    assert engines.decode.poll(SOON_S) == [receiving]
+    assert receiving.matched == 1
+    assert engines.prefill.result(pool, request_id, "send").matched == 1  # its event has come before
+    assert sending.matched == 1
+    assert engines.prefill.poll(0) == ([sending] if wake else [])
+    assert engines.send(request_id, first_token=3) is sending
+    assert engines.decode.wait_finished(receiving, SOON_S).first_token == 3
+    engines.prefill.wait_settled(sending, SOON_S)
+    assert engines.arrived()
+
+
+@pytest.mark.parametrize("gone", ["send", "receive"])
+def test_a_half_that_never_comes(engines: TwoEngines, gone: Direction) -> None:
+    request_id = new_request_id()
+    waiting, engine, other = (
+        (engines.receive(request_id), engines.decode, engines.prefill)
+        if gone == "send"
+        else (engines.send(request_id), engines.prefill, engines.decode)
+    )
+    assert engine.poll(SOON_S) == [waiting]
+    assert other.abandon(request_id, gone, reason="aborted by its client").failed == 1
+    with pytest.raises(PeerCancelledError, match="the peer abandoned the request: aborted by its client"):
+        engine.wait_finished(waiting, SOON_S)
+    with pytest.raises(InvalidFieldError) as refused:
+        other.abandon(request_id, gone, daemons=["somewhere"])
+    assert refused.value.field == "daemons[0]"
 
 
 def test_results_can_be_asked_for(engines: TwoEngines) -> None:

@@ -67,7 +67,7 @@ def test_a_call_while_another_threads_waits_is_refused(
     transfer = client.receive(name, new_request_id(), [pages(ids)])
     waiting = helper.submit(wait_in_turn, client, transfer)
     error = refused(client.poll)
-    assert "thread 'MainThread' calls a client that thread 'helper_0' calls" in error.detail
+    assert "thread 'MainThread' calls a client that is in use by thread 'helper_0'" in error.detail
     for call in (
         client.ping,
         lambda: client.allocate(name, 1),
@@ -276,6 +276,6 @@ def test_a_call_that_has_begun_ends_whatever_another_thread_calls(
 
 def test_a_call_in_the_midst_of_ones_own_says_what_it_is(client: Client) -> None:
     call = Call(Ping(), (), lambda _: client.poll())  # as a signal handler would
-    with pytest.raises(ConcurrentUseError, match="'MainThread' is in a call of this client already: a signal handler"):
+    with pytest.raises(ConcurrentUseError, match="'MainThread' is already in a call of this client: a signal handler"):
         client.call(call)
     assert client.ping() > 0, "the client goes on"

@@ -145,7 +145,7 @@ def test_a_report_from_before_a_fence_does_not_end_a_grant_from_after_it() -> No
 
 
 def test_a_fence_that_did_not_begin_frees_nothing() -> None:
-    with pytest.raises(AssertionError, match="did not begin"):
+    with pytest.raises(AssertionError, match="without fence_begins"):
         quarantined(3, at_s=0.0).fenced()
 
 

@@ -19,7 +19,13 @@ from kvferry.daemon.process.logs import configure_logs
 from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transports.base import OnOpDone
 from kvferry.daemon.transports.local import LocalTransport
-from kvferry.protocol.errors import DeadlineError, InternalError, InvalidFieldError
+from kvferry.protocol.errors import (
+    CancelledError,
+    DeadlineError,
+    InternalError,
+    InvalidFieldError,
+    UnknownTransferError,
+)
 from tests.scripted.recording_service_manager import RecordingServiceManager
 
 pytestmark = pytest.mark.anyio
@@ -111,6 +117,39 @@ async def test_a_late_word_of_a_transport_that_raised_changes_nothing(
         await client.wait_settled(receiving)
         await client.wait_settled(sending)
     assert (await client.status()).counters["transfers.ops_over"] == 1
+
+
+async def test_a_cancel_that_does_not_wait_is_answered_while_a_copy_is_under_way(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[tuple[StartOp, OnOpDone]] = []
+    monkeypatch.setattr(LocalTransport, "start", lambda _self, op, on_done: held.append((op, on_done)))
+    monkeypatch.setattr(LocalTransport, "stop", lambda _self, _op_id: None)
+    request_id = new_request_id()
+    receiving = client.receive("pool", request_id, [pages(await client.allocate("pool", 2))])
+    sending = client.send("pool", request_id, [pages(await client.allocate("pool", 2))])
+    await client.ping()
+    for was_finished in (False, True):
+        cancelled = await client.cancel(receiving, wait=False)
+        assert (cancelled.was_finished, cancelled.settled) == (was_finished, False)
+    assert receiving.error is not None
+    assert receiving.error.code == "CANCELLED"
+    assert receiving.settled is None
+    ((op, on_done),) = held
+    on_done(op.op_id, None)
+    await client.wait_settled(receiving)
+    await client.wait_settled(sending)
+    with pytest.raises(UnknownTransferError):
+        await client.cancel(receiving, wait=False)
+
+
+async def test_a_cancel_that_does_not_wait_and_needs_not(client: AsyncClient) -> None:
+    sending = client.send("pool", new_request_id(), [pages(await client.allocate("pool", 2))])
+    await client.ping()
+    cancelled = await client.cancel(sending, wait=False)
+    assert (cancelled.was_finished, cancelled.settled) == (False, True)
+    with pytest.raises(CancelledError):
+        await client.wait_finished(sending)
 
 
 async def test_deadlines_come_although_a_peer_cannot_be_told(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
-from kvferry.clients import Client, MhaSpec, Transfer, new_request_id, pages
+from kvferry.clients import Client, MhaSpec, Transfer, calls, new_request_id, pages
 from kvferry.clients.connection import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.base import PageList
@@ -90,7 +90,7 @@ def test_a_full_session_may_go_on_with_what_it_has_begun(client: Client) -> None
 
 def test_events_that_are_never_acknowledged(daemon: DaemonProcess, client: Client) -> None:
     """A client that uses one request id again and again, and acknowledges nothing, is stopped in time."""
-    channel = SessionChannel.open(daemon.runtime_dir, "deaf")
+    channel = SessionChannel.open(daemon.runtime_dir, calls.session_open("deaf"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = open_control_socket(context, daemon.runtime_dir)
     numbers = itertools.count(1)

@@ -21,8 +21,8 @@ def test_what_lived_on_a_device_is_lost_with_the_daemon(path: Path) -> None:
     first.made(8, "decode", "npu:1")
     assert first.why(7, "decode") is None
     second = LostPools(path)
-    assert second.why(7, "decode") == "was on npu:0 and went with the daemon's last life"
-    assert second.why(8, "decode") == "was on npu:1 and went with the daemon's last life"
+    assert second.why(7, "decode") == "was on npu:0 and was lost when the daemon restarted"
+    assert second.why(8, "decode") == "was on npu:1 and was lost when the daemon restarted"
     assert second.why(9, "decode") is None
     assert repr(second) == "<LostPools live=0 lost=2>"
 

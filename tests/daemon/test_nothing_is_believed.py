@@ -372,7 +372,13 @@ PAGE_ROWS: Final = [
         "PAGE_OUT_OF_RANGE",
         "lists[0].pages",
     ),
-    Row("no page at all", send("paged", main(0)), ([],), "EMPTY_PAGES", "lists[0].pages"),
+    Row(
+        "no page of one of two components",
+        Send(request_id=HYBRID_TRANSFER, pool="hybrid", lists=(*main(0), PageList(component="swa", pages=1))),
+        ([], [1]),
+        "EMPTY_PAGES",
+        "lists[0].pages",
+    ),
     Row("another's pages, to be filled", receive("paged", main(1)), (THEIRS[3:],), "NOT_OWNER", "lists[0].pages"),
     Row("a page twice, to be filled", receive("paged", main(2)), ([1, 1],), "DUPLICATE_PAGE", "lists[0].pages"),
     Row(

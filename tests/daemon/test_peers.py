@@ -420,7 +420,7 @@ async def test_the_end_waits_for_nobody_who_does_not_listen(daemon: Daemon, stra
     await _fill(daemon, stranger)
     began = time.monotonic()
     daemon.links.close()
-    assert time.monotonic() - began < 20 * peers.LAST_WORDS_MS / 1000
+    assert time.monotonic() - began < 20 * peers.LINGER_MS / 1000
 
 
 # -- how many

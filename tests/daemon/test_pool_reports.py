@@ -22,7 +22,7 @@ SPEC: Final = MhaSpec(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"layers": 3}, "main/k/2 is not in it"),
+        ({"layers": 3}, "main/k/2 is not in the pool"),
         ({"layers": 1}, "main/k/1 is only in the pool"),
         ({"dtype": "float8_e5m2"}, "dtype of main/k/0 is float8_e4m3fn, asked for float8_e5m2"),
         ({"k_scale": 0.25}, r"scales of main/k/0 is \(0.5,\), asked for \(0.25,\)"),

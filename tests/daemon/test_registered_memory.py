@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
-from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
+from kvferry.daemon.control.attachments import MAX_MESSAGES_SHARED
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     ClientClosedError,
@@ -142,6 +142,23 @@ def test_a_snapshot_of_registered_memory(client: Client, name: str) -> None:
     assert all((one[:, [8, 7]] == wanted[key]).all() for key, one in arrays.items())
     with pytest.raises(InvalidFieldError, match="numbers its pages itself"):
         client.free(name, [1])
+
+
+def test_another_daemon_of_the_host_reads_registered_memory(client: Client, name: str, tmp_path: Path) -> None:
+    memory = SharedMemory(MEMORY_BYTES + 8192)
+    memory.array((8192,), "uint8")  # so that the arrays begin elsewhere
+    arrays = filled(memory, 9)
+    client.register_pool(name, SPEC, arrays, device="host")
+    with running_daemon(tmp_path) as there, Client.connect(there.runtime_dir) as decode:
+        target = decode.create_pool("decode", SPEC)
+        ids, request_id = decode.allocate("decode", 2), new_request_id()
+        here = client.status().addresses[0]
+        receiving = decode.receive("decode", request_id, [pages(ids)], source_daemons=[here])
+        client.wait_settled(client.send(name, request_id, [pages([7, 3])]))
+        decode.wait_finished(receiving)
+        assert all((target.array(*key)[:, ids] == one[:, [7, 3]]).all() for key, one in arrays.items())
+        decode.wait_settled(receiving)
+        target.close()
 
 
 def test_other_sessions_of_the_user_attach_it(daemon: DaemonProcess, client: Client, name: str) -> None:

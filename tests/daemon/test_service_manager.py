@@ -36,4 +36,4 @@ def test_without_a_manager_nothing_happens() -> None:
 
 def test_a_manager_that_is_gone_does_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "none")}).ready("serving")
-    assert "service manager not told" in "".join(capsys.readouterr())
+    assert "service manager not notified" in "".join(capsys.readouterr())

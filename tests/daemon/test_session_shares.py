@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec, calls
-from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
+from kvferry.daemon.control.attachments import MAX_MESSAGES_SHARED
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, MalformedError
 from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.pool_messages import RegisteredArrays
 from kvferry.protocol.session_messages import SessionOpen, SessionOpened, ShareFollows
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame, unpack_said
+from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_attachment, unpack_frame
 from kvferry.protocol.shares import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents, TorchShare, VmmShare
 from kvferry.protocol.table_messages import TablesFollow
 from tests.daemons import DaemonProcess, running_daemon
@@ -124,7 +124,7 @@ def test_shares_of_one_message_have_a_bound(daemon: DaemonProcess) -> None:
 )
 def test_a_share_that_makes_no_sense_is_refused_without_its_handle(frame: dict[str, object]) -> None:
     with pytest.raises(MalformedError) as refused:
-        unpack_said(msgspec.msgpack.encode(frame))
+        unpack_attachment(msgspec.msgpack.encode(frame))
     assert SECRET.decode() not in str(refused.value)
 
 

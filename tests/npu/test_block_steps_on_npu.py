@@ -135,7 +135,7 @@ def test_a_step_on_a_device_that_hangs_loses_it(device: Accelerator, simulator: 
     arena = np.zeros(pages.total_bytes, np.uint8)
     with simulator.held():
         pending = region.begin_offload(pages, whole(pages), arena)
-        with pytest.raises(DeviceLostError, match=r"not done after 5 s|has not come back"):
+        with pytest.raises(DeviceLostError, match=r"not done after 5 s|has not returned"):
             pending.wait()
     with pytest.raises(DeviceLostError):
         region.begin_restore(pages, whole(pages), arena)

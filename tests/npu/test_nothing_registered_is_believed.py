@@ -324,7 +324,7 @@ def test_the_library_names_memory_that_is_not_the_engines_to_register(harness: H
     before = held(harness)
     tensors = {("main", "k"): harness.tensors[0], ("main", "v"): harness.tensors[1]}
     pool = polite.attach_pool("theirs")
-    with pytest.raises(InvalidFieldError, match="not of torch's allocator") as refused:
+    with pytest.raises(InvalidFieldError, match="not from torch's allocator") as refused:
         polite.register_pool("polite", SPEC, tensors | {("main", "v"): pool.tensor("main", "v")}, device=DEVICE.name)
     pool.close()
     assert refused.value.field == "main/v.storage"

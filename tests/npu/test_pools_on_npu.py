@@ -319,7 +319,7 @@ def check_after_restart(daemon: DaemonProcess, engine: Child, device: str) -> No
     """Check that the next daemon knows what was lost, and that a registered pool is whole."""
     with Client.connect(daemon.runtime_dir) as client:
         for _ in range(2):
-            with pytest.raises(PoolLostError, match=f"was on {device} and went with the daemon's last life"):
+            with pytest.raises(PoolLostError, match=f"was on {device} and was lost when the daemon restarted"):
                 client.attach_pool("decode")
         made = client.create_pool("decode", SPEC, device=device)
         assert not made.tensor("main", "k").any().cpu()
@@ -343,7 +343,7 @@ def check_after_restart(daemon: DaemonProcess, engine: Child, device: str) -> No
 
 
 def test_a_device_that_is_not_there(client: Client, name: str) -> None:
-    with pytest.raises(DeviceUnavailableError, match="npu:9 is none of them"):
+    with pytest.raises(DeviceUnavailableError, match="npu:9 is not one of them"):
         client.create_pool(name, SPEC, device="npu:9")
     assert client.ping() > 0
 

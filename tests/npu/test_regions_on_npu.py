@@ -204,9 +204,9 @@ def test_borrowers_of_streams_share_only_when_there_are_too_many_and_then_evenly
 
 def test_a_device_that_is_not_there_is_said_to_be_unavailable() -> None:
     devices = Devices(DevicesConfig(), _unexpected)
-    with pytest.raises(DeviceUnavailableError, match="this host has 2 devices, npu:5 is none of them"):
+    with pytest.raises(DeviceUnavailableError, match="this host has 2 devices; npu:5 is not one of them"):
         devices.open("npu:5")
-    assert [one.state for one in devices.status()] == ["unavailable: this host has 2 devices, npu:5 is none of them"]
+    assert [one.state for one in devices.status()] == ["unavailable: this host has 2 devices; npu:5 is not one of them"]
 
 
 def _unexpected(name: str, error: DeviceLostError) -> None:
@@ -218,7 +218,7 @@ def _unexpected(name: str, error: DeviceLostError) -> None:
 
 def test_a_lost_device_is_not_called_again_and_only_the_first_reason_counts(device: Accelerator) -> None:
     told: list[DeviceLostError] = []
-    device.on_lost = told.append
+    device.when_lost(told.append)
     region = region_on(device, StagingPool(device), ENTRY_BYTES)
     side = side_of([(1, 4, 9)], 20, cut=False)
     got = np.zeros(whole(side), np.uint8)
@@ -236,11 +236,11 @@ def test_a_call_that_does_not_come_back_loses_the_device(device: Accelerator, si
     region, side = region_on(device, StagingPool(device), ENTRY_BYTES), side_of([(1, 4, 9)], 20, cut=False)
     got = np.zeros(whole(side), np.uint8)
     lost = threading.Event()
-    device.on_lost = lambda _error: lost.set()
+    device.when_lost(lambda _error: lost.set())
     with ThreadPoolExecutor(1) as pool, simulator.held():
         copying = pool.submit(region.gather, side, 0, total_segments(side), got.ctypes.data, copy_one_by_one)
         simulator.wait_until_pending(1)
-        with pytest.raises(DeviceLostError, match=r"not done after 5 s|has not come back"):
+        with pytest.raises(DeviceLostError, match=r"not done after 5 s|has not returned"):
             copying.result(WAIT_S)
     assert lost.wait(WAIT_S)
     DEVICE.synchronize()

@@ -17,6 +17,7 @@ from kvferry.protocol.peer_messages import (
     Confirm,
     Confirmed,
     Grant,
+    HalfAbandoned,
     OpEnded,
     OpRequest,
     PeerBody,
@@ -102,6 +103,7 @@ MESSAGES: Final[dict[str, PeerMessage]] = {
     "OP_ENDED": _said(OpEnded(op=9)),
     "CONFIRM": _said(Confirm(receive_request=RECEIVE_REQUEST, send_request=3, op=9)),
     "CONFIRMED": _said(Confirmed(op=9, error=ERROR)),
+    "HALF_ABANDONED": _said(HalfAbandoned(tenant=7, request_id=REQUEST, direction="send", error=ERROR)),
     "POOL_GONE": _said(PoolGone(tenant=7, pool="prefill", region=5)),
 }
 

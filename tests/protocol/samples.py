@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 
 from kvferry.protocol.base import PageList
+from kvferry.protocol.batch_messages import Batch, Batched
 from kvferry.protocol.codec import PageIds, encode
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import (
     Component,
@@ -81,6 +82,8 @@ from kvferry.protocol.table_messages import (
     UpdateTables,
 )
 from kvferry.protocol.transfer_messages import (
+    Abandon,
+    Abandoned,
     Accepted,
     Cancel,
     Cancelled,
@@ -376,6 +379,9 @@ MESSAGES: Final[dict[str, Message]] = {
     ),
     "RECEIVE": _request(Receive(request_id=REQUEST, pool="decode", lists=LISTS, sources=2, any_model=True), *IDS),
     "CANCEL": _request(Cancel(request_id=REQUEST, pool="decode", direction="receive")),
+    "ABANDON": _request(
+        Abandon(request_id=REQUEST, direction="send", daemons=("tcp://192.0.2.7:7801",), reason="aborted")
+    ),
     "RESULT": _request(Result(request_id=REQUEST, pool="decode", direction="receive")),
     "WELCOME": _reply(Welcome(protocol=1, daemon_version="0.1.0", features=("transfers.local",), limits=Limits())),
     "PONG": _reply(Pong()),
@@ -400,14 +406,26 @@ MESSAGES: Final[dict[str, Message]] = {
     ),
     "TABLES_UPDATED": _reply(TablesUpdated(sequence=6, replayed_rows=4)),
     "TABLES_DELETED": _reply(TablesDeleted(tables="graph")),
+    "BATCH": _request(
+        Batch(requests=(Free(pool="decode", pages=2), Allocate(pool="decode", count=1)), deadlines_ms=(0, 1000)),
+        IDS[0],
+    ),
+    "BATCHED": _reply(
+        Batched(results=(Freed(freed=2, deferred=0), ErrorReply(error=ERROR), Allocated(pages=2))), IDS[0]
+    ),
     "ALLOCATED": _reply(Allocated(pages=2), IDS[0]),
     "FREED": _reply(Freed(freed=2, deferred=1)),
     "ACCEPTED": _reply(Accepted(generation=2, skipped_source_entries=1, skipped_source_pages=2)),
+    "ABANDONED": _reply(Abandoned(failed=2)),
     "CANCELLED": _reply(Cancelled(was_finished=True)),
     "TRANSFER_RESULT": _reply(TransferResult(state="settled", finished=FINISHED, settled=SETTLED)),
     "ERROR": _reply(ErrorReply(error=ERROR)),
     "BUSY": _reply(Busy(retry_after_ms=50, detail="256 requests of the session are in flight")),
     "FINISHED": (Event(3, BOOT, FINISHED), ()),
+    "MATCHED": (
+        Event(2, BOOT, Matched(request_id=REQUEST, pool="prefill", direction="send", matched=1, destinations=2)),
+        (),
+    ),
     "SETTLED": (Event(4, BOOT, SETTLED), ()),
     **{name: _request(body, *IDS[: len(body.page_counts())]) for name, body in tier_samples.REQUESTS.items()},
     **{name: _reply(body) for name, body in tier_samples.REPLIES.items()},
@@ -427,8 +445,10 @@ SESSION_FRAMES: Final[
         | TablesFollow,
     ]
 ] = {
-    "OPEN": SessionOpen(protocol_min=2, protocol_max=2, name="prefill-0"),
-    "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT),
+    "OPEN": SessionOpen(
+        protocol_min=2, protocol_max=2, name="prefill-0", instance="engine-0", keep=True, resume=b"0123456789abcdef"
+    ),
+    "OPENED": SessionOpened(session=1, secret=b"0123456789abcdef", boot_id=BOOT, resumed=True, last_message=9),
     "REFUSED": SessionRefused(error=ERROR),
     "REGION": RegionFollows(message_id=7, pool="decode"),
     "EVENTS": EventsFollow(message_id=7),

@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 from kvferry.protocol.base import Body, PageList
-from kvferry.protocol.client_core import ClientCore, OperationChanged, Outgoing, ReplyArrived, Transfer, TransferChanged
+from kvferry.protocol.batch_messages import Batch, Batched
+from kvferry.protocol.cache_messages import Store
+from kvferry.protocol.client_core import (
+    BatchAnswered,
+    ClientCore,
+    News,
+    OperationChanged,
+    Outgoing,
+    ReplyArrived,
+    Transfer,
+    TransferChanged,
+)
+from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Event, Reply, Request
 from kvferry.protocol.error_info import ErrorInfo
@@ -25,6 +37,7 @@ from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated
 from kvferry.protocol.requests import Busy, ErrorReply
 from kvferry.protocol.session_messages import Ping, Pong
+from kvferry.protocol.tier_messages import OperationStarted, TierDone
 from kvferry.protocol.transfer_messages import Accepted, Receive, Send
 
 BOOT = BootId("00112233445566778899aabbccddeeff")
@@ -51,10 +64,10 @@ def request_in(outgoing: Outgoing) -> Request:
     return incoming.request
 
 
-News: TypeAlias = ReplyArrived | TransferChanged | OperationChanged | None
+Heard: TypeAlias = News | BatchAnswered | None
 
 
-def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any) -> News:  # noqa: ANN401
+def reply(core: ClientCore, outgoing: Outgoing, body: Any, *ids: Any) -> Heard:  # noqa: ANN401
     """Let the daemon answer."""
     return core.feed([bytes(frame) for frame in encode(Reply(outgoing.message_id, BOOT, body), ids)])
 
@@ -115,7 +128,7 @@ def test_a_reply_nobody_waits_for_means_nothing(core: ClientCore, answer: str) -
     elif answer == "after giving up":
         core.forget(outgoing.message_id)
     else:
-        outgoing = Outgoing(99, [])
+        outgoing = Outgoing(Request(99, BOOT, b"", 0, 0, Ping()))
     assert reply(core, outgoing, Pong()) is None
 
 
@@ -311,3 +324,59 @@ def test_a_body_that_is_no_reply_to_a_transfer_changes_nothing(core: ClientCore)
     odd: Body = Pong()
     assert changed(reply(core, outgoing, odd)) is transfer
     assert states(transfer) == ("sent", False, False)
+
+
+# -- batches
+
+
+def step_of(core: ClientCore) -> tuple[Transfer, TierOperation, Outgoing, Outgoing]:
+    """Return a transfer, an operation, a plain request and the batch that holds all three."""
+    transfer, sending = core.transfer(SEND, IDS)
+    operation, storing = core.operation(Store(pool="prefill", hashes=bytes(32), pages=2), IDS)
+    asking = core.request(Allocate(pool="prefill", count=2))
+    return transfer, operation, asking, core.batch([sending, storing, asking])
+
+
+def test_a_batch_is_answered_part_by_part(core: ClientCore) -> None:
+    transfer, operation, asking, batch = step_of(core)
+    body = request_in(batch).body
+    assert isinstance(body, Batch)
+    assert [type(one) for one in body.requests] == [Send, Store, Allocate]
+    done = TierDone(operation=7, kind="store", stored=2)
+    assert core.feed([bytes(one) for one in encode(Event(1, BOOT, done))]) is None, "nobody knows the number yet"
+    results = (Accepted(), OperationStarted(operation=7), Allocated(pages=2))
+    heard = reply(core, batch, Batched(results=results), *IDS)
+    assert isinstance(heard, BatchAnswered)
+    assert heard.news[:2] == (TransferChanged(transfer), OperationChanged(operation))
+    assert (transfer.state, operation.state, operation.done) == ("open", "done", done)
+    assert isinstance(heard.news[2], ReplyArrived)
+    assert heard.news[2].message_id == asking.message_id
+    assert heard.news[2].ids[0].tolist() == [3, 4]
+    assert core.pending == 0
+
+
+def test_a_batch_that_is_refused_as_a_whole(core: ClientCore) -> None:
+    transfer, operation, asking, batch = step_of(core)
+    core.forget(asking.message_id)
+    heard = reply(core, batch, refusal(PageBusyError("page 3", field="requests[0].pages")))
+    assert heard == BatchAnswered((TransferChanged(transfer), OperationChanged(operation)))
+    assert isinstance(transfer.error, PageBusyError)
+    assert isinstance(operation.error, PageBusyError)
+
+
+@pytest.mark.parametrize("body", [Pong(), Batched(results=(Accepted(),))], ids=["no batch", "too few"])
+def test_an_answer_that_is_none_of_a_batch(core: ClientCore, body: Body) -> None:
+    *_, batch = step_of(core)
+    with pytest.raises(MalformedError, match="a batch of 3"):
+        reply(core, batch, body)
+
+
+def test_deadlines_of_a_batch(core: ClientCore) -> None:
+    first = core.request(Allocate(pool="a", count=1), deadline_ms=70)
+    body = request_in(core.batch([core.request(Allocate(pool="a", count=1)), first])).body
+    assert isinstance(body, Batch)
+    assert body.deadlines_ms == (0, 70)
+
+
+def test_who_resumes_numbers_on() -> None:
+    assert ClientCore(BOOT, SECRET, last_message=41).request(Ping()).message_id == 42

@@ -22,7 +22,7 @@ from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Allocate, Free
 from kvferry.protocol.requests import REQUEST_TYPES
 from kvferry.protocol.session_messages import Ping
-from kvferry.protocol.session_stream import FrameSplitter, unpack_frame, unpack_open, unpack_said
+from kvferry.protocol.session_stream import FrameSplitter, unpack_attachment, unpack_frame, unpack_open
 from kvferry.protocol.transfer_messages import Send
 from kvferry.protocol.versions import PROTOCOL_MAX
 from tests.protocol.bodies import ALL_BODIES, REQUESTS, messages
@@ -94,7 +94,7 @@ def test_golden_bytes_are_read(name: str) -> None:
 @pytest.mark.parametrize("name", SESSION_FRAMES)
 def test_golden_session_frames_are_read(name: str) -> None:
     (frame,) = FrameSplitter().feed(bytes.fromhex(GOLDEN_HEX[f"session {name}"][0]))
-    read = {"OPEN": unpack_open, "MEMORY": unpack_said}.get(name, unpack_frame)
+    read = {"OPEN": unpack_open, "MEMORY": unpack_attachment}.get(name, unpack_frame)
     assert read(frame) == SESSION_FRAMES[name]
 
 
@@ -169,9 +169,9 @@ def test_what_is_no_envelope(frames: list[bytes]) -> None:
         ("INVALID_FIELD", "pool", with_field("ALLOCATE", "pool", "x" * 129)),
         ("INVALID_FIELD", "request_id", with_field("SEND", "request_id", "F" * 32)),
         ("INVALID_FIELD", "request_id", with_field("SEND", "request_id", "f" * 31 + "\n")),
-        ("INVALID_FIELD", "payload", with_field("SEND", "payload", b"x" * (64 * 1024 + 1))),
+        ("INVALID_FIELD", "payload", with_field("SEND", "payload", b"x" * ((8 << 20) + 1))),
         ("INVALID_FIELD", "first_token", with_field("SEND", "first_token", -1)),
-        ("INVALID_FIELD", "lists", with_field("SEND", "lists", [])),
+        ("INVALID_FIELD", "lists", with_field("SEND", "lists", [{"pages": 2}] * 65)),
         ("INVALID_FIELD", "lists[0].pages", with_field("SEND", "lists", [{"component": "main", "pages": -1}])),
         ("INVALID_FIELD", "lists[0].component", with_field("SEND", "lists", [{"component": "Main", "pages": 2}])),
         ("INVALID_FIELD", "direction", with_field("CANCEL", "direction", "both")),

@@ -57,7 +57,7 @@ class ScriptedCopier:
         self.under_way.remove(job)
         if job in self.stopped:
             self.stopped.remove(job)
-            error = error or CancelledError("it was stopped before all was copied")
+            error = error or CancelledError("stopped before all bytes were copied")
         self._on_done.pop(job)(job, error)
 
     def finish(self, job: BlockJob) -> None:

@@ -121,8 +121,7 @@ class Node(TransferHarness):
         if isinstance(effect, ReportBug):
             self.bugs.append(effect.detail)
         elif isinstance(effect, Notify):
-            if effect.session_id in self.told:
-                self.told[effect.session_id].append(effect.event)
+            self._notify(effect.session_id, effect.event)
         elif isinstance(effect, StartOp | StopOp):
             op = self.state_machine.endpoints.ops[effect.op_id]
             if isinstance(effect, StartOp) and op.send_request.origin is not None:

@@ -8,7 +8,7 @@ import weakref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.transfer.deadlines import FEW, Deadlines
+from kvferry.daemon.transfer.registry import FEW, Deadlines
 
 NAMES = st.sampled_from("abcdef")
 TIMES = st.integers(0, 20).map(float)

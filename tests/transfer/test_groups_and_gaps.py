@@ -30,6 +30,7 @@ from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.base import MAX_PAGE_LISTS, PageList
 from kvferry.protocol.errors import DuplicatePageError, InvalidFieldError, KvferryError, UnknownComponentError
 from kvferry.protocol.manifests import DraftSpec, MhaSpec, MlaSpec
+from kvferry.protocol.transfer_messages import LayerStep
 from tests.devices import DEVICE
 from tests.region_bytes import fill_region, read_region, write_region
 from tests.transfer.peer_harness import PeerHarness
@@ -54,6 +55,7 @@ class Case(NamedTuple):
         wanted: by group, the logical pages that the destination wants.
         sent: by group, those that the source has.
         cut: whether the source sends what it can in a chunk before its last one.
+        stepped: whether the source's layers are ready one by one, from the last one on.
         says_tokens: whether both sides say where the prompt ends.
         way: whether both are in one daemon.
         receive_first: who speaks first.
@@ -65,6 +67,7 @@ class Case(NamedTuple):
     wanted: tuple[Logical, ...]
     sent: tuple[Logical, ...]
     cut: bool
+    stepped: bool
     says_tokens: bool
     way: Way
     receive_first: bool
@@ -114,7 +117,8 @@ def cases(draw: st.DrawFn) -> Case:
     elif fault == "missing" or (fault == "twice" and len(wanted) == 1):
         fault = ""
     return Case(
-        spec, tuple(wanted), tuple(sent), draw(st.booleans()), draw(st.booleans()) or fault == "tokens",
+        spec, tuple(wanted), tuple(sent), draw(st.booleans()), draw(st.booleans()),
+        draw(st.booleans()) or fault == "tokens",
         draw(st.sampled_from(["one daemon", "one daemon", "ipc", "tcp"])), draw(st.booleans()), fault,
         draw(st.integers(0, 99)),
     )  # fmt: skip
@@ -237,7 +241,23 @@ class Run:
             last = number == len(chunks) - 1
             end = end_of(self.case, receiving=False) if last else None
             lists = self.source.lists(logical, end)
-            self.source.harness.send(self.source.session, self.source.pool, lists, last=last)
+            steps = self.steps if self.case.stepped else ()
+            self.source.harness.send(self.source.session, self.source.pool, lists, last=last, steps=steps)
+
+    @property
+    def steps(self) -> tuple[LayerStep, ...]:
+        """Return a step for each layer, the last one first."""
+        spec = self.case.spec
+        layers = range(spec.first_layer, spec.first_layer + spec.layers)
+        return tuple(
+            LayerStep(first_layer=layer, layers=1, event=event, value=1) for event, layer in enumerate(reversed(layers))
+        )
+
+    def fill_layers(self) -> None:
+        """Let the events of the source's layers come, one after another."""
+        for ready in range(1, len(self.steps) + 1):
+            values = [1] * ready + [0] * (len(self.steps) - ready)
+            self.source.harness.events(self.source.session, *values)
 
     def receive(self) -> None:
         """Let the destination speak."""
@@ -255,6 +275,7 @@ class Run:
                     self.peers.deliver_all()
         except KvferryError as error:
             return error.code
+        self.fill_layers()
         if self.peers is None:
             self.source.harness.transport.finish_all()
         else:

@@ -428,7 +428,7 @@ def test_too_many_announcements_are_refused(both: Transfer, monkeypatch: pytest.
     both.harness.deliver_all()
     assert not both.source.state_machine.endpoints.announcements
     (receive_request,) = both.home.state_machine.endpoints.receive_requests.values()
-    assert "0 receive requests of other daemons wait here" in receive_request.waits_for()
+    assert "0 receive requests of other daemons are announced here" in receive_request.waits_for()
 
 
 # -- the prefill engine dies

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.daemon.transfer.completion import GENERATIONS_KEPT, Generations, Results
 from kvferry.daemon.transfer.endpoints import EndpointKey
-from kvferry.daemon.transfer.results import GENERATIONS_KEPT, Generations, Results
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.protocol.errors import TransferExistsError, UnknownTransferError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.transfer_messages import TransferResult
@@ -120,7 +121,7 @@ def test_a_transfer_that_begins_anew_drops_the_old_result(harness: TransferHarne
 
 
 def test_results_of_unknown_sessions_are_not_kept() -> None:
-    results = Results()
+    results = Results(KeptPayloads())
     results.begin(5, key("prefill", "send"))
     results.add(5, key("prefill", "send"), TransferResult(state="settled"))
     assert (results.total, results.count(5), results.get(5, key("prefill", "send"))) == (0, 0, None)

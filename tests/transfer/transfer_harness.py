@@ -12,15 +12,17 @@ import numpy as np
 from kvferry.daemon.transfer.effects import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, SendChunk, SendRequest
 from kvferry.daemon.transfer.page_ranges import page_ranges
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
-from kvferry.daemon.transfer.tombstones import Tombstones
+from kvferry.daemon.transfer.tombstones import Half, Tombstones
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
-from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.errors import KvferryError, PeerCancelledError
+from kvferry.protocol.events import Finished, Matched, Settled
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Component, Entry, Manifest
 from kvferry.protocol.transfer_messages import Accepted, LayerStep
 from tests.devices import new_region
@@ -62,6 +64,7 @@ class TransferHarness:
         now: the time in seconds, for tests to advance.
         told: the events each session was told, in order; a lost session is told nothing.
         warned: the lists that were cut to one length.
+        matched: who was told of receivers that came, and what.
         bugs: what the table of transitions has no row for.
         activity: ``began`` and ``ended`` of what was written to other daemons.
     """
@@ -71,11 +74,13 @@ class TransferHarness:
         whole_below_bytes: int = 0,
         tombstones: Tombstones | None = None,
         transitions: Transitions = TRANSITIONS,
+        payloads: KeptPayloads | None = None,
     ) -> None:
         self.now = 100.0
         self.activity: list[str] = []
         self.bugs: list[str] = []
-        self.state_machine = TransferStateMachine(whole_below_bytes, tombstones, self, transitions)
+        self.matched: list[tuple[int, Matched]] = []
+        self.state_machine = TransferStateMachine(whole_below_bytes, tombstones, self, transitions, payloads)
         self.transport = ScriptedTransport()
         self.pools: list[Pool] = []
         self.told: dict[int, list[Told]] = {}
@@ -108,10 +113,13 @@ class TransferHarness:
         pages: int = 17,
         tenant: int = 7,
         components: Sequence[Component] = (),
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> Pool:
         """Make a pool with real memory; two layers by default."""
         placed = [msgspec.structs.replace(one, pages=pages) for one in (layers(2) if entries is None else entries)]
-        return self.pool_of(name, lay_out(placed, components), tenant=tenant)
+        pool = self.pool_of(name, lay_out(placed, components), tenant=tenant)
+        pool.max_payload_bytes = max_payload_bytes
+        return pool
 
     def pool_of(self, name: str, manifest: Manifest, *, tenant: int = 7) -> Pool:
         """Make a pool with real memory of this manifest."""
@@ -186,6 +194,20 @@ class TransferHarness:
         """CANCEL a side."""
         self.state_machine.cancel(session, EndpointKey(pool.tenant, request, pool.name, direction), self.now)
         self._execute()
+
+    def abandon(
+        self,
+        direction: Direction,
+        *daemons: str,
+        reason: str = "the peer abandoned the request",
+        request: str = REQUEST,
+        tenant: int = 7,
+    ) -> int:
+        """ABANDON a half of a request, as the service does."""
+        half, error = Half(tenant, request, direction), PeerCancelledError(reason)
+        failed = self.state_machine.abandon(half, error, self.now, daemons)
+        self._execute()
+        return failed
 
     def lose(self, session: int) -> None:
         """Let a session's engine die: what the daemon does then, in its order."""
@@ -286,7 +308,7 @@ class TransferHarness:
         }
 
     def _sender(self, session: int, pool: Pool, request: str, deadline_s: float) -> Sender:
-        return Sender(session, pool, request, Clocked(self.now, self.now + deadline_s))
+        return Sender(session, pool, request, Clocked(self.now, self.now + deadline_s), session)
 
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
         self.state_machine.op_done(op_id, error, self.now)
@@ -302,9 +324,15 @@ class TransferHarness:
                 self.warned.append(effect)
             elif isinstance(effect, ReportBug):
                 self.bugs.append(effect.detail)
-            elif isinstance(effect, Notify) and effect.session_id in self.told:
-                self.told[effect.session_id].append(effect.event)
+            elif isinstance(effect, Notify):
+                self._notify(effect.session_id, effect.event)
         self.check()
+
+    def _notify(self, session_id: int, event: Matched | Told) -> None:
+        if isinstance(event, Matched):
+            self.matched.append((session_id, event))
+        elif session_id in self.told:
+            self.told[session_id].append(event)
 
 
 def _lists(ids: Lists, first_page: int, tokens: int | None) -> tuple[list[PageList], list[PageIds]]:

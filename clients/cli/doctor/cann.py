@@ -1,4 +1,4 @@
-"""CANN: where it is, its version, and whether the loader finds its libraries. Loads them in a child only."""
+"""Checks of CANN: its location and version, and whether the loader finds its libraries, in a child process only."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _TIMEOUT_S: Final = 20.0
 
 
 def check_cann(host: Host) -> Finding:
-    """Look for CANN by its variables, else where it is installed by default."""
+    """Look for CANN by its environment variables, else in the default locations."""
     name = "CANN"
     home = next((PurePosixPath(host.environ[one]) for one in VARIABLES if host.environ.get(one)), None)
     if home is None:
         return _not_in_the_environment(host)
     if not host.path(home).is_dir():
-        fix = "source the set_env.sh of the CANN that is installed, or mount it into the container"
-        return Finding(name, "missing", f"the environment names {home}, which is not there", fix)
+        fix = "source the set_env.sh of the installed CANN, or mount it into the container"
+        return Finding(name, "missing", f"the environment names {home}, which does not exist", fix)
     version = _version(host, home)
     new_enough = at_least(version, WANTED)
     if new_enough:
         return Finding(name, "ok", f"{version} in {home}")
-    fix = f"install CANN {WANTED} or later: before it, copies to registered host memory go a slower way"
+    fix = f"install CANN {WANTED} or later: with older versions, copies to registered host memory are slower"
     found = f"{version or 'of unknown version'} in {home}, wanted: {WANTED} or later"
     return Finding(name, "unknown" if new_enough is None else "warning", found, fix)
 
 
 def check_library(host: Host) -> Finding:
-    """Look whether a process that is started now can load CANN's runtime."""
+    """Check whether a new process can load CANN's runtime."""
     problem = loading_problem(host, LIBRARY)
     if not problem:
         return Finding("CANN library", "ok", f"{LIBRARY} loads")
@@ -45,22 +45,22 @@ def check_library(host: Host) -> Finding:
 
 
 def loading_problem(host: Host, library: str) -> str:
-    """Return why a new process cannot load a library; empty where it can."""
+    """Return why a new process cannot load a library; empty if it can."""
     done = run_child([*host.python, "-S", "-c", _LOAD, library], host.environ, _TIMEOUT_S)
     if done.status is None:
         return f"loading {library} took longer than {_TIMEOUT_S:g} s"
     if done.status < 0:
-        return f"loading {library} ends the process with signal {-done.status}"
+        return f"loading {library} terminates the process with signal {-done.status}"
     return done.last_error.removeprefix("OSError: ") if done.status else ""
 
 
 def loader_fix(problem: str) -> str:
-    """Return what to do about a library of CANN's or the driver's that does not load."""
+    """Return what to do if a library of CANN or the driver does not load."""
     if "undefined symbol" in problem:
-        return "the versions of driver, CANN and torch_npu do not belong together: see torch_npu's table of versions"
+        return "the versions of driver, CANN and torch_npu are incompatible: see torch_npu's version table"
     if any(library in problem for library in ("libascend_hal", "libdrv", "libdcmi")):
         return "put the driver's lib64/driver and lib64/common on LD_LIBRARY_PATH: CANN's set_env.sh does it"
-    return "source CANN's set_env.sh before the start; a systemd unit needs LD_LIBRARY_PATH in Environment="
+    return "source CANN's set_env.sh before starting; a systemd unit needs LD_LIBRARY_PATH in Environment="
 
 
 def _not_in_the_environment(host: Host) -> Finding:
@@ -71,11 +71,11 @@ def _not_in_the_environment(host: Host) -> Finding:
             script = next((one for one in scripts if host.path(one).exists()), scripts[0])
             return Finding("CANN", "missing", found, f"source {script}")
     fix = f"install CANN {WANTED} or later and source its set_env.sh"
-    return Finding("CANN", "missing", f"neither {' nor '.join(VARIABLES)} is set, and {PLACES[0]} is not there", fix)
+    return Finding("CANN", "missing", f"neither {' nor '.join(VARIABLES)} is set, and {PLACES[0]} does not exist", fix)
 
 
 def _version(host: Host, home: PurePosixPath) -> str:
-    """Return what the toolkit's installer wrote down, else empty."""
+    """Return the version that the toolkit's installer recorded, else empty."""
     for folder in (home, *(home / name for name in host.names(home) if name.endswith("-linux"))):
         for name in host.names(folder):
             if name.startswith("ascend_") and name.endswith("_install.info"):

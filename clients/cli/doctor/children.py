@@ -1,6 +1,6 @@
-"""Running commands that may hang, crash or leave children behind: each has a time limit, and none can hold us up.
+"""Running commands that may hang, crash or leave children behind, each with a time limit that always holds.
 
-A driver that hangs leaves processes which not even SIGKILL ends; ``subprocess.run`` would wait for them for ever.
+A hanging driver leaves processes that not even SIGKILL ends; ``subprocess.run`` would wait for them forever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _END_S: Final = 1.0
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a command ended. ``status`` is None where the time limit ended it, negative for a signal."""
+    """How a command ended. ``status`` is None if it exceeded the time limit, and negative for a signal."""
 
     status: int | None
     output: str
@@ -28,14 +28,14 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def last_error(self) -> str:
-        """Return the last line on standard error that says something."""
+        """Return the last line on standard error that is not empty."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
 
 def run_child(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> Outcome:
     """Run a command without input, and return how it ended; one that cannot be started has status 127."""
-    # Files, not pipes: whoever inherits a pipe can keep it open for ever.
+    # Files, not pipes: a process that inherits a pipe can keep it open forever.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(  # noqa: S603  fixed commands, no shell

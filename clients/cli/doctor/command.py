@@ -1,6 +1,6 @@
-"""``kvferry doctor``: run the checks in an order that a reader can follow, and print what they found.
+"""``kvferry doctor``: run the checks in a readable order, and print their findings.
 
-A check that breaks does not keep the others from running: it becomes a line of its own.
+A check that raises does not stop the others: it becomes a finding itself.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _HEAD: Final = ("check", "state", "found")
 
 
 def add_doctor(command: argparse.ArgumentParser) -> None:
-    """Add what ``kvferry doctor`` takes."""
+    """Declare the command's arguments."""
     command.add_argument(
-        "--config", type=Path, metavar="FILE", help="the daemon's configuration; without it the defaults"
+        "--config", type=Path, metavar="FILE", help="the daemon's configuration; by default its defaults"
     )
     add_daemon(command)
-    command.add_argument("--user", metavar="NAME", help="who is to use the devices; by default this user")
-    command.add_argument("--npu", action="store_true", help="an NPU is needed, even where none can be seen")
+    command.add_argument("--user", metavar="NAME", help="the user that will use the devices (this user)")
+    command.add_argument("--npu", action="store_true", help="require an NPU, even if none is visible")
     command.add_argument("--json", action="store_true", help="for programs")
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what this host has and lacks; return 1 where something that is needed is missing.
+    """Print what this host has and lacks; return 1 if something that is needed is missing.
 
     Raises:
         InvalidFieldError: no such user, or the configuration cannot be read.
@@ -63,7 +63,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def examine(host: Host, options: argparse.Namespace) -> list[Finding]:
-    """Run every check that makes sense on a host."""
+    """Run every check that applies to a host."""
     needs, configuration = read_needs(host, options.config, npu=options.npu)
     daemon = running.ask_daemon(host, options.runtime_dir, needs.runtime_dir, options.timeout)
     npu = needs.asks_for_npu or npus.has_npu_sign(host)
@@ -81,9 +81,9 @@ def examine(host: Host, options: argparse.Namespace) -> list[Finding]:
 
 
 def lines(findings: Sequence[Finding], columns: int = 0) -> Iterable[str]:
-    """Yield the report for people: a row a check, the fix below it, and at the end what is not well.
+    """Yield the report as text: one row per check, the fix below it, and a summary of the problems at the end.
 
-    Long texts are wrapped for a terminal of so many columns; with 0 they are not, so that a line can be searched for.
+    Long texts are wrapped for a terminal of ``columns``; with 0 they are not, so that lines can be searched for.
     """
     beside = (
         sum(
@@ -95,7 +95,7 @@ def lines(findings: Sequence[Finding], columns: int = 0) -> Iterable[str]:
     wrap = partial(
         textwrap.wrap,
         width=max(_LEAST_COLUMNS, columns - beside) if columns else sys.maxsize,
-        break_long_words=False,  # what is to be typed stays in one piece
+        break_long_words=False,  # commands stay copyable
         break_on_hyphens=False,
     )
     rows: list[tuple[str, str, str]] = []
@@ -109,7 +109,7 @@ def lines(findings: Sequence[Finding], columns: int = 0) -> Iterable[str]:
 
 
 def _check_readable(config: Path | None) -> None:
-    """Tell a file that is not there, which is a slip of whoever asks, from one that the daemon would refuse."""
+    """Raise for a file that does not exist: a mistake on the command line, not a file that the daemon would refuse."""
     try:
         if config is not None:
             config.open("rb").close()
@@ -153,7 +153,7 @@ def _no_npu_checks(host: Host) -> list[Check]:
 
 
 def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> list[Check]:
-    # Whose sockets they are takes a walk over all processes: not for a host that has nothing to listen for.
+    # Finding the sockets' owners means scanning all processes: only if something is configured to listen.
     sockets = listeners(host) if needs.peers.listen or needs.mooncake else []
     return [
         ("mooncake", partial(mooncake.check_wheel, host, needs)),
@@ -175,10 +175,10 @@ def _tier_checks(host: Host, needs: Needs, daemon: running.Running) -> list[Chec
 
 
 def _run(name: str, check: Callable[[], Found]) -> list[Finding]:
-    """Return what a check found: nothing, one finding or several, or how it broke."""
+    """Return the findings of a check, or one that says how it failed."""
     try:
         found = check()
-    except Exception as error:  # noqa: BLE001  a host in an odd state is what this command is for
+    except Exception as error:  # noqa: BLE001  the command exists for hosts in odd states
         return [Finding(name, "unknown", f"the check itself failed: {type(error).__name__}: {error}", "report it")]
     if found is None:
         return []

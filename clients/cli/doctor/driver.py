@@ -1,4 +1,4 @@
-"""The NPU driver: its version, and what ``npu-smi`` says of the devices. ``npu-smi`` hangs where the driver does."""
+"""Checks of the NPU driver: its version, and the device health by ``npu-smi``, which hangs if the driver does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.clients.cli.doctor.npus import driver_folder, pci_npus
 from kvferry.clients.cli.doctor.versions import at_least
 
 WANTED: Final = "25.5.0"
-"""From here on torch_npu recognises host memory that we registered, and copies to it return at once."""
+"""From this version on torch_npu recognises host memory that we registered, and copies to it are asynchronous."""
 SMI_TIMEOUT_S: Final = 10.0
 _SMI_PLACES: Final = ("/usr/local/bin/npu-smi", "/usr/local/sbin/npu-smi")
 _SMI_VERSION: Final = re.compile(r"Version:\s*(\S+)")
@@ -22,7 +22,7 @@ _SMI_HEALTH: Final = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|", 
 
 
 def read_npu_smi(host: Host) -> Outcome | None:
-    """Return what ``npu-smi info`` prints; None where there is no such command."""
+    """Return the outcome of ``npu-smi info``; None if there is no such command."""
     found = shutil.which("npu-smi", path=host.environ.get("PATH", ""))
     places = [*([found] if found else []), *(str(host.path(place)) for place in _SMI_PLACES)]
     command = next((place for place in places if shutil.which(place)), None)
@@ -30,7 +30,7 @@ def read_npu_smi(host: Host) -> Outcome | None:
 
 
 def check_driver(host: Host, smi: Outcome | None) -> Finding:
-    """Look for the driver and whether it is new enough."""
+    """Check whether the driver is installed and new enough."""
     name = "driver"
     version = values(host.text(driver_folder(host) / "version.info")).get("Version", "")
     if not version and smi and (match := _SMI_VERSION.search(smi.output)):
@@ -45,17 +45,17 @@ def check_driver(host: Host, smi: Outcome | None) -> Finding:
     new_enough = at_least(version, WANTED)
     if new_enough:
         return Finding(name, "ok", version)
-    fix = f"install driver {WANTED} or later: before it, copies to registered host memory go a slower way"
+    fix = f"install driver {WANTED} or later: with older versions, copies to registered host memory are slower"
     return Finding(name, "unknown" if new_enough is None else "warning", f"{version}, wanted: {WANTED} or later", fix)
 
 
 def check_health(smi: Outcome | None) -> Finding:
-    """Say what the devices say of themselves."""
+    """Report the health that ``npu-smi`` shows for each device."""
     name = "npu health"
     if smi is None:
         return Finding(name, "unknown", "no npu-smi here", "in a container mount /usr/local/bin/npu-smi from the host")
     if smi.status is None:
-        fix = "the driver hangs: look at dmesg; when nobody needs the NPUs any more, reset the device or reboot"
+        fix = "the driver hangs: check dmesg; when nobody uses the NPUs any more, reset the device or reboot"
         return Finding(name, "missing", f"npu-smi did not answer within {SMI_TIMEOUT_S:g} s", fix)
     devices = _SMI_HEALTH.findall(smi.output)
     if smi.status or not devices:

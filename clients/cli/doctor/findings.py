@@ -1,4 +1,4 @@
-"""What a check says. Knows nothing of what is checked."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Literal
 import msgspec
 
 State = Literal["ok", "warning", "missing", "unknown"]
-"""``missing``: needed, and not there or not usable; ``warning``: works, but worse; ``unknown``: nobody could tell."""
+"""``missing``: needed, but absent or unusable; ``warning``: works, but not well; ``unknown``: could not be checked."""
 
 
 class Finding(msgspec.Struct, frozen=True):
     """One line of the report.
 
     Attributes:
-        name: what was looked at, the same in every release: programs select by it.
-        state: how it is.
-        found: what was seen, in words.
-        fix: what to do about it; empty where nothing is to be done.
+        name: what was checked, the same in every release: programs select by it.
+        state: the verdict.
+        found: what was found, as text.
+        fix: what to do about it; empty if nothing.
     """
 
     name: str
@@ -28,12 +28,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
-    """Return 1 where something is missing, else 0: warnings and unknowns do not keep a daemon from working."""
+    """Return 1 if something is missing, else 0: a daemon works despite warnings and unknowns."""
     return int(any(finding.state == "missing" for finding in findings))
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """Return one line that names what is missing, and what else is not well."""
+    """Return one line that names what is missing, what has warnings, and what is unknown."""
     groups = [
         (state, [one.name for one in findings if one.state == state]) for state in ("missing", "warning", "unknown")
     ]

@@ -1,7 +1,8 @@
-"""Advice about folders that harms nobody: what is not plainly the daemon's own keeps its owner and its mode.
+"""Safe advice about folders: a folder that is not clearly the daemon's own keeps its owner and its mode.
 
-``chmod 0700 /tmp`` ends every other program of a host. So a folder is to be given away or closed only where nothing
-says that others use it. Else the advice is a folder of its own, below it or, where others could replace it, elsewhere.
+``chmod 0700 /tmp`` breaks every other program on a host. So changing a folder's owner or mode is advised only if
+nothing indicates that others use it. Otherwise the advice is a separate folder, below it or, if others could replace
+that, elsewhere.
 """
 
 from __future__ import annotations
@@ -18,53 +19,52 @@ from kvferry.pools.tiers.block_file import FORM_NAME, OUTDATED_NAME, TENANT_NAME
 from kvferry.pools.tiers.disk_scan import LOCK_FILE
 
 STATE_FOLDER: Final = PurePosixPath("/var/lib/kvferry")
-"""The systemd unit makes it, closed to all others (StateDirectory=)."""
+"""The systemd unit creates it, accessible to the daemon only (StateDirectory=)."""
 
 _OF_THE_SYSTEM: Final = frozenset(
     ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "snap", "sys", "usr")
 )
 _OF_ALL: Final = re.compile(r"/|/[^/]+|/var/[^/]+")
-"""The root, what lies directly in it and in /var: never one program's."""
+"""The root, and what is directly in it or in /var: never one program's own."""
 
 _OF_MANY: Final = re.compile(r"/(home|mnt|media)/[^/]+|/media/[^/]+/[^/]+")
-"""Somebody's home, or a disk that has more on it."""
+"""Somebody's home, or a mounted disk that may hold more."""
 
 _HOME: Final = 5
-"""Which field of /etc/passwd it is."""
+"""Index of the home directory in a line of /etc/passwd."""
 
 _FOREIGN_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_own(path: PurePosixPath | str, user: User) -> str:
-    """Return the command that makes a folder for a user alone."""
+    """Return the command that creates a folder accessible to one user only."""
     return f"install -d -m 0700 -o {shlex.quote(user.name)} {shlex.quote(str(path))}"
 
 
 def close_to_others(host: Host, path: str, user: User, key: str) -> str:
-    """Return how a user comes to a folder that nobody else can write to or look into.
+    """Return how to get a folder that only the user can read and write.
 
     Args:
         host: where the folder is.
-        path: the folder, which is there.
-        user: who is to have it.
-        key: of the configuration that names it.
+        path: of the folder, which exists.
+        user: who will own it.
+        key: the configuration key that names it.
     """
     folder = host.path(path)
     if is_shared(host, path, user):
         mine = PurePosixPath(path) / "kvferry"
         if not may_hold(host, path):
             mine = STATE_FOLDER
-        return f'others use {path}: leave it as it is; {make_own(mine, user)}, and {key} = "{mine}"'
+        return f'others use {path}: leave it as it is; {make_own(mine, user)}, and set {key} = "{mine}"'
     name, quoted = shlex.quote(user.name), shlex.quote(path)
     whole = f"chown -R {name} {quoted}" if any(folder.iterdir()) else f"chown {name} {quoted}"
     return f"{whole}; chmod 0700 {quoted}" if folder.stat().st_uid != user.uid else f"chmod 0700 {quoted}"
 
 
 def is_shared(host: Host, path: str, user: User) -> bool:
-    """Return whether anything says that others use a folder, or may: also where nobody can look.
+    """Return whether anything indicates that others use a folder or may do so; True also if it cannot be inspected.
 
-    It is nobody else's where it is empty, or a disk tier has been in it and nothing else, and neither its mode nor its
-    place is one that is made for many.
+    It is not shared if it is empty or holds only a disk tier, and neither its mode nor its location suggests sharing.
     """
     folder = host.path(path)
     try:
@@ -76,7 +76,7 @@ def is_shared(host: Host, path: str, user: User) -> bool:
 
 
 def may_hold(host: Host, path: str) -> bool:
-    """Return whether a folder of one's own may lie in another: no system's, and nobody could replace what is in it."""
+    """Return whether a private folder may be in this one: not a system folder, and not replaceable by others."""
     real = _real(host, host.path(path))
     if len(real.parts) == 1 or real.parts[1] in _OF_THE_SYSTEM:
         return False
@@ -85,12 +85,12 @@ def may_hold(host: Host, path: str) -> bool:
 
 
 def is_of_all(path: PurePosixPath) -> bool:
-    """Return whether a path can be no program's own, by its name alone."""
+    """Return whether a path cannot be one program's own, judged by its name alone."""
     return bool(_OF_ALL.fullmatch(str(path))) or path.parts[1] in _OF_THE_SYSTEM
 
 
 def _holds_others(folder: Path, user: User) -> bool:
-    """Return whether anything in a folder is no disk tier's, or neither the user's nor root's."""
+    """Return whether anything in a folder does not belong to a disk tier, or to neither the user nor root."""
     tenants = [one for one in folder.iterdir() if one.name != LOCK_FILE]
     forms = [one for tenant in tenants if TENANT_NAME.match(tenant.name) for one in tenant.iterdir()]
     if not tenants and not (folder / LOCK_FILE).exists():
@@ -113,5 +113,5 @@ def _is_a_place_for_many(host: Host, path: PurePosixPath, user: User) -> bool:
 
 
 def _real(host: Host, folder: Path) -> PurePosixPath:
-    """Return where a folder of the host really is: a link is as shared as what it leads to."""
+    """Return the resolved path of a folder of the host: a link is as shared as its target."""
     return PurePosixPath("/") / folder.resolve().relative_to(host.root.resolve())

@@ -1,6 +1,6 @@
-"""The host as the checks see it: its files below a root, the environment, a user, and the Python that the daemon runs.
+"""The host as the checks see it: its files below a root, the environment, a user, and the daemon's Python.
 
-On a real host the root is ``/``; any folder laid out like one does as well. Knows no check.
+On a real host the root is ``/``; any folder with the same structure works as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.protocol.errors import InvalidFieldError
 
 
 class User(msgspec.Struct, frozen=True):
-    """Who is to use the devices: the name, the user id, and the ids of all groups."""
+    """The user that will use the devices: name, user id, and the ids of all groups."""
 
     name: str
     uid: int
@@ -26,7 +26,7 @@ class User(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_this_process(cls) -> User:
-        """Return who runs this."""
+        """Return the user of this process."""
         uid = os.geteuid()
         try:
             name = pwd.getpwuid(uid).pw_name
@@ -39,7 +39,7 @@ class User(msgspec.Struct, frozen=True):
         """Return a user of this host.
 
         Raises:
-            InvalidFieldError: there is none of that name.
+            InvalidFieldError: there is no user of that name.
         """
         try:
             entry = pwd.getpwnam(name)
@@ -48,7 +48,7 @@ class User(msgspec.Struct, frozen=True):
         return cls(name, entry.pw_uid, frozenset(os.getgrouplist(name, entry.pw_gid)))
 
     def may_use(self, file: os.stat_result) -> bool:
-        """Return whether the mode lets this user read and write: root may always, as the kernel has it."""
+        """Return whether the mode lets this user read and write; root always may, as in the kernel."""
         if self.uid == 0:
             return True
         if file.st_uid == self.uid:
@@ -61,13 +61,13 @@ class User(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to look.
+    """The host to check.
 
     Attributes:
         root: the folder that stands for ``/``.
-        environ: what processes of this host are started with.
-        user: who is to use the devices.
-        python: the command of the interpreter whose packages are looked at.
+        environ: the environment for child processes.
+        user: the user that will use the devices.
+        python: the command of the interpreter whose packages are checked.
     """
 
     root: Path
@@ -77,30 +77,30 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def this_one(cls, user_name: str | None = None) -> Host:
-        """Return the host that this runs on, for a user, by default for the one who runs this."""
+        """Return the host that this runs on, for a user, by default the one of this process."""
         user = User.named(user_name) if user_name else User.of_this_process()
         return cls(root=Path("/"), environ=dict(os.environ), user=user, python=(sys.executable,))
 
     def path(self, name: str | PurePath) -> Path:
-        """Return where an absolute path of the host is."""
+        """Return an absolute path of the host below ``root``."""
         return self.root / str(name).lstrip("/")
 
     def text(self, name: str | PurePath) -> str:
-        """Return a file's text without outer space; empty where it cannot be read."""
+        """Return a file's text, stripped; empty if it cannot be read."""
         try:
             return self.path(name).read_text(errors="replace").strip()
         except OSError:
             return ""
 
     def names(self, folder: str | PurePath) -> list[str]:
-        """Return what a folder holds, sorted; empty where it cannot be read."""
+        """Return the names in a folder, sorted; empty if it cannot be read."""
         try:
             return sorted(os.listdir(self.path(folder)))  # noqa: PTH208  names are wanted, not paths
         except OSError:
             return []
 
     def group_id(self, name: str) -> int | None:
-        """Return a group's id; None where the host has no such group."""
+        """Return a group's id; None if the host has no such group."""
         for line in self.text("/etc/group").splitlines():
             fields = line.split(":")
             if fields[0] == name and len(fields) > 2 and fields[2].isdigit():  # noqa: PLR2004  name:password:id:members
@@ -108,13 +108,13 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         if self.root != Path("/"):
             return None
         try:
-            return grp.getgrnam(name).gr_gid  # where groups come from a directory service
+            return grp.getgrnam(name).gr_gid  # groups may come from a directory service
         except KeyError:
             return None
 
 
 def values(text: str) -> dict[str, str]:
-    """Return the ``NAME=VALUE`` lines of a text; of a name given twice the first counts."""
+    """Return the ``NAME=VALUE`` lines of a text; if a name is given twice, the first one counts."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, is_given, value = line.partition("=")

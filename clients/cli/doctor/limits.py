@@ -1,6 +1,6 @@
-"""The kernel and what it allows: its version, locked memory, descriptors, copying by ``process_vm_readv``.
+"""Checks of the kernel and its limits: version, locked memory, descriptors, copies by ``process_vm_readv``.
 
-Limits are the running daemon's where it is known, else those of this shell: a service has limits of its own.
+Limits are the running daemon's if it is known, else those of this shell: a service has its own limits.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from kvferry.pools.planning.copies import vectored_copy_works
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 FILES_WANTED: Final = 8192
-"""Below it the daemon knows fewer than 1024 other daemons."""
+"""With fewer the daemon can be connected to fewer than 1024 other daemons."""
 _LOCKED_ONLY: Final = (5, 10)
-"""Up to here only locked memory may be registered with an NPU (CANN, aclrtHostRegister)."""
+"""Up to this version only locked memory can be registered with an NPU (CANN, aclrtHostRegister)."""
 _POPULATES: Final = (5, 14)
 
 
 def check_kernel(host: Host) -> Finding:
-    """Say which kernel this is and what it lacks."""
+    """Report the kernel's version and what it lacks."""
     release = host.text("/proc/sys/kernel/osrelease")
     version = parse_version(release)
     if version is None:
         return Finding("kernel", "unknown", release or "no /proc/sys/kernel/osrelease", "mount /proc")
     if version[:2] < _POPULATES:
-        lacks = f"{release}: before 5.14, a pool's memory is taken when a page is first touched, not when it is created"
+        lacks = f"{release}: before 5.14, a pool's memory is allocated on first access, not when it is created"
         return Finding("kernel", "warning", lacks, "a newer kernel; or touch the pages once before serving")
     return Finding("kernel", "ok", release)
 
 
 def locked_only(host: Host) -> bool:
-    """Return whether this kernel lets only locked memory be registered with an NPU."""
+    """Return whether this kernel allows only locked memory to be registered with an NPU."""
     version = parse_version(host.text("/proc/sys/kernel/osrelease"))
     return version is not None and version[:2] <= _LOCKED_ONLY
 
@@ -54,12 +54,12 @@ def check_memlock(host: Host, daemon_pid: int | None, bound_bytes: int, *, npu: 
         return Finding(name, "ok", f"{said}, {size(bound_bytes)} may be registered")
     fix = "LimitMEMLOCK=infinity in the unit, docker run --ulimit memlock=-1, or /etc/security/limits.conf"
     if locked_only(host):
-        return Finding(name, "missing", f"{said}; this kernel wants {size(bound_bytes)} locked to register it", fix)
+        return Finding(name, "missing", f"{said}; this kernel needs {size(bound_bytes)} locked to register it", fix)
     return Finding(name, "warning", f"{said}; up to {size(bound_bytes)} are registered, which a driver may count", fix)
 
 
 def check_files(host: Host, daemon_pid: int | None) -> Finding:
-    """Look how many descriptors may be open."""
+    """Check the limit on open file descriptors."""
     name = "open files"
     limit = _limit(host, "Max open files", daemon_pid)
     whose = _whose(daemon_pid)
@@ -67,21 +67,21 @@ def check_files(host: Host, daemon_pid: int | None) -> Finding:
         return Finding(name, "unknown", f"the limits of {whose} cannot be read", "run as root, or as the daemon's user")
     if limit >= FILES_WANTED:
         return Finding(name, "ok", f"{_number(limit)} for {whose}")
-    fix = "LimitNOFILE=65536 in the unit, or ulimit -n 65536 before the start"
+    fix = "LimitNOFILE=65536 in the unit, or ulimit -n 65536 before starting"
     return Finding(name, "warning", f"{limit} for {whose}, wanted: {FILES_WANTED}", fix)
 
 
 def check_copies() -> Finding:
-    """Try whether this process may copy by ``process_vm_readv``, as the daemon does with small blocks."""
+    """Check whether this process may copy with ``process_vm_readv``, which the daemon uses for small blocks."""
     name = "process_vm_readv"
     if vectored_copy_works():
         return Finding(name, "ok", "allowed")
     fix = "allow process_vm_readv in the container's seccomp profile"
-    return Finding(name, "warning", "forbidden here: small blocks are copied a slower way", fix)
+    return Finding(name, "warning", "forbidden here: copies of small blocks are slower", fix)
 
 
 def size(count_bytes: int) -> str:
-    """Return bytes in words."""
+    """Return a number of bytes as text."""
     if count_bytes >= _UNLIMITED:
         return "unlimited"
     return f"{count_bytes / GIB:.1f} GiB" if count_bytes >= GIB else f"{count_bytes / MIB:.0f} MiB"
@@ -101,7 +101,7 @@ def _whose(daemon_pid: int | None) -> str:
 
 
 def _limit(host: Host, name: str, pid: int | None) -> int | None:
-    """Return a soft limit; None where it cannot be read."""
+    """Return a soft limit; None if it cannot be read."""
     text = host.text(f"/proc/{'self' if pid is None else pid}/limits")
     match = re.search(rf"^{name}\s+(\S+)", text, re.MULTILINE)
     if match is None:

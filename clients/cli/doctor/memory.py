@@ -1,4 +1,4 @@
-"""Host memory: how much there is for pools, large pages, /dev/shm."""
+"""Checks of host memory: its size, huge pages, /dev/shm."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvferry.clients.cli.doctor.limits import size
 from kvferry.clients.cli.doctor.needs import memory_bytes
 
 SHM_WANTED_BYTES: Final = 16 << 20
-"""torch counts there who holds shared device memory: little, but without it nothing can be exported."""
+"""torch keeps reference counters of shared device memory there: small, but required for exports."""
 _HUGE: Final = "/sys/kernel/mm/hugepages/hugepages-2048kB"
 _SHMEM: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-_SHM: Final = "/dev/shm"  # noqa: S108  looked at, not written to
+_SHM: Final = "/dev/shm"  # noqa: S108  only inspected
 _CGROUP_MAX: Final = "/sys/fs/cgroup/memory.max"
 
 
 def check_memory(host: Host, pool_bytes: int) -> Finding:
-    """Compare what pools may take with what there is, and with what the container or the service may take."""
+    """Compare the memory that pools may take with the host's, and with the limit of the container or service."""
     name = "memory"
     total, available = memory_bytes(host, "MemTotal"), memory_bytes(host, "MemAvailable")
     if not total:
@@ -36,7 +36,7 @@ def check_memory(host: Host, pool_bytes: int) -> Finding:
 
 
 def check_huge_pages(host: Host) -> Finding:
-    """Say which large pages there are. Pools do not ask for any; the kernel may give transparent ones by itself."""
+    """Report the huge pages. Pools request none; the kernel may use transparent ones by itself."""
     free, total = host.text(f"{_HUGE}/free_hugepages"), host.text(f"{_HUGE}/nr_hugepages")
     match = re.search(r"\[(\w+)\]", host.text(_SHMEM))
     reserved = f"{free} of {total} reserved 2 MiB pages free" if free and total else "no 2 MiB pages"
@@ -45,7 +45,7 @@ def check_huge_pages(host: Host) -> Finding:
 
 
 def check_shm(host: Host, *, npu: bool) -> Finding:
-    """Look at /dev/shm, through which processes that share device memory count its holders."""
+    """Check /dev/shm, where processes that share device memory keep its reference counters."""
     name = "shared memory"
     try:
         folder = os.statvfs(host.path(_SHM))
@@ -55,7 +55,7 @@ def check_shm(host: Host, *, npu: bool) -> Finding:
     free = folder.f_bavail * folder.f_frsize
     said = f"{_SHM}: {size(folder.f_blocks * folder.f_frsize)}, {size(free)} free"
     if free < SHM_WANTED_BYTES:
-        # Never a new mount over it, nor a removal: what is there may be the memory of processes that run.
+        # Never advise a new mount over it, or a removal: it may hold memory of running processes.
         wanted = (folder.f_blocks * folder.f_frsize + SHM_WANTED_BYTES >> 20) + 1
         fix = f"mount -o remount,size={wanted}m /dev/shm; in containers docker run --shm-size={wanted}m, or --ipc=host"
         return Finding(name, "warning", said, fix)

@@ -1,4 +1,4 @@
-"""Mooncake, by which bytes go between hosts: two wheels with one package name, and the library they need."""
+"""Checks of Mooncake, the transport between hosts: wheels that share a package name, and the library they need."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print(json.dumps(found))
 
 
 def check_wheel(host: Host, needs: Needs) -> Finding:
-    """Look which wheel is installed, whether it is the one that is needed, and whether it can be imported."""
+    """Check which wheel is installed, whether it is the right one, and whether it can be imported."""
     name = "mooncake"
     wheels = _installed(host)
     said = ", ".join(f"{wheel} {version}" for wheel, version in wheels.items()) or "not installed"
@@ -48,19 +48,19 @@ def check_wheel(host: Host, needs: Needs) -> Finding:
         return Finding(name, "missing", f"{said}: they overwrite each other's files", fix)
     if not any(wheel in wheels for wheel in fitting):
         protocol = "ascend" if npu else "tcp"
-        return Finding(name, "missing", f'{said}; the protocol is to be "{protocol}"', install)
+        return Finding(name, "missing", f'{said}; the configured protocol is "{protocol}"', install)
     done = run_child([*host.python, "-c", "import mooncake.engine"], host.environ, _TIMEOUT_S)
     if done.status == 0:
         return Finding(name, "ok", said)
     reason = f"the import took longer than {_TIMEOUT_S:g} s" if done.status is None else done.last_error
     if "libibverbs" in reason:
         return Finding(name, "missing", f"{said}, but: {reason}", INSTALL_VERBS)
-    fix = f'install what it misses (docs/operations.md, "Several hosts"), or the wheel anew: {install}'
+    fix = f'install what it lacks (docs/operations.md, "Several hosts"), or reinstall the wheel: {install}'
     return Finding(name, "missing", f"{said}, but: {reason}", fix)
 
 
 def check_verbs(host: Host, needs: Needs) -> Finding | None:
-    """Look whether the library that every wheel needs can be loaded; None where Mooncake is not wanted."""
+    """Check whether the library that every wheel needs can be loaded; None if Mooncake is not used."""
     if not (needs.mooncake or needs.store):
         return None
     problem = loading_problem(host, VERBS)
@@ -74,5 +74,5 @@ def _installed(host: Host) -> dict[str, str]:
     done = run_child([*host.python, "-c", _INSTALLED, *wheels], host.environ, _TIMEOUT_S)
     try:
         return msgspec.convert(json.loads(done.output), dict[str, str])
-    except ValueError:  # msgspec's own is one too
+    except ValueError:  # msgspec's ValidationError is one, too
         return {}

@@ -1,7 +1,7 @@
-"""What this host is to do, so that a check can tell what is missing from what is merely not there.
+"""What this host is used for, so that a check can distinguish what is missing from what is merely absent.
 
-Reads the few keys of the daemon's configuration that the checks need. Whether the file is right, only the daemon's own
-code can say, which runs as a child: clients do not import the daemon.
+Reads the few keys of the daemon's configuration that the checks need. The file is validated by the daemon's own code in
+a child process, since clients do not import the daemon.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Tiers(msgspec.Struct, frozen=True):
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What the configuration asks for, and whether ``--npu`` asks for an NPU."""
+    """What the configuration requires, and whether ``--npu`` requires an NPU."""
 
     runtime_dir: str | None = None
     pools: Pools = Pools()
@@ -92,28 +92,28 @@ class Needs(msgspec.Struct, frozen=True):
 
     @property
     def store_address(self) -> str | None:
-        """Return where other nodes of the store reach this one."""
+        """Return the address at which other nodes of the store reach this one."""
         return self.tiers.remote.address or self.network.address
 
     @property
     def ascend(self) -> bool:
-        """Return whether Mooncake is to use NPUs."""
+        """Return whether Mooncake is configured to use NPUs."""
         network = self.mooncake and self.network.protocol == "ascend"
         return network or (self.store and self.tiers.remote.protocol == "ascend")
 
     @property
     def asks_for_npu(self) -> bool:
-        """Return whether an NPU is needed even where none can be seen."""
+        """Return whether an NPU is needed even if none is visible."""
         return self.npu_asked or self.ascend
 
     def host_tier_bytes(self, host: Host) -> int:
-        """Return how large the host tier is; 0 where there is none, or it cannot be told."""
+        """Return the size of the host tier; 0 if there is none, or if it is unknown."""
         if self.tiers.host_bytes is not None:
             return self.tiers.host_bytes
         return memory_bytes(host, "MemTotal") // _HOST_TIER_SHARE
 
     def pool_bytes(self, host: Host) -> int:
-        """Return how much host memory pools may take; 0 where that cannot be told."""
+        """Return how much host memory pools may take; 0 if that is unknown."""
         if self.pools.max_bytes is not None:
             return self.pools.max_bytes
         share, of = _SHARE_OF_MEMORY
@@ -121,7 +121,7 @@ class Needs(msgspec.Struct, frozen=True):
 
 
 def read_needs(host: Host, config: Path | None, *, npu: bool) -> tuple[Needs, Finding]:
-    """Return what is needed and what there is to say about the file; one that cannot be read counts as empty."""
+    """Return the needs, and a finding about the file; a file that cannot be read counts as empty."""
     if config is None:
         others = [name for name in host.names("/etc/kvferry") if name.endswith(".toml")]
         hint = f"; there is /etc/kvferry/{others[0]}: give it with --config" if others else ""
@@ -137,7 +137,7 @@ def read_needs(host: Host, config: Path | None, *, npu: bool) -> tuple[Needs, Fi
 
 
 def memory_bytes(host: Host, name: str) -> int:
-    """Return a line of /proc/meminfo; 0 where there is none."""
+    """Return a value of /proc/meminfo in bytes; 0 if there is none."""
     for line in host.text("/proc/meminfo").splitlines():
         key, _, value = line.partition(":")
         if key == name:
@@ -146,7 +146,7 @@ def memory_bytes(host: Host, name: str) -> int:
 
 
 def _problem(host: Host, config: Path) -> str:
-    """Return why the daemon would refuse the file; empty where it would not."""
+    """Return why the daemon would refuse the file; empty if it would not."""
     command = [*host.python, "-P", "-c", LOAD, str(host.path(config.absolute()))]
     done = run_child(command, host.environ, _TIMEOUT_S)
     if done.status is None:

@@ -1,6 +1,6 @@
-"""The NPUs that a host shows, without asking its driver: device nodes, PCI functions, their NUMA nodes.
+"""The NPUs that are visible without asking the driver: device nodes, PCI functions, NUMA nodes.
 
-Reads files only; nothing here can hang on a driver that does.
+Reads files only, so it cannot hang with the driver.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NODES: Final = PurePosixPath("/sys/devices/system/node")
 
 
 class PciNpu(msgspec.Struct, frozen=True):
-    """An NPU on the PCI bus. ``number`` is the driver's, as in /dev/davinciN; None where no driver has it."""
+    """An NPU on the PCI bus. ``number`` is the driver's, as in /dev/davinciN; None if no driver is bound."""
 
     address: str
     number: int | None
@@ -35,7 +35,7 @@ class PciNpu(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Return what to call it."""
+        """Return the name to show."""
         return f"NPU at {self.address}" if self.number is None else f"NPU {self.number}"
 
 
@@ -46,7 +46,7 @@ def davinci_nodes(host: Host) -> list[str]:
 
 
 def pci_npus(host: Host) -> list[PciNpu]:
-    """Return the NPUs on the PCI bus: Huawei's processing accelerators."""
+    """Return the NPUs on the PCI bus: processing accelerators by Huawei."""
     found = []
     for address in host.names(_PCI):
         device = _PCI / address
@@ -59,19 +59,19 @@ def pci_npus(host: Host) -> list[PciNpu]:
 
 
 def driver_folder(host: Host) -> PurePosixPath:
-    """Return where the driver is, if it is installed at all."""
+    """Return the driver's folder, which exists only if it is installed."""
     parent = values(host.text(INSTALL_INFO)).get("Driver_Install_Path_Param") or "/usr/local/Ascend"
     return PurePosixPath(parent) / "driver"
 
 
 def has_npu_sign(host: Host) -> bool:
-    """Return whether anything says that this host has NPUs: a device, a device node, or their driver."""
+    """Return whether anything indicates that this host has NPUs: a device, a device node, or the driver."""
     nodes = davinci_nodes(host) or host.path("/dev/davinci_manager").exists()
     return bool(nodes or pci_npus(host) or host.path(driver_folder(host) / "version.info").exists())
 
 
 def check_nodes(host: Host) -> Finding:
-    """Look for the device nodes, and whether the user may use them."""
+    """Check whether the device nodes exist, and whether the user may use them."""
     name = "device nodes"
     npus = davinci_nodes(host)
     absent = [one for one in MANAGER_NODES if not host.path(f"/dev/{one}").exists()]
@@ -90,7 +90,7 @@ def check_nodes(host: Host) -> Finding:
 
 
 def check_group(host: Host) -> Finding:
-    """Look whether the user is in the group that the driver was installed for."""
+    """Check whether the user is in the group that the driver was installed for."""
     name, group = "group", npu_group(host)
     number = host.group_id(group)
     if number is None:
@@ -99,25 +99,25 @@ def check_group(host: Host) -> Finding:
     if number in host.user.groups:
         return Finding(name, "ok", f"{host.user.name} is in {group}")
     if host.user.uid == 0:
-        return Finding(name, "ok", "root needs none; give --user NAME to look as the daemon's user")
+        return Finding(name, "ok", "root needs none; give --user NAME to check for the daemon's user")
     return Finding(name, "warning", f"{host.user.name} is not in {group}", _join(host))
 
 
 def _join(host: Host) -> str:
-    """Return how a user comes into the driver's group; root's group would give far more than the devices."""
+    """Return how to get the user into the driver's group; root's group would grant far more than the devices."""
     group, user = npu_group(host), host.user.name
     if host.group_id(group) == 0:
-        return "install the driver for a group of its own (--install-usergroup=HwHiAiUser): now it is root's"
+        return "install the driver for a separate group (--install-usergroup=HwHiAiUser): now it is root's"
     return f"usermod -aG {shlex.quote(group)} {shlex.quote(user)}, then a new login, or Group={group} in the unit"
 
 
 def npu_group(host: Host) -> str:
-    """Return the group that the driver gives its device nodes to."""
+    """Return the group of the driver's device nodes."""
     return values(host.text(INSTALL_INFO)).get("UserGroup") or "HwHiAiUser"
 
 
 def check_numa(host: Host) -> Finding:
-    """Say which node's memory and cores each NPU is near to."""
+    """Report the NUMA node of each NPU."""
     name = "numa"
     cores = {node: host.text(_NODES / node / "cpulist") for node in host.names(_NODES) if re.match(r"node\d+\Z", node)}
     npus = pci_npus(host)
@@ -126,7 +126,7 @@ def check_numa(host: Host) -> Finding:
             name,
             "unknown",
             f"{len(cores)} node{'s' * (len(cores) != 1)}; no NPU is seen on the PCI bus",
-            "mount /sys, if a container",
+            "in a container, mount /sys",
         )
     said = "; ".join(
         f"{npu.name}: "

@@ -1,4 +1,4 @@
-"""The ports that other hosts reach: the one in the configuration, and those that Mooncake takes by itself."""
+"""Checks of the ports that other hosts connect to: the configured one, and those that Mooncake chooses itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FENCE = "let only the cluster's hosts reach them: systemd/hosts.conf, or the fi
 
 
 def check_listen(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | None) -> Finding:
-    """Look whether ``peers.listen`` names an address of this host and a port that is free, or the daemon's."""
+    """Check whether ``peers.listen`` is an address of this host with a port that is free, or held by the daemon."""
     name = "peers.listen"
     listen = needs.peers.listen
     if listen is None:
@@ -33,7 +33,7 @@ def check_listen(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | No
 
 
 def check_mooncake(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | None) -> Finding | None:
-    """Name the ports that Mooncake listens on; None where it is not wanted."""
+    """Report the ports that Mooncake listens on; None if it is not used."""
     name = "mooncake ports"
     if not needs.mooncake:
         return None
@@ -55,19 +55,19 @@ def _held(listen: str, holders: Sequence[Listener], daemon_pid: int | None) -> F
         return Finding(name, "warning", f"nothing listens at {listen}, though a daemon runs", fix)
     if daemon_pid is not None and (not daemon_pid or any(one.pid in {daemon_pid, None} for one in holders)):
         return Finding(name, "ok", f"{listen}, held by the daemon (pid {daemon_pid or 'not seen from here'})")
-    fix = "choose another port and tell the other hosts, or end what holds it if nobody needs that"
+    fix = "choose another port and tell the other hosts, or stop the process that holds it if nobody needs it"
     return Finding(name, "missing", f"{listen} is held by {holders[0].owner}", fix)
 
 
 def _foreign(address: str) -> str:
-    """Return why nothing could listen at an address; empty where it is this host's. Binds no port of anybody's."""
+    """Return why nothing can listen at an address; empty if it is this host's. Binds only an ephemeral port."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET  # noqa: PLR2004
     except ValueError:
-        return "no numeric address"
+        return "not a numeric address"
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
     except OSError as error:
-        return "no address of this host" if error.errno == errno.EADDRNOTAVAIL else os.strerror(error.errno or 0)
+        return "not an address of this host" if error.errno == errno.EADDRNOTAVAIL else os.strerror(error.errno or 0)
     return ""

@@ -1,4 +1,4 @@
-"""The runtime directory, and the daemon that answers there, if one does."""
+"""Checks of the runtime directory, and of the daemon that answers there, if any."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvferry.protocol.errors import AccessDeniedError, KvferryError, VersionMism
 from kvferry.protocol.paths import CONTROL_SOCKET, default_runtime_dir
 from kvferry.protocol.session_messages import StatusReport
 
-RESTART = "systemctl restart kvferry@NAME, once engines can do without its pools: those go with it"
+RESTART = "systemctl restart kvferry@NAME, once engines no longer need its pools: they are lost"
 
 
 class Running(msgspec.Struct, frozen=True):
-    """The directory, and what its daemon reported, or the error with which that ended.
+    """The directory, and what its daemon reported, or the error.
 
-    ``pid`` is the daemon's process as it is called here, 0 where it is in a container that this process cannot look
-    into, None where no daemon answers.
+    ``pid`` is the daemon's process id in this process's namespace: 0 if the daemon is in a container that is not
+    visible from here, None if no daemon answers.
     """
 
     directory: Path
@@ -39,7 +39,7 @@ class Running(msgspec.Struct, frozen=True):
 def ask_daemon(
     host: Host, runtime_dir: str | os.PathLike[str] | None, configured: str | None, timeout_s: float
 ) -> Running:
-    """Ask the daemon for its status, within twice the time given."""
+    """Ask the daemon for its status, within twice ``timeout_s``."""
     directory = host.path(Path(runtime_dir or configured or default_runtime_dir(host.environ)).absolute())
     try:
         with Client.connect(directory, name="doctor", session=False, timeout_s=timeout_s) as client:
@@ -50,7 +50,7 @@ def ask_daemon(
 
 
 def check_directory(running: Running) -> Finding:
-    """Look whether the directory is there and this user may use it."""
+    """Check whether the directory exists and this user may use it."""
     name, directory = "runtime directory", running.directory
     if isinstance(running.error, AccessDeniedError):
         return Finding(name, "warning", running.error.detail, _way_in(directory))
@@ -59,17 +59,17 @@ def check_directory(running: Running) -> Finding:
     except KeyError:
         group = f"{directory.stat().st_gid}, which has no name"
     except OSError:
-        fix = "the daemon makes it; elsewhere? give --runtime-dir, or set KVFERRY_RUNTIME_DIR"
+        fix = "the daemon creates it; if it is elsewhere, give --runtime-dir, or set KVFERRY_RUNTIME_DIR"
         return Finding(name, "warning", f"no {directory}", fix)
     if not directory.is_dir():
         return Finding(
-            name, "missing", f"{directory} is no directory", "name another one in --runtime-dir or runtime_dir"
+            name, "missing", f"{directory} is not a directory", "name another one in --runtime-dir or runtime_dir"
         )
     return Finding(name, "ok", f"{directory}, of group {group}")
 
 
 def check_daemon(running: Running) -> Finding:
-    """Say who answers, and whether it is well."""
+    """Report which daemon answers, and its health."""
     name, report = "daemon", running.report
     if report is None:
         return _no_answer(running)
@@ -82,29 +82,29 @@ def check_daemon(running: Running) -> Finding:
     if report.daemon_version != own:
         return Finding(name, "warning", f"{said}; this command is {own}", f"after an upgrade: {RESTART}")
     if report.draining:
-        return Finding(name, "warning", f"{said}; it drains and takes no new transfers", "wait for its end")
+        return Finding(name, "warning", f"{said}; it is draining and accepts no new transfers", "wait until it ends")
     return Finding(name, "ok", said)
 
 
 def check_devices(running: Running) -> tuple[Finding, ...]:
-    """Say how the devices are that the daemon's pools are on."""
+    """Report the state of the devices that the daemon uses."""
     findings = []
     for device in running.report.devices if running.report else ():
         name = f"device {device.device}"
         if device.state == "ready":
             said = f"ready, {device.free_bytes >> 20} of {device.total_bytes >> 20} MiB free"
             findings.append(Finding(name, "ok", said))
-        elif device.state.startswith("unavailable"):  # somebody asked for a pool on it; that alone takes no device
-            fix = "kvferry doctor --npu tells what is missing, if this host is to have one"
+        elif device.state.startswith("unavailable"):  # somebody requested a pool on it; that does not need to work
+            fix = "kvferry doctor --npu shows what is missing, if this host should have one"
             findings.append(Finding(name, "warning", device.state, fix))
         else:
-            fix = "look at the device (npu-smi info, nvidia-smi); the daemon ends by itself and is to be started anew"
+            fix = "check the device (npu-smi info, nvidia-smi); the daemon ends by itself and has to be restarted"
             findings.append(Finding(name, "missing", device.state, fix))
     return tuple(findings)
 
 
 def check_tiers(running: Running) -> tuple[Finding, ...]:
-    """Say which tiers of the running daemon do not work."""
+    """Report the tiers of the running daemon that do not work."""
     findings = []
     for tier in running.report.tiers if running.report else ():
         if tier.state in {"ready", "off"}:
@@ -115,39 +115,37 @@ def check_tiers(running: Running) -> tuple[Finding, ...]:
 
 
 def used_bytes(running: Running, tier: str) -> int:
-    """Return how many bytes the running daemon has in a tier; 0 where none runs."""
+    """Return the bytes that the running daemon has in a tier; 0 if none runs."""
     return sum(one.used_bytes for one in running.report.tiers if one.tier == tier) if running.report else 0
 
 
 def _no_answer(running: Running) -> Finding:
     name, error = "daemon", running.error
     if isinstance(error, AccessDeniedError):
-        return Finding(name, "unknown", "not to be asked by this user", "see runtime directory")
+        return Finding(name, "unknown", "this user may not use it", "see runtime directory")
     if (running.directory / CONTROL_SOCKET).exists():
         if isinstance(error, VersionMismatchError):
             return Finding(name, "missing", error.detail, error.remedy)
-        fix = f"its log says what it did last: journalctl -u kvferry@NAME; {RESTART}"
+        fix = f"check its log: journalctl -u kvferry@NAME; {RESTART}"
         reason = error.detail if error else "no reason given"
-        return Finding(name, "missing", f"its socket is there, but nobody answers: {reason}", fix)
-    return Finding(name, "warning", "none runs here", "systemctl start kvferry@NAME, or kvferry daemon")
+        return Finding(name, "missing", f"its socket exists, but nobody answers: {reason}", fix)
+    return Finding(name, "warning", "none is running", "systemctl start kvferry@NAME, or kvferry daemon")
 
 
 def _way_in(directory: Path) -> str:
-    """Return how this user comes to use the directory: by its group, unless that is root's."""
+    """Return how this user can get access to the directory: by its group, unless that is root's."""
     try:
         number = directory.stat().st_gid
         group = grp.getgrgid(number).gr_name
     except (OSError, KeyError):
-        return "run as the daemon's user, or as root, to see whose it is"
+        return "run as the daemon's user, or as root, to see who owns it"
     if number == 0:
-        return (
-            "let the daemon run as a user and group of its own (User= and Group= in the unit): its group is root's now"
-        )
-    return f"usermod -aG {shlex.quote(group)} USER for who is to use it, then a new login"
+        return "run the daemon as a separate user and group (User= and Group= in the unit): its group is root's now"
+    return f"usermod -aG {shlex.quote(group)} USER for each user of it, then a new login"
 
 
 def process_behind(control_socket: Path, reported: int, timeout_s: float) -> int:
-    """Return the daemon's process as this process would call it: in a container the daemon knows itself by another."""
+    """Return the daemon's process id in this process's namespace; the daemon in a container reports another one."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(timeout_s)
@@ -156,4 +154,4 @@ def process_behind(control_socket: Path, reported: int, timeout_s: float) -> int
     except OSError:
         return reported
     pid: int = struct.unpack("3i", credentials)[0]
-    return reported if pid == 1 else pid  # 1: the service manager made the socket
+    return reported if pid == 1 else pid  # 1: the service manager created the socket

@@ -1,4 +1,4 @@
-"""Who listens on which TCP port, from /proc alone: trying a port by binding it could get into a daemon's way."""
+"""Which process listens on which TCP port, from /proc alone: probing a port by binding it could disturb a daemon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORD: Final = 8
 
 
 class Listener(msgspec.Struct, frozen=True):
-    """A listening socket. ``pid`` is None where this user may not know whose it is."""
+    """A listening socket. ``pid`` is None if this user may not see its owner."""
 
     address: str
     port: int
@@ -26,16 +26,16 @@ class Listener(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Return address and port, as one writes them."""
+        """Return ``address:port``, with IPv6 addresses in brackets."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
     @property
     def owner(self) -> str:
-        """Return who it is, in words."""
-        return "somebody that this user may not see" if self.pid is None else f"{self.command} (pid {self.pid})"
+        """Return the owning process as text."""
+        return "a process that this user may not see" if self.pid is None else f"{self.command} (pid {self.pid})"
 
     def covers(self, address: str) -> bool:
-        """Return whether a socket at this address would be in the way of one at another: equal, or any address."""
+        """Return whether this socket conflicts with one at another address: equal, or one of them is unspecified."""
         own, other = ipaddress.ip_address(self.address), ipaddress.ip_address(address)
         return own == other or own.is_unspecified or other.is_unspecified
 
@@ -55,7 +55,7 @@ def _listener(host: Host, local: str, pid: int | None) -> Listener:
 
 
 def _address(text: str) -> str:
-    """Return an address from /proc/net/tcp, where each 32-bit word is in the machine's own order (here: little)."""
+    """Return an address from /proc/net/tcp, where each 32-bit word is in host byte order (here: little-endian)."""
     words = [bytes.fromhex(text[start : start + _WORD])[::-1] for start in range(0, len(text), _WORD)]
     address = ipaddress.ip_address(b"".join(words))
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
@@ -63,14 +63,14 @@ def _address(text: str) -> str:
 
 
 def _owners(host: Host, inodes: set[str]) -> dict[str, int]:
-    """Return the process of each socket, as far as this user may look."""
+    """Return the process of each socket that this user may inspect."""
     found: dict[str, int] = {}
     for pid in host.names("/proc"):
         if not pid.isdigit():
             continue
         for number in host.names(f"/proc/{pid}/fd"):
             try:
-                target = os.readlink(host.path(f"/proc/{pid}/fd/{number}"))  # noqa: PTH115  no path, but socket:[N]
+                target = os.readlink(host.path(f"/proc/{pid}/fd/{number}"))  # noqa: PTH115  not a path, but socket:[N]
             except OSError:
                 continue
             match = re.match(r"socket:\[(\d+)\]\Z", target)

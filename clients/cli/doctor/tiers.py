@@ -1,4 +1,4 @@
-"""What the tiers need: memory for the host tier, a folder for the disk tier, a store for the remote one."""
+"""Checks for the tiers: memory for the host tier, a folder for the disk tier, a store for the remote tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IMPORT_S: Final = 30.0
 
 
 def check_host_tier(host: Host, needs: Needs) -> Finding:
-    """Compare the host tier, and what goes beside it, with the host's memory."""
+    """Compare the host tier, together with pools and store segment, with the host's memory."""
     name = "host tier"
     tier_bytes, total = needs.host_tier_bytes(host), memory_bytes(host, "MemTotal")
     if not tier_bytes:
@@ -43,9 +43,9 @@ def check_host_tier(host: Host, needs: Needs) -> Finding:
 
 
 def check_disk_tier(host: Host, needs: Needs, used_bytes: int) -> Finding | None:
-    """Look at the disk tier's folder as its daemon would, and at the space it has; None where it is not wanted.
+    """Check the disk tier's folder as the daemon would, and its free space; None if the tier is not configured.
 
-    ``used_bytes`` are those that the running daemon has there already.
+    ``used_bytes``: what the running daemon already has there.
     """
     name, disk = "disk tier", needs.tiers.disk
     if disk.path is None:
@@ -61,18 +61,18 @@ def check_disk_tier(host: Host, needs: Needs, used_bytes: int) -> Finding | None
     free = space.f_bavail * space.f_frsize
     said = f"{disk.path}: {size(free)} free, {size(used_bytes)} used, tiers.disk.max_bytes is {size(disk.max_bytes)}"
     if free + used_bytes < disk.max_bytes:
-        fix = "lower tiers.disk.max_bytes, or make space: a disk that is full makes the tier rest"
+        fix = "lower tiers.disk.max_bytes, or make space: the tier pauses while its disk is full"
         return Finding(name, "warning", said, fix)
     return Finding(name, "ok", said)
 
 
 def check_store_module(host: Host, needs: Needs) -> Finding | None:
-    """Look whether the store's part of Mooncake can be imported, and whether other nodes have an address for it."""
+    """Check whether Mooncake's store module can be imported, and whether an address for other nodes is configured."""
     name = "mooncake store"
     if not needs.store:
         return None
     if needs.store_address is None:
-        fix = "set tiers.remote.address: by which address of this host other nodes reach it"
+        fix = "set tiers.remote.address: the address of this host at which other nodes reach it"
         return Finding(name, "missing", "neither tiers.remote.address nor network.address is set", fix)
     done = run_child([*host.python, "-c", "import mooncake.store"], host.environ, _IMPORT_S)
     if done.status == 0:
@@ -82,18 +82,18 @@ def check_store_module(host: Host, needs: Needs) -> Finding | None:
 
 
 def check_master(needs: Needs) -> Finding | None:
-    """Try whether the store's master takes connections; None where it is not wanted. It may come later."""
+    """Check whether the store's master accepts connections; None if no store is configured. It may start later."""
     name, master = "store master", needs.tiers.remote.master
     if not needs.store:
         return None
     address, _, port = master.rpartition(":")
     try:
         with socket.create_connection((address.strip("[]"), int(port)), timeout=CONNECT_S):
-            return Finding(name, "ok", f"{master} takes connections; its port and the store's ports are for nodes only")
+            return Finding(name, "ok", f"{master} accepts connections; open its port and the store's to nodes only")
     except (OSError, OverflowError) as error:
         fix = f"start mooncake_master there (it is in the wheel), or let this host reach it: --rpc_port={port}"
         reason = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
-        return Finding(name, "warning", f"{master}: {reason}; the daemon goes on without it", fix)
+        return Finding(name, "warning", f"{master}: {reason}; the daemon runs without it", fix)
 
 
 def _no_host_tier(needs: Needs, total: int) -> Finding:
@@ -103,7 +103,7 @@ def _no_host_tier(needs: Needs, total: int) -> Finding:
     below = [key for key, wanted in (("disk", needs.tiers.disk.path), ("remote", needs.store)) if wanted]
     if below:
         said = f"tiers.host_bytes is 0, and tiers.{below[0]} needs it"
-        return Finding(name, "missing", said, "raise tiers.host_bytes: what lower tiers hold comes up through it")
+        return Finding(name, "missing", said, "raise tiers.host_bytes: blocks of lower tiers are promoted through it")
     return Finding(name, "ok", "none: tiers.host_bytes is 0")
 
 
@@ -113,24 +113,24 @@ def _no_folder(path: str, error: OSError, user: User) -> Finding:
         return Finding("disk tier", "unknown", said, "run as root, or as the daemon's user")
     if not isinstance(error, FileNotFoundError):
         return Finding("disk tier", "missing", said, ANOTHER)
-    fix = f"{make_own(path, user)}; in the unit StateDirectory=kvferry makes its own, {STATE_FOLDER}"
+    fix = f"{make_own(path, user)}; in the unit StateDirectory=kvferry creates {STATE_FOLDER}"
     return Finding("disk tier", "missing", said, fix)
 
 
 def _folder_fault(host: Host, path: str, folder: os.stat_result) -> Finding | None:
-    """Return why the daemon would refuse the folder, or who else looks into it."""
+    """Return why the daemon would refuse the folder, or a warning if others can read it."""
     name, user, mode = "disk tier", host.user, stat.S_IMODE(folder.st_mode)
     if not stat.S_ISDIR(folder.st_mode):
-        return Finding(name, "missing", f"{path} is no directory", ANOTHER)
+        return Finding(name, "missing", f"{path} is not a directory", ANOTHER)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        said = f"{path} has mode {mode:04o}: others could slip in blocks, so the daemon refuses it"
+        said = f"{path} has mode {mode:04o}: others could plant blocks, so the daemon refuses it"
         return Finding(name, "missing", said, close_to_others(host, path, user, KEY))
     if folder.st_uid != user.uid:
         said = f"{path} belongs to user {folder.st_uid}, not to {user.name}"
-        if user.uid == 0:  # most likely asked by an operator, not by the daemon's user
-            return Finding(name, "warning", said, "kvferry doctor --user NAME judges for the daemon's user")
+        if user.uid == 0:  # most likely run by an operator, not by the daemon's user
+            return Finding(name, "warning", said, "kvferry doctor --user NAME checks for the daemon's user")
         return Finding(name, "missing", said, close_to_others(host, path, user, KEY))
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        said = f"{path} has mode {mode:04o}: others may look into it"
+        said = f"{path} has mode {mode:04o}: others can read it"
         return Finding(name, "warning", said, close_to_others(host, path, user, KEY))
     return None

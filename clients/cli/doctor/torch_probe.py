@@ -1,8 +1,8 @@
-"""torch and torch_npu, looked at in a child: the import may fail, hang in the driver, or end the process.
+"""Checks of torch and torch_npu in a child process: the import may fail, hang in the driver, or crash.
 
-With torch_npu installed and CANN not found, ``import torch`` itself fails unless backends are kept from loading
-themselves; the child sets that and imports torch_npu by hand. What it finds it says step by step, one JSON object a
-line, so that the last line tells where it stood when it hung or died.
+With torch_npu installed but CANN not found, ``import torch`` itself fails unless automatic loading of backends is
+disabled; the child disables it and imports torch_npu explicitly. It reports step by step, one JSON object per line, so
+that the last line tells where it hung or died.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.cli.doctor.versions import same_release
 
 TIMEOUT_S: Final = 60.0
-"""A first look at eight devices takes half a minute where the driver has just been loaded."""
+"""Opening eight devices takes half a minute if the driver has just been loaded."""
 
 PROBE: Final = """
 import json
@@ -50,7 +50,7 @@ if npu:
 
 
 class TorchFound(msgspec.Struct, frozen=True):
-    """What the child said. ``step`` is where it stopped and ``reason`` why; both are empty where it came through."""
+    """The child's report. ``step`` is where it stopped and ``reason`` why; both are empty if it succeeded."""
 
     torch: str = ""
     torch_npu: str = ""
@@ -69,15 +69,15 @@ def probe_torch(host: Host, timeout_s: float = TIMEOUT_S) -> TorchFound:
             said |= json.loads(line)
     if said["step"] and not said.get("reason"):
         if done.status is None:
-            said["reason"] = f"nothing came back for {timeout_s:g} s"
+            said["reason"] = f"no answer within {timeout_s:g} s"
         else:
             how = f"signal {-done.status}" if done.status < 0 else f"status {done.status}"
-            said["reason"] = f"the process ended with {how}: {done.last_error or 'no word'}"
+            said["reason"] = f"the process ended with {how}: {done.last_error or 'no message'}"
     return msgspec.convert(said, TorchFound)
 
 
 def check_torch_npu(found: TorchFound) -> Finding:
-    """Judge torch_npu where NPUs are wanted."""
+    """Check torch_npu on a host that needs NPUs."""
     name = "torch_npu"
     if not found.torch and found.reason:
         return Finding(name, "unknown", f"{found.step} fails: {found.reason}", "run kvferry with the daemon's Python")
@@ -86,19 +86,19 @@ def check_torch_npu(found: TorchFound) -> Finding:
         fix = f"pip install --no-deps torch-npu=={release} numpy pyyaml, beside torch {release}"
         return Finding(name, "missing", f"not installed; {_torch(found)}", fix)
     if not same_release(found.torch, found.torch_npu):
-        fix = "install the torch-npu of the same first three numbers as torch"
-        return Finding(name, "missing", f"{found.torch_npu} does not fit: {_torch(found)}", fix)
+        fix = "install the torch-npu with the same first three version numbers as torch"
+        return Finding(name, "missing", f"{found.torch_npu} does not match: {_torch(found)}", fix)
     if found.reason:
         said = f"{found.torch_npu} is installed, but {found.step} fails: {found.reason}"
         return Finding(name, "missing", said, _fix(found))
     if not found.devices:
-        fix = "npu-smi info: any devices? is ASCEND_RT_VISIBLE_DEVICES empty, or a device node not open to this user?"
+        fix = "npu-smi info: any devices? is ASCEND_RT_VISIBLE_DEVICES empty, or a device node not accessible?"
         return Finding(name, "missing", f"{found.torch_npu} imports, but torch sees no device", fix)
     return Finding(name, "ok", f"{found.torch_npu} beside torch {found.torch}; torch sees {found.devices} devices")
 
 
 def check_without_npu(found: TorchFound) -> Finding | None:
-    """Judge torch_npu where no NPU is wanted: not installed is right, and one that does not import harms engines."""
+    """Check torch_npu on a host without NPUs: it should be absent, and one that cannot be imported harms engines."""
     if not found.torch_npu:
         return None
     if not found.reason:
@@ -114,8 +114,8 @@ def _torch(found: TorchFound) -> str:
 
 
 def _fix(found: TorchFound) -> str:
-    if "nothing came back" in found.reason or found.step == "counting devices":
-        return "the driver does not answer: npu-smi info, then dmesg; when nobody needs the NPUs, reset one or reboot"
+    if "no answer within" in found.reason or found.step == "counting devices":
+        return "the driver does not answer: npu-smi info, then dmesg; when nobody uses the NPUs, reset one or reboot"
     if found.step == "importing torch":
-        return f"torch itself is broken: install the same version anew ({found.torch})"
+        return f"torch itself is broken: reinstall the same version ({found.torch})"
     return loader_fix(found.reason)

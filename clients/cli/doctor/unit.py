@@ -1,4 +1,4 @@
-"""The systemd unit: whether it is installed, and whether it lets the daemon do what is needed of it."""
+"""Checks of the systemd unit: whether it is installed, and whether it permits what the daemon needs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NAME: Final = "kvferry@.service"
 FOLDERS: Final = ("/etc/systemd/system", "/run/systemd/system", "/usr/local/lib/systemd/system",
                   "/usr/lib/systemd/system", "/lib/systemd/system")  # fmt: skip
 DROP_INS: Final = f"/etc/systemd/system/{NAME}.d"
-"""Where an operator's own settings go: what is below /usr belongs to packages."""
+"""Where an operator's own settings go: files below /usr belong to packages."""
 
-PRIVATE: Final = ("/tmp", "/var/tmp")  # noqa: S108  looked at as names
+PRIVATE: Final = ("/tmp", "/var/tmp")  # noqa: S108  only compared as names
 HOMES: Final = ("/home", "/root", "/run/user")
 _BOOTED: Final = "/run/systemd/system"
 
@@ -34,11 +34,11 @@ class Unit(msgspec.Struct, frozen=True):
     settings: dict[str, list[str]]
 
     def last(self, key: str) -> str:
-        """Return the value that counts of a key that takes one; empty without."""
+        """Return the effective value of a key that takes one; empty if it is not set."""
         return self.settings.get(key, [""])[-1]
 
     def words(self, key: str) -> set[str]:
-        """Return the words of all values of a key that takes many."""
+        """Return the words of all values of a key that takes several."""
         return {word for value in self.settings.get(key, []) for word in value.split()}
 
     def allows(self, node: str) -> bool:
@@ -52,7 +52,7 @@ class Unit(msgspec.Struct, frozen=True):
 
 
 def read_unit(host: Host) -> Unit | None:
-    """Return the unit as systemd would read it; None where it is not installed."""
+    """Return the unit as systemd would read it; None if it is not installed."""
     path = next((PurePosixPath(folder) / NAME for folder in FOLDERS if host.path(f"{folder}/{NAME}").is_file()), None)
     if path is None:
         return None
@@ -66,12 +66,12 @@ def read_unit(host: Host) -> Unit | None:
 
 
 def check_unit(host: Host, needs: Needs, *, npu: bool) -> Finding:
-    """Look for the unit, and for what it forbids that is needed."""
+    """Check whether the unit is installed, and whether it forbids something that is needed."""
     name = "systemd unit"
     unit = read_unit(host)
     if unit is None:
         if not host.path(_BOOTED).is_dir():
-            return Finding(name, "ok", "no systemd runs here")
+            return Finding(name, "ok", "systemd is not running here")
         fix = (
             f"copy share/kvferry/systemd/{NAME} (below {sys.prefix}; in a checkout systemd/) to {FOLDERS[0]}, "
             "name this kvferry in its ExecStart=, then systemctl daemon-reload"
@@ -86,7 +86,7 @@ def check_unit(host: Host, needs: Needs, *, npu: bool) -> Finding:
 
 
 def check_unit_environment(host: Host) -> Finding | None:
-    """Look whether the unit tells the daemon where CANN is, as no service reads a shell's set_env.sh."""
+    """Check whether the unit tells the daemon where CANN is, as a service does not read a shell's set_env.sh."""
     name = "unit's CANN"
     unit = read_unit(host)
     if unit is None:
@@ -102,7 +102,7 @@ def check_unit_environment(host: Host) -> Finding | None:
 
 
 def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
-    """Return what keeps the daemon from other hosts, each with the fix."""
+    """Return what keeps the daemon from reaching other hosts, each with the fix."""
     if not (needs.peers.listen or "").startswith("tcp://") and not needs.store:
         return []
     families = unit.words("RestrictAddressFamilies")
@@ -112,12 +112,12 @@ def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
     denied = "any" in unit.words("IPAddressDeny") and not unit.words("IPAddressAllow")
     if closed or denied:
         fix = f"copy hosts.conf from beside the unit's file to {DROP_INS} and name your network in it"
-        return [("it lets the daemon speak to no other host", fix)]
+        return [("it forbids the daemon to reach other hosts", fix)]
     return []
 
 
 def _disk_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
-    """Return what keeps the daemon from the disk tier's folder, each with the fix."""
+    """Return what keeps the daemon from using the disk tier's folder, each with the fix."""
     if needs.tiers.disk.path is None or unit.last("ProtectSystem") != "strict":
         return []
     path = PurePosixPath(needs.tiers.disk.path)
@@ -128,11 +128,11 @@ def _disk_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
     ]
     given = [PurePosixPath(one.lstrip("-+")) for one in unit.words("ReadWritePaths")]
     if any(path.is_relative_to(one) for one in PRIVATE) and unit.last("PrivateTmp") in {"yes", "true", "1"}:
-        fix = f"a tiers.disk.path that stays, such as {STATE_FOLDER}"
-        return [(f"it gives the daemon a /tmp of its own, which goes with it, and {path} is there", fix)]
+        fix = f"a persistent tiers.disk.path, such as {STATE_FOLDER}"
+        return [(f"it gives the daemon a private /tmp, which is removed with it, and {path} is there", fix)]
     if any(path.is_relative_to(one) for one in (*own, *given)):
         return []
-    said = f"it lets the daemon write nothing in {path} (tiers.disk.path)"
+    said = f"it forbids the daemon to write in {path} (tiers.disk.path)"
     hidden = any(path.is_relative_to(one) for one in HOMES) and unit.last("ProtectHome") not in {"", "no", "false"}
     if is_of_all(path) or hidden:
         return [(said, f"a tiers.disk.path of the daemon's own outside of /home, such as {STATE_FOLDER}")]
@@ -140,7 +140,7 @@ def _disk_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
 
 
 def _npu_faults(host: Host, unit: Unit) -> list[tuple[str, str]]:
-    """Return what keeps the daemon from NPUs, each with the fix."""
+    """Return what keeps the daemon from using NPUs, each with the fix."""
     faults = []
     locked = unit.last("LimitMEMLOCK")
     if locked != "infinity":
@@ -157,7 +157,7 @@ def _npu_faults(host: Host, unit: Unit) -> list[tuple[str, str]]:
 
 
 def _read(text: str, settings: dict[str, list[str]]) -> None:
-    """Add a unit file's assignments; an empty one takes back those before it."""
+    """Add a unit file's assignments; an empty one resets the key."""
     for line in text.replace("\\\n", " ").splitlines():
         key, is_assignment, value = line.strip().partition("=")
         if not is_assignment or key.startswith(("#", ";", "[")):

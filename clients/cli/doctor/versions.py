@@ -10,7 +10,7 @@ _FINAL = "z"
 
 
 class Version(NamedTuple):
-    """Compares as versions do: a release candidate comes before its release."""
+    """A comparable version: a release candidate comes before its release."""
 
     major: int
     minor: int
@@ -20,7 +20,7 @@ class Version(NamedTuple):
 
 
 def parse_version(text: str) -> Version | None:
-    """Return the version that a text begins with; None where it begins with none."""
+    """Return the version at the start of a text; None if there is none."""
     match = _PATTERN.match(text.strip())
     if match is None:
         return None
@@ -29,7 +29,7 @@ def parse_version(text: str) -> Version | None:
 
 
 def at_least(text: str, wanted: str) -> bool | None:
-    """Return whether a version is as new as another; None where one of them is no version."""
+    """Return whether a version is at least ``wanted``; None if one of them is not a version."""
     found, least = parse_version(text), parse_version(wanted)
     return None if found is None or least is None else found >= least
 

@@ -375,7 +375,7 @@ def test_a_component_without_a_list_is_left_out_and_said(command: Command) -> No
     made = command.explained(given_)
     assert [pair["entry"] for pair in made["pairs"]] == ["main/k/0"]
     assert made["skipped_source_entries"] == [
-        {"entry": "draft/k/0", "index": 1, "reason": "a side gives no pages of component draft"}
+        {"entry": "draft/k/0", "index": 1, "reason": "one side gives no pages of component draft"}
     ]
     assert made["uncovered_destination_entries"] == [{"entry": "draft/k/0", "index": 1, "coverage": "optional"}]
 

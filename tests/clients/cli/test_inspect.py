@@ -163,10 +163,12 @@ def rows_of(report: StatusReport, title: str) -> list[str]:
 def test_where_a_pool_is_and_whose_memory_it_is() -> None:
     model = ModelIdentity(name="some/model", revision="1")
     registered = msgspec.structs.replace(POOL, pool="q", device="npu:1", registered_by=5, model=model)
-    report = msgspec.structs.replace(REPORT, pools=(POOL, registered))
+    of_instance = msgspec.structs.replace(POOL, pool="r", lifetime="instance", ends_with=6)
+    report = msgspec.structs.replace(REPORT, pools=(POOL, registered, of_instance))
     assert rows_of(report, "pools") == [
         "p 7 9 9 0 1.0 1.00 00000000 - host",
         "q 7 9 9 0 1.0 1.00 00000000 some/model@1 npu:1, registered by session 5",
+        "r 7 9 9 0 1.0 1.00 00000000 - host, ends with instance 6",
     ]
 
 

@@ -147,6 +147,27 @@ def test_surplus_source_entries_are_counted(capsys: pytest.CaptureFixture[str], 
     assert (status, made["skipped_source_entries"]) == (0, 2)
 
 
+def test_groups_have_lists_of_their_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    spec = {
+        "kind": "mla", "layers": 4, "tokens": 64, "page_size": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+        "joined": True, "dtype": "bfloat16", "groups": [[0, 2], [1, 3]],
+    }  # fmt: skip
+    source = [{"component": "main", "pages": [1, 2]}, {"component": "group1", "pages": [3], "first_page": 1}]
+    wanted = [{"component": "main", "pages": [5, 6]}, {"component": "group1", "pages": [9], "first_page": 1}]
+    plan = {"source": {"spec": spec, "lists": source}, "destination": {"spec": spec, "lists": wanted}}
+    status, made = run_main(capsys, "plan", json.dumps(plan), tmp_path)
+    page, array = 4 * 12 * 2, 17 * 4 * 12 * 2
+    assert status == 0
+    assert sorted(made["blocks"]) == sorted(
+        [base + source_page * page, base + page_there * page, pages * page]
+        for base in (0, array)
+        for source_page, page_there, pages in ((1, 5, 2), (3, 9, 1))
+    )
+    twice = {**plan, "destination": {"spec": spec, "lists": [*wanted, {"component": "main", "pages": [7]}]}}
+    error = refusal(capsys, "plan", twice, tmp_path)
+    assert (error["code"], error["field"]) == ("UNKNOWN_COMPONENT", "destination.lists[2].component")
+
+
 def test_draft_is_optional_by_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given_ = {**PLAN, "destination": {"entries": [entry(component="draft"), entry()]}}
     status, made = run_main(capsys, "plan", json.dumps(given_), tmp_path)

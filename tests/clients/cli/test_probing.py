@@ -91,12 +91,14 @@ def test_every_type_is_answered_with_its_reply(probe: Probe, daemon: DaemonProce
         "CREATE_POOL": {"pool": name + "-new", "spec": SPEC, "model": {"name": "m", "revision": "1"}},
         "ATTACH_POOL": {"pool": name},
         "DELETE_POOL": {"pool": name + "-new"},
+        "ABANDON": {"request_id": REQUEST_ID[::-1], "direction": "send"},
         "ALLOCATE": {"pool": name, "count": 2},
         "CREATE_TABLES": {"tables": "t", "pool": name, "max_batch": 2, "max_context_tokens": 256},
         "LOOKUP": {"pool": name, "hashes": HASH},
         "CACHE_PIN": {"hashes": HASH},
         "CACHE_EVICT": {"hashes": HASH},
         "CACHE_EVENTS": {"cursor": 1 << 40},
+        "BATCH": {"requests": [{"type": "ALLOCATE", "pool": name, "count": 1}, {"type": "SNAPSHOTS"}]},
     }
     transfer = {"request_id": REQUEST_ID, "pool": name}
     k = {"component": "main", "role": "k"}
@@ -183,6 +185,32 @@ def test_messages_share_a_session_and_refer_to_replies(probes: Probes, name: str
     assert (status, types(said)) == (1, ["POOL_CREATED", "ALLOCATED", "FREED", "FREED", "ERROR"])
     assert [one["message"] for one in said] == ["1", "mine", "3", "4", "5"]
     assert said[4]["error"]["code"] == "NOT_OWNER"
+
+
+def test_what_a_batch_begins_is_followed_to_its_end(probes: Probes, name: str) -> None:
+    transfer = {"request_id": REQUEST_ID, "pool": name}
+    status, said = probes(
+        "--keep-going",
+        "CREATE_POOL", {"pool": name, "spec": SPEC},
+        "ALLOCATE", {"as": "mine", "pool": name, "count": 2},
+        "BATCH", {"as": "step", "requests": [
+            {"type": "RECEIVE", **transfer, "lists": [{"pages": ["$mine.pages.0"]}]},
+            {"type": "SEND", **transfer, "lists": [{"pages": ["$mine.pages.1"]}]},
+            {"type": "OFFLOAD", "pool": name, "lists": [{"pages": ["$mine.pages.1"]}]},
+            {"type": "ALLOCATE", "pool": name, "count": 1},
+        ]},
+        "DROP_SNAPSHOT", {"snapshot": "$step.results.2.snapshot"},
+    )  # fmt: skip
+    assert status == 1, "the pool is full by then"
+    results = next(one["results"] for one in said if one["type"] == "BATCHED")
+    assert types(results) == ["ACCEPTED", "ACCEPTED", "OFFLOADING", "ERROR"]
+    ended = [one for one in said if one["type"] in {"SETTLED", "TIER_DONE"}]
+    assert [one["message"] for one in ended] == ["step"] * 3
+
+
+def test_a_batch_of_what_cannot_be_in_one(probes: Probes) -> None:
+    status, [error] = probes("BATCH", {"requests": [{"type": "SNAPSHOTS"}, {"type": "STATUS"}]})
+    assert (status, error["error"]["field"]) == (2, "requests[1].type")
 
 
 def test_nothing_is_sent_after_a_failure_unless_asked(probes: Probes) -> None:
@@ -325,7 +353,8 @@ def test_lines_are_answered_as_they_are_typed(daemon: DaemonProcess, name: str) 
     with Client.connect(daemon.runtime_dir) as other:
         other.create_pool(f"{name}-to", msgspec.convert(SPEC, MhaSpec))
         other.wait_settled(other.receive(f"{name}-to", REQUEST_ID, [pages(other.allocate(f"{name}-to", 1))]))
-    assert [typed.hear()["type"] for _ in range(2)] == ["FINISHED", "SETTLED"], "while nothing is typed"
+    heard = [typed.hear()["type"] for _ in range(3)]
+    assert heard == ["MATCHED", "FINISHED", "SETTLED"], "while nothing is typed"
     typed.say("PING")
     assert typed.end() == (0, '{"message":"4","type":"PONG"}\n')
 

@@ -386,7 +386,7 @@ class _Machine(RuleBasedStateMachine):
         def over() -> bool:
             harness.copier.finish_all()
             demoting = harness.remote is not None and harness.remote.waiting
-            return not (list(harness.operations) or harness.lower.coming or harness.lookups.under_way or demoting)
+            return not (list(harness.operations) or harness.lower.promotions or harness.lookups.under_way or demoting)
 
         await until(over)
         await until(lambda: not any(holder != OPERATOR for holder in harness.host.index.pinned_by()))
@@ -404,7 +404,7 @@ class _Machine(RuleBasedStateMachine):
         await settle()
         harness.check_empty()
         if harness.store is not None:
-            await until(lambda: not harness.lower.leaving)
+            await until(lambda: not harness.lower.removals)
         await harness.close()
 
 

@@ -153,7 +153,7 @@ async def test_a_store_that_has_no_room_holds_nothing(tiers: Harness) -> None:
         engine.store(names(*range(1, 10)), ids[:9])
     await stored_here(tiers, engine, ids[:6].tolist())
     engine.lookup(names(*range(1, 7)))
-    with pytest.raises(OverloadedError, match=f"{6 * UNIT} by session {engine.session.session_id}"):
+    with pytest.raises(OverloadedError, match=f"{6 * UNIT} by instance {engine.session.session_id}"):
         engine.store(names(7, 8, 9), ids[:3])
     assert tiers.pool().allocator.busy_count == 0
     assert tiers.host.arena.used_bytes == 6 * UNIT
@@ -199,7 +199,7 @@ async def test_a_session_may_have_so_many_pins(tiers: Harness, monkeypatch: pyte
     engine = tiers.engine()
     await stored(tiers, engine, 1, 2)
     lease = engine.lookup(names(1, 2)).lease
-    with pytest.raises(OverloadedError, match="2 blocks, 2 more are over 3"):
+    with pytest.raises(OverloadedError, match="2 blocks; 2 more exceed 3"):
         engine.lookup(names(1, 2), lease=lease)
     assert engine.lookup(names(1, 2), pin=False).blocks == 2
     assert engine.lookup(names(1)).lease > lease
@@ -397,7 +397,7 @@ async def test_where_pins_fill_the_host_tier_a_load_comes_as_far_as_it_can(far: 
     assert done is not None
     assert (done.loaded, engine.error(operation)) == (2, CacheMissError)
     assert done.error is not None
-    assert "no room for it" in done.error.detail
+    assert "does not fit into the host tier" in done.error.detail
     assert held.snapshot
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.tiers.disk_tier import REST_S
+from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.daemon.tiers.scheduler import OperationClass
 from kvferry.pools.tiers.block_file import DiskFailedError, DiskFullError
@@ -188,11 +188,11 @@ async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
     with capture_logs() as logs:
         await stored(tiers, 1, 2)
         await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
-    assert [one["event"] for one in logs].count("the disk tier rests: cached blocks are kept in memory only") == 1
+    assert [one["event"] for one in logs].count("the disk tier is paused: cached blocks are kept in memory only") == 1
     assert tiers.lower.status()[0].state.startswith(state)
     assert all(not one.pins for one in blocks_of(tiers, 1, 2))
     monkeypatch.setattr(DiskStore, "begin_write", real)
-    tiers.now_s += REST_S + 1
+    tiers.now_s += PAUSE_S + 1
     await written(tiers, 3)
     assert tiers.lower.status()[0].state == "ready"
 
@@ -206,7 +206,7 @@ async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(tiers: Harness, m
     monkeypatch.setattr(DiskStore, "begin_write", fails)
     with capture_logs() as logs:
         await stored(tiers, 1)
-        await until(lambda: any(one["event"] == "a cached block was not written" for one in logs))
+        await until(lambda: any(one["event"] == "writing a cached block to disk failed" for one in logs))
     monkeypatch.setattr(DiskStore, "begin_write", real)
     await written(tiers, 2)
     assert not blocks_of(tiers, 1)[0].pins

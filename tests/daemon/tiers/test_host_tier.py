@@ -90,7 +90,7 @@ def test_nobody_goes_where_that_could_not_help(host: HostTier) -> None:
     host.index.accounts.charge(THEIRS, 5 * UNIT)
     cache(host, 1, 2)
     with pytest.raises(
-        OverloadedError, match=rf"16384 bytes are needed, 4096 of 32768 .* have: 20480 of user {THEIRS};"
+        OverloadedError, match=rf"16384 bytes are needed, 4096 of 32768 .* use: 20480 of user {THEIRS};"
     ):
         host.reserve(MINE, 4, UNIT)
     assert cached(host) == [1, 2]
@@ -105,17 +105,17 @@ def test_who_pins_what_is_said(host: HostTier) -> None:
     with pytest.raises(OverloadedError) as error:
         host.reserve(MINE, 2, UNIT)
     assert "user 1 has 20480 of its 24576 bytes in use" in error.value.detail
-    assert error.value.detail.endswith("12288 by session 7, 8192 by an operator (kvferry cache)")
+    assert error.value.detail.endswith("12288 by instance 7, 8192 by an operator (kvferry cache)")
     assert cached(host) == [1, 2, 3, 4, 5]
     assert host.status(0).pinned_bytes == 5 * UNIT
 
 
 def test_holders_have_names() -> None:
     assert [holder_name(one) for one in (3, DEMOTION, LOOKUPS, OPERATIONS - 12)] == [
-        "session 3",
-        "the way to a lower tier",
+        "instance 3",
+        "demotion to a lower tier",
         "lookups",
-        "work 12",
+        "operation 12",
     ]
 
 

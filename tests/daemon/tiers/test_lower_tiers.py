@@ -162,7 +162,7 @@ async def test_what_is_gone_asks_for_no_memory(far: Far) -> None:
 
 async def test_so_many_have_memory_at_a_time(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = await away(far, 1, 2, 3, 4)
-    monkeypatch.setattr(lower_tiers, "COMING_AT_ONCE", 2)
+    monkeypatch.setattr(lower_tiers, "MAX_PROMOTIONS", 2)
     far.store.holds = True
     lower = LowerTiers(far.host, None, far.remote, far.counters)
     coming = [lower.promote(one) for one in blocks]
@@ -248,7 +248,7 @@ async def test_a_store_that_is_away_is_no_tier(far: Far) -> None:
     [block] = await stored(far, 1)
     await settle()
     assert not block.in_remote
-    assert not far.lower.asks_far
+    assert not far.lower.has_remote
     [status] = far.lower.status()
     assert (status.tier, status.state) == ("remote", "away")
 

@@ -173,7 +173,7 @@ async def test_a_bug_in_a_operations_end_is_that_operations_error(tiers: Harness
     with capture_logs() as logs:
         tiers.copier.finish_all()
         await settle()
-    assert "an operation did not end well" in {one["event"] for one in logs}
+    assert "ending an operation failed" in {one["event"] for one in logs}
     assert engine.error(operation) is InternalError
     await tiers.operations.drained()
     real(live, None)  # what it held

@@ -76,7 +76,7 @@ async def test_a_master_that_comes_late(binary: Path, tmp_path: Path) -> None:
             await node.until(available=True)
             await put_pages(node, "a")
         assert warnings_of(logs) == ["remote tier away"]
-        assert [line["event"] for line in logs if line["log_level"] == "info"] == ["remote tier there"]
+        assert [line["event"] for line in logs if line["log_level"] == "info"] == ["remote tier joined"]
 
 
 async def test_a_master_that_is_killed_and_comes_back(master: Master) -> None:

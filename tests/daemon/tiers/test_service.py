@@ -27,6 +27,7 @@ from kvferry.protocol.errors import (
     PageBusyError,
     PoolFullError,
     SnapshotDamagedError,
+    UnknownLeaseError,
     UnknownPoolError,
     UnknownSnapshotError,
 )
@@ -35,7 +36,7 @@ from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, Pool
 from kvferry.protocol.pool_messages import Allocate, Allocated, CreatePool, DeletePool, PoolDeleted
 from kvferry.protocol.tier_messages import DropSnapshot, Offload, Offloading, SnapshotDropped, SnapshotReport, Snapshots
 from kvferry.protocol.transfer_messages import Receive
-from tests.daemon.tiers.tier_harness import POOL, SPEC, UNIT, Engine, Harness, harness, new_pool, settle, until
+from tests.daemon.tiers.tier_harness import POOL, SPEC, UNIT, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio
 GRACE_S = 0.01
@@ -135,7 +136,7 @@ async def test_an_offload_that_has_no_room_holds_nothing(tiers: Harness) -> None
     with pytest.raises(OutOfMemoryError):
         engine.offload(engine.allocate(33, "large"), "large")
     engine.offload(engine.allocate(15))
-    with pytest.raises(OverloadedError, match=r"snapshots and operations under way have: 61440 of user"):
+    with pytest.raises(OverloadedError, match=r"snapshots and running operations use: 61440 of user"):
         engine.offload(engine.allocate(20, "large"), "large")
     assert tiers.pool("large").allocator.busy_count == 0
     assert tiers.host.arena.used_bytes == 15 * UNIT
@@ -315,7 +316,7 @@ async def test_a_pool_that_could_never_have_the_pages_is_refused(tiers: Harness)
     lists = (PageList(pages=3), PageList(component="draft", pages=3))
     made = engine.ask(Offload(pool="draft", lists=lists), Offloading, ids[:3], ids[3:])
     tiers.copier.finish_all()
-    with pytest.raises(PoolFullError, match="6 pages of 'main', the pool has 5"):
+    with pytest.raises(PoolFullError, match="6 pages of 'main'; the pool has 5"):
         engine.restore(made.snapshot, pool="smaller")
     with pytest.raises(NotOwnerError):
         engine.restore((await offloaded(tiers, engine, 1)), [15])
@@ -499,3 +500,46 @@ async def test_a_registered_pools_pages_are_not_the_daemons_to_take(tiers: Harne
     with pytest.raises(InvalidFieldError, match="is registered"):
         engine.offload([1], release=True)
     tiers.pool().registered_by = None
+
+
+# -- instances
+
+
+async def test_pages_that_a_dead_session_restored_into_go_back_and_the_snapshot_stays(tiers: Harness) -> None:
+    scheduler, worker = tiers.engine(instance="engine-0"), tiers.engine(instance="engine-0")
+    snapshot = await offloaded(tiers, scheduler, 4)
+    owned = tiers.pool().allocator.pages_by_owner()
+    worker.restore(snapshot, drop=True)
+    (job,) = tiers.copier.under_way
+    tiers.lose(worker)
+    tiers.copier.finish(job)
+    await settle()
+    assert tiers.pool().allocator.pages_by_owner() == owned, "nobody would know of them"
+    assert snapshots_of(scheduler) == {snapshot: "ready"}
+    back = scheduler.restore(snapshot, drop=True)
+    tiers.copier.finish_all()
+    await settle()
+    assert scheduler.error(back) is None
+    assert snapshots_of(scheduler) == {}
+    tiers.lose(scheduler)
+    assert tiers.pool().allocator.idle
+
+
+async def test_leases_and_pages_are_the_instances(tiers: Harness) -> None:
+    scheduler, worker = tiers.engine(instance="engine-0"), tiers.engine(instance="engine-0")
+    stranger = tiers.engine(uid=2, instance="engine-0")
+    ids = scheduler.allocate(2)
+    worker.store(names(1, 2), ids)
+    tiers.copier.finish_all()
+    await settle()
+    lease = scheduler.lookup(names(1, 2)).lease
+    with pytest.raises(UnknownLeaseError):
+        stranger.load(lease, stranger.allocate(2))
+    tiers.lose(scheduler)
+    loaded = worker.load(lease, ids)
+    tiers.copier.finish_all()
+    await settle()
+    assert worker.error(loaded) is None
+    tiers.lose(worker)
+    assert tiers.pool().allocator.idle
+    assert not tiers.host.index.pinned_by()

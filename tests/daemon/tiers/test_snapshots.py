@@ -102,8 +102,8 @@ def test_a_layout_that_differs_is_named() -> None:
     check_layout(made, manifest_of(msgspec.structs.replace(SPEC, tokens=400)), "larger")
     for changed, what in (
         ({"v_head_dim": 4}, "main/v/0: page_bytes is 32 in the snapshot, 64 in the pool"),
-        ({"layers": 1}, "main/k/1: the snapshot has it, the pool has not"),
-        ({"layers": 3}, "main/k/2: the snapshot has no such entry, the pool has"),
+        ({"layers": 1}, "main/k/1: the snapshot has this entry, the pool does not"),
+        ({"layers": 3}, "main/k/2: the pool has this entry, the snapshot does not"),
         ({"total_heads": 2}, "main/k/0: total_heads is 1 in the snapshot, 2 in the pool"),
     ):
         with pytest.raises(LayoutMismatchError, match=what):

@@ -150,7 +150,7 @@ async def test_a_row_is_reached(key: Key) -> None:
             await tiers.operations.drained()
             assert one.operation is not None
             assert one.operation.state is State.DONE
-    assert not [one for one in logs if one["event"] == "a bug"]
+    assert not [one for one in logs if one["event"] == "unexpected event of an operation"]
 
 
 async def test_an_event_without_a_row_is_a_bug_that_ends_what_waits() -> None:
@@ -165,7 +165,7 @@ async def test_an_event_without_a_row_is_a_bug_that_ends_what_waits() -> None:
             await settle()
         assert one.operation is not None
         assert one.engine.error(one.operation.number) is InternalError
-        assert "a bug" in {one["event"] for one in logs}
+        assert "unexpected event of an operation" in {one["event"] for one in logs}
 
 
 async def test_the_documentation_shows_the_table() -> None:

@@ -137,9 +137,9 @@ class Harness:
         self.engines: dict[bytes, Engine] = {}
         self.said: list[tuple[int, str]] = []
 
-    def engine(self, uid: int = 1) -> Engine:
+    def engine(self, uid: int = 1, instance: str = "") -> Engine:
         """Return a new session of a user."""
-        one = Engine(self, uid)
+        one = Engine(self, uid, instance)
         self.engines[one.identity] = one
         return one
 
@@ -153,10 +153,12 @@ class Harness:
         self.sessions.close(engine.session)
         self.dispatcher.forget_session(engine.session)
         self.operations.session_lost(session_id)
-        self.lookups.session_lost(session_id)
-        self.service.session_lost(session_id)
         self.reports.session_lost(session_id)
         self.pool_service.session_lost(session_id)
+        if not self.sessions.of_instance(engine.session.owner_id):
+            self.lookups.instance_lost(engine.session.owner_id)
+            self.service.instance_lost(engine.session.owner_id)
+            self.pool_service.instance_lost(engine.session.owner_id)
         del self.engines[engine.identity]
 
     async def close(self) -> None:
@@ -229,10 +231,10 @@ class Engine:
 
     _names = itertools.count(1)
 
-    def __init__(self, harness: Harness, uid: int) -> None:
+    def __init__(self, harness: Harness, uid: int, instance: str = "") -> None:
         self.harness = harness
         self.identity = f"engine-{next(self._names)}".encode()
-        self.session = harness.sessions.open(self.identity.decode(), Peer(1, uid, uid))
+        self.session = harness.sessions.open(self.identity.decode(), Peer(1, uid, uid), instance)
         self.replies: dict[int, tuple[Any, tuple[PageIds, ...]]] = {}
         self.events: list[tuple[EventBody, tuple[PageIds, ...]]] = []
         self.cursor = 0

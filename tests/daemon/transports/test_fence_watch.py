@@ -53,11 +53,11 @@ class Harness:
             self.unanswered = False
             self.rest(now_s)
 
-    def cut_off(self, numbers: set[int], error: KvferryError) -> None:
+    def fail_ops(self, numbers: set[int], error: KvferryError) -> None:
         """See ``Grants``."""
         self.said.append(f"cut off {sorted(numbers)} {error.code}")
 
-    def nothing_lands(self) -> None:
+    def on_fenced(self) -> None:
         """See ``Grants``."""
         self.said.append("nothing lands")
 
@@ -71,19 +71,19 @@ class Harness:
         self.bounce_buffers.quarantine(bounce_buffer.number, PEER, 1, now_s)
 
     async def turns(self) -> None:
-        """Let the watch look some times."""
+        """Let the watch check some times."""
         for _ in range(20):
             await asyncio.sleep(0)
 
 
 @pytest.fixture(autouse=True)
 def _looks_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fence_watch, "LOOK_S", 0.0)
+    monkeypatch.setattr(fence_watch, "CHECK_INTERVAL_S", 0.0)
 
 
 async def test_nothing_is_watched_where_nothing_rests() -> None:
     harness = Harness(AT_ONCE)
-    harness.watch.look()
+    harness.watch.start_if_needed()
     await harness.turns()
     assert (harness.said, harness.watch.state) == ([], "ready")
 
@@ -92,7 +92,7 @@ async def test_what_rests_is_free_after_a_fence() -> None:
     harness = Harness(AT_ONCE)
     harness.rest()
     with capture_logs() as logs:
-        harness.watch.look()
+        harness.watch.start_if_needed()
         await harness.turns()
     assert harness.said == ["cut off [] TRANSFER_FAILED", "rebuild, held True", "nothing lands"]
     assert (harness.bounce_buffers.free, harness.held, harness.watch.state) == (4, False, "ready")
@@ -106,7 +106,7 @@ async def test_a_fence_waits_for_grants_and_for_own_writes(*, of_peers: bool) ->
     harness.rest()
     live = harness.bounce_buffers.take(PEER, 2) if of_peers else None
     harness.writing = not of_peers
-    harness.watch.look()
+    harness.watch.start_if_needed()
     await harness.turns()
     assert (harness.said, harness.held, harness.watch.state) == ([], True, "draining")
     if live is not None:
@@ -123,7 +123,7 @@ async def test_a_fence_does_not_wait_for_ever() -> None:
     harness.bounce_buffers.take(PEER, 2)
     harness.writing = True
     with capture_logs():
-        harness.watch.look()
+        harness.watch.start_if_needed()
         await harness.turns()
     assert harness.said[0] == "cut off [1] TRANSFER_FAILED"
     assert harness.bounce_buffers.free == 4
@@ -133,7 +133,7 @@ async def test_grants_that_nobody_answers_are_watched_too() -> None:
     harness = Harness(AT_ONCE)
     harness.unanswered = True
     with capture_logs():
-        harness.watch.look()
+        harness.watch.start_if_needed()
         await harness.turns()
     assert harness.counters.snapshot() == {"network.fences": 1}
 
@@ -143,9 +143,9 @@ async def test_after_a_fence_that_failed_nothing_is_granted_and_nothing_tried_ag
     harness.rest()
     harness.error = TransferFailedError("no engine")
     with capture_logs() as logs:
-        harness.watch.look()
+        harness.watch.start_if_needed()
         await harness.turns()
-        harness.watch.look()
+        harness.watch.start_if_needed()
         await harness.turns()
     assert harness.said == ["cut off [] TRANSFER_FAILED", "rebuild, held True"]
     assert [one["log_level"] for one in logs] == ["error"]
@@ -157,6 +157,6 @@ async def test_nothing_is_watched_after_the_end() -> None:
     harness = Harness(AT_ONCE)
     harness.rest()
     harness.watch.close()
-    harness.watch.look()
+    harness.watch.start_if_needed()
     await harness.turns()
     assert harness.said == []

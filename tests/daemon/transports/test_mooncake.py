@@ -276,7 +276,7 @@ async def test_a_peer_that_takes_no_connections_is_not_submitted_to() -> None:
         engine.write(name, 1, 1, 10, ends, timeout_s=WAIT_S)
         error = failure((await ends.wait(1))[0])
         assert not error.may_still_land
-        assert "takes no connections" in error.detail
+        assert "accepts no connections" in error.detail
         assert factory.engines[0].submitted == []
 
 

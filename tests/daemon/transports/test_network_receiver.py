@@ -413,7 +413,7 @@ async def test_a_write_that_may_still_land_lets_its_bounce_buffer_rest_until_a_f
 
 
 async def test_a_fence_waits_for_live_grants(homes: list[Home], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fence_watch, "LOOK_S", 0.0)
+    monkeypatch.setattr(fence_watch, "CHECK_INTERVAL_S", 0.0)
     home = home_of(homes, bounce_buffer_bytes=6 * PAGE_BYTES, bounce_buffers=3, bounds=AT_ONCE)
     bad = home.start()
     doomed, alive = home.grants(bad)
@@ -432,7 +432,7 @@ async def test_a_fence_waits_for_live_grants(homes: list[Home], monkeypatch: pyt
 async def test_a_peer_that_lives_and_says_nothing_does_not_hold_bounce_buffers_for_ever(
     homes: list[Home], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fence_watch, "LOOK_S", 0.0)
+    monkeypatch.setattr(fence_watch, "CHECK_INTERVAL_S", 0.0)
     home = home_of(homes, bounce_buffers=GRANTS, bounds=FenceBounds(0, 0.0, 0.0))
     op = home.start()
     assert home.bounce_buffers.free == 0
@@ -468,7 +468,7 @@ async def test_a_fence_that_fails_frees_nothing(homes: list[Home]) -> None:
         home.notify(Written(grant=home.grants(op)[0].grant, error=FAILED, may_still_land=True))
         await turns()
     (complaint,) = [one["event"] for one in logs if one["log_level"] == "error"]
-    assert complaint.startswith("the fence failed: no bounce buffer is freed")
+    assert complaint.startswith("the fence failed: bounce buffers stay quarantined")
     assert (home.bounce_buffers.quarantined, home.bounce_buffers.take(BootId("f" * 32), 9)) == (1, None)
     other = home.start()
     await turns()

@@ -166,7 +166,7 @@ def test_what_cannot_be_registered(owner: Child, tensor: str, why: str) -> None:
 
 def test_too_large_a_pool_is_out_of_memory_and_the_device_goes_on(owner: Child, simulator: Simulator) -> None:
     before = simulator.memory_used(0)
-    with pytest.raises(ChildError, match="has not enough free memory") as refused:
+    with pytest.raises(ChildError, match="has too little free memory") as refused:
         owner.do(f"vendor.allocate(0, {512 * MIB})")
     assert refused.value.kind == "OutOfMemoryError"
     assert simulator.memory_used(0) == before

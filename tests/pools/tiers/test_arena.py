@@ -38,7 +38,7 @@ class ArenaAgainstMap(RuleBasedStateMachine):
         transfer = sum(hole // units for hole in self.holes())
         assert self.arena.fitting(size) == transfer
         if transfer < count:
-            with pytest.raises(NotEnoughError, match=f"{count * units * ALLOCATION_UNIT_BYTES} bytes asked for"):
+            with pytest.raises(NotEnoughError, match=f"{count * units * ALLOCATION_UNIT_BYTES} bytes requested"):
                 self.arena.allocate(count, size)
             return
         in_one_piece = any(hole // units >= count for hole in self.holes())

@@ -52,7 +52,7 @@ def test_a_header_comes_back(encoded: bytes) -> None:
         (8, struct.pack("<I", 1), "format 1, not 2"),
         (12, struct.pack("<I", 0), "a header of 0 bytes"),
         (12, struct.pack("<I", 1 << 30), "a header of"),
-        (12, struct.pack("<I", 8192), "cut off"),
+        (12, struct.pack("<I", 8192), "truncated"),
         (16, struct.pack("<I", 5), "description"),
         (20, b"\xc0", "description"),
     ],

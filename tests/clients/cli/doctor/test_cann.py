@@ -76,7 +76,7 @@ def test_a_library_that_ends_the_process(tmp_path: Path) -> None:
     [
         ("ImportError: libhccl.so: cannot open shared object file: No such file or directory", "source CANN's"),
         ("libascend_hal.so: cannot open shared object file", "the driver's lib64"),
-        ("libtorch_npu.so: undefined symbol: aclrtMemcpyBatch", "do not belong together"),
+        ("libtorch_npu.so: undefined symbol: aclrtMemcpyBatch", "are incompatible"),
     ],
 )
 def test_the_fix_fits_the_library(problem: str, fix: str) -> None:

@@ -56,7 +56,7 @@ def test_a_daemon_with_another_configuration() -> None:
 def test_an_address_of_another_host() -> None:
     finding = check_listen(Needs(peers=Peers("tcp://192.0.2.1:7801")), [], None)
     assert finding.state == "missing"
-    assert "no address of this host" in finding.found
+    assert "not an address of this host" in finding.found
 
 
 def test_ipv6() -> None:

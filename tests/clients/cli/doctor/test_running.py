@@ -35,7 +35,7 @@ def test_none(tmp_path: Path) -> None:
     assert running.pid is None
     assert check_directory(running).state == "warning"
     finding = check_daemon(running)
-    assert (finding.state, finding.found) == ("warning", "none runs here")
+    assert (finding.state, finding.found) == ("warning", "none is running")
     assert check_devices(running) == ()
 
 
@@ -43,7 +43,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     finding = check_directory(ask(file))
-    assert (finding.state, finding.found) == ("missing", f"{file} is no directory")
+    assert (finding.state, finding.found) == ("missing", f"{file} is not a directory")
 
 
 def test_one(daemon: DaemonProcess) -> None:
@@ -84,7 +84,7 @@ def test_one_that_may_not_be_asked(tmp_path: Path) -> None:
     ("changes", "state", "said"),
     [
         ({"daemon_version": "0.0.1"}, "warning", "this command is"),
-        ({"draining": True}, "warning", "drains"),
+        ({"draining": True}, "warning", "is draining"),
         (
             {
                 "network": NetworkStatus(

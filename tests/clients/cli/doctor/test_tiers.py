@@ -105,7 +105,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert file is not None
     assert (lacking.state, lacking.found) == ("missing", "/srv/blocks: No such file or directory")
     assert "install -d -m 0700 -o root /srv/blocks" in lacking.fix
-    assert (file.state, file.found) == ("missing", "/srv/blocks is no directory")
+    assert (file.state, file.found) == ("missing", "/srv/blocks is not a directory")
 
 
 @pytest.mark.parametrize(("used_bytes", "state"), [(0, "warning"), (1 << 61, "ok")])
@@ -163,7 +163,7 @@ def test_the_master_is_reached(master: int) -> None:
     needs = Needs(tiers=Tiers(remote=RemoteTier(transport="mooncake_store", master=f"127.0.0.1:{master}")))
     finding = check_master(needs)
     assert finding is not None
-    assert (finding.state, finding.found.startswith(f"127.0.0.1:{master} takes connections")) == ("ok", True)
+    assert (finding.state, finding.found.startswith(f"127.0.0.1:{master} accepts connections")) == ("ok", True)
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1:0", "[::1]:0", "127.0.0.1:99999"])

@@ -32,14 +32,14 @@ def test_the_projects_own_alone(tmp_path: Path) -> None:
     assert check(tmp_path / "one", {PLACE: OWN}, Needs()).state == "ok"
     finding = check(tmp_path / "two", {PLACE: OWN})
     assert finding.state == "missing"
-    assert "speak to no other host" in finding.found
+    assert "forbids the daemon to reach other hosts" in finding.found
     assert "hosts.conf" in finding.fix
 
 
 def test_a_store_is_on_other_hosts_too(tmp_path: Path) -> None:
     needs = Needs(tiers=Tiers(remote=RemoteTier("mooncake_store")))
     finding = check(tmp_path / "one", {PLACE: OWN}, needs)
-    assert (finding.state, "speak to no other host" in finding.found) == ("missing", True)
+    assert (finding.state, "forbids the daemon to reach other hosts" in finding.found) == ("missing", True)
     assert check(tmp_path / "two", {PLACE: OWN, f"{PLACE}.d/hosts.conf": HOSTS}, needs).state == "ok"
 
 
@@ -95,7 +95,7 @@ def test_units_that_allow_more(tmp_path: Path, allow: str) -> None:
 
 
 def test_not_installed(tmp_path: Path) -> None:
-    assert check(tmp_path, {}).found == "no systemd runs here"
+    assert check(tmp_path, {}).found == "systemd is not running here"
     (tmp_path / "run/systemd/system").mkdir(parents=True)
     finding = check(tmp_path, {})
     assert finding.state == "warning"

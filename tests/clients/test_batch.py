@@ -1,0 +1,143 @@
+"""A step of an engine's loop in one message: what it begins is followed as if each request had been sent by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
+from kvferry.protocol.batch_messages import MAX_BATCH
+from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.errors import (
+    CancelledError,
+    InvalidFieldError,
+    MisuseError,
+    NotOwnerError,
+    PageOutOfRangeError,
+)
+from tests.clients.tier_pools import MODEL, SPEC, Filled, hashes
+from tests.daemons import DaemonProcess
+
+SMALL = MhaSpec(layers=1, tokens=2048, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return a session of an engine."""
+    with Client.connect(daemon.runtime_dir, name="engine") as one:
+        yield one
+        one.evict_cached()
+
+
+def requests_of(client: Client) -> int:
+    """Return how many messages the daemon has taken."""
+    return client.status().counters["messages.received"]
+
+
+def test_one_step_is_one_message(client: Client, name: str) -> None:
+    pool = Filled(client, name)
+    ids = client.allocate(name, 12)
+    content = pool.write(ids[:4], seed=3)
+    client.wait_done(client.store(name, hashes(2), ids[:2]))
+    lease = client.lookup(name, hashes(2)).lease
+    request_id, before = new_request_id(), requests_of(client)
+    with client.batched() as step:
+        received = step.receive(name, request_id, [pages(ids[4:8])])
+        sent = step.send(name, request_id, [pages(ids[:4])], first_token=5)
+        loaded = step.load(name, lease, ids[8:10])
+        out = step.offload(name, [pages(ids[:1])])
+        found = step.begin(calls.allocate(name, 2, "main"))
+        bad = step.free(name, [10_000])
+        freed = step.free(name, ids[10:])
+        assert (received.state, loaded.state) == ("sent", "sent")
+    assert client.wait_finished(received).first_token == 5
+    client.wait_settled(sent)
+    assert client.wait_done(loaded).loaded == 2
+    assert client.wait_done(out).snapshot == out.snapshot != ""
+    assert len(client.wait(found)) == 2
+    assert client.wait(freed).freed == 2
+    with pytest.raises(PageOutOfRangeError):
+        client.wait(bad)
+    assert requests_of(client) == before + 2, "the batch, and the question"
+    assert pool.holds(ids[4:8], content)
+    assert pool.holds(ids[8:10], [one[:, :2] for one in content])
+    client.drop_snapshot(out.snapshot)
+    pool.close()
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client(daemon: DaemonProcess, name: str) -> None:
+    async with AsyncClient.connect(daemon.runtime_dir) as client:
+        await client.create_pool(name, SPEC, model=MODEL)
+        ids, request_id = await client.allocate(name, 4), new_request_id()
+        with client.batched() as step:
+            sent = step.send(name, request_id, [pages(ids[:2])])
+            received = step.receive(name, request_id, [pages(ids[2:])])
+            stored = step.store(name, hashes(1, salt=11), ids[:1])
+            freed = step.free(name, [1_000])
+        assert (await client.wait_finished(received)).pages == 2
+        await client.wait_settled(sent)
+        assert (await client.wait_done(stored)).stored == 1
+        with pytest.raises(PageOutOfRangeError):
+            await client.wait(freed)
+        await client.evict_cached()
+
+
+def test_what_waits_for_an_event_holds_up_its_own_reply_only(client: Client, name: str) -> None:
+    client.create_pool(name, SPEC, model=MODEL)
+    ids, ring = client.allocate(name, 4), client.open_events()
+    mark = ring.step(0, 1)
+    after = DeviceEvent(event=mark.event, value=mark.value)
+    with client.batched() as step:
+        waiting = step.free(name, ids[:1], after=after)
+        stored = step.store(name, hashes(1, salt=12), ids[1:2])
+    while not client.lookup(name, hashes(1, salt=12), pin=False).blocks:
+        pass  # the operation is over, its event comes before the batch's reply
+    assert stored.state == "sent"
+    assert not client.is_ready(waiting)
+    ring.record(mark)
+    assert client.wait(waiting).freed == 1
+    assert client.wait_done(stored).stored == 1
+    assert client.free(name, ids[1:]).freed == 3
+
+
+def test_a_block_that_raises_sends_nothing(client: Client, name: str) -> None:
+    client.create_pool(name, SPEC, model=MODEL)
+    ids, before = client.allocate(name, 2), requests_of(client)
+    with pytest.raises(ZeroDivisionError), client.batched() as step:  # noqa: PT012  the block is what raises
+        sent = step.send(name, new_request_id(), [pages(ids)])
+        stored = step.store(name, hashes(1), ids[:1])
+        freed = step.free(name, ids)
+        1 / 0  # noqa: B018
+    assert requests_of(client) == before + 1
+    assert isinstance(sent.error, CancelledError)
+    assert isinstance(stored.error, CancelledError)
+    with pytest.raises(CancelledError, match="ZeroDivisionError"):
+        client.wait(freed)
+    assert client.free(name, ids).freed == 2
+    with pytest.raises(MisuseError, match="this batch was sent"):
+        step.free(name, ids)
+
+
+def test_what_cannot_be_in_a_batch(client: Client, name: str) -> None:
+    before = requests_of(client)
+    with client.batched() as step:
+        for call in (calls.attach_pool(name, "", None), calls.open_events("host"), calls.ping()):
+            with pytest.raises(InvalidFieldError, match="cannot be in a BATCH") as refused:
+                step.begin(call)
+            assert refused.value.field == "call"
+    assert requests_of(client) == before + 1, "nothing to send"
+
+
+def test_more_than_one_message_takes(client: Client, name: str) -> None:
+    client.create_pool(name, SMALL)
+    ids = client.allocate(name, MAX_BATCH + 10)
+    before = requests_of(client)
+    with client.batched() as step:
+        freed = [step.free(name, [page]) for page in ids]
+        again = step.free(name, ids[:1])
+    assert [client.wait(one).freed for one in freed] == [1] * len(ids)
+    with pytest.raises(NotOwnerError):
+        client.wait(again)
+    assert requests_of(client) == before + 3

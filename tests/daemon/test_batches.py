@@ -1,0 +1,318 @@
+"""BATCH: what it answers is what its requests would have been answered one by one, whatever they are."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.daemon.control.control_socket import ReceivedMessage
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher
+from kvferry.daemon.control.hub import EventHub
+from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.sessions import Peer, SessionRegistry
+from kvferry.protocol.base import PageList
+from kvferry.protocol.batch_messages import MAX_BATCH, Batch, Batched, BatchedRequest, BatchedResult
+from kvferry.protocol.cache_messages import CacheList, Load, Lookup, Store, Unpin
+from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode
+from kvferry.protocol.envelope import Reply, Request
+from kvferry.protocol.errors import PageBusyError
+from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.pool_messages import Allocate, Allocated, DeletePool, Free, Freed, PoolDeleted
+from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply, RequestBody
+from kvferry.protocol.tier_messages import (
+    CancelOperation,
+    DropSnapshot,
+    Offload,
+    Restore,
+    SnapshotReport,
+    Snapshots,
+    SnapshotStatus,
+)
+from tests.daemon.tiers.tier_harness import POOL, Engine, harness, names, settle, until
+from tests.devices import DEVICE
+from tests.protocol.samples import MESSAGES
+
+BOOT = new_boot_id()
+LIMITS = Limits(max_requests_per_session=4, default_deadline_ms=60_000, max_message_bytes=64 << 10)
+ALLOCATE, DELETE, FREE = Allocate(pool="a", count=1), DeletePool(pool="a"), Free(pool="a", pages=2)
+
+
+class Daemon:
+    """A dispatcher with handlers that answer, refuse, fail, or answer when the test says so."""
+
+    def __init__(self) -> None:
+        self.sessions = SessionRegistry(LIMITS)
+        self.session = self.sessions.open("engine", Peer(1, 2, 3))
+        self.dispatcher = Dispatcher(BOOT, LIMITS, self.sessions, Counters(), self.send, EventHub())
+        self.dispatcher.handle("ALLOCATE", self.allocate)
+        self.dispatcher.handle("FREE", self.free)
+        self.dispatcher.handle("DELETE_POOL", self.delete)
+        self.dispatcher.handle("SNAPSHOTS", self.snapshots)
+        self.freed: list[list[int]] = []
+        self.deferred: list[Call] = []
+        self.sent: list[tuple[Reply, tuple[PageIds, ...]]] = []
+        self.said = asyncio.Event()
+
+    def send(self, _identity: bytes, frames: Frames) -> bool:
+        """Take a message of the daemon."""
+        message, ids = decode_from_daemon([bytes(one) for one in frames])
+        assert isinstance(message, Reply)
+        self.sent.append((message, ids))
+        self.said.set()
+        return True
+
+    def allocate(self, call: Call) -> Answer:
+        """Answer with as many pages as are asked for; refuse 13."""
+        count = call.body.count  # type: ignore[attr-defined]
+        if count == 13:
+            raise PageBusyError("page 13", field="count")
+        return Answer(Allocated(pages=count), (np.arange(count),))
+
+    def free(self, call: Call) -> Answer:
+        """Note which pages."""
+        self.freed.append(call.ids[0].tolist())
+        return Answer(Freed(freed=len(call.ids[0]), deferred=0))
+
+    def delete(self, call: Call) -> None:
+        """Answer later."""
+        self.deferred.append(call)
+
+    def snapshots(self, call: Call) -> Answer:
+        """Answer with much."""
+        del call
+        one = SnapshotStatus(
+            snapshot="0" * 32, pool="p" * 120, layout_digest="", lists=(), tokens=None, chunks=1, size_bytes=1,
+            checksum="", age_ms=1, session=None, state="ready", restores=0,
+        )  # fmt: skip
+        return Answer(SnapshotReport(snapshots=(one,) * 100))
+
+    def take(self, body: RequestBody, *ids: list[int], number: int = 1, deadline_ms: int = 0) -> None:
+        """Let a request arrive."""
+        request = Request(number, BOOT, self.session.secret, deadline_ms, 0, body)
+        frames = [bytes(one) for one in encode(request, [np.array(one) for one in ids])]
+        self.dispatcher.on_message(ReceivedMessage(b"dealer", frames, too_large=False))
+
+    def results(self) -> list[Any]:
+        """Return the results of the one reply."""
+        ((reply, _),) = self.sent
+        assert isinstance(reply.body, Batched), reply.body
+        return list(reply.body.results)
+
+
+@pytest.fixture
+async def daemon() -> Daemon:
+    """Return a dispatcher and its surroundings, on the test's loop."""
+    return Daemon()
+
+
+def codes(results: list[Any]) -> list[str]:
+    """Return each result's error, or empty."""
+    return [one.error.code if isinstance(one, ErrorReply) else "" for one in results]
+
+
+@pytest.mark.anyio
+async def test_each_has_its_result_and_its_frames(daemon: Daemon) -> None:
+    bad = Allocate(pool="a", count=13)
+    daemon.take(Batch(requests=(FREE, ALLOCATE, bad, FREE, Allocate(pool="a", count=3))), [1, 2], [3, 4])
+    assert codes(daemon.results()) == ["", "", "PAGE_BUSY", "", ""]
+    assert daemon.results()[2].error.field == "count"
+    assert daemon.freed == [[1, 2], [3, 4]]
+    assert [one.tolist() for one in daemon.sent[0][1]] == [[0], [0, 1, 2]]
+
+
+@pytest.mark.anyio
+async def test_what_waits_holds_up_the_reply_but_nothing_behind_it(daemon: Daemon) -> None:
+    daemon.take(Batch(requests=(DELETE, FREE, DELETE)), [1, 2])
+    assert daemon.freed == [[1, 2]]
+    first, last = daemon.deferred
+    daemon.dispatcher.answer(daemon.session, last.message_id, Answer(PoolDeleted(pool="last")))
+    assert last.session.is_pending(first.message_id)
+    assert not last.session.is_pending(last.message_id)
+    daemon.take(Batch(requests=(DELETE, FREE, DELETE)), [1, 2])
+    assert not daemon.sent, "the retry waits for the same reply"
+    assert len(daemon.freed) == 1, "nothing is done twice"
+    daemon.dispatcher.answer(daemon.session, first.message_id, Answer(PoolDeleted(pool="first")))
+    daemon.dispatcher.answer(daemon.session, first.message_id, Answer(PoolDeleted(pool="again")))
+    assert [one.pool for one in daemon.results() if isinstance(one, PoolDeleted)] == ["first", "last"]
+    daemon.take(Batch(requests=(DELETE, FREE, DELETE)), [1, 2])
+    assert [message for message, _ in daemon.sent] == [daemon.sent[0][0]] * 2
+    assert len(daemon.freed) == 1
+
+
+@pytest.mark.anyio
+async def test_each_has_its_deadline(daemon: Daemon) -> None:
+    daemon.take(Batch(requests=(DELETE, DELETE, ALLOCATE), deadlines_ms=(0, 1, 1)))
+    first, second = daemon.deferred
+    assert (first.deadline_s, second.deadline_s) == (60.0, 0.001)
+    await until(lambda: not second.session.is_pending(second.message_id))
+    assert not daemon.sent
+    daemon.dispatcher.answer(daemon.session, first.message_id, Answer(PoolDeleted(pool="a")))
+    assert codes(daemon.results()) == ["", "DEADLINE", ""]
+
+
+@pytest.mark.anyio
+async def test_a_session_that_ends_leaves_nothing(daemon: Daemon) -> None:
+    daemon.take(Batch(requests=(DELETE,) * 2))
+    daemon.sessions.close(daemon.session)
+    daemon.dispatcher.forget_session(daemon.session)
+    for one in daemon.deferred:
+        daemon.dispatcher.answer(one.session, one.message_id, Answer(PoolDeleted(pool="a")))
+    assert not daemon.sent
+
+
+@pytest.mark.anyio
+async def test_what_is_in_flight_is_bounded(daemon: Daemon) -> None:
+    for number in range(1, 4):
+        daemon.take(Batch(requests=(DELETE,) * 3), number=number)
+    assert len(daemon.deferred) == 6
+    ((reply, _),) = daemon.sent
+    assert reply.message_id == 3
+    assert isinstance(reply.body, Busy)
+    assert reply.body.detail == "6 requests of the session's batches are in flight"
+
+
+@pytest.mark.anyio
+async def test_results_are_bounded_but_what_was_done_is_said(daemon: Daemon) -> None:
+    daemon.take(Batch(requests=(*(Snapshots(),) * 5, ALLOCATE)))
+    assert codes(daemon.results()) == ["", "", "TOO_LARGE", "TOO_LARGE", "TOO_LARGE", ""]
+    assert len(daemon.sent[0][1]) == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("deadlines_ms", "field"),
+    [((1,), "deadlines_ms"), ((1, LIMITS.max_deadline_ms + 1), "deadlines_ms[1]")],
+)
+async def test_deadlines_that_are_none(daemon: Daemon, deadlines_ms: tuple[int, ...], field: str) -> None:
+    daemon.take(Batch(requests=(FREE, FREE), deadlines_ms=deadlines_ms), [1, 2], [3, 4])
+    ((reply, _),) = daemon.sent
+    assert isinstance(reply.body, ErrorReply)
+    assert (reply.body.error.code, reply.body.error.field) == ("INVALID_FIELD", field)
+    assert not daemon.freed
+
+
+FREE_RAW: Final = {"type": "FREE", "pool": "a", "pages": 1}
+ID: Final = b"\x01" + 7 * b"\x00"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("requests", "frames", "code", "field"),
+    [
+        ([FREE_RAW] * 2, [ID], "MALFORMED", "requests[1].pages"),
+        ([FREE_RAW] * 2, [ID] * 3, "MALFORMED", "requests"),
+        ([FREE_RAW, {**FREE_RAW, "pages": 2}], [ID, ID], "MALFORMED", "requests[1].pages"),
+        ([FREE_RAW, {**FREE_RAW, "pages": "x"}], [ID, ID], "INVALID_FIELD", "requests[1].pages"),
+        ([FREE_RAW, {"type": "FREE"}], [ID], "INVALID_FIELD", "requests[1]"),
+        ([FREE_RAW, {"type": "NOTHING"}], [ID], "INVALID_FIELD", "requests[1].type"),
+        ([FREE_RAW, 7], [ID], "INVALID_FIELD", "requests[1]"),
+        ([{"type": "BATCH", "requests": [FREE_RAW]}], [ID], "INVALID_FIELD", "requests[0].type"),
+        ([FREE_RAW] * (MAX_BATCH + 1), [ID] * (MAX_BATCH + 1), "INVALID_FIELD", "requests"),
+        ([], [], "INVALID_FIELD", "requests"),
+        ("FREE", [], "INVALID_FIELD", "requests"),
+        *(
+            ([FREE_RAW, {"type": name}], [ID], "INVALID_FIELD", "requests[1].type")
+            for name in ("ATTACH_POOL", "REGISTER_POOL", "CREATE_TABLES", "OPEN_EVENTS", "PING", "HELLO", "STATUS")
+        ),
+    ],
+)
+async def test_what_is_no_batch(daemon: Daemon, requests: Any, frames: list[bytes], code: str, field: str) -> None:  # noqa: ANN401
+    body = {"type": "BATCH", "requests": requests}
+    head = msgspec.msgpack.encode([1, BOOT, daemon.session.secret, 0, 0, body])
+    daemon.dispatcher.on_message(ReceivedMessage(b"dealer", [head, *frames], too_large=False))
+    ((reply, _),) = daemon.sent
+    assert isinstance(reply.body, ErrorReply)
+    assert (reply.body.error.code, reply.body.error.field) == (code, field)
+    assert not daemon.freed, "all or nothing is begun"
+
+
+def test_every_request_that_may_be_in_a_batch_is() -> None:
+    allowed = {kind.__struct_config__.tag for kind in BatchedRequest.__args__}
+    without = {"ATTACH_POOL", "REGISTER_POOL", "CREATE_TABLES", "OPEN_EVENTS", "BATCH"}
+    assert allowed == {name for name, row in REQUEST_TYPES.items() if row.needs_session} - without
+    results = {kind.__struct_config__.tag for kind in BatchedResult.__args__}
+    assert {REQUEST_TYPES[name].reply.__struct_config__.tag for name in allowed} | {"ERROR", "BUSY"} == results
+    assert "BATCH" in MESSAGES
+
+
+# -- a batch is the same as its requests one by one
+
+PAGES = st.lists(st.integers(1, 16), min_size=1, max_size=4)
+HASHES = st.lists(st.integers(1, 5), min_size=1, max_size=4, unique=True).map(lambda some: b"".join(names(*some)))
+COUNT = st.integers(1, 6)
+NUMBER = st.integers(1, 4)
+
+
+def listed(make: Callable[[int], RequestBody]) -> st.SearchStrategy[tuple[RequestBody, list[int] | None]]:
+    """Return requests with a list of pages."""
+    return PAGES.map(lambda ids: (make(len(ids)), ids))
+
+
+def alone(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[RequestBody, list[int] | None]]:
+    """Return requests without pages."""
+    return strategy.map(lambda body: (body, None))
+
+
+STEPS = st.lists(
+    st.one_of(
+        alone(COUNT.map(lambda count: Allocate(pool=POOL, count=count))),
+        alone(HASHES.map(lambda hashes: Lookup(pool=POOL, hashes=hashes))),
+        alone(NUMBER.map(lambda number: Unpin(lease=number))),
+        alone(NUMBER.map(lambda number: CancelOperation(operation=number))),
+        alone(st.sampled_from([Snapshots(), CacheList(), DropSnapshot(snapshot="0" * 32), DeletePool(pool="none")])),
+        alone(st.just(Restore(snapshot="0" * 32, pool=POOL, allocate=True))),
+        listed(lambda count: Free(pool=POOL, pages=count)),
+        listed(lambda count: Offload(pool=POOL, lists=(PageList(pages=count),))),
+        listed(lambda count: Store(pool=POOL, hashes=b"".join(names(*range(1, 1 + count))), pages=count)),
+        listed(lambda count: Load(lease=1, pool=POOL, pages=count)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def plain(reply: Any) -> Any:  # noqa: ANN401  any reply
+    """Return a reply without what is drawn by lot or measured."""
+    fields = msgspec.to_builtins(reply)
+    text = msgspec.json.encode({**fields, "snapshot": "", "snapshots": len(fields.get("snapshots", ()))})
+    return msgspec.json.decode(re.sub(rb"engine-\d+", b"engine", text))
+
+
+def ended(engine: Engine) -> list[tuple[Any, ...]]:
+    """Return what events said, but for names and times."""
+    bodies: list[Any] = [body for body, _ in engine.events]
+    return sorted((one.operation, one.kind, one.error and one.error.code, one.copied_pages) for one in bodies)
+
+
+@DEVICE.examples(100)
+@given(st.lists(STEPS, min_size=1, max_size=3))
+def test_a_batch_is_its_requests_one_by_one(rounds: list[list[tuple[Any, list[int] | None]]]) -> None:
+    async def run() -> None:
+        async with harness() as one, harness() as other:
+            single, batched = one.engine(), other.engine()
+            for steps in rounds:
+                numbers = [single.send(body, *([] if ids is None else [ids])) for body, ids in steps]
+                number = batched.send(
+                    Batch(requests=tuple(body for body, _ in steps)), *[ids for _, ids in steps if ids is not None]
+                )
+                for tiers in (one, other):
+                    tiers.copier.finish_all()
+                await settle()
+                reply, ids = batched.replies[number]
+                assert [plain(single.replies[at][0]) for at in numbers] == [plain(body) for body in reply.results]
+                expected = [list(its) for at in numbers for its in single.replies[at][1]]
+                assert expected == [list(its) for its in ids]
+                assert ended(single) == ended(batched)
+                assert one.pool().allocator.pages_by_owner() == other.pool().allocator.pages_by_owner()
+                other.check()
+
+    asyncio.run(run())

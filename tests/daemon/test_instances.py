@@ -1,0 +1,253 @@
+"""Engine instances: sessions of several processes own together, and what they own goes with the last of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.clients import Client, new_request_id, pages
+from kvferry.protocol.errors import (
+    InvalidFieldError,
+    KvferryError,
+    NotOwnerError,
+    OverloadedError,
+    PoolExistsError,
+    PoolFullError,
+    PoolInUseError,
+    UnknownLeaseError,
+    UnknownPoolError,
+)
+from kvferry.protocol.session_messages import PoolStatus, SessionOpen
+from tests.clients.tier_pools import MODEL, SPEC, hashes
+from tests.daemon.instance_engine import BLOCKS, DECODE, PAGES, PREFILL
+from tests.daemons import DaemonProcess, running_daemon
+from tests.raw_engine import raw_engine
+from tests.started import Started, started
+
+SOON_S = 20.0
+ALL = SPEC.tokens // SPEC.page_size
+PROGRAM = Path(__file__).with_name("instance_engine.py")
+CONFIG = "[tiers]\nhost_bytes = 262144\nsnapshot_grace_s = 0.0\n[limits]\nmax_sessions = 8\n"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Run a daemon with a host tier, for a few sessions."""
+    with running_daemon(tmp_path_factory.mktemp("instances"), CONFIG) as one:
+        yield one
+
+
+@pytest.fixture
+def other(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return a client of no instance, and the cache empty after it."""
+    with Client.connect(daemon.runtime_dir, name="other") as one:
+        yield one
+        one.evict_cached()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """Return a pool's name that no other test has."""
+    return str(request.node.name)
+
+
+@contextlib.contextmanager
+def engine(daemon: DaemonProcess, part: str, request_id: str, *given: int) -> Iterator[tuple[Started, list[int]]]:
+    """Run a part of the instance ``engine-0`` up to where it waits; yield what it says."""
+    program = [str(PROGRAM), part, str(daemon.runtime_dir), "engine-0", request_id, *map(str, given)]
+    with started(program) as process:
+        assert process.stdout is not None
+        try:
+            yield process, [int(one) for one in process.stdout.readline().split()]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+def pool_of(client: Client, name: str) -> PoolStatus | None:
+    """Return a pool as STATUS shows it, or None."""
+    return next((one for one in client.status().pools if one.pool == name), None)
+
+
+def free_pages(client: Client, name: str) -> int:
+    """Return the free pages of a pool."""
+    found = pool_of(client, name)
+    assert found is not None
+    return found.free
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Return whether something becomes true; each look is a round trip."""
+    ends_at = time.monotonic() + SOON_S
+    while not (met := condition()) and time.monotonic() < ends_at:
+        pass
+    return met
+
+
+def sessions(client: Client) -> list[str]:
+    """Return the names of the live sessions."""
+    return [one.name for one in client.status().sessions]
+
+
+def test_a_worker_dies_and_then_the_scheduler(daemon: DaemonProcess, other: Client) -> None:
+    request_id = new_request_id()
+    with engine(daemon, "scheduler", request_id) as (scheduler, (lease, *ids)):
+        received = other.receive(DECODE, request_id, [pages(other.allocate(DECODE, BLOCKS))])
+        with engine(daemon, "worker", request_id, lease, *ids) as (worker, freed):
+            assert freed == [1]
+            other.wait_settled(received)
+            assert received.outcome().pages == BLOCKS
+            assert {(one.name, one.instance, one.pages) for one in other.status().sessions if one.instance} == {
+                (part, "engine-0", PAGES - 1) for part in ("scheduler", "worker")
+            }
+            assert len({one.owner for one in other.status().sessions if one.instance}) == 1
+            os.kill(worker.pid, signal.SIGKILL)
+            assert soon(lambda: "worker" not in sessions(other))
+        assert free_pages(other, PREFILL) == ALL - PAGES + 1, "the worker's death takes nothing of its instance"
+        assert {one.pinned_by for one in other.cached_blocks()} != {()}
+        assert [one.state for one in other.snapshots()] == ["ready"]
+        with pytest.raises(PoolFullError, match=r"held by instance 'engine-0' \(session \d+ 'scheduler' of process"):
+            other.allocate(PREFILL, ALL)
+        os.kill(scheduler.pid, signal.SIGKILL)
+        assert soon(lambda: "scheduler" not in sessions(other))
+    assert soon(lambda: free_pages(other, PREFILL) == ALL)
+    assert {one.pinned_by for one in other.cached_blocks()} == {()}
+    assert soon(lambda: not list(other.snapshots()))
+    assert pool_of(other, DECODE) is None, "its lifetime was the instance's"
+    with pytest.raises(UnknownPoolError):
+        other.allocate(DECODE, 1)
+
+
+def test_what_is_anothers_and_what_is_not(daemon: DaemonProcess, other: Client) -> None:
+    with (
+        Client.connect(daemon.runtime_dir, instance="a") as one,
+        Client.connect(daemon.runtime_dir, instance="a") as same,
+        Client.connect(daemon.runtime_dir, instance="b") as foreign,
+    ):
+        one.create_pool(PREFILL, SPEC, model=MODEL)
+        ids = one.allocate(PREFILL, 3)
+        same.wait_done(same.store(PREFILL, hashes(2), ids[:2]))
+        lease = one.lookup(PREFILL, hashes(2)).lease
+        for stranger in (foreign, other):
+            with pytest.raises(NotOwnerError, match="owned by another instance"):
+                stranger.free(PREFILL, ids)
+            with pytest.raises(NotOwnerError):
+                stranger.wait_finished(stranger.send(PREFILL, new_request_id(), [pages(ids)]))
+            with pytest.raises(NotOwnerError):
+                stranger.wait_done(stranger.offload(PREFILL, [pages(ids)]))
+            with pytest.raises(UnknownLeaseError):
+                stranger.unpin(lease)
+        assert same.lookup(PREFILL, hashes(2)[1:], lease=lease).lease == lease
+        one.close()
+        assert same.free(PREFILL, ids).freed == 3, "the instance lives as long as one of its sessions"
+        assert same.unpin(lease) >= 2
+
+
+def test_a_transfer_is_its_sessions_alone(daemon: DaemonProcess) -> None:
+    with (
+        Client.connect(daemon.runtime_dir, instance="a") as one,
+        Client.connect(daemon.runtime_dir, instance="a") as same,
+    ):
+        one.create_pool(PREFILL, SPEC, model=MODEL)
+        request_id, ids = new_request_id(), one.allocate(PREFILL, 2)
+        received = same.receive(PREFILL, request_id, [pages(ids[:1])])
+        with pytest.raises(KvferryError, match="UNKNOWN_TRANSFER"):
+            one.result(PREFILL, request_id, "receive")
+        same.close()
+        assert soon(lambda: len(one.status().transfers) == 0)
+        assert not received.is_finished
+        assert one.free(PREFILL, ids).freed == 2
+
+
+def test_another_tenant_of_the_same_name(daemon: DaemonProcess, require: Callable[[object, str], None]) -> None:
+    require(os.geteuid() == 0, "root, to be another user")
+    code = (
+        "import os, sys; from kvferry.clients import Client, KvferryError, MhaSpec\n"
+        "os.setuid(12345)\n"  # the group stays, and with it the way to the sockets
+        "with Client.connect(sys.argv[1], instance='a') as c:\n"
+        "    c.create_pool('prefill', MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=8, "
+        "dtype='float16'))\n"
+        "    try: c.free('prefill', [int(sys.argv[2])])\n"
+        "    except KvferryError as e: print(e.code)\n"
+    )
+    daemon.runtime_dir.parent.chmod(0o755)
+    with Client.connect(daemon.runtime_dir, instance="a") as one:
+        one.create_pool(PREFILL, SPEC, model=MODEL)
+        ids = one.allocate(PREFILL, 1)
+        command = [sys.executable, "-c", code, str(daemon.runtime_dir), str(ids[0])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert done.stdout.strip() == "NOT_OWNER", done.stderr
+        assert one.free(PREFILL, ids).freed == 1
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "a\x00b", "a\nb"], ids=["long", "nul", "two lines"])
+def test_names_that_are_none(daemon: DaemonProcess, name: str) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        Client.connect(daemon.runtime_dir, instance=name)
+    assert refused.value.field == "instance"
+    opening = SessionOpen(protocol_min=2, protocol_max=2, instance=name)
+    with pytest.raises(KvferryError) as refused_by_daemon, raw_engine(daemon.runtime_dir, opening=opening):
+        pass
+    assert refused_by_daemon.value.code == "MALFORMED"
+
+
+def test_sessions_of_one_instance_are_counted_as_sessions(daemon: DaemonProcess) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(Client.connect(daemon.runtime_dir, instance="many"))
+        with pytest.raises(OverloadedError, match="8 sessions live"):
+            Client.connect(daemon.runtime_dir, instance="many")
+    with Client.connect(daemon.runtime_dir) as client:
+        assert soon(lambda: len(client.status().sessions) == 1)
+
+
+# -- pools that end with their instance
+
+
+def test_a_pool_that_ends_with_its_instance(daemon: DaemonProcess, other: Client, name: str) -> None:
+    with Client.connect(daemon.runtime_dir, instance="a") as one:
+        one.create_pool(name, SPEC, lifetime="instance")
+        with Client.connect(daemon.runtime_dir, instance="a") as same:
+            same.create_pool(name, SPEC, lifetime="instance")
+            found = pool_of(other, name)
+            assert found is not None
+            assert (found.lifetime, found.ends_with) == ("instance", other.status().sessions[1].owner)
+            for lifetime in ("instance", "daemon"):
+                with pytest.raises(PoolExistsError, match="ends with instance 'a'") as refused:
+                    other.create_pool(name, SPEC, lifetime=lifetime)
+                assert refused.value.field == "lifetime"
+            attached = other.attach_pool(name)
+            ids = other.allocate(name, 2)
+        assert pool_of(other, name) is not None
+    assert soon(lambda: pool_of(other, name) is None)
+    attached.tensor("main", "k")[:, ids[0]] = 1.0  # a mapping that engines have stays
+    with pytest.raises(UnknownPoolError):
+        other.free(name, ids)
+    other.create_pool(name, SPEC)
+    assert free_pages(other, name) == ALL
+    with pytest.raises(PoolExistsError, match="ends with the daemon, asked for with lifetime 'instance'"):
+        other.create_pool(name, SPEC, lifetime="instance")
+    other.delete_pool(name)
+
+
+def test_what_is_in_flight_in_such_a_pool_ends_first(daemon: DaemonProcess, other: Client, name: str) -> None:
+    request_id = new_request_id()
+    other.create_pool("out", SPEC)
+    with Client.connect(daemon.runtime_dir) as one:
+        one.create_pool(name, SPEC, lifetime="instance")
+        received = other.receive(name, request_id, [pages(other.allocate(name, 2))])
+        other.ping()
+        with pytest.raises(PoolInUseError):
+            one.delete_pool(name)
+    assert soon(lambda: pool_of(other, name) is None)
+    sent = other.send("out", request_id, [pages(other.allocate("out", 2))])
+    assert other.wait_finished(received).pages == 2
+    other.wait_settled(sent)

@@ -1,0 +1,295 @@
+"""Sessions that lose their socket and resume: what goes on, what does not, and who may not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
+from kvferry.clients.connection import open_control_socket
+from kvferry.clients.session_channel import SessionChannel
+from kvferry.protocol.client_core import ClientCore
+from kvferry.protocol.errors import DaemonLostError, NoSessionError
+from kvferry.protocol.ids import BootId
+from kvferry.protocol.paths import SESSION_SOCKET
+from kvferry.protocol.session_messages import SessionOpen, SessionOpened
+from kvferry.protocol.session_stream import pack
+from kvferry.protocol.transfer_messages import Accepted
+from tests.daemons import DaemonProcess, running_daemon
+from tests.raw_engine import RawEngine, raw_engine
+from tests.started import started
+
+SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=1, head_dim=8, dtype="float16")
+ALL = 16
+SOON_S = 20.0
+SOON_MS = 20_000
+POOL = "pool"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """Run a daemon that keeps sessions for longer than a test takes."""
+    with running_daemon(tmp_path_factory.mktemp("resume"), "[service]\nresume_grace_s = 600.0\n") as one:
+        yield one
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """Run a daemon that keeps sessions for a moment."""
+    with running_daemon(tmp_path, "[service]\nresume_grace_s = 0.05\n") as one:
+        yield one
+
+
+@pytest.fixture
+def other(daemon: DaemonProcess) -> Iterator[Client]:
+    """Return a client that looks on."""
+    with Client.connect(daemon.runtime_dir, name="other") as one:
+        one.create_pool(POOL, SPEC)
+        yield one
+
+
+@contextmanager
+def resumed(daemon: DaemonProcess, engine: RawEngine, *, keep: bool = False) -> Iterator[RawEngine]:
+    """Take a raw engine's session over, by a new control socket too."""
+    opening = calls.session_open("", keep=keep, resume=engine.channel.opened.secret)
+    with (
+        zmq.Context() as context,
+        open_control_socket(context, daemon.runtime_dir) as control,
+        contextlib.closing(SessionChannel.open(daemon.runtime_dir, opening)) as channel,
+    ):
+        opened = channel.opened
+        core = ClientCore(BootId(opened.boot_id), opened.secret, last_message=opened.last_message)
+        yield RawEngine(channel, control, core)
+
+
+def keeping(name: str = "keeper") -> SessionOpen:
+    """Return an opening of a session that will resume."""
+    return calls.session_open(name, keep=True)
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Return whether something becomes true; each look is a round trip."""
+    ends_at = time.monotonic() + SOON_S
+    while not (met := condition()) and time.monotonic() < ends_at:
+        pass
+    return met
+
+
+def connected(client: Client) -> dict[str, bool]:
+    """Return whether each session has its socket, by name."""
+    return {one.name: one.connected for one in client.status().sessions}
+
+
+def free_pages(client: Client) -> int:
+    """Return the free pages of the pool."""
+    return next(one.free for one in client.status().pools if one.pool == POOL)
+
+
+def lose_socket(engine: RawEngine, client: Client, name: str = "keeper") -> None:
+    """Lose a session's socket, and wait until the daemon has seen it."""
+    engine.channel.close()
+    assert soon(lambda: not connected(client).get(name))
+
+
+def test_pages_transfers_and_events_go_on(daemon: DaemonProcess, other: Client) -> None:
+    request_id = new_request_id()
+    with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
+        ids = engine.call(calls.allocate(POOL, 4, "main"))
+        body, lists = calls.receive_body(POOL, request_id, [pages(ids)], 1, (), None, "pages")
+        assert isinstance(engine.ask(body, *lists).body, Accepted)
+        lose_socket(engine, other)
+        assert free_pages(other) == ALL - 4
+        assert len(other.status().transfers) == 1
+        sent = other.send(POOL, request_id, [pages(other.allocate(POOL, 4))], first_token=9)
+        other.wait_settled(sent)
+        with resumed(daemon, engine) as again:
+            assert connected(other)["keeper"]
+            opened, before = again.channel.opened, engine.channel.opened
+            assert (opened.session, opened.secret, opened.resumed) == (before.session, before.secret, True)
+            assert opened.last_message == engine.core.request(calls.ping().body).message_id - 1
+            assert again.call(calls.result(POOL, request_id, "receive")).state == "settled"
+            assert again.call(calls.free(POOL, ids, "main", None)).freed == 4
+        assert soon(lambda: "keeper" not in connected(other)), "it did not ask to be kept again"
+
+
+def test_unacknowledged_events_are_sent_again(daemon: DaemonProcess, other: Client) -> None:
+    request_id = new_request_id()
+    with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
+        ids = engine.call(calls.allocate(POOL, 2, "main"))
+        body, lists = calls.receive_body(POOL, request_id, [pages(ids)], 1, (), None, "pages")
+        engine.ask(body, *lists)
+        sent = other.send(POOL, request_id, [pages(other.allocate(POOL, 2))])
+        other.wait_settled(sent)
+        assert engine.control.poll(SOON_MS), "they were sent once, and nobody read them"
+        lose_socket(engine, other)
+        with resumed(daemon, engine) as again:
+            known, _ = again.core.transfer(body, lists)  # as an engine that remembers its transfers
+            again.control.send_multipart(again.core.request(calls.ping().body).frames)
+            while not known.is_settled:
+                assert again.control.poll(SOON_MS)
+                again.core.feed(again.control.recv_multipart())
+            assert known.outcome().pages == 2
+
+
+def test_a_client_resumes(daemon: DaemonProcess, other: Client) -> None:
+    before = set(session_sockets(daemon))
+    first = Client.connect(daemon.runtime_dir, name="keeper", keep=True)
+    (its,) = set(session_sockets(daemon)) - before
+    ids = first.allocate(POOL, 2)
+    with pytest.raises(NoSessionError, match="has its socket") as refused:
+        Client.connect(daemon.runtime_dir, resume=first.secret)
+    assert refused.value.field == "resume"
+    secret = first.secret
+    with socket.socket(fileno=os.dup(its)) as cut:  # lost, without the client's good-bye
+        cut.shutdown(socket.SHUT_RDWR)
+    assert soon(lambda: not connected(other)["keeper"])
+    with pytest.raises(DaemonLostError):
+        first.poll(1.0)
+    with Client.connect(daemon.runtime_dir, resume=secret, keep=True) as again:
+        assert again.free(POOL, ids).freed == 2
+    assert soon(lambda: "keeper" not in connected(other)), "close ends what would be kept"
+    first.close()
+
+
+def session_sockets(daemon: DaemonProcess) -> Iterator[int]:
+    """Yield this process's descriptors that are connected to the daemon's session socket."""
+    path = os.fspath(daemon.runtime_dir / SESSION_SOCKET)
+    for link in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # the listing's own, or no socket, or not connected
+            if os.fspath(link.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(link.name))) as one:
+                    if one.family == socket.AF_UNIX and one.getpeername() == path:
+                        yield int(link.name)
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client_says_why_not(daemon: DaemonProcess) -> None:
+    with pytest.raises(NoSessionError):
+        await AsyncClient.connect(daemon.runtime_dir, resume=b"x" * 16)
+
+
+@pytest.mark.parametrize("secret", [b"x", b"x" * 16, b"x" * 32])
+def test_a_wrong_secret(daemon: DaemonProcess, secret: bytes) -> None:
+    with pytest.raises(NoSessionError) as refused:
+        SessionChannel.open(daemon.runtime_dir, calls.session_open("", resume=secret))
+    assert refused.value.field == "resume"
+
+
+def test_who_did_not_ask_is_not_kept(daemon: DaemonProcess, other: Client) -> None:
+    with raw_engine(daemon.runtime_dir, "fleeting") as engine:
+        engine.call(calls.allocate(POOL, 4, "main"))
+        engine.channel.close()
+        assert soon(lambda: "fleeting" not in connected(other))
+        assert free_pages(other) == ALL
+        with pytest.raises(NoSessionError), resumed(daemon, engine):
+            pass
+
+
+def test_only_one_of_many_at_once(daemon: DaemonProcess, other: Client) -> None:
+    with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
+        lose_socket(engine, other)
+        opening = calls.session_open("", resume=engine.channel.opened.secret)
+        outcomes: list[SessionChannel | NoSessionError] = []
+        together = threading.Barrier(8)
+
+        def attempt() -> None:
+            together.wait()
+            try:
+                outcomes.append(SessionChannel.open(daemon.runtime_dir, opening))
+            except NoSessionError as error:
+                outcomes.append(error)
+
+        threads = [threading.Thread(target=attempt) for _ in range(8)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        (winner,) = [one for one in outcomes if isinstance(one, SessionChannel)]
+        assert len(outcomes) == 8
+        winner.close()
+        assert soon(lambda: "keeper" not in connected(other))
+
+
+def test_after_the_grace(hasty: DaemonProcess) -> None:
+    with Client.connect(hasty.runtime_dir, name="other") as other:
+        other.create_pool(POOL, SPEC)
+        assert other.welcome is not None
+        assert other.welcome.limits.resume_grace_ms == 50
+        with raw_engine(hasty.runtime_dir, opening=keeping()) as engine:
+            engine.call(calls.allocate(POOL, 4, "main"))
+            engine.channel.close()
+            assert soon(lambda: "keeper" not in connected(other))
+            assert free_pages(other) == ALL
+            with pytest.raises(NoSessionError), resumed(hasty, engine):
+                pass
+
+
+def test_its_process_dies(daemon: DaemonProcess, other: Client, tmp_path: Path) -> None:
+    """Whoever is dead does not resume: its session ends at once, whatever the grace."""
+    program = tmp_path / "mortal.py"
+    program.write_text(
+        "import signal, sys\n"
+        "from kvferry.clients import Client\n"
+        "client = Client.connect(sys.argv[1], name='mortal', keep=True)\n"
+        "client.allocate('pool', 3)\n"
+        "print('there', flush=True)\n"
+        "signal.pause()\n"
+    )
+    with started([str(program), str(daemon.runtime_dir)]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        assert free_pages(other) == ALL - 3
+        os.kill(process.pid, signal.SIGKILL)
+        assert soon(lambda: "mortal" not in connected(other))
+        assert free_pages(other) == ALL
+
+
+def test_another_user(daemon: DaemonProcess, other: Client, require: Callable[[object, str], None]) -> None:
+    require(os.geteuid() == 0, "root, to be another user")
+    code = (
+        "import os, sys; from kvferry.clients import Client, KvferryError\n"
+        "os.setuid(12345)\n"  # the group stays, and with it the way to the sockets
+        "try: Client.connect(sys.argv[1], resume=bytes.fromhex(sys.argv[2]))\n"
+        "except KvferryError as e: print(e.code)\n"
+    )
+    daemon.runtime_dir.parent.chmod(0o755)
+    with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
+        lose_socket(engine, other)
+        secret = engine.channel.opened.secret
+        command = [sys.executable, "-c", code, str(daemon.runtime_dir), secret.hex()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert done.stdout.strip() == "NO_SESSION", done.stderr
+        with resumed(daemon, engine) as again:
+            assert again.channel.opened.resumed
+
+
+def test_a_daemon_that_adopts_nothing(tmp_path: Path) -> None:
+    """One that does not know ``resume`` opens a new session: the client does not take it for the old one."""
+    answer = pack(SessionOpened(session=1, secret=b"s" * 16, boot_id="0" * 32))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(os.fspath(tmp_path / SESSION_SOCKET))
+        listener.listen()
+
+        def serve() -> None:
+            with listener.accept()[0] as channel:
+                channel.recv(4096)
+                channel.sendall(answer)
+                channel.recv(4096)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(DaemonLostError, match="nothing of the session"):
+            SessionChannel.open(tmp_path, calls.session_open("", resume=b"x" * 16))
+        thread.join()
