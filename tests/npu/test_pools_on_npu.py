@@ -246,7 +246,7 @@ def test_a_registered_pool_takes_part_in_transfers(
         assert engine.do("client.wait_finished(transfer); result = k[:, 5:9].cpu().float().unique().tolist()") == [8.0]
         assert engine.do("result = k[:, :5].cpu().float().unique().tolist()") == [3.0]
         client.wait_settled(send_request, WAIT_S)
-        with pytest.raises(InvalidFieldError, match="registers it"):
+        with pytest.raises(InvalidFieldError, match="its engine has the memory"):
             client.attach_pool(f"{name}-registered")
         with pytest.raises(PoolInUseError, match="registered by session"):
             client.delete_pool(f"{name}-registered")
