@@ -93,7 +93,7 @@ class HostReceives:
             max_payload_bytes=pool.max_payload_bytes,
         )
         made.lands_as = snapshot.name
-        _clear(region, made.manifest)
+        _clear(region, made.manifest, ranges)
         for allocator in made.allocators.values():
             allocator.allocate(session.owner_id, allocator.capacity)
         before = self._live.get((session.session_id, body.request_id, pool.name))
@@ -198,12 +198,22 @@ def _laid_out(manifest: Manifest, lists: Sequence[PageList]) -> Manifest:
     )
 
 
-def _clear(region: HostRegion, manifest: Manifest) -> None:
-    """Zero the pages that a transfer may leave unfilled (optional components, cut lists): they may hold others' KV."""
+def _clear(region: HostRegion, manifest: Manifest, ranges: Sequence[PageRange]) -> None:
+    """Zero what a transfer may leave unfilled: it may hold others' KV.
+
+    That is optional components, cut lists, and, where several lists share a page space, each one's pages in the
+    arrays of the others.
+    """
     memory = region.view()
+    lists = Counter(space_of(manifest, one.component) for one in lists_with_pages(ranges))
     for entry in manifest.entries:
         component = component_of(manifest, entry.component)
-        if component is None or component.kind != "paged" or component.name in manifest.optional_components:
+        if (
+            component is None
+            or component.kind != "paged"
+            or component.name in manifest.optional_components
+            or lists[component.space] > 1
+        ):
             memory[entry.base : entry.base + entry.pages * entry.page_bytes] = 0
 
 

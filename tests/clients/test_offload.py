@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,7 +23,7 @@ from kvferry.protocol.errors import (
     UnknownOperationError,
     UnknownSnapshotError,
 )
-from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, MODEL, PAGE_BYTES, SPEC, Filled, hashes
+from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, MODEL, PAGE_BYTES, SPEC, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 
 pytestmark = pytest.mark.any_device
@@ -332,6 +333,29 @@ def test_groups_and_lists_with_gaps_land_in_the_host_tier(client: Client, name: 
     client.wait_done(back)
     assert pool.holds(back.pages["main"], [one[:, 1:] for one in contents[0]])
     assert pool.holds(back.pages["group1"], contents[1], "group1")
+
+
+@pytest.mark.host_only
+def test_what_no_list_fills_is_not_what_the_tier_held_before(tmp_path: Path) -> None:
+    """A page of one group has nothing in an array that only the other group has: no byte of others' KV, either."""
+    spec = msgspec.structs.replace(GROUPED, layers=3, groups=((0, 1), (2,)))
+    with running_daemon(tmp_path) as daemon, Client.connect(daemon.runtime_dir) as client:
+        pool = Filled(client, "pool", spec)
+        with arena_of(daemon) as memory:
+            memory[:] = b"\xab" * len(memory)
+        ids = client.allocate("pool", 3)
+        contents = [pool.write(ids[:1], seed=1), pool.write(ids[1:], seed=2, component="group1")]
+        request_id = new_request_id()
+        wanted = [pages_wanted(1), pages_wanted(2, component="group1")]
+        transfer = client.receive("pool", request_id, wanted, into="host")
+        client.send("pool", request_id, [pages(ids[:1]), pages(ids[1:], component="group1")])
+        back = client.restore("pool", client.wait_finished(transfer).snapshot, drop=True)
+        client.wait_done(back)
+        assert pool.holds(back.pages["main"], contents[0])
+        assert pool.holds(back.pages["group1"], contents[1], "group1")
+        for role in pool.read(back.pages["group1"]):
+            assert not role[1].any()
+        pool.close()
 
 
 def test_a_hash_does_not_say_of_which_group_a_block_is(client: Client, name: str) -> None:
