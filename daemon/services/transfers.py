@@ -88,9 +88,6 @@ def warn_trimmed(effect: WarnTrimmed, counters: Counters) -> None:
     )
 
 
-log = structlog.get_logger(__name__)
-
-
 class Movers(NamedTuple):
     """The transports within this daemon and from other daemons, and what yields to them while they copy."""
 
@@ -330,9 +327,7 @@ class TransferService:
         if not isinstance(event, Settled):
             return
         key = EndpointKey(session.tenant, event.request_id, event.pool, event.direction)
-        known = self._state_machine.results.get(session.session_id, key)
-        if known is not None and known.settled is not None and known.settled.generation == event.generation:
-            self._state_machine.results.forget(session.session_id, key)
+        self._state_machine.results.acknowledged(session.session_id, key, event.generation)
 
     def execute(self) -> None:
         """Execute the state machine's effects in order; effects that these cause are executed after them."""

@@ -109,17 +109,22 @@ class Results:
                 field="request_id",
             )
 
-    def forget(self, session_id: int, key: EndpointKey) -> None:
-        """Drop an endpoint's result: it was acknowledged, or the endpoint starts again."""
+    def acknowledged(self, session_id: int, key: EndpointKey, generation: int) -> None:
+        """Drop what an acknowledged SETTLED kept: that generation's payload, and the result if it is the latest."""
         if key.direction == "receive":
-            self._payloads.drop(session_id, key)
+            self._payloads.drop(session_id, key, generation)
+        known = self.get(session_id, key)
+        if known is not None and known.settled is not None and known.settled.generation == generation:
+            self.forget(session_id, key)
+
+    def forget(self, session_id: int, key: EndpointKey) -> None:
+        """Drop an endpoint's result."""
         self._by_session.get(session_id, {}).pop(key, None)
 
     def forget_session(self, session_id: int) -> None:
         """Drop all of a session's results."""
-        for key in self._by_session.pop(session_id, {}):
-            if key.direction == "receive":
-                self._payloads.drop(session_id, key)
+        self._by_session.pop(session_id, None)
+        self._payloads.drop_receives(session_id)
 
 
 class Generations:
@@ -265,7 +270,7 @@ class Completion:
         event = receive_request.finished_event(own, now)
         self._notify(receive_request, TransferResult(state="finished", finished=event))
         if own is not None:
-            self._payloads.drop(receive_request.session_id, receive_request.key)
+            self._payloads.drop(receive_request.session_id, receive_request.key, receive_request.generation)
         if row.notice is Notice.CLOSE:
             self._close_at_sources(receive_request, matched, receive_request.unmet if row.tombstone else 0)
         for op in receive_request.waiting:  # these have not been started
@@ -349,7 +354,7 @@ class Completion:
 
     def _leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
         if isinstance(endpoint, SendRequest):
-            self._payloads.drop(endpoint.session_id, endpoint.key)
+            self._payloads.drop(endpoint.session_id, endpoint.key, endpoint.generation)
         endpoint.state = State.SETTLED
         self._endpoints.leave(endpoint)
         key = endpoint.key

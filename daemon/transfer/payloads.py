@@ -6,6 +6,7 @@ A send request keeps its payload until it has settled; a receive request, until 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from kvferry.daemon.transfer.endpoints import EndpointKey
 from kvferry.pools.pool import Pool
@@ -30,7 +31,7 @@ def check_payload(payload: bytes, pool: Pool) -> None:
 
 
 class KeptPayloads:
-    """The bytes of payloads by session and endpoint. A payload counts for each endpoint that keeps it."""
+    """The bytes of payloads by session, endpoint and generation. A payload counts for each endpoint that keeps it."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class KeptPayloads:
         """Keep at most ``session_bytes`` for each session and ``all_bytes`` for all sessions."""
         self._session_bytes = session_bytes
         self._all_bytes = all_bytes
-        self._sizes: dict[tuple[int, EndpointKey], int] = {}
+        self._sizes: dict[tuple[int, EndpointKey, int], int] = {}
         self._of_session: Counter[int] = Counter()
 
     def __repr__(self) -> str:
@@ -52,34 +53,45 @@ class KeptPayloads:
         """Return how many bytes are kept."""
         return self._of_session.total()
 
-    def check(self, session_id: int, size_bytes: int) -> None:
-        """Check that a session may keep ``size_bytes`` more.
+    def check(self, more: Mapping[int, int]) -> None:
+        """Check that sessions may keep that many bytes more, together.
+
+        Args:
+            more: bytes by session number: all that one message adds.
 
         Raises:
             OverloadedError: that exceeds a bound; the error says which.
         """
-        if not size_bytes:
-            return
-        for kept, most, whose in (
-            (self._of_session[session_id], self._session_bytes, f"session {session_id}"),
-            (self.kept_bytes, self._all_bytes, "all sessions"),
-        ):
-            if kept + size_bytes > most:
+        bounds = [
+            (self._of_session[session_id], size_bytes, self._session_bytes, f"session {session_id}")
+            for session_id, size_bytes in more.items()
+        ]
+        bounds.append((self.kept_bytes, sum(more.values()), self._all_bytes, "all sessions"))
+        for kept, size_bytes, most, whose in bounds:
+            if size_bytes and kept + size_bytes > most:
                 raise OverloadedError(
                     f"{kept} payload bytes of {whose} are in transfers that have not settled or in events that are "
                     f"not acknowledged; {size_bytes} more exceed {most}",
                     field="payload",
                 )
 
-    def keep(self, session_id: int, key: EndpointKey, size_bytes: int) -> None:
+    def keep(self, session_id: int, key: EndpointKey, generation: int, size_bytes: int) -> None:
         """Count an endpoint's payload."""
         if size_bytes:
-            self._sizes[session_id, key] = self._sizes.get((session_id, key), 0) + size_bytes
+            counted = (session_id, key, generation)
+            self._sizes[counted] = self._sizes.get(counted, 0) + size_bytes
             self._of_session[session_id] += size_bytes
 
-    def drop(self, session_id: int, key: EndpointKey) -> None:
+    def drop_receives(self, session_id: int) -> None:
+        """Stop counting the payloads of a session's receive requests: the session has ended."""
+        for _, key, generation in [
+            one for one in self._sizes if one[0] == session_id and one[1].direction == "receive"
+        ]:
+            self.drop(session_id, key, generation)
+
+    def drop(self, session_id: int, key: EndpointKey, generation: int) -> None:
         """Stop counting an endpoint's payload, if it was counted."""
-        size_bytes = self._sizes.pop((session_id, key), 0)
+        size_bytes = self._sizes.pop((session_id, key, generation), 0)
         self._of_session[session_id] -= size_bytes
         if not self._of_session[session_id]:
             del self._of_session[session_id]

@@ -23,6 +23,7 @@ from kvferry.daemon.transfer.endpoints import (
     SendRequest,
     SourcePool,
 )
+from kvferry.daemon.transfer.payloads import KeptPayloads
 from kvferry.daemon.transfer.registry import Endpoints
 from kvferry.daemon.transfer.remote import Incarnation, Origin
 from kvferry.daemon.transfer.scheduling import CopyScheduler
@@ -70,13 +71,19 @@ class PeerTransfers:
     """Handles the messages of other daemons. Part of the transfer state machine."""
 
     def __init__(
-        self, endpoints: Endpoints, completion: Completion, scheduling: CopyScheduler, activity: TransferActivity
+        self,
+        endpoints: Endpoints,
+        completion: Completion,
+        scheduling: CopyScheduler,
+        activity: TransferActivity,
+        payloads: KeptPayloads,
     ) -> None:
         self._endpoints = endpoints
         self._completion = completion
         self._copy_scheduler = scheduling
         self._remote_numbers = itertools.count(1)
         self._activity = activity
+        self._payloads = payloads
 
     # -- at the home: send requests of other daemons for receive requests here
 
@@ -135,6 +142,7 @@ class PeerTransfers:
                 return  # repeated after a reconnection
             elif number > len(send_request.chunks):
                 raise PageGapError(f"chunk {number} came after {len(send_request.chunks)} chunks", field="chunk")
+            self._payloads.check({receive_request.session_id: len(chunk.payload)})
             fits = self._copy_scheduler.fit(receive_request, send_request, number, [chunk])
         except KvferryError as error:
             self.refuse(origin, error, now)

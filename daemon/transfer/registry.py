@@ -126,16 +126,15 @@ class Endpoints:
 
     def notify_matched(self, send_request: SendRequest) -> None:
         """Send MATCHED to an open send request's session: another receive request has joined it."""
-        if send_request.origin is None:
-            matched = Matched(
-                request_id=send_request.request_id,
-                pool=send_request.pool.name,
-                direction="send",
-                generation=send_request.generation,
-                matched=send_request.matched,
-                destinations=send_request.destinations,
-            )
-            self.effects.append(Notify(send_request.session_id, matched))
+        matched = Matched(
+            request_id=send_request.request_id,
+            pool=send_request.pool.name,
+            direction="send",
+            generation=send_request.generation,
+            matched=send_request.matched,
+            destinations=send_request.destinations,
+        )
+        self.effects.append(Notify(send_request.session_id, matched))
 
     def announce(self, announcement: Announcement) -> None:
         """Add another daemon's receive request."""

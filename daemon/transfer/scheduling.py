@@ -39,7 +39,6 @@ class CopyScheduler:
         On an error, nothing is planned.
 
         Raises:
-            OverloadedError: the receiver's session keeps too many payload bytes.
             KvferryError: a chunk does not fit, or all sources are done and cells are missing.
         """
         fits: list[Fit] = []
@@ -49,7 +48,6 @@ class CopyScheduler:
                 for planned_copy in found.planned_copies:
                     receive_request.coverage[planned_copy.component].plan(planned_copy.cells)
                 fits.append(Fit(number, found))
-                self._payloads.check(receive_request.session_id, len(chunk.payload))
             if would_complete(receive_request, send_request, chunks):
                 receive_request.check_planned([one for fit in fits for one in fit.match.excused])
         except KvferryError:
@@ -72,7 +70,7 @@ class CopyScheduler:
             self.join(receive_request, send_request)
         found = fit.match
         payload = send_request.chunks[fit.chunk].payload
-        self._payloads.keep(receive_request.session_id, receive_request.key, len(payload))
+        self._payloads.keep(receive_request.session_id, receive_request.key, receive_request.generation, len(payload))
         for endpoint in (receive_request, send_request):
             endpoint.skipped_source_entries = max(endpoint.skipped_source_entries, found.skipped_source_entries)
             endpoint.covered_source_entries = max(endpoint.covered_source_entries, found.covered_source_entries)

@@ -15,6 +15,7 @@ Messages of other daemons are handled in ``peer_transfers``.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -84,7 +85,9 @@ class TransferStateMachine:
         self._stepping: dict[int, list[SendRequest]] = {}  # send requests whose steps wait for events of their session
         self._completion = Completion(self.endpoints, self.results, self.payloads, transitions)
         self._copy_scheduler = CopyScheduler(self.endpoints, whole_below_bytes, self.payloads)
-        self.peers = PeerTransfers(self.endpoints, self._completion, self._copy_scheduler, activity or NoActivity())
+        self.peers = PeerTransfers(
+            self.endpoints, self._completion, self._copy_scheduler, activity or NoActivity(), self.payloads
+        )
 
     def __repr__(self) -> str:
         """Show the live counts."""
@@ -127,6 +130,7 @@ class TransferStateMachine:
         Raises:
             TransferExistsError: the request id is in use.
             UnexpectedSourceError: more send requests wait than ``sources``.
+            OverloadedError: too many payload bytes are kept.
             KvferryError: the pages cannot be written, or a waiting SEND does not fit: see ``match``.
         """
         self._check_tenant(sender)
@@ -146,6 +150,8 @@ class TransferStateMachine:
         send_requests = [one for one in self._open_sends(sender) if len(one.receive_requests) < one.destinations]
         if len(send_requests) > sources:
             raise UnexpectedSourceError(f"{len(send_requests)} pools send, sources={sources}", field="sources")
+        payload_bytes = sum(len(chunk.payload) for one in send_requests for chunk in one.chunks)
+        self.payloads.check({sender.session_id: payload_bytes})
         fits = [
             (send_request, fit)
             for send_request in send_requests
@@ -189,12 +195,13 @@ class TransferStateMachine:
         check_continues(send_request, chunk)
         check_steps(chunk, sender.pool.manifest)
         check_payload(chunk.payload, sender.pool)
-        self.payloads.check(sender.session_id, len(chunk.payload))
         receive_requests = [
             one for one in send_request.receive_requests if isinstance(one, ReceiveRequest) and one.state is State.OPEN
         ]
         if number == 0:
             receive_requests = self._receives_for(send_request, sender)
+        keeping = Counter([sender.session_id, *(one.session_id for one in receive_requests)])
+        self.payloads.check({session_id: copies * len(chunk.payload) for session_id, copies in keeping.items()})
         fits: list[tuple[ReceiveRequest, list[Fit]]] = []
         try:
             for receive_request in receive_requests:
@@ -205,7 +212,7 @@ class TransferStateMachine:
                 self._copy_scheduler.withdraw(receive_request, its_fits)
             raise
         send_request.add(chunk)
-        self.payloads.keep(sender.session_id, send_request.key, len(chunk.payload))
+        self.payloads.keep(sender.session_id, send_request.key, send_request.generation, len(chunk.payload))
         stepping = self._stepping.setdefault(send_request.session_id, []) if chunk.steps else []
         if send_request not in stepping:
             stepping.append(send_request)

@@ -109,6 +109,30 @@ def test_payloads_of_a_session_are_bounded_until_they_settle_or_are_acknowledged
     assert engines.kept == 0
 
 
+def test_a_receive_that_begins_again_still_keeps_what_is_unacknowledged(engines: Engines) -> None:
+    request = f"{1:032x}"
+    engines.send(1, 60)
+    engines.receive(1)
+    engines.send(1, 41)
+    with pytest.raises(OverloadedError, match="60 payload bytes of session 2"):
+        engines.receive(1)
+    engines.harness.acknowledge(engines.decode, engines.destination, "receive", request)
+    engines.receive(1)
+    assert engines.kept == 41
+
+
+def test_a_payload_counts_for_all_its_receivers_together(engines: Engines) -> None:
+    pools = [engines.harness.pool(f"decode{number}") for number in range(3)]
+    for pool in pools:
+        engines.harness.receive(engines.decode, pool, {})
+    with pytest.raises(OverloadedError, match="0 payload bytes of session 2") as refused:
+        engines.harness.send(engines.prefill, engines.source, {}, payload=bytes(34), destinations=3)
+    assert refused.value.field == "payload"
+    assert engines.kept == 0
+    engines.harness.send(engines.prefill, engines.source, {}, payload=bytes(33), destinations=3)
+    assert engines.kept == 99, "the SEND has settled"
+
+
 def test_payloads_of_all_sessions_are_bounded(engines: Engines) -> None:
     others = [engines.harness.session() for _ in range(3)]
     for number, session in enumerate(others[:2]):

@@ -300,7 +300,8 @@ class PeerMachine(RuleBasedStateMachine):
             node = self.node_of(boot_id)
             known = node.state_machine.results.get(session, key)
             if known is not None and known.state == "settled":
-                node.state_machine.results.forget(session, key)
+                assert known.settled is not None
+                node.state_machine.results.acknowledged(session, key, known.settled.generation)
 
     def break_a_link(self, data: st.DataObject) -> None:
         """Break one direction between two daemons, or both."""

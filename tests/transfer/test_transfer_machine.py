@@ -288,7 +288,8 @@ class TransferMachine(RuleBasedStateMachine):
         """Let a session have seen the end of one side."""
         known = self.harness.state_machine.results.get(session, key)
         if known is not None and known.state == "settled":
-            self.harness.state_machine.results.forget(session, key)
+            assert known.settled is not None
+            self.harness.state_machine.results.acknowledged(session, key, known.settled.generation)
 
     # -- what always holds
 

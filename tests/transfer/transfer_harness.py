@@ -237,7 +237,10 @@ class TransferHarness:
 
     def acknowledge(self, session: int, pool: Pool, direction: Direction, request: str = REQUEST) -> None:
         """Let the client have seen everything about a side."""
-        self.state_machine.results.forget(session, EndpointKey(pool.tenant, request, pool.name, direction))
+        key = EndpointKey(pool.tenant, request, pool.name, direction)
+        known = self.state_machine.results.get(session, key)
+        if known is not None and known.settled is not None:
+            self.state_machine.results.acknowledged(session, key, known.settled.generation)
 
     # -- what can be seen
 
