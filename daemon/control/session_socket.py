@@ -309,6 +309,8 @@ class _Connection:
             return False
         try:
             for frame in self._frames.feed(data):
+                if self._closed:
+                    break
                 if self._session is None:
                     self._open(frame)
                 else:

@@ -208,12 +208,12 @@ class PoolService:
 
     def _register(self, call: Call) -> Answer | None:
         body = expect(call, RegisterPool)
-        self._check_payload_bound(body.max_payload_bytes)
         key = (call.session.tenant, body.pool)
         if body.device == HOST:
             self._register_memory(call, body, key)
             return None
         shares = self._session_socket.take_share(call.session, call.message_id).shares
+        self._check_payload_bound(body.max_payload_bytes)
         if len(shares) != len(body.arrays):
             raise InvalidFieldError(
                 f"{len(shares)} shares came over the session socket, REGISTER_POOL names {len(body.arrays)} arrays",
@@ -253,6 +253,7 @@ class PoolService:
             )
         region = HostRegion.registered(fd)
         try:
+            self._check_payload_bound(body.max_payload_bytes)
             self._check_new(key, call)
             manifest = placed_in(region, manifest_of(body.spec), body.arrays, self._memory_in_use())
             self._check_budget(manifest)
