@@ -124,7 +124,7 @@ def registered_memory(
 def _on_host(array: Array, one: Any) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:  # noqa: ANN401  an engine may give anything
     """Return shape, strides in elements, dtype and address of an array of numpy's or torch's."""
     if isinstance(one, np.ndarray):
-        dtype = array.dtype if one.dtype == array_dtype(array.dtype) else one.dtype.name
+        dtype = array.dtype if one.dtype == array_dtype(array.dtype) else str(one.dtype)
         if any(stride % one.itemsize for stride in one.strides):
             raise InvalidFieldError(f"{array.name} has strides inside its elements", field=f"{array.name}.strides")
         strides = tuple(stride // one.itemsize for stride in one.strides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ ALIGNMENT = 4096
 """Where each array begins."""
 
 _live: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+_live_lock = threading.Lock()
 
 
 class SharedMemory(OfOneProcess):
@@ -41,8 +43,10 @@ class SharedMemory(OfOneProcess):
             OutOfMemoryError: the host does not allow so much.
         """
         self.region = HostRegion.create("shared-memory", whole(size_bytes, "size_bytes", least=1))
+        self.address = self.region.address
         self._used = 0
-        _live.add(self)
+        with _live_lock:
+            _live.add(self)
 
     def __repr__(self) -> str:
         """Show the size."""
@@ -82,8 +86,9 @@ class SharedMemory(OfOneProcess):
 
     def close(self) -> None:
         """Give the descriptor back; the memory goes once no array of it is left. Registered pools stay registered."""
+        with _live_lock:
+            _live.discard(self)
         self.region.close()
-        _live.discard(self)
 
     def _take(self, shape: Sequence[int], dtype: str) -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
         sizes = tuple(whole(one, "shape", least=1) for one in sequence(shape, "sizes", "shape"))
@@ -99,11 +104,12 @@ class SharedMemory(OfOneProcess):
 
 def memory_at(start: int, stop: int) -> SharedMemory | None:
     """Return the shared memory of this process that has these bytes, all of them; None without one."""
-    for memory in _live:
-        if memory.region.fd >= 0 and memory.region.is_ours:
-            first = memory.region.address
-            if first <= start and stop <= first + memory.size_bytes:
-                return memory
+    with _live_lock:
+        live = list(_live)
+    for memory in live:
+        is_inside = memory.address <= start and stop <= memory.address + memory.size_bytes
+        if is_inside and memory.region.is_ours:
+            return memory
     return None
 
 

@@ -9,6 +9,8 @@ import mmap
 import os
 import signal
 import socket
+import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ import pytest
 import torch
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
+from kvferry.clients.shared_memory import memory_at
 from kvferry.daemon.control.attachments import MAX_MESSAGES_SHARED
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
@@ -33,7 +36,9 @@ from kvferry.protocol.errors import (
     PoolExistsError,
     PoolInUseError,
     PoolLostError,
+    TooLargeError,
 )
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.pool_messages import RegisteredArrays
 from kvferry.protocol.session_messages import MemoryFollows, SessionOpen, SessionOpened, ShareFollows
@@ -403,6 +408,49 @@ def test_arrays_outside_of_shared_memory_are_named(client: Client, name: str, wh
     with pytest.raises(InvalidFieldError, match=r"kvferry\.clients\.SharedMemory") as refused:
         client.register_pool(name, SPEC, arrays, device="host")
     assert refused.value.field == ("main/k.storage" if where == "closed" else "main/v.storage")
+
+
+def test_refusals_keep_no_descriptor(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, "[limits]\nmax_frame_bytes = 1048576\n") as daemon,
+        Client.connect(daemon.runtime_dir) as client,
+    ):
+        memory = SharedMemory(MEMORY_BYTES)
+        arrays = filled(memory, 1)
+        for _ in range(MAX_MESSAGES_SHARED + 1):
+            with pytest.raises(TooLargeError) as refused:
+                client.register_pool("pool", SPEC, arrays, device="host", max_payload_bytes=LARGEST_PAYLOAD_BYTES)
+            assert refused.value.field == "max_payload_bytes"
+        assert memory_held(daemon) == 0
+
+
+def test_two_threads_make_shared_memory() -> None:
+    """What looks for the memory of an array does not stumble over what another thread makes."""
+    memories, ends = [SharedMemory(4096) for _ in range(64)], threading.Event()
+    starts = [(memory, memory.region.address) for memory in memories]
+
+    def make() -> None:
+        while not ends.is_set():
+            SharedMemory(4096).close()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=make)
+    thread.start()
+    try:
+        assert all(memory_at(start, start + 1) is memory for _ in range(64) for memory, start in starts)
+    finally:
+        ends.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def test_an_array_of_the_other_byte_order_is_refused(client: Client, name: str) -> None:
+    memory = SharedMemory(MEMORY_BYTES)
+    arrays = {place: one.view(">f4") for place, one in filled(memory, 1).items()}
+    with pytest.raises(InvalidFieldError, match=">f4") as refused:
+        client.register_pool(name, SPEC, arrays, device="host")
+    assert refused.value.field == "main/k.dtype"
 
 
 def test_shared_memory_has_as_much_as_it_says() -> None:
