@@ -43,8 +43,9 @@ class EngineLists(msgspec.Struct, frozen=True):
 def engine_lists(manifest: Manifest, base_address: int = 0) -> EngineLists:
     """Return a pool's lists.
 
-    The main list is k of all layers, v, the scales that travel with pages, index_k and index_scale, then the draft's
-    arrays in the same order; an array shared by layers of several groups is listed once, under the first one's name.
+    The main list is, component by component: k of all layers, v, the scales that travel with pages, index_k and
+    index_scale; main's first, then of each further group those that only it has, then the draft's. An array shared by
+    layers of several groups is listed once, under the first one's name.
     The state list is the state slots (conv, ssm), the window's k and v (and scales), then the indexer's arrays again,
     the draft's last.
 
