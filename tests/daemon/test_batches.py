@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.daemon.control.batches import OpenBatch
 from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher
 from kvferry.daemon.control.hub import EventHub
@@ -185,6 +186,15 @@ async def test_results_are_bounded_but_what_was_done_is_said(daemon: Daemon) -> 
     daemon.take(Batch(requests=(*(Snapshots(),) * 5, ALLOCATE)))
     assert codes(daemon.results()) == ["", "", "TOO_LARGE", "TOO_LARGE", "TOO_LARGE", ""]
     assert len(daemon.sent[0][1]) == 1
+
+
+def test_a_small_result_is_never_left_out() -> None:
+    batch = OpenBatch(SessionRegistry(LIMITS).open("engine", Peer(1, 2, 3)), 1, 2, max_bytes=1)
+    batch.places.update({7: 1, 8: 0})
+    for part_id in batch.places:
+        batch.put(part_id, Freed(freed=part_id, deferred=0), ())
+    assert batch.is_complete
+    assert batch.reply() == (Batched(results=(Freed(freed=8, deferred=0), Freed(freed=7, deferred=0))), ())
 
 
 @pytest.mark.anyio

@@ -222,6 +222,21 @@ def test_only_one_of_many_at_once(daemon: DaemonProcess, other: Client) -> None:
         assert soon(lambda: "keeper" not in connected(other))
 
 
+def test_what_was_resumed_outlives_the_grace(tmp_path: Path) -> None:
+    """The clock of the first loss does not end the session: one that was lost later, and ends by it, shows that."""
+    with (
+        running_daemon(tmp_path, "[service]\nresume_grace_s = 2.0\n") as daemon,
+        Client.connect(daemon.runtime_dir, name="other") as other,
+        raw_engine(daemon.runtime_dir, opening=keeping("first")) as first,
+        raw_engine(daemon.runtime_dir, opening=keeping("second")) as second,
+    ):
+        lose_socket(first, other, "first")
+        with resumed(daemon, first):
+            lose_socket(second, other, "second")
+            assert soon(lambda: "second" not in connected(other))
+            assert connected(other)["first"]
+
+
 def test_after_the_grace(hasty: DaemonProcess) -> None:
     with Client.connect(hasty.runtime_dir, name="other") as other:
         other.create_pool(POOL, SPEC)
