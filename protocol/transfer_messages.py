@@ -17,6 +17,8 @@ from kvferry.protocol.manifests import Index, LayerCount
 Direction = Literal["send", "receive"]
 ReceiveInto = Literal["pages", "host"]
 MAX_STEPS = 256
+MAX_CHUNKS = 4096
+"""SENDs of one request from one pool."""
 MAX_POOLS = 1024
 Few = Annotated[int, Meta(ge=1, le=MAX_POOLS)]
 PageLists = Annotated[tuple[PageList, ...], Meta(max_length=MAX_PAGE_LISTS)]

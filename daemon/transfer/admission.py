@@ -12,8 +12,19 @@ from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.planning.page_checks import check_distinct
 from kvferry.pools.planning.runs import PageIds
-from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, KvferryError, PageGapError
+from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, KvferryError, PageGapError, TooLargeError
 from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.transfer_messages import MAX_CHUNKS
+
+
+def check_chunk_count(send_request: SendRequest) -> None:
+    """Check that a send request may have one more chunk: each later message of the transfer looks at all of them.
+
+    Raises:
+        TooLargeError: it has ``MAX_CHUNKS``.
+    """
+    if len(send_request.chunks) >= MAX_CHUNKS:
+        raise TooLargeError(f"{MAX_CHUNKS} SENDs of this request came from this pool: send larger chunks", field="last")
 
 
 def check_continues(send_request: SendRequest, chunk: SendChunk) -> None:

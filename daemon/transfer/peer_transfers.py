@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Protocol
 
+from kvferry.daemon.transfer.admission import check_chunk_count
 from kvferry.daemon.transfer.completion import Completion, listener_of
 from kvferry.daemon.transfer.effects import NotifyChunk, NotifyEnded, RefuseSend
 from kvferry.daemon.transfer.endpoints import (
@@ -142,6 +143,7 @@ class PeerTransfers:
                 return  # repeated after a reconnection
             elif number > len(send_request.chunks):
                 raise PageGapError(f"chunk {number} came after {len(send_request.chunks)} chunks", field="chunk")
+            check_chunk_count(send_request)
             self._payloads.check({receive_request.session_id: len(chunk.payload)})
             fits = self._copy_scheduler.fit(receive_request, send_request, number, [chunk])
         except KvferryError as error:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.daemon.transfer.admission import (
+    check_chunk_count,
     check_continues,
     check_steps,
     check_together,
@@ -184,7 +185,7 @@ class TransferStateMachine:
             TransferExistsError: the request id is in use, or its last SEND from this pool was accepted.
             PageGapError: the chunk does not continue the one before.
             InvalidFieldError: the steps do not name each layer once.
-            TooLargeError: the payload exceeds the bound of this pool or a receiver's.
+            TooLargeError: the payload exceeds the bound of this pool or a receiver's, or there are too many chunks.
             OverloadedError: too many payload bytes are kept.
             KvferryError: the pages cannot be read, or a receive request does not take them: see ``match``.
         """
@@ -192,6 +193,7 @@ class TransferStateMachine:
         now = sender.times.created_at
         send_request = self._send_for(sender, destinations)
         number = len(send_request.chunks)
+        check_chunk_count(send_request)
         check_continues(send_request, chunk)
         check_steps(chunk, sender.pool.manifest)
         check_payload(chunk.payload, sender.pool)

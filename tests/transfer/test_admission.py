@@ -20,10 +20,12 @@ from kvferry.protocol.errors import (
     PageBusyError,
     PageGapError,
     PageOverlapError,
+    TooLargeError,
     TransferExistsError,
     UncoveredEntryError,
     UnexpectedSourceError,
 )
+from kvferry.protocol.transfer_messages import MAX_CHUNKS
 from tests.transfer.transfer_harness import PAGE_BYTES, TransferHarness, layers
 
 pytestmark = pytest.mark.any_device
@@ -66,6 +68,15 @@ def ends_well(harness: TransferHarness, *sessions: int) -> None:
 
 
 # -- chunks
+
+
+def test_the_chunks_of_a_transfer_are_bounded(harness: TransferHarness) -> None:
+    prefill, source = harness.session(), harness.pool("prefill")
+    for _ in range(MAX_CHUNKS):
+        harness.send(prefill, source, {}, last=False)
+    with pytest.raises(TooLargeError, match="larger chunks") as refused:
+        harness.send(prefill, source, {})
+    assert refused.value.field == "last"
 
 
 def test_a_prompt_in_chunks(harness: TransferHarness) -> None:
