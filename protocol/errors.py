@@ -78,126 +78,78 @@ A code is stable on the wire; ``retryable`` errors may succeed later; ``remedy``
 
 from __future__ import annotations
 
-from kvferry.protocol.client_errors import ClientClosedError, ConcurrentUseError, ForkedError, MisuseError
-from kvferry.protocol.device_errors import (
-    DeviceLostError,
-    DeviceUnavailableError,
-    PoolLostError,
-    TablesBusyError,
-    TablesExistError,
-    TorchMissingError,
-    UnknownTablesError,
-)
-from kvferry.protocol.error_base import BusyError, CallerError, DaemonError, KvferryError, PeerError
-from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.table_errors import TableHoleError, TableOverflowError
-from kvferry.protocol.tier_errors import (
-    CacheMissError,
-    NoModelError,
-    SnapshotDamagedError,
-    TierOffError,
-    UnknownLeaseError,
-    UnknownOperationError,
-    UnknownSnapshotError,
-)
-from kvferry.protocol.transfer_errors import (
-    BounceBufferTooSmallError,
-    CancelledError,
-    DuplicateEntryError,
-    EmptyPagesError,
-    EmptyStateError,
-    FirstTokenTwiceError,
-    GeometryMismatchError,
-    HeadsIndivisibleError,
-    IncompleteError,
-    LengthMismatchError,
-    ModelMismatchError,
-    PageGapError,
-    PageOverlapError,
-    ScaleMismatchError,
-    TransferExistsError,
-    UncoveredEntryError,
-    UnexpectedSourceError,
-    UnknownComponentError,
-    UnknownTransferError,
-    WindowMismatchError,
-)
+from typing import ClassVar
 
-__all__ = [
-    "AccessDeniedError",
-    "BounceBufferTooSmallError",
-    "BusyError",
-    "CacheMissError",
-    "CallerError",
-    "CancelledError",
-    "ClientClosedError",
-    "ConcurrentUseError",
-    "ConfigError",
-    "DaemonError",
-    "DaemonLostError",
-    "DeadlineError",
-    "DeviceLostError",
-    "DeviceUnavailableError",
-    "DuplicateEntryError",
-    "DuplicatePageError",
-    "EmptyPagesError",
-    "EmptyStateError",
-    "FirstTokenTwiceError",
-    "ForkedError",
-    "GeometryMismatchError",
-    "HeadsIndivisibleError",
-    "IncompleteError",
-    "InternalError",
-    "InvalidFieldError",
-    "KvferryError",
-    "LayoutMismatchError",
-    "LengthMismatchError",
-    "MalformedError",
-    "MisuseError",
-    "ModelMismatchError",
-    "NoModelError",
-    "NoSessionError",
-    "NotOwnerError",
-    "OutOfMemoryError",
-    "OverloadedError",
-    "PageBusyError",
-    "PageGapError",
-    "PageOutOfRangeError",
-    "PageOverlapError",
-    "PeerCancelledError",
-    "PeerError",
-    "PeerLostError",
-    "PoolExistsError",
-    "PoolFullError",
-    "PoolInUseError",
-    "PoolLostError",
-    "ScaleMismatchError",
-    "ShuttingDownError",
-    "SnapshotDamagedError",
-    "StaleBootError",
-    "TableHoleError",
-    "TableOverflowError",
-    "TablesBusyError",
-    "TablesExistError",
-    "TierOffError",
-    "TooLargeError",
-    "TorchMissingError",
-    "TransferExistsError",
-    "TransferFailedError",
-    "UncoveredEntryError",
-    "UnexpectedSourceError",
-    "UnknownComponentError",
-    "UnknownLeaseError",
-    "UnknownOperationError",
-    "UnknownPoolError",
-    "UnknownSnapshotError",
-    "UnknownTablesError",
-    "UnknownTransferError",
-    "UnknownTypeError",
-    "VersionMismatchError",
-    "WindowMismatchError",
-    "raised",
-]
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``field`` is the path of the field at fault (``lists[0].pages``), or empty.
+
+    ``request_id`` is that of the transfer concerned, in full; empty if no transfer is concerned.
+    """
+
+    code: str
+    detail: str
+    retryable: bool = False
+    field: str = ""
+    remedy: str = ""
+    request_id: str = ""
+
+
+class KvferryError(Exception):
+    """The base of every kvferry error. ``detail`` describes what happened, with the values involved.
+
+    ``request_id`` is that of the transfer concerned, for correlating logs; empty if no transfer is concerned.
+    """
+
+    by_code: ClassVar[dict[str, type[KvferryError]]] = {}
+    code: str = "INTERNAL"
+    retryable: bool = False
+    remedy: str = ""
+
+    def __init_subclass__(cls) -> None:
+        if "code" in vars(cls):
+            cls.by_code[cls.code] = cls
+
+    def __init__(self, detail: str, *, field: str = "") -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.field = field
+        self.request_id = ""
+
+    def __str__(self) -> str:
+        where = f"{self.field and f' [{self.field}]'}{self.request_id and f' request {self.request_id}'}"
+        return f"{self.code}{where}: {self.detail}{self.remedy and f' ({self.remedy})'}"
+
+    def info(self) -> ErrorInfo:
+        """Return the error in its wire form."""
+        return ErrorInfo(
+            code=self.code,
+            detail=self.detail,
+            retryable=self.retryable,
+            field=self.field,
+            remedy=self.remedy,
+            request_id=self.request_id,
+        )
+
+
+class CallerError(KvferryError):
+    """The message or its sender is wrong; sending it again unchanged does not help."""
+
+
+class PeerError(KvferryError):
+    """The other side of a transfer failed it."""
+
+
+class BusyError(KvferryError):
+    """The message is valid and may succeed later, unchanged."""
+
+    retryable = True
+
+
+class DaemonError(KvferryError):
+    """The daemon or its host failed."""
 
 
 class MalformedError(CallerError):
@@ -392,6 +344,288 @@ class InternalError(DaemonError):
 
     code = "INTERNAL"
     remedy = "report it with the traceback in the daemon's log"
+
+
+class ClientClosedError(CallerError):
+    """The client was closed, possibly while the call was waiting; or an object that it mapped was closed separately."""
+
+    code = "CLIENT_CLOSED"
+    remedy = (
+        "connect again: a closed client's pages and transfers were released; if the client is open, attach the pool, "
+        "or create the tables or the ring, again"
+    )
+
+
+class ConcurrentUseError(CallerError):
+    """A client is used by two threads at a time, or outside its event loop. Nothing was sent."""
+
+    code = "CONCURRENT_USE"
+    remedy = "give each thread or event loop its own client, or let one thread at a time call this one"
+
+
+class ForkedError(CallerError):
+    """A client, or memory that it mapped, is used in a process forked from its owner."""
+
+    code = "FORKED"
+    remedy = "connect and attach the pools in this process; the parent's client is not affected"
+
+
+class MisuseError(CallerError):
+    """A call that is not valid in the current state."""
+
+    code = "MISUSE"
+    remedy = "see docs/engines.md and the examples"
+
+
+class UnknownTablesError(CallerError):
+    """No graph tables of that name in this session."""
+
+    code = "UNKNOWN_TABLES"
+    remedy = "create them first: tables live as long as their session"
+
+
+class TablesExistError(CallerError):
+    """The session already has graph tables of that name."""
+
+    code = "TABLES_EXIST"
+    remedy = "use another name, or delete the old tables; captured graphs keep the addresses they were captured with"
+
+
+class TablesBusyError(BusyError):
+    """An update of these tables is already waiting."""
+
+    code = "TABLES_BUSY"
+    remedy = "let the waiting update complete: record the replay event it waits for, then send the next one"
+
+
+class TorchMissingError(CallerError):
+    """A tensor was requested, but torch is missing or too old for its dtype; raised by the client, never sent."""
+
+    code = "TORCH_MISSING"
+    remedy = "on the host use array(), which needs only numpy; or install torch, or a newer version"
+
+
+class DeviceUnavailableError(DaemonError):
+    """No such device on this host, or its driver or software is missing."""
+
+    code = "DEVICE_UNAVAILABLE"
+    remedy = "run kvferry doctor: it reports what is missing and how to get it"
+
+
+class DeviceLostError(DaemonError):
+    """A device failed, or a call to it never returned: its contents can no longer be trusted."""
+
+    code = "DEVICE_LOST"
+    remedy = "the daemon exits and is restarted; create the pools again and capture graphs again"
+
+
+class PoolLostError(DaemonError):
+    """The pool's memory was lost with its device, the previous daemon, or the engine that registered it."""
+
+    code = "POOL_LOST"
+    remedy = "create or register it again, recompute its contents, and capture graphs again"
+
+
+class TableOverflowError(CallerError):
+    """A row needs more pages than the graph tables have columns."""
+
+    code = "TABLE_OVERFLOW"
+    remedy = "create the tables for the longest request, all draft tokens and the width of the engine's own token map"
+
+
+class TableHoleError(CallerError):
+    """A row's length needs a page that the row was never given."""
+
+    code = "TABLE_HOLE"
+    remedy = "send the page as an entry, or the row as a whole, at the latest with the length that needs it"
+
+
+class UnknownSnapshotError(CallerError):
+    """No snapshot of that name for this tenant."""
+
+    code = "UNKNOWN_SNAPSHOT"
+    remedy = "SNAPSHOTS lists the existing ones; a snapshot whose session has ended is dropped after a while"
+
+
+class UnknownLeaseError(CallerError):
+    """No lease of that number in this session."""
+
+    code = "UNKNOWN_LEASE"
+    remedy = "LOOKUP again: a lease ends with UNPIN or the session"
+
+
+class UnknownOperationError(CallerError):
+    """No operation of that number in this session."""
+
+    code = "UNKNOWN_OPERATION"
+    remedy = "operations are known until their TIER_DONE is acknowledged"
+
+
+class NoModelError(CallerError):
+    """The pool has no model identity, so its blocks cannot be distinguished from another model's."""
+
+    code = "NO_MODEL"
+    remedy = "create or register the pool with model=ModelIdentity(name=…, revision=…)"
+
+
+class TierOffError(CallerError):
+    """The daemon has no such tier."""
+
+    code = "TIER_OFF"
+    remedy = "configure the named tier under [tiers], and restart the daemon"
+
+
+class CacheMissError(DaemonError):
+    """Cached blocks were evicted or damaged before they were loaded."""
+
+    code = "CACHE_MISS"
+    remedy = "recompute the tokens from the named block on; the pages of the blocks before it are filled"
+
+
+class SnapshotDamagedError(DaemonError):
+    """A checksum does not match: the bytes are not those that were offloaded."""
+
+    code = "SNAPSHOT_DAMAGED"
+    remedy = "recompute the request's tokens, and check the host's memory: the target pages are unchanged"
+
+
+class LengthMismatchError(CallerError):
+    """Lengths that must be equal are not."""
+
+    code = "LENGTH_MISMATCH"
+    remedy = "give both sides the same number of pages and tokens"
+
+
+class EmptyPagesError(CallerError):
+    """A page list that must not be empty is."""
+
+    code = "EMPTY_PAGES"
+    remedy = "list at least one page; omit a transfer that moves nothing"
+
+
+class UnknownComponentError(CallerError):
+    """A component that the pool does not have, or a required one without a list."""
+
+    code = "UNKNOWN_COMPONENT"
+    remedy = "give one page list for each component of the pool"
+
+
+class DuplicateEntryError(CallerError):
+    """Two entries with the same (component, role, layer) in one manifest."""
+
+    code = "DUPLICATE_ENTRY"
+    remedy = "give each (component, role, layer) one entry"
+
+
+class UncoveredEntryError(CallerError):
+    """A destination entry that no source covers."""
+
+    code = "UNCOVERED_ENTRY"
+    remedy = "send it from some source, or make its component optional at the destination"
+
+
+class GeometryMismatchError(CallerError):
+    """Paired entries of different geometry, dtype or format."""
+
+    code = "GEOMETRY_MISMATCH"
+    remedy = "create both pools with the same page size, heads, widths, dtype and format"
+
+
+class ScaleMismatchError(CallerError):
+    """Paired entries whose 8-bit elements have different scales."""
+
+    code = "SCALE_MISMATCH"
+    remedy = "give both pools the scales of the same checkpoint: equal bytes mean different values under other scales"
+
+
+class ModelMismatchError(CallerError):
+    """Pages of one model were sent to a pool of another."""
+
+    code = "MODEL_MISMATCH"
+    remedy = "pair pools of one model, revision and adapter; any_model=true accepts other KV if you know that it fits"
+
+
+class WindowMismatchError(CallerError):
+    """Pages of a window that are required and missing."""
+
+    code = "WINDOW_MISMATCH"
+    remedy = "let both sides compute the window at the same sequence length, and keep its pages until they are sent"
+
+
+class EmptyStateError(CallerError):
+    """A window or state of which one side gives pages and the other none."""
+
+    code = "EMPTY_STATE"
+    remedy = "give the pages on both sides, or set none=true at the destination for what it does not want"
+
+
+class HeadsIndivisibleError(CallerError):
+    """A number of KV heads and a number of ranks of which neither is a multiple of the other."""
+
+    code = "HEADS_INDIVISIBLE"
+    remedy = "choose a tensor-parallel size that divides the KV heads, or is a multiple of them"
+
+
+class BounceBufferTooSmallError(CallerError):
+    """A page of an entry is larger than one bounce buffer."""
+
+    code = "BOUNCE_BUFFER_TOO_SMALL"
+    remedy = "increase the bounce buffer size to at least the largest page_bytes, or make the pools' pages smaller"
+
+
+class PageOverlapError(CallerError):
+    """Pages that another SEND of the transfer already covers."""
+
+    code = "PAGE_OVERLAP"
+    remedy = "send each logical page of each entry once"
+
+
+class PageGapError(CallerError):
+    """A chunk that does not continue the one before it."""
+
+    code = "PAGE_GAP"
+    remedy = "start a chunk at the logical page at which the last one ended, on a page boundary"
+
+
+class IncompleteError(CallerError):
+    """The last SEND leaves required pages uncovered."""
+
+    code = "INCOMPLETE"
+    remedy = "send the named pages, or set last=false if more follow"
+
+
+class UnexpectedSourceError(CallerError):
+    """More sources than the transfer's RECEIVE names."""
+
+    code = "UNEXPECTED_SOURCE"
+    remedy = "set sources of RECEIVE to the number of pools that send"
+
+
+class FirstTokenTwiceError(CallerError):
+    """A second SEND of a transfer that carries a first token or a payload."""
+
+    code = "FIRST_TOKEN_TWICE"
+    remedy = "let one SEND of the transfer carry first_token and payload"
+
+
+class TransferExistsError(CallerError):
+    """The request id is in use by a live transfer or by another tenant."""
+
+    code = "TRANSFER_EXISTS"
+    remedy = "wait for the other transfer's SETTLED event, or use a new request id"
+
+
+class UnknownTransferError(CallerError):
+    """No transfer of that request id, side and pool belongs to the session."""
+
+    code = "UNKNOWN_TRANSFER"
+    remedy = "results are kept until they are acknowledged; check request_id, pool and side"
+
+
+class CancelledError(CallerError):
+    """Cancelled by its own side."""
+
+    code = "CANCELLED"
 
 
 def raised(info: ErrorInfo) -> KvferryError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvferry.protocol.base import Body
-from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.errors import ErrorInfo
 
 
 class Matched(Body, frozen=True, kw_only=True, tag="MATCHED"):

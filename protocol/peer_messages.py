@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body
-from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.errors import ErrorInfo
 from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
 from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
 from kvferry.protocol.model_identity import ModelIdentity

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.protocol.base import Body
-from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.errors import ErrorInfo
 
 
 class ErrorReply(Body, frozen=True, kw_only=True, tag="ERROR"):

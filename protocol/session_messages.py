@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body
-from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.errors import ErrorInfo
 from kvferry.protocol.ids import HOST, PLAIN_TEXT, DeviceName, Hex128, PoolLifetime, PoolName
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
 from kvferry.protocol.model_identity import ModelIdentity

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from kvferry.protocol.base import MAX_PAGE_LISTS, Body, PageList
 from kvferry.protocol.device_event import DeviceEvent
-from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.errors import ErrorInfo
 from kvferry.protocol.ids import Hex128, PoolName
 
 OperationKind = Literal["offload", "restore", "store", "load"]

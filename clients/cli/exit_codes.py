@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvferry.protocol.error_base import KvferryError
+from kvferry.protocol.errors import KvferryError
 
 WORKED: Final = 0
 FAILED: Final = 1

@@ -76,7 +76,7 @@ def _run(module: ModuleType, name: str, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
 
     from kvferry.clients.cli.exit_codes import FAILED, INTERRUPTED, status_of  # noqa: PLC0415  --help does not need it
-    from kvferry.protocol.error_base import KvferryError  # noqa: PLC0415  the same
+    from kvferry.protocol.errors import KvferryError  # noqa: PLC0415  the same
 
     try:
         return run(options)

@@ -17,8 +17,7 @@ from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.exit_codes import BAD_INPUT, WORKED
 from kvferry.clients.cli.probe_messages import ProbeMessage, Reader
 from kvferry.clients.cli.probe_run import ProbeRun
-from kvferry.protocol.error_base import KvferryError
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.message_types import WITHOUT_SESSION
 
 DEFAULT_TIMEOUT_S = 30.0

@@ -19,8 +19,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.errors import KvferryError, raised
+from kvferry.protocol.errors import ErrorInfo, KvferryError, raised
 
 MOST: Final = 16_384
 KEPT_S: Final = 600.0

@@ -19,7 +19,7 @@ from kvferry.protocol.batch_messages import Batch, Batched
 from kvferry.protocol.codec import PageIds, encode
 from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.envelope import Event, Reply, Request
-from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.errors import ErrorInfo
 from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import (

@@ -23,8 +23,8 @@ from kvferry.protocol.client_core import (
 from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Event, Reply, Request
-from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.errors import (
+    ErrorInfo,
     MalformedError,
     MisuseError,
     OverloadedError,

@@ -7,12 +7,12 @@ import re
 import pytest
 
 from kvferry.protocol import errors
-from kvferry.protocol.error_info import ErrorInfo
 from kvferry.protocol.errors import (
     BusyError,
     CallerError,
     CancelledError,
     DaemonError,
+    ErrorInfo,
     InternalError,
     KvferryError,
     PeerError,

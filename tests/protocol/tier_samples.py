@@ -24,7 +24,7 @@ from kvferry.protocol.cache_messages import (
     Unpinned,
 )
 from kvferry.protocol.device_event import DeviceEvent
-from kvferry.protocol.error_info import ErrorInfo
+from kvferry.protocol.errors import ErrorInfo
 from kvferry.protocol.requests import ReplyBody, RequestBody
 from kvferry.protocol.tier_messages import (
     CancelOperation,

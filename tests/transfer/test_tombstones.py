@@ -14,8 +14,7 @@ from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.daemon.transfer.tombstones import Half, Tombstones
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.protocol.error_info import ErrorInfo
-from kvferry.protocol.errors import DeadlineError, PeerCancelledError, PeerLostError, TransferExistsError
+from kvferry.protocol.errors import DeadlineError, ErrorInfo, PeerCancelledError, PeerLostError, TransferExistsError
 from kvferry.protocol.peer_messages import Announce, ReceiveName
 from tests.transfer.peer_harness import Node, PeerHarness
 from tests.transfer.transfer_harness import REQUEST, Direction, TransferHarness, layers

@@ -13,8 +13,7 @@ import pytest
 
 from kvferry.clients.cli import exit_codes
 from kvferry.clients.cli.main import MODULES, main
-from kvferry.protocol.error_base import KvferryError
-from kvferry.protocol.errors import DaemonLostError
+from kvferry.protocol.errors import DaemonLostError, KvferryError
 from tests.daemons import DaemonProcess
 from tests.kvferry_command import run_kvferry
 

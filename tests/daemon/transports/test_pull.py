@@ -21,9 +21,9 @@ from kvferry.daemon.transfer.remote import RemotePool
 from kvferry.daemon.transports import pull
 from kvferry.daemon.transports.pull import FETCH_TIMEOUT_S, PullTransport, fetch_region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.client_errors import ClientClosedError
 from kvferry.protocol.errors import (
     AccessDeniedError,
+    ClientClosedError,
     InvalidFieldError,
     KvferryError,
     PeerLostError,
