@@ -36,6 +36,7 @@ from kvferry.protocol.errors import (
     KvferryError,
     LayoutMismatchError,
     OutOfMemoryError,
+    OverloadedError,
     PoolExistsError,
     PoolFullError,
     PoolInUseError,
@@ -165,6 +166,8 @@ class PoolService:
         key = (call.session.tenant, body.pool)
         creation = self._creations.get(key)
         existing = self._pools.find(*key)
+        if creation is not None and not creation.registered_by and not self._is_wanted(creation):
+            raise OverloadedError(f"pool {body.pool!r} of an instance that has ended is still being populated")
         if (creation is not None and creation.registered_by) or (existing is not None and existing.registered_by):
             owner = (existing and existing.registered_by) or (creation and creation.registered_by) or 0
             holder = session_text(self._dispatcher.sessions, owner, call.session.session_id)
@@ -442,7 +445,7 @@ class PoolService:
         return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.owner_id)
 
     def _check_budget(self, manifest: Manifest) -> None:
-        made = [(pool.region.device, pool.manifest) for pool in self._pools]
+        made = [(pool.region.device, pool.manifest) for pool in (*self._pools, *self._leaving)]
         coming = [(one.device, one.manifest) for one in self._creations.values() if one.manifest is not manifest]
         used = sum(total_bytes(one) for device, one in (*made, *coming) if device == HOST)
         wanted = total_bytes(manifest)

@@ -529,13 +529,17 @@ def test_descriptors_of_messages_that_never_come_have_a_bound(daemon: DaemonProc
 
 def test_mapped_memory_stays_as_it_is_when_the_engine_unmaps_it(client: Client, name: str) -> None:
     memory = SharedMemory(MEMORY_BYTES)
-    client.register_pool(name, SPEC, filled(memory, 8), device="host")
-    fd = os.dup(memory.region.fd)
+    manifest = client.register_pool(name, SPEC, filled(memory, 8), device="host")
+    wanted, fd = memory.view().copy(), os.dup(memory.region.fd)
     memory.close()
-    with pytest.raises(OSError, match="not permitted"):
-        os.ftruncate(fd, mmap.PAGESIZE)
-    request_id = new_request_id()
-    receiving = client.receive(name, request_id, [pages([2])])
-    client.wait_settled(client.send(name, request_id, [pages([1])]))
-    client.wait_finished(receiving)
-    os.close(fd)
+    with HostRegion(fd, MEMORY_BYTES) as mapped_again:
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(fd, mmap.PAGESIZE)
+        request_id = new_request_id()
+        receiving = client.receive(name, request_id, [pages([2])])
+        client.wait_settled(client.send(name, request_id, [pages([1])]))
+        client.wait_finished(receiving)
+        for entry in manifest.entries:
+            first, second, third = (entry.base + page * entry.page_bytes for page in (1, 2, 3))
+            wanted[second:third] = wanted[first:second]
+        assert (mapped_again.view() == wanted).all()

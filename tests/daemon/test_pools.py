@@ -1,0 +1,140 @@
+"""Pools as their service makes and removes them: on the daemon's own threads, in memory that is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from kvferry.daemon.config.schema import DevicesConfig
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
+from kvferry.daemon.control.hub import EventHub
+from kvferry.daemon.control.session_socket import SessionSocket
+from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
+from kvferry.daemon.devices.registry import Devices
+from kvferry.daemon.services.event_rings import EventRings
+from kvferry.daemon.services.lost_pools import LostPools
+from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.services.pools import PoolService
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.planning.manifest import total_bytes
+from kvferry.protocol.base import Body
+from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.manifests import MhaSpec
+from kvferry.protocol.pool_messages import Allocate, CreatePool, PoolCreated
+
+pytestmark = pytest.mark.anyio
+SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
+POOL_BYTES = total_bytes(manifest_of(SPEC))
+WAIT_S = 20.0
+
+
+class Pools:
+    """The service, and what is around it in a daemon, which it takes for its dispatcher.
+
+    Attributes:
+        may_populate: memory is populated once this is set.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, max_bytes: int = POOL_BYTES) -> None:
+        self.sessions = SessionRegistry(Limits())
+        self.may_populate = threading.Event()
+        monkeypatch.setattr(HostRegion, "populate", lambda _region, _cancelled: self.may_populate.wait(WAIT_S))
+        self._handlers: dict[str, Handler] = {}
+        self._replies: asyncio.Queue[Answer | KvferryError] = asyncio.Queue()
+        self.registry = PoolRegistry(LostPools(None), EventHub())
+        self.service = PoolService(
+            cast("Dispatcher", self),
+            cast("SessionSocket", None),
+            Devices(DevicesConfig(), lambda _name, _error: None),
+            self.registry,
+            cast("EventRings", None),
+            max_bytes=max_bytes,
+            populate=True,
+        )
+
+    def handle(self, kind: str, handler: Handler) -> None:
+        """Take a handler as ``Dispatcher`` does."""
+        self._handlers[kind] = handler
+
+    def answer(self, session: Session, message_id: int, answer: Answer) -> None:
+        """Take a later answer as ``Dispatcher`` does."""
+        del session, message_id
+        self._replies.put_nowait(answer)
+
+    def answer_error(self, session: Session, message_id: int, error: KvferryError) -> None:
+        """Take a later refusal as ``Dispatcher`` does."""
+        del session, message_id
+        self._replies.put_nowait(error)
+
+    def engine(self, instance: str) -> Session:
+        """Return a new session of an instance."""
+        return self.sessions.open("engine", Peer(1, 2, 3), instance)
+
+    def end(self, session: Session) -> None:
+        """End a session, the last one of its instance."""
+        self.sessions.close(session)
+        self.service.instance_lost(session.owner_id)
+
+    def ask(self, session: Session, kind: str, body: Body) -> Answer | None:
+        """Let an engine ask."""
+        return self._handlers[kind](Call(1, session, body, (), WAIT_S))
+
+    def create(self, session: Session, name: str = "decode") -> None:
+        """Ask for a pool that ends with the session's instance."""
+        assert self.ask(session, "CREATE_POOL", CreatePool(pool=name, spec=SPEC, lifetime="instance")) is None
+
+    async def reply(self) -> Any:  # noqa: ANN401  the test knows which one
+        """Return the next later answer's body."""
+        reply = await asyncio.wait_for(self._replies.get(), WAIT_S)
+        return reply.body if isinstance(reply, Answer) else reply
+
+
+@pytest.fixture
+async def pools(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> AsyncIterator[Pools]:  # noqa: ARG001  runs on the test's loop
+    """Return a service with memory for one pool."""
+    one = Pools(monkeypatch)
+    yield one
+    one.may_populate.set()
+    await asyncio.to_thread(one.service.close)
+
+
+async def test_a_name_whose_instance_ended_while_it_was_populated_is_busy_and_then_free(pools: Pools) -> None:
+    gone, successor = pools.engine("engine"), pools.engine("successor")
+    pools.create(gone)
+    pools.end(gone)
+    with pytest.raises(OverloadedError, match="still being populated"):
+        pools.create(successor)
+    pools.may_populate.set()
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                pools.create(successor)
+                break
+            except OverloadedError:
+                await asyncio.sleep(0)
+    created = await pools.reply()
+    assert isinstance(created, PoolCreated)
+    assert created.created
+    assert [pool.ends_with for pool in pools.registry] == [successor.owner_id]
+
+
+async def test_a_removed_pool_is_counted_while_its_pages_are_in_flight(pools: Pools) -> None:
+    gone, successor = pools.engine("engine"), pools.engine("successor")
+    pools.may_populate.set()
+    pools.create(gone)
+    await pools.reply()
+    (pool,) = pools.registry
+    answer = pools.ask(gone, "ALLOCATE", Allocate(pool="decode", count=1))
+    assert answer is not None
+    pool.allocator.begin_read(gone.owner_id, answer.ids[0], "pages")
+    pools.end(gone)
+    assert list(pools.registry) == []
+    with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} of {POOL_BYTES} are taken"):
+        pools.create(successor)
+    pool.allocator.end_read(answer.ids[0])
