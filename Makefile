@@ -25,7 +25,7 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
-	@$(BIN)/kvferry demo $(ARGS)
+	@$(BIN)/python -m examples.demo $(ARGS)
 
 # The tests of a file stay together: they share daemons. What ARGS selects is seldom worth more than a process.
 WORKERS ?= 2

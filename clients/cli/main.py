@@ -18,10 +18,8 @@ from kvferry.clients.cli.help_text import Help
 from kvferry.protocol.release import VERSION
 
 DAEMON: Final = "daemon"
-DEMO: Final = "demo"
 PURPOSES: Final = {
     DAEMON: "run the daemon of this node",
-    DEMO: "hand a real model's KV cache from prefill to decode",
     "ping": "ask whether the daemon answers",
     "status": "show what the daemon holds and does",
     "probe": "send any messages, written as JSON, and print the replies and events",
@@ -48,10 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = given[0] if given else ""
     if name == DAEMON:
         return _become_daemon(given[1:])
-    if name == DEMO:
-        from kvferry.clients.demo.main import main as demo  # noqa: PLC0415  needs the demo extra
-
-        return demo(given[1:])
     if name not in MODULES:
         _front_parser().parse_args(given)  # --help, --version, or an error: each ends the process
         raise AssertionError(given)

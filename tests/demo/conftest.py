@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvferry.clients.demo import model as demo_model
-from kvferry.clients.demo.errors import DemoError
+from examples.demo import model as demo_model
+from examples.demo.errors import DemoError
 
 
 @pytest.fixture(scope="session")

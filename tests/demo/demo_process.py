@@ -1,4 +1,4 @@
-"""``kvferry demo`` as a process for tests: started, read line by line, and known to have ended with all it started."""
+"""The demo as a process for tests: started, read line by line, and known to have ended with all it started."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Final
 
 import psutil
 
-from tests.kvferry_command import COMMAND
-
 END_S: Final = 30.0
 
 
 @contextlib.contextmanager
 def demo(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Run ``kvferry demo``; on leaving it and all that it started must have ended. ``environment`` is added to ours."""
+    """Run the demo; on leaving it and all that it started must have ended. ``environment`` is added to ours."""
     variables = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen([COMMAND, "demo", *arguments], stdout=subprocess.PIPE, text=True, env=variables)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "examples.demo", *arguments], stdout=subprocess.PIPE, text=True, env=variables
+    )
     with process:
         try:
             yield process

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.clients.demo.cluster import Cluster, Node, check_possible, daemon_config
-from kvferry.clients.demo.errors import DemoError
-from kvferry.clients.demo.hosts import Hosts
+from examples.demo.cluster import Cluster, Node, check_possible, daemon_config
+from examples.demo.errors import DemoError
+from examples.demo.hosts import Hosts
 
 ADDRESSES = ["10.213.0.1", "10.213.0.2", "10.213.0.3"]
 

@@ -1,4 +1,4 @@
-"""``kvferry demo`` as a user runs it: a whole run, and one whose prefill engine is killed."""
+"""The demo as a user runs it: a whole run, and one whose prefill engine is killed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any, Final
 import psutil
 import pytest
 
-from kvferry.clients.demo import main as command
-from kvferry.clients.demo import model
-from kvferry.clients.demo.errors import DemoError
-from kvferry.clients.demo.prompts import DemoPrompt
+from examples.demo import __main__ as command
+from examples.demo import model
+from examples.demo.errors import DemoError
+from examples.demo.prompts import DemoPrompt
 from tests.demo.demo_process import END_S, demo, lines_until
 from tests.kvferry_command import run_kvferry
 

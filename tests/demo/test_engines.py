@@ -19,13 +19,13 @@ if importlib.util.find_spec("transformers") is None:
 
 from transformers import DynamicCache
 
+from examples.demo.decode_engine import DecodeEngine
+from examples.demo.engine import Engine
+from examples.demo.messages import Arrived, FromEngine, Prefilled, Prompt, Token, decode_line
+from examples.demo.prefill_engine import PrefillEngine
+from examples.demo.stage_channel import StageChannel
+from examples.demo.stages import cut_stage
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
-from kvferry.clients.demo.decode_engine import DecodeEngine
-from kvferry.clients.demo.engine import Engine
-from kvferry.clients.demo.messages import Arrived, FromEngine, Prefilled, Prompt, Token, decode_line
-from kvferry.clients.demo.prefill_engine import PrefillEngine
-from kvferry.clients.demo.stage_channel import StageChannel
-from kvferry.clients.demo.stages import cut_stage
 from kvferry.protocol.errors import InternalError, PeerLostError, PoolFullError
 from tests.daemons import running_daemon
 

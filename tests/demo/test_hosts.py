@@ -15,9 +15,9 @@ from typing import IO, Final
 import psutil
 import pytest
 
-from kvferry.clients.demo import hosts as module
-from kvferry.clients.demo.errors import DemoError
-from kvferry.clients.demo.hosts import MAX_HOSTS, Host, Hosts, check_hosts_possible, remove_leftovers
+from examples.demo import hosts as module
+from examples.demo.errors import DemoError
+from examples.demo.hosts import MAX_HOSTS, Host, Hosts, check_hosts_possible, remove_leftovers
 
 ANSWER_S: Final = 20.0
 """TCP sends again after 0.2 s, then after twice as long each time."""
@@ -164,7 +164,7 @@ def test_leaving_ends_what_runs_on_the_hosts() -> None:
 def test_a_killed_runs_hosts_are_removed_with_what_runs_on_them_and_nobody_elses() -> None:
     killed = """
 import subprocess, sys
-from kvferry.clients.demo.hosts import Hosts
+from examples.demo.hosts import Hosts
 hosts = Hosts(1).__enter__()
 pause = "print(2, flush=True); import signal; signal.pause()"
 child = subprocess.Popen(hosts[0].command([sys.executable, "-c", pause]))

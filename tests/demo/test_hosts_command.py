@@ -1,4 +1,4 @@
-"""``kvferry demo --hosts``: whole runs whose daemons and engines are on hosts of their own."""
+"""The demo on several hosts: whole runs whose daemons and engines are on hosts of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 
-from kvferry.clients.demo.hosts import NAMESPACES
+from examples.demo.hosts import NAMESPACES
 from tests.demo.demo_process import END_S, demo, lines_until
 from tests.kvferry_command import run_kvferry
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.clients.demo.model import token_bytes
+from examples.demo.model import token_bytes
 
 
 @pytest.mark.parametrize(("head_dim", "each"), [(24, 24), (None, 16)], ids=["given", "derived"])

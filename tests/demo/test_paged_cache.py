@@ -13,7 +13,7 @@ if importlib.util.find_spec("transformers") is None:
 
 from transformers import Cache, DynamicCache
 
-from kvferry.clients.demo.paged_cache import PagedCache, PagedSequence
+from examples.demo.paged_cache import PagedCache, PagedSequence
 
 PAGE_SIZE: Final = 16
 PAGES: Final = 12

@@ -6,8 +6,8 @@ import tomllib
 
 import pytest
 
-from kvferry.clients.demo.messages import Prompt
-from kvferry.clients.demo.pressure import LEAST_NEW_TOKENS, TURN_TOKENS, most_pages, tiers_config, too_few_pages
+from examples.demo.messages import Prompt
+from examples.demo.pressure import LEAST_NEW_TOKENS, TURN_TOKENS, most_pages, tiers_config, too_few_pages
 from kvferry.protocol.ids import new_request_id
 
 

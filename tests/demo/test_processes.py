@@ -12,9 +12,9 @@ from typing import Final
 import psutil
 import pytest
 
-from kvferry.clients.demo.errors import DemoError
-from kvferry.clients.demo.messages import Prompt
-from kvferry.clients.demo.processes import Child, listen, start_daemon
+from examples.demo.errors import DemoError
+from examples.demo.messages import Prompt
+from examples.demo.processes import Child, listen, start_daemon
 
 SILENT: Final = "kvferry.daemon"
 """A module that says nothing on its standard output and runs until it is told to end."""
@@ -50,7 +50,7 @@ def test_a_second_daemon_on_a_directory_is_a_reason_in_a_line(folder: Path) -> N
 
 def test_a_child_that_fails_is_named_with_the_end_of_its_log(folder: Path) -> None:
     with (
-        Child("prefill engine", "kvferry.clients.demo.prefill_engine", ["--nonsense"], {}, folder) as child,
+        Child("prefill engine", "examples.demo.prefill_engine", ["--nonsense"], {}, folder) as child,
         pytest.raises(DemoError, match=r"the prefill engine \(pid \d+\) ended with status 2: .*--model") as raised,
     ):
         list(listen([child], [], TIMEOUT_S))

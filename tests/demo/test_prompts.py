@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 
-from kvferry.clients.demo.prompts import AT_LEAST, PAGE_SIZE, make_prompts
+from examples.demo.prompts import AT_LEAST, PAGE_SIZE, make_prompts
 
 START: Final = 1
 END: Final = 2

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.clients.demo.messages import Arrived, Done, Prefilled, Restored, Retracted, Token
-from kvferry.clients.demo.report import Report, RequestFigures, Totals, retraction_table, table
+from examples.demo.messages import Arrived, Done, Prefilled, Restored, Retracted, Token
+from examples.demo.report import Report, RequestFigures, Totals, retraction_table, table
 
 
 class Letters:

@@ -15,11 +15,11 @@ if importlib.util.find_spec("transformers") is None:
 
 from transformers import DynamicCache
 
+from examples.demo.engine import Engine
+from examples.demo.messages import Done, FromEngine, Prompt, Restored, Retracted, Token, decode_line
+from examples.demo.pressure import tiers_config
+from examples.demo.retract_engine import RetractEngine
 from kvferry.clients import Client, MhaSpec, new_request_id
-from kvferry.clients.demo.engine import Engine
-from kvferry.clients.demo.messages import Done, FromEngine, Prompt, Restored, Retracted, Token, decode_line
-from kvferry.clients.demo.pressure import tiers_config
-from kvferry.clients.demo.retract_engine import RetractEngine
 from kvferry.protocol.errors import InternalError
 from tests.daemons import running_daemon
 

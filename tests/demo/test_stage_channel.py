@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.clients.demo import stage_channel
-from kvferry.clients.demo.errors import DemoError
-from kvferry.clients.demo.stage_channel import (
+from examples.demo import stage_channel
+from examples.demo.errors import DemoError
+from examples.demo.stage_channel import (
     MAX_HEADER_BYTES,
     MAX_TOKENS,
     Proposal,

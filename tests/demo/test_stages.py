@@ -15,7 +15,7 @@ if importlib.util.find_spec("transformers") is None:
 
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvferry.clients.demo.stages import compute, cut_stage, split_layers
+from examples.demo.stages import compute, cut_stage, split_layers
 
 LAYERS = 5
 CHUNKS = (7, 1, 12)

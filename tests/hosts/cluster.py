@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from examples.demo.hosts import UPLINK, Host, Hosts
 from kvferry.clients import AttachedPool, Client, MhaSpec
-from kvferry.clients.demo.hosts import UPLINK, Host, Hosts
 from kvferry.protocol.session_messages import NetworkStatus
 from tests.daemons import DaemonProcess, running_daemon
 

@@ -57,7 +57,6 @@ WRONG_USAGE: Final = (
     "doctor --timeout no",
     "doctor more",
     "daemon --fast",
-    "demo --fast",
 )
 WRONG_INPUT: Final = {
     "probe PINGG": True,

@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from kvferry.clients.demo.engine import arguments
-from kvferry.clients.demo.messages import Done, Ready, notify, read_prompts
-from kvferry.clients.demo.model import load_model
+from examples.demo.engine import arguments
+from examples.demo.messages import Done, Ready, notify, read_prompts
+from examples.demo.model import load_model
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from typing import IO, Final, Self
 
 import msgspec
 
-from kvferry.clients.demo.errors import DemoError
-from kvferry.clients.demo.hosts import Host
-from kvferry.clients.demo.messages import FromEngine, Line, decode_line, encode_line
+from examples.demo.errors import DemoError
+from examples.demo.hosts import Host
+from examples.demo.messages import FromEngine, Line, decode_line, encode_line
 
 ENDING_S: Final = 15.0
 DAEMON_START_S: Final = 30.0
@@ -42,7 +42,7 @@ class Child:
         """Start it, on ``host`` or where this process is; its log is in ``folder``."""
         self.name = name
         self.folder = folder
-        command = [sys.executable, "-P", "-m", module, *arguments]
+        command = [sys.executable, "-m", module, *arguments]
         self._log = folder / f"{name.replace(' ', '-')}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  ourselves, no shell

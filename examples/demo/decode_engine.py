@@ -13,10 +13,10 @@ from typing import Final
 
 import torch
 
+from examples.demo.engine import Engine, arguments, start
+from examples.demo.messages import Arrived, Done, Prompt, Token, notify, read_prompts
+from examples.demo.paged_cache import PagedCache, PagedSequence
 from kvferry.clients.calls import pages
-from kvferry.clients.demo.engine import Engine, arguments, start
-from kvferry.clients.demo.messages import Arrived, Done, Prompt, Token, notify, read_prompts
-from kvferry.clients.demo.paged_cache import PagedCache, PagedSequence
 from kvferry.protocol.client_core import Transfer
 from kvferry.protocol.errors import InternalError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvferry.clients.demo.messages import Prompt
+from examples.demo.messages import Prompt
 
 TURN_TOKENS: Final = 4
 """Tokens that a request makes before it may be retracted for one that waits."""

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.clients.demo.messages import Ready, notify
-from kvferry.clients.demo.model import load_model
-from kvferry.clients.demo.prompts import PAGE_SIZE
-from kvferry.clients.demo.stages import cut_stage, split_layers
+from examples.demo.messages import Ready, notify
+from examples.demo.model import load_model
+from examples.demo.prompts import PAGE_SIZE
+from examples.demo.stages import cut_stage, split_layers
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.manifests import MhaSpec

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvferry.clients.demo.errors import DemoError
+from examples.demo.errors import DemoError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

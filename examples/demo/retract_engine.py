@@ -14,12 +14,12 @@ from typing import Final
 
 import torch
 
+from examples.demo.engine import Engine, arguments, start
+from examples.demo.messages import Done, Prefilled, Prompt, Restored, Retracted, Token, notify, read_prompts
+from examples.demo.paged_cache import PagedCache, PagedSequence
+from examples.demo.pressure import TURN_TOKENS, most_pages
+from examples.demo.stages import compute
 from kvferry.clients.calls import pages
-from kvferry.clients.demo.engine import Engine, arguments, start
-from kvferry.clients.demo.messages import Done, Prefilled, Prompt, Restored, Retracted, Token, notify, read_prompts
-from kvferry.clients.demo.paged_cache import PagedCache, PagedSequence
-from kvferry.clients.demo.pressure import TURN_TOKENS, most_pages
-from kvferry.clients.demo.stages import compute
 from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.tier_messages import TierDone

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvferry.clients.demo.errors import DemoError
-from kvferry.clients.demo.hosts import Host, Hosts, check_hosts_possible
-from kvferry.clients.demo.processes import Child, start_daemon
+from examples.demo.errors import DemoError
+from examples.demo.hosts import Host, Hosts, check_hosts_possible
+from examples.demo.processes import Child, start_daemon
 
 PEER_PORT: Final = 7801
 STAGE_PORT: Final = 7802

@@ -14,12 +14,12 @@ from typing import Final
 
 import torch
 
+from examples.demo.engine import Engine, arguments, start
+from examples.demo.messages import Prefilled, Prompt, notify, read_prompts
+from examples.demo.paged_cache import PagedCache, PagedSequence
+from examples.demo.stage_channel import StageChannel, accept, connect, listen, parsed
+from examples.demo.stages import compute
 from kvferry.clients.calls import pages
-from kvferry.clients.demo.engine import Engine, arguments, start
-from kvferry.clients.demo.messages import Prefilled, Prompt, notify, read_prompts
-from kvferry.clients.demo.paged_cache import PagedCache, PagedSequence
-from kvferry.clients.demo.stage_channel import StageChannel, accept, connect, listen, parsed
-from kvferry.clients.demo.stages import compute
 from kvferry.protocol.client_core import Transfer
 from kvferry.protocol.errors import PoolFullError
 

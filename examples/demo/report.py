@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.clients.demo.messages import Arrived, Done, Prefilled, Restored, Retracted, Token
+from examples.demo.messages import Arrived, Done, Prefilled, Restored, Retracted, Token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

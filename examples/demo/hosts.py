@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from kvferry.clients.demo.errors import DemoError
+from examples.demo.errors import DemoError
 
 NETWORK: Final = ipaddress.IPv4Network("10.213.0.0/24")
 MAX_HOSTS: Final = 64

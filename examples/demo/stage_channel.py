@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from kvferry.clients.demo.errors import DemoError
+from examples.demo.errors import DemoError
 
 PATIENCE_S: Final = 600.0
 """Longer than any computation of the other stage."""

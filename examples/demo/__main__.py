@@ -1,4 +1,4 @@
-"""``kvferry demo``: starts daemons and engines, routes prompts to them, and compares with plain ``generate()``.
+"""``make demo``: starts daemons and engines, routes prompts to them, and compares with plain ``generate()``.
 
 With ``--retract`` it starts a single engine, whose requests take turns in a pool that is too small for all of them.
 """
@@ -19,9 +19,9 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from kvferry.clients.demo.cluster import Cluster, Node, check_possible, start_cluster, start_engine
-from kvferry.clients.demo.errors import DemoError
-from kvferry.clients.demo.messages import (
+from examples.demo.cluster import Cluster, Node, check_possible, start_cluster, start_engine
+from examples.demo.errors import DemoError
+from examples.demo.messages import (
     Arrived,
     Done,
     FromEngine,
@@ -32,11 +32,11 @@ from kvferry.clients.demo.messages import (
     Retracted,
     Token,
 )
-from kvferry.clients.demo.model import OFFLINE, check_installed, converted_model, load_tokenizer, token_bytes
-from kvferry.clients.demo.pressure import LEAST_NEW_TOKENS, tiers_config, too_few_pages
-from kvferry.clients.demo.processes import Child, failure, listen
-from kvferry.clients.demo.prompts import AT_LEAST, PAGE_SIZE, make_prompts
-from kvferry.clients.demo.report import Report, RequestFigures, Totals, retraction_table, table
+from examples.demo.model import OFFLINE, check_installed, converted_model, load_tokenizer, token_bytes
+from examples.demo.pressure import LEAST_NEW_TOKENS, tiers_config, too_few_pages
+from examples.demo.processes import Child, failure, listen
+from examples.demo.prompts import AT_LEAST, PAGE_SIZE, make_prompts
+from examples.demo.report import Report, RequestFigures, Totals, retraction_table, table
 from kvferry.protocol.ids import new_request_id
 
 SILENCE_S = 600.0
@@ -94,7 +94,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvferry demo", description="Hand a real model's KV cache from prefill to decode."
+        prog="make demo", description="Hand a real model's KV cache from prefill to decode."
     )
     at_least = _number_from(AT_LEAST)
     parser.add_argument("--prompts", type=at_least, default=AT_LEAST, metavar="N", help=f"how many, {AT_LEAST} or more")
@@ -255,11 +255,11 @@ def _compare(run: _Run, prompts: Sequence[Prompt], report: Report) -> None:
 
 def _engine(run: _Run, node: Node, name: str, its_arguments: Sequence[str], pool_tokens: int = POOL_TOKENS) -> Child:
     arguments = [*_model_arguments(run), "--pool", f"demo-{name}", "--pool-tokens", str(pool_tokens), *its_arguments]
-    return start_engine(node, f"{name} engine", f"kvferry.clients.demo.{name}_engine", arguments, OFFLINE)
+    return start_engine(node, f"{name} engine", f"examples.demo.{name}_engine", arguments, OFFLINE)
 
 
 def _reference(run: _Run, number: int) -> Child:
-    module = "kvferry.clients.demo.reference_engine"
+    module = "examples.demo.reference_engine"
     return Child(f"reference engine {number}", module, _model_arguments(run), OFFLINE, run.folder)
 
 
@@ -285,3 +285,7 @@ def _print(text: str) -> None:
 
 def _terminated(number: int, _frame: object) -> NoReturn:
     sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
