@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from kvferry.clients.cli.main import DAEMON, DEMO, MODULES, PURPOSES
+from kvferry.clients.cli.main import DAEMON, MODULES, PURPOSES
 from kvferry.protocol.release import VERSION
 from tests.daemons import DaemonProcess
 from tests.kvferry_command import run_kvferry
@@ -67,7 +67,7 @@ def test_a_quick_command_loads_little(daemon: DaemonProcess, case: str) -> None:
 
 
 def test_every_command_can_be_loaded_and_is_listed() -> None:
-    assert set(PURPOSES) == {DAEMON, DEMO, *MODULES}
+    assert set(PURPOSES) == {DAEMON, *MODULES}
     listed = run_kvferry("--help").stdout
     for name in MODULES:
         assert f" {name} " in listed
