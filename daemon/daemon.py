@@ -20,8 +20,7 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.devices.registry import CHECK_S, Devices
-from kvferry.daemon.peers.link import Heartbeat
-from kvferry.daemon.peers.links import PeerLinks
+from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import DEVICE_POOLS_FILE, RuntimeDirectory
 from kvferry.daemon.process.memory import keep_freed_memory
 from kvferry.daemon.process.service_manager import ServiceManager
@@ -35,9 +34,8 @@ from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfers import Movers, TransferService
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
-from kvferry.daemon.transfer.payloads import KeptPayloads
+from kvferry.daemon.transfer.kept import KeptPayloads, Tombstones
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
-from kvferry.daemon.transfer.tombstones import Tombstones
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.daemon.transports.network import NetworkMemory, open_network
 from kvferry.daemon.transports.network_receiver import NetworkReceiver

@@ -12,7 +12,10 @@ from kvferry.daemon.control.hub import EndpointsChanged, EventHub, PoolRemoved
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.transfer.completion import name_of
-from kvferry.daemon.transfer.effects import (
+from kvferry.daemon.transfer.endpoints import Incarnation, Origin, ReceiveRequest, RemotePool
+from kvferry.daemon.transfer.kept import Half
+from kvferry.daemon.transfer.peer_transfers import NO_SEND, PeerTransfers, chunk_of, peer_send_of
+from kvferry.daemon.transfer.registry import (
     AnnounceReceive,
     CloseReceive,
     Effect,
@@ -24,11 +27,6 @@ from kvferry.daemon.transfer.effects import (
     StopSending,
     Withdraw,
 )
-from kvferry.daemon.transfer.endpoints import ReceiveRequest
-from kvferry.daemon.transfer.peer_forms import chunk_of, peer_send_of
-from kvferry.daemon.transfer.peer_transfers import NO_SEND, PeerTransfers
-from kvferry.daemon.transfer.remote import Incarnation, Origin, RemotePool
-from kvferry.daemon.transfer.tombstones import Half
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.pool import Pool

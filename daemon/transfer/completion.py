@@ -5,14 +5,21 @@ Executes the table of ``transitions``, without I/O: effects are added to the reg
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import TypeAlias
 
-import msgspec
-
-from kvferry.daemon.transfer.effects import (
+from kvferry.daemon.transfer.endpoints import (
+    Announcement,
+    Endpoint,
+    ReceiveRequest,
+    RemoteEndpoint,
+    SendRequest,
+)
+from kvferry.daemon.transfer.kept import Half, KeptPayloads, Results
+from kvferry.daemon.transfer.page_ranges import lists_with_pages
+from kvferry.daemon.transfer.registry import (
     CloseReceive,
+    Endpoints,
     Notify,
     RefuseSend,
     ReportBug,
@@ -20,18 +27,6 @@ from kvferry.daemon.transfer.effects import (
     StopSending,
     Withdraw,
 )
-from kvferry.daemon.transfer.endpoints import (
-    Announcement,
-    Endpoint,
-    EndpointKey,
-    ReceiveRequest,
-    RemoteEndpoint,
-    SendRequest,
-)
-from kvferry.daemon.transfer.page_ranges import lists_with_pages
-from kvferry.daemon.transfer.payloads import KeptPayloads
-from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.tombstones import Half
 from kvferry.daemon.transfer.transitions import (
     TRANSITIONS,
     Event,
@@ -44,108 +39,10 @@ from kvferry.daemon.transfer.transitions import (
     Transitions,
     bug_in,
 )
-from kvferry.protocol.errors import KvferryError, TransferExistsError
+from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.peer_messages import ReceiveName
 from kvferry.protocol.transfer_messages import TransferResult
-
-# -- results of transfers, kept for each session until it acknowledges them
-
-
-GENERATIONS_KEPT = 4096
-
-
-class Results:
-    """The result of each endpoint, until its session acknowledges SETTLED. Bounded by the limits on transfers."""
-
-    def __init__(self, payloads: KeptPayloads) -> None:
-        """``payloads`` counts the payload bytes in results of receive requests."""
-        self._payloads = payloads
-        self._by_session: dict[int, dict[EndpointKey, TransferResult]] = {}
-
-    def open_session(self, session_id: int) -> None:
-        """Keep results of this session from now on; without this, none are kept."""
-        self._by_session.setdefault(session_id, {})
-
-    def count(self, session_id: int) -> int:
-        """Return how many endpoints of the session are live, or settled and not acknowledged."""
-        return len(self._by_session.get(session_id, ()))
-
-    @property
-    def total(self) -> int:
-        """Return the same count over all sessions."""
-        return sum(len(of_session) for of_session in self._by_session.values())
-
-    def get(self, session_id: int, key: EndpointKey) -> TransferResult | None:
-        """Return an endpoint's result so far, or None."""
-        return self._by_session.get(session_id, {}).get(key)
-
-    def begin(self, session_id: int, key: EndpointKey) -> None:
-        """Record an open endpoint, and forget the result of an earlier one with this key."""
-        self.forget(session_id, key)
-        self.add(session_id, key, TransferResult(state="open"))
-
-    def add(self, session_id: int, key: EndpointKey, news: TransferResult) -> None:
-        """Update an endpoint's result."""
-        of_session = self._by_session.get(session_id)
-        if of_session is None:
-            return
-        known = of_session.get(key)
-        if known is not None and news.finished is None:
-            news = msgspec.structs.replace(news, finished=known.finished)
-        of_session[key] = news
-
-    def check_not_failed(self, session_id: int, key: EndpointKey) -> None:
-        """Check that no failure of this endpoint is unacknowledged: a late chunk must not start it again.
-
-        Raises:
-            TransferExistsError: there is one; the error says which.
-        """
-        known = self.get(session_id, key)
-        if known is not None and known.finished is not None and known.finished.error is not None:
-            error = known.finished.error
-            raise TransferExistsError(
-                f"this transfer has failed with {error.code} ({error.detail}), and its event is not acknowledged yet",
-                field="request_id",
-            )
-
-    def acknowledged(self, session_id: int, key: EndpointKey, generation: int) -> None:
-        """Drop what an acknowledged SETTLED kept: that generation's payload, and the result if it is the latest."""
-        if key.direction == "receive":
-            self._payloads.drop(session_id, key, generation)
-        known = self.get(session_id, key)
-        if known is not None and known.settled is not None and known.settled.generation == generation:
-            self.forget(session_id, key)
-
-    def forget(self, session_id: int, key: EndpointKey) -> None:
-        """Drop an endpoint's result."""
-        self._by_session.get(session_id, {}).pop(key, None)
-
-    def forget_session(self, session_id: int) -> None:
-        """Drop all of a session's results."""
-        self._by_session.pop(session_id, None)
-        self._payloads.drop_receives(session_id)
-
-
-class Generations:
-    """Counts the RECEIVEs of each key; the latest ``GENERATIONS_KEPT`` keys, until their session ends."""
-
-    def __init__(self) -> None:
-        self._counts: OrderedDict[tuple[int, EndpointKey], int] = OrderedDict()
-
-    def next(self, session_id: int, key: EndpointKey) -> int:
-        """Return 1 for the first RECEIVE of this key, 2 for the next one after it has ended, and so on."""
-        count = self._counts.pop((session_id, key), 0) + 1
-        self._counts[session_id, key] = count
-        if len(self._counts) > GENERATIONS_KEPT:
-            self._counts.popitem(last=False)
-        return count
-
-    def forget_session(self, session_id: int) -> None:
-        """Drop a session's counts."""
-        for known in [one for one in self._counts if one[0] == session_id]:
-            del self._counts[known]
-
 
 AnyEndpoint: TypeAlias = SendRequest | ReceiveRequest | RemoteEndpoint
 

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
-from kvferry.daemon.transfer.remote import Incarnation, Origin
 from kvferry.daemon.transfer.transitions import Kind, State
 from kvferry.pools.devices.base import Region
+from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.coverage import Cells, Coverage
 from kvferry.pools.planning.pairing import Pair
 from kvferry.pools.planning.plan import Plan
@@ -27,6 +27,67 @@ from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.peer_messages import ReceiveName
 from kvferry.protocol.transfer_messages import LayerStep
+
+# -- other daemons
+
+
+class Incarnation(NamedTuple):
+    """One life of another daemon: a restart makes a new one."""
+
+    address: str
+    boot_id: str
+
+
+class Origin(NamedTuple):
+    """The key of a send request that came from another daemon."""
+
+    peer: Incarnation
+    receive_request: ReceiveName
+    send_request: int
+
+
+class RemotePool:
+    """A pool of another daemon.
+
+    Attributes:
+        mapping: its memory, mapped read-only by the transport; None before that, and for daemons on other hosts.
+    """
+
+    def __init__(
+        self,
+        tenant: int,
+        name: str,
+        manifest: Manifest,
+        peer: Incarnation,
+        region_id: int,
+        model: ModelIdentity | None = None,
+    ) -> None:
+        self.region_id = region_id
+        self.tenant = tenant
+        self.name = name
+        self.manifest = manifest
+        self.peer = peer
+        self.model = model
+        self.mapping: HostRegion | None = None
+
+    def __repr__(self) -> str:
+        """Show its tenant, name and daemon."""
+        return f"<RemotePool {self.tenant}/{self.name} of {self.peer.address}>"
+
+    def unmap(self) -> None:
+        """Close the mapping; copies in progress keep the memory until they end."""
+        if self.mapping is not None:
+            self.mapping.close()
+            self.mapping = None
+
+    @property
+    def region(self) -> HostRegion:
+        """Return the mapped memory; call it only after the transport has mapped it."""
+        assert self.mapping is not None, self
+        return self.mapping
+
+
+# -- endpoints
 
 
 class EndpointKey(NamedTuple):

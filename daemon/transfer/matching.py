@@ -12,12 +12,12 @@ import numpy as np
 from kvferry.attention.state_windows import StateList, match_state
 from kvferry.daemon.transfer.endpoints import Excused, PlannedCopy, ReceiveRequest, SendChunk, SourcePool, rows_by_step
 from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
-from kvferry.daemon.transfer.payloads import check_payload
 from kvferry.pools.model_checks import check_models
 from kvferry.pools.planning.coverage import Extent, Rows, cells_of
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.planning.plan import make_plan
-from kvferry.protocol.errors import FirstTokenTwiceError, LengthMismatchError
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import FirstTokenTwiceError, LengthMismatchError, TooLargeError
 
 DRAFT = "draft"
 """The component whose layers have their own numbers, not the model's."""
@@ -242,3 +242,17 @@ def _by_steps(planned_copies: list[PlannedCopy], chunk: SendChunk, *, whole: boo
         steps = rows_by_step(layers, chunk.steps)
         cut += [_of(one, steps == step)._replace(step=step) for step in np.unique(steps).tolist()]
     return cut
+
+
+def check_payload(payload: bytes, pool: Pool) -> None:
+    """Check a payload against ``max_payload_bytes`` of the sender's or a receiver's pool.
+
+    Raises:
+        TooLargeError: it is larger; the error names the pool and its bound.
+    """
+    if len(payload) > pool.max_payload_bytes:
+        raise TooLargeError(
+            f"{len(payload)} bytes; pool {pool.name!r} takes {pool.max_payload_bytes}: create it with a larger "
+            "max_payload_bytes",
+            field="payload",
+        )

@@ -6,7 +6,7 @@ changed. Where two messages do not fit each other, the later one is refused; wha
 The table in ``transitions`` says what an event does to an endpoint; ``completion`` executes it.
 
 An endpoint whose peer had ended by itself before it came fails as soon as it is accepted, with the peer's error code,
-and so do the endpoints that it has joined; see ``tombstones``.
+and so do the endpoints that it has joined; see ``kept``.
 
 A receive request is SETTLED once it has no transfer op any more, a send request once all its receive requests are.
 Messages of other daemons are handled in ``peer_transfers``.
@@ -22,6 +22,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.daemon.transfer.admission import (
+    CopyScheduler,
+    Fit,
     check_chunk_count,
     check_continues,
     check_steps,
@@ -29,15 +31,20 @@ from kvferry.daemon.transfer.admission import (
     hold_for_reading,
     hold_for_writing,
 )
-from kvferry.daemon.transfer.completion import Completion, Generations, Results
-from kvferry.daemon.transfer.effects import AnnounceReceive, Effect, NotifyAbandoned, NotifyChunk, NotifyReady
+from kvferry.daemon.transfer.completion import Completion
 from kvferry.daemon.transfer.endpoints import Announcement, Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest
+from kvferry.daemon.transfer.kept import Generations, Half, KeptPayloads, Results, Tombstones
+from kvferry.daemon.transfer.matching import check_payload
 from kvferry.daemon.transfer.page_ranges import PageRange
-from kvferry.daemon.transfer.payloads import KeptPayloads, check_payload
 from kvferry.daemon.transfer.peer_transfers import NoActivity, PeerTransfers, TransferActivity
-from kvferry.daemon.transfer.registry import Endpoints
-from kvferry.daemon.transfer.scheduling import CopyScheduler, Fit
-from kvferry.daemon.transfer.tombstones import Half, Tombstones
+from kvferry.daemon.transfer.registry import (
+    AnnounceReceive,
+    Effect,
+    Endpoints,
+    NotifyAbandoned,
+    NotifyChunk,
+    NotifyReady,
+)
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, State, Transitions
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (

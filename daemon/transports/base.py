@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kvferry.daemon.transfer.effects import StartOp
+from kvferry.daemon.transfer.registry import StartOp
 from kvferry.protocol.errors import KvferryError
 
 OnOpDone = Callable[[int, KvferryError | None], None]

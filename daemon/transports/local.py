@@ -20,9 +20,8 @@ import numpy.typing as npt
 import structlog
 
 from kvferry.daemon.control.metrics import about
-from kvferry.daemon.transfer.effects import StartOp
-from kvferry.daemon.transfer.endpoints import SourcePool
-from kvferry.daemon.transfer.remote import RemotePool
+from kvferry.daemon.transfer.endpoints import RemotePool, SourcePool
+from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.base import OnOpDone
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region

@@ -22,9 +22,8 @@ from typing import NamedTuple
 import xxhash
 
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.transfer.endpoints import TransferOp
-from kvferry.daemon.transfer.peer_forms import op_of
-from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
+from kvferry.daemon.transfer.peer_transfers import op_of
 from kvferry.daemon.transports.base import OnOpDone
 from kvferry.daemon.transports.bounce_buffers import BounceBuffers
 from kvferry.daemon.transports.direct_pages import DirectPages

@@ -19,9 +19,8 @@ import structlog
 import xxhash
 
 from kvferry.daemon.control.metrics import Counters, about
-from kvferry.daemon.transfer.endpoints import RemoteEndpoint
+from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
-from kvferry.daemon.transfer.remote import Incarnation
 from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate, WriteFailedError
 from kvferry.daemon.transports.network_receiver import SendToPeer
 from kvferry.pools.devices.base import Region

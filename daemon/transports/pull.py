@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.daemon.transfer.completion import name_of
-from kvferry.daemon.transfer.effects import StartOp
-from kvferry.daemon.transfer.endpoints import TransferOp
-from kvferry.daemon.transfer.remote import Incarnation, RemotePool
+from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, TransferOp
+from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.base import OnOpDone, Transport
 from kvferry.daemon.transports.network_receiver import SendToPeer
 from kvferry.pools.devices.host import HostRegion

@@ -5,8 +5,7 @@ The peer's address selects the transport: ``ipc://`` is this host.
 
 from __future__ import annotations
 
-from kvferry.daemon.transfer.endpoints import RemoteEndpoint, TransferOp
-from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint, TransferOp
 from kvferry.daemon.transports.base import OnOpDone
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender

@@ -16,7 +16,7 @@ from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.logs import configure_logs
-from kvferry.daemon.transfer.effects import StartOp
+from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.base import OnOpDone
 from kvferry.daemon.transports.local import LocalTransport
 from kvferry.protocol.errors import (

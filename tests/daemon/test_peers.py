@@ -17,11 +17,9 @@ import zmq
 import zmq.asyncio
 
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.peers import link as peer_link
 from kvferry.daemon.peers import links as peers
-from kvferry.daemon.peers.link import Heartbeat
-from kvferry.daemon.peers.links import PeerLinks
-from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.peers.links import Heartbeat, PeerLinks
+from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import ConfigError, InvalidFieldError
 from kvferry.protocol.ids import NO_BOOT, new_boot_id
@@ -362,7 +360,7 @@ async def _fill(daemon: Daemon, stranger: Stranger) -> None:
 async def test_one_answer_to_a_greeting_waits_however_often_a_peer_greets(
     daemon: Daemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_link, "QUEUED_MESSAGES", 1)
+    monkeypatch.setattr(peers, "QUEUED_MESSAGES", 1)
     await _fill(daemon, stranger)
     assert "waiting=0" not in repr(daemon.links)
     await stranger.greet(daemon, times=50)
@@ -374,9 +372,9 @@ async def test_one_answer_to_a_greeting_waits_however_often_a_peer_greets(
 async def test_a_peer_that_takes_too_slowly_what_it_is_told_is_lost(
     daemon: Daemon, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setattr(peer_link, "QUEUED_MESSAGES", 1)
+    monkeypatch.setattr(peers, "QUEUED_MESSAGES", 1)
     await _fill(daemon, stranger)
-    monkeypatch.setattr(peer_link, bound, 5 if bound == "WAITING_MESSAGES" else 1 << 20)
+    monkeypatch.setattr(peers, bound, 5 if bound == "WAITING_MESSAGES" else 1 << 20)
     said = [daemon.links.send(stranger.incarnation, LARGE) for _ in range(50)]
     assert said.count(True) < 50, "what waits is not bounded"
     assert daemon.lost == [], "reported from within"

@@ -13,9 +13,15 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, new_request_id, pages
 from kvferry.daemon.control.metrics import about
-from kvferry.daemon.transfer.effects import CloseReceive, StopOp, Withdraw
-from kvferry.daemon.transfer.endpoints import Announcement, Clocked, RemoteEndpoint, SendRequest
-from kvferry.daemon.transfer.remote import Incarnation, RemotePool
+from kvferry.daemon.transfer.endpoints import (
+    Announcement,
+    Clocked,
+    Incarnation,
+    RemoteEndpoint,
+    RemotePool,
+    SendRequest,
+)
+from kvferry.daemon.transfer.registry import CloseReceive, StopOp, Withdraw
 from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.protocol.errors import CancelledError, KvferryError, NotOwnerError, PeerCancelledError, raised

@@ -17,8 +17,8 @@ from kvferry.daemon.daemon import Daemon, daemon_version
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.logs import configure_logs
 from kvferry.daemon.tiers.scheduler import Scheduler
-from kvferry.daemon.transfer.effects import StartOp
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
+from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.base import OnOpDone
 from kvferry.daemon.transports.local import LocalTransport
 from kvferry.protocol.errors import InternalError

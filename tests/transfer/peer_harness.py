@@ -10,8 +10,8 @@ from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.services.peer_transfers import PeerTransferService
-from kvferry.daemon.transfer.effects import Effect, Notify, ReportBug, StartOp, StopOp
-from kvferry.daemon.transfer.remote import Incarnation, RemotePool
+from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool
+from kvferry.daemon.transfer.registry import Effect, Notify, ReportBug, StartOp, StopOp
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.base import Region

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvferry.daemon.peers.link import PeerListener
-from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.peers.links import PeerListener
+from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import NO_BOOT, BootId

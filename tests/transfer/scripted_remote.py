@@ -12,9 +12,8 @@ from typing import TypeAlias
 import numpy as np
 
 from kvferry.daemon.transfer.completion import name_of
-from kvferry.daemon.transfer.endpoints import RemoteEndpoint, TransferOp
+from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint, RemotePool, TransferOp
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
-from kvferry.daemon.transfer.remote import Incarnation, RemotePool
 from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.base import OnOpDone
 from kvferry.daemon.transports.network_receiver import SendToPeer

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 import pytest
 
-from kvferry.daemon.transfer.peer_forms import peer_send_of
+from kvferry.daemon.transfer.peer_transfers import peer_send_of
 from kvferry.protocol.errors import ModelMismatchError
 from kvferry.protocol.model_identity import ModelIdentity
 from tests.transfer.peer_harness import PeerHarness

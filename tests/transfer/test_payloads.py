@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from kvferry.daemon.transfer.payloads import KeptPayloads
+from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import OverloadedError, TooLargeError
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Limits

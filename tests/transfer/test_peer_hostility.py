@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.transfer.completion import name_of
-from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError

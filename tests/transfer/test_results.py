@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.daemon.transfer.completion import GENERATIONS_KEPT, Generations, Results
 from kvferry.daemon.transfer.endpoints import EndpointKey
-from kvferry.daemon.transfer.payloads import KeptPayloads
+from kvferry.daemon.transfer.kept import GENERATIONS_KEPT, Generations, KeptPayloads, Results
 from kvferry.protocol.errors import TransferExistsError, UnknownTransferError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.transfer_messages import TransferResult

@@ -8,10 +8,9 @@ from typing import Final
 
 import pytest
 
-from kvferry.daemon.transfer.effects import NotifyEnded
-from kvferry.daemon.transfer.endpoints import EndpointKey
-from kvferry.daemon.transfer.remote import Incarnation
-from kvferry.daemon.transfer.tombstones import Half, Tombstones
+from kvferry.daemon.transfer.endpoints import EndpointKey, Incarnation
+from kvferry.daemon.transfer.kept import Half, Tombstones
+from kvferry.daemon.transfer.registry import NotifyEnded
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import DeadlineError, ErrorInfo, PeerCancelledError, PeerLostError, TransferExistsError

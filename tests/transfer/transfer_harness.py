@@ -9,12 +9,11 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from kvferry.daemon.transfer.effects import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, SendChunk, SendRequest
+from kvferry.daemon.transfer.kept import Half, KeptPayloads, Tombstones
 from kvferry.daemon.transfer.page_ranges import page_ranges
-from kvferry.daemon.transfer.payloads import KeptPayloads
+from kvferry.daemon.transfer.registry import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
-from kvferry.daemon.transfer.tombstones import Half, Tombstones
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Transitions
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.runs import PageIds

@@ -14,8 +14,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 import xxhash
 
-from kvferry.daemon.transfer.endpoints import TransferOp
-from kvferry.daemon.transfer.remote import Incarnation
+from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.pool import Pool

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.transfer.effects import StartOp
-from kvferry.daemon.transfer.remote import Incarnation, RemotePool
+from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool
+from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports import local
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one

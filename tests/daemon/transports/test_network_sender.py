@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import TransferOp
-from kvferry.daemon.transfer.peer_forms import op_of
+from kvferry.daemon.transfer.peer_transfers import op_of
 from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate, WriteFailedError
 from kvferry.daemon.transports.network_sender import NetworkSender

@@ -16,8 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.daemon.transfer.endpoints import TransferOp
-from kvferry.daemon.transfer.remote import RemotePool
+from kvferry.daemon.transfer.endpoints import RemotePool, TransferOp
 from kvferry.daemon.transports import pull
 from kvferry.daemon.transports.pull import FETCH_TIMEOUT_S, PullTransport, fetch_region
 from kvferry.pools.devices.host import HostRegion
