@@ -20,7 +20,7 @@ from kvferry.clients import (
     pages_wanted,
 )
 from kvferry.clients.hashing import block_hashes
-from kvferry.daemon.services.lookups import MAX_LEASES, MAX_PINS
+from kvferry.daemon.services.prefix_cache import MAX_LEASES, MAX_PINS
 from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.operations import MAX_OPERATIONS
 from kvferry.protocol import errors

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
-from kvferry.daemon.tiers.background import Background
-from kvferry.daemon.tiers.cached_pages import split_hashes
+from kvferry.daemon.services.prefix_cache import split_hashes
 from kvferry.daemon.tiers.host_tier import HostTier, holder_name
-from kvferry.daemon.tiers.lower_tiers import LowerTiers
+from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
 from kvferry.pools.tiers.cached_block import CachedBlock
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.pools.tiers.journal import Change

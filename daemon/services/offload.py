@@ -15,20 +15,19 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier
-from kvferry.daemon.tiers.jobs import JobStarter
-from kvferry.daemon.tiers.operations import Ending, Operation, Operations
-from kvferry.daemon.tiers.page_holds import hold_pages
+from kvferry.daemon.tiers.operations import Ending, JobStarter, Operation, Operations
 from kvferry.daemon.tiers.snapshots import (
     Snapshot,
     SnapshotRegistry,
     SnapshotSegment,
     check_layout,
+    hold_pages,
     ids_for,
     new_segments,
-    space_of,
 )
 from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges
 from kvferry.pools.model_checks import check_models
+from kvferry.pools.planning.manifest import space_of
 from kvferry.pools.planning.page_checks import check_distinct
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool

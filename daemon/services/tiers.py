@@ -15,17 +15,15 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.services.cache_reports import CacheReports
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.lookups import Lookups
 from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.prefix_cache import PrefixCacheService
+from kvferry.daemon.services.prefix_cache import Lookups, PrefixCacheService
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.tiers.copier import TierCopier
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
-from kvferry.daemon.tiers.jobs import JobStarter
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
-from kvferry.daemon.tiers.operations import Operations
+from kvferry.daemon.tiers.operations import JobStarter, Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import Scheduler

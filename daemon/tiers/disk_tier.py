@@ -23,10 +23,9 @@ from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests
+from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.journal import Tier
-from kvferry.pools.tiers.namespaces import BlockKey
 from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
 from kvferry.protocol.session_messages import TierStatus
 

@@ -17,10 +17,9 @@ from kvferry.daemon.config.tiers import TiersConfig
 from kvferry.daemon.control.metrics import Counters
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_units
-from kvferry.pools.tiers.cached_block import CachedBlock
+from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
 from kvferry.pools.tiers.index import BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal
-from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
 from kvferry.protocol.session_messages import TierStatus
 

@@ -7,7 +7,7 @@ meanwhile, and becomes visible in the host tier only if its checksums match.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Final
 
 import structlog
@@ -17,10 +17,46 @@ from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.pools.tiers.arena import Offsets
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests
-from kvferry.pools.tiers.namespaces import Namespace
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests, Namespace
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.session_messages import TierStatus
+
+log = structlog.get_logger(__name__)
+
+
+class Background:
+    """Tasks on the control loop that outlive the request that started them: tracked until done, with errors logged."""
+
+    def __init__(self, what: str) -> None:
+        """Name the tasks ``what`` in the log."""
+        self._what = what
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        """Show how many are running."""
+        return f"<Background {self._what} {len(self._tasks)}>"
+
+    def __len__(self) -> int:
+        """Return how many are running."""
+        return len(self._tasks)
+
+    def spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        """Start a task; an exception it raises is logged."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Cancel the running tasks and wait for them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a background task failed", what=self._what, exc_info=task.exception())
+
 
 MAX_PROMOTIONS: Final = 32
 """Blocks promoted at a time, each with memory of the host tier; others wait."""

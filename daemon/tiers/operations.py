@@ -1,17 +1,20 @@
 """Operations: OFFLOAD, RESTORE, STORE and LOAD from their acceptance to the one event that reports their end.
 
-An operation may wait (for pages, for lower tiers), then runs one job of the copier, then ends; the table in
-``transitions`` says what each event does to it. Its ``finish`` callback releases what it holds.
+An operation may wait (for pages, for lower tiers), then runs one job of the copier, then ends; ``TRANSITIONS``
+says what each event does to it. Its ``finish`` callback releases what it holds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import structlog
@@ -21,17 +24,111 @@ from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
-from kvferry.daemon.tiers.transitions import STOPS, TRANSITIONS, Event, Outcome, State, Transitions, bug_in
+from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.pools.devices.accelerator import Accelerator
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
+    CancelledError,
+    DeadlineError,
     InternalError,
     KvferryError,
+    OutOfMemoryError,
     OverloadedError,
     ShuttingDownError,
     UnknownOperationError,
 )
 from kvferry.protocol.session_messages import OperationStatus
 from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled, OperationKind, TierDone
+
+
+class State(enum.Enum):
+    """The state of an operation."""
+
+    WAITING = "waiting"
+    COPYING = "copying"
+    STOPPING = "stopping"
+    DONE = "done"
+
+
+class Event(enum.Enum):
+    """What can happen to an operation. The value describes it, in docs/architecture.md."""
+
+    BEGIN = "its job begins"
+    NOTHING_TO_DO = "there is nothing to copy"
+    CANCEL = "CANCEL_OPERATION"
+    DEADLINE = "its deadline passes"
+    SESSION_ENDED = "its session ends"
+    DRAIN = "the daemon ends"
+    GIVEN_UP = "what it needs is gone"
+    JOB_DONE = "its job is done"
+    JOB_FAILED = "its job failed"
+
+
+class Outcome(enum.Enum):
+    """How an operation ends, where that is not an error class of its own."""
+
+    NOTHING = ""
+    SUCCESS = "success"
+    CAUSE = "the cause"
+    STOPPED = "what it was stopped for"
+
+
+class Transition(NamedTuple):
+    """The next state, and how the operation ends, or will end once its job has stopped."""
+
+    state: State
+    ends: type[KvferryError] | Outcome = Outcome.NOTHING
+
+
+STOPS: Final = frozenset({Event.CANCEL, Event.DEADLINE, Event.SESSION_ENDED, Event.DRAIN, Event.GIVEN_UP})
+"""The events that end an operation, or will, before its job is done."""
+
+Key: TypeAlias = tuple[State, Event]
+Transitions: TypeAlias = Mapping[Key, Transition]
+
+_STOPPED_BY: Final[Mapping[Event, type[KvferryError] | Outcome]] = {
+    Event.CANCEL: CancelledError,
+    Event.DEADLINE: DeadlineError,
+    Event.SESSION_ENDED: CancelledError,
+    Event.GIVEN_UP: Outcome.CAUSE,
+}
+
+TRANSITIONS: Final[Transitions] = {
+    (State.WAITING, Event.BEGIN): Transition(State.COPYING),
+    (State.WAITING, Event.NOTHING_TO_DO): Transition(State.DONE, Outcome.SUCCESS),
+    (State.WAITING, Event.DRAIN): Transition(State.DONE, ShuttingDownError),
+    **{(State.WAITING, event): Transition(State.DONE, error) for event, error in _STOPPED_BY.items()},
+    (State.COPYING, Event.JOB_DONE): Transition(State.DONE, Outcome.SUCCESS),
+    (State.COPYING, Event.JOB_FAILED): Transition(State.DONE, Outcome.CAUSE),
+    (State.COPYING, Event.DRAIN): Transition(State.COPYING),
+    **{(State.COPYING, event): Transition(State.STOPPING, error) for event, error in _STOPPED_BY.items()},
+    (State.STOPPING, Event.JOB_DONE): Transition(State.DONE, Outcome.SUCCESS),
+    (State.STOPPING, Event.JOB_FAILED): Transition(State.DONE, Outcome.STOPPED),
+    (State.STOPPING, Event.DRAIN): Transition(State.STOPPING),
+    **{(State.STOPPING, event): Transition(State.STOPPING) for event in _STOPPED_BY},
+    **{(State.DONE, event): Transition(State.DONE) for event in (Event.BEGIN, Event.NOTHING_TO_DO, Event.GIVEN_UP)},
+}
+
+
+def bug_in(state: State) -> Transition:
+    """Return the transition for an event that the table has no row for: end what only waits; a job ends by itself."""
+    return Transition(State.DONE, InternalError) if state is State.WAITING else Transition(state)
+
+
+def as_markdown(transitions: Transitions = TRANSITIONS) -> str:
+    """Return the table for docs/architecture.md."""
+    rows = [("state", "event", "next state", "ends with"), ("---",) * 4]
+    rows += [
+        (state.name, event.value, "ignored" if row.state is state else row.state.name, _words(row.ends))
+        for (state, event), row in transitions.items()
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _words(ends: type[KvferryError] | Outcome) -> str:
+    return ends.value if isinstance(ends, Outcome) else ends.code
+
 
 MAX_OPERATIONS = 1024
 """Per session, live or ended and not acknowledged."""
@@ -62,7 +159,7 @@ class Operation:
     Attributes:
         waits_for: what it waits for before its job begins, in words; empty while it copies.
         pages: the number of pages it covers.
-        state: see ``transitions``.
+        state: see ``operations``.
         stopped: the error it was stopped with, if any, also while its job still ends.
         quiet: no session asked for it: its end sends no event, and it outlives the session.
     """
@@ -316,3 +413,64 @@ class Operations:
     def _on_acknowledged(self, event: EventAcknowledged) -> None:
         if isinstance(event.body, TierDone):
             self._unacknowledged[event.session.session_id] -= 1
+
+
+log = structlog.get_logger(__name__)
+
+
+class JobStarter:
+    """Starts jobs, once the devices that hold their pages have registered the host tier.
+
+    A device that cannot register so much memory copies through its driver's buffers, which is slower.
+
+    Attributes:
+        checksums: whether offloads compute checksums.
+    """
+
+    def __init__(self, operations: Operations, host: HostTier, executor: Executor, *, checksums: bool) -> None:
+        """Register memory on ``executor``, since that may block."""
+        self.checksums = checksums
+        self._operations = operations
+        self._host = host
+        self._executor = executor
+        self._registered: dict[str, asyncio.Future[None]] = {}
+
+    def start(self, operation: Operation, job: BlockJob) -> None:
+        """Run an operation's job once the devices of its pages have registered the arena."""
+        devices = {
+            segment.region.accelerator.name: segment.region.accelerator
+            for segment in job.segments
+            if isinstance(segment.region, AcceleratorRegion)
+        }
+        for device in devices.values():
+            registration = self._registered.get(device.name)
+            if registration is None:
+                registration = self._registered[device.name] = asyncio.get_running_loop().run_in_executor(
+                    self._executor, self._register, device
+                )
+            if not registration.done():
+                operation.waits_for = f"{device.name} to register the host tier"
+                registration.add_done_callback(partial(self._on_registered, operation, job))
+                return
+            cause = CancelledError("the daemon is ending") if registration.cancelled() else registration.exception()
+            if cause is not None:
+                error = cause if isinstance(cause, KvferryError) else InternalError(f"{device.name}: {cause!r}")
+                asyncio.get_running_loop().call_soon(self._operations.give_up, operation, error)
+                return
+        self._operations.run(operation, job)
+
+    def _on_registered(self, operation: Operation, job: BlockJob, done: asyncio.Future[None]) -> None:
+        del done
+        if operation.stopped is None:
+            self.start(operation, job)
+
+    def _register(self, device: Accelerator) -> None:
+        try:
+            device.register_host(self._host.region)
+        except OutOfMemoryError as cause:
+            log.warning(
+                "the host tier is not registered with the device: copies go through the driver's buffers",
+                device=device.name,
+                cause=cause.detail,
+                remedy="raise LimitMEMLOCK of the unit, or make tiers.host_bytes smaller",
+            )

@@ -12,17 +12,18 @@ import contextlib
 import importlib.util
 import math
 import os
+import struct
 import time
 from collections.abc import Sequence
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import structlog
+import xxhash
 
 from kvferry.daemon.config.remote_tier import RemoteTierConfig
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.tiers.remote_value import StoredHeader, header_bytes, pack_header, unpack_header
-from kvferry.daemon.tiers.store_link import GRACE_S, StoreAwayError, StoreLink, to_its_end
-from kvferry.daemon.tiers.store_messages import (
+from kvferry.daemon.tiers.store_link import GRACE_S, Moved, StoreAwayError, StoreLink, StoreMoves, to_its_end
+from kvferry.daemon.tiers.store_process import (
     MASTER_AWAY,
     NO_ROOM,
     OBJECT_NOT_FOUND,
@@ -39,9 +40,71 @@ from kvferry.daemon.tiers.store_messages import (
     Remove,
     pack_ranges,
 )
-from kvferry.daemon.tiers.store_moves import Moved, StoreMoves
 from kvferry.daemon.transports.mooncake_native import INSTALL, MooncakeSettings, check_address, check_protocol
+from kvferry.pools.tiers.cached_block import BlockKey
 from kvferry.protocol.errors import ConfigError
+
+# -- the name of a cached block in the remote tier, and the header stored before its bytes.
+#
+# Everybody who reaches the store may write to it, and its nodes check nothing. So the header says which block it
+# belongs to and what the digests must be, and whoever fetches a block compares. Knows nothing of how the store is
+# reached.
+
+
+_PREFIX: Final = "kvferry/2"  # version 1 did not contain the model
+_HEAD: Final = struct.Struct("<8sII16s")  # magic, pages, whether there is a parent, parent
+_DIGEST: Final = struct.Struct("<Q")
+_MAGIC: Final = b"kvferry1"
+_NO_PARENT: Final = bytes(16)
+
+
+class StoredHeader(NamedTuple):
+    """What is stored with a block's bytes.
+
+    Attributes:
+        parent: 16 bytes, the hash of the preceding block in its chain; None for the first one.
+        digests: XXH3-64 of each of its pages, in order.
+    """
+
+    parent: bytes | None
+    digests: tuple[int, ...]
+
+
+def remote_name(key: BlockKey, *, shared: bool) -> str:
+    """Return the block's name in the store; without ``shared``, tenants have distinct names."""
+    namespace, block_hash = key
+    scope = "shared" if shared else f"tenant-{namespace.tenant}"
+    block_kind = f"{namespace.layout_digest}/{namespace.identity}/{namespace.space}/{namespace.block_pages}"
+    return f"{_PREFIX}/{scope}/{block_kind}/{block_hash.hex()}"
+
+
+def header_bytes(pages: int) -> int:
+    """Return the header size of a block of ``pages`` pages."""
+    return _HEAD.size + (pages + 1) * _DIGEST.size
+
+
+def pack_header(name: str, parent: bytes | None, digests: Sequence[int]) -> bytes:
+    """Return the header of the block ``name``, with one digest per page."""
+    head = _HEAD.pack(_MAGIC, len(digests), parent is not None, parent or _NO_PARENT)
+    packed = head + struct.pack(f"<{len(digests)}Q", *digests)
+    return packed + _DIGEST.pack(_own_digest(name, packed))
+
+
+def unpack_header(name: str, data: bytes) -> StoredHeader | None:
+    """Return the parsed header; None where it is damaged, of another block or of another format."""
+    if len(data) < header_bytes(0):
+        return None
+    packed, own = data[: -_DIGEST.size], data[-_DIGEST.size :]
+    magic, pages, has_parent, parent = _HEAD.unpack_from(packed)
+    if magic != _MAGIC or len(data) != header_bytes(pages) or own != _DIGEST.pack(_own_digest(name, packed)):
+        return None
+    digests = struct.unpack_from(f"<{pages}Q", packed, _HEAD.size)
+    return StoredHeader(parent if has_parent else None, digests)
+
+
+def _own_digest(name: str, packed: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode() + packed)
+
 
 PING_INTERVAL_S: Final = 1.0
 MAX_LOOKUPS: Final = 64

@@ -17,13 +17,11 @@ import xxhash
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
-from kvferry.daemon.tiers.remote_store import RemoteStore
-from kvferry.daemon.tiers.remote_value import remote_name
+from kvferry.daemon.tiers.remote_store import RemoteStore, remote_name
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.tiers.arena import Offsets, whole_units
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests
+from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Namespace
 from kvferry.pools.tiers.journal import Tier
-from kvferry.pools.tiers.namespaces import BlockKey, Namespace
 from kvferry.protocol.session_messages import TierStatus
 
 MAX_WAITING: Final = 4096

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +17,8 @@ import xxhash
 
 from kvferry.daemon.tiers.copier import Digests
 from kvferry.daemon.transfer.page_ranges import PageRange, page_tokens_of
-from kvferry.pools.planning.manifest import component_of, key_of, slot_shape
+from kvferry.pools.allocator import PageAllocator
+from kvferry.pools.planning.manifest import key_of, slot_shape, space_of
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Offsets
@@ -188,13 +189,6 @@ def new_segments(pool: Pool, lists: Sequence[PageRange]) -> list[SnapshotSegment
     ]
 
 
-def space_of(manifest: Manifest, name: str) -> str:
-    """Return the page space of a component of the manifest."""
-    component = component_of(manifest, name)
-    assert component is not None, name
-    return component.space
-
-
 def ids_for(snapshot: Snapshot, lists: Sequence[PageRange]) -> list[PageIds]:
     """Return the page ids for each segment of a snapshot.
 
@@ -262,3 +256,61 @@ def _difference(ours: Entry | None, theirs: Entry | None) -> str:
 
 def _tokens_of(one: PageRange, manifest: Manifest) -> int | None:
     return None if one.first_page is None else one.held_tokens(page_tokens_of(manifest, one.component) or 0)
+
+
+class _Held(NamedTuple):
+    allocator: PageAllocator
+    ids: PageIds
+
+
+class PageHold:
+    """Pages of a pool that an operation reads or writes: one more reader, or their one writer, until ``release``."""
+
+    def __init__(self, *, write: bool) -> None:
+        self._write = write
+        self._held: list[_Held] = []
+
+    def add(self, allocator: PageAllocator, owner: int, ids: PageIds, field: str) -> None:
+        """Hold pages of ``owner``.
+
+        Raises:
+            KvferryError: they do not belong to it, or are busy: see ``PageAllocator``.
+        """
+        if self._write:
+            allocator.begin_write(owner, ids, field)
+        else:
+            allocator.begin_read(owner, ids, field)
+        self._held.append(_Held(allocator, ids))
+
+    def release(self) -> None:
+        """Release the pages. Idempotent."""
+        for allocator, ids in self._held:
+            if self._write:
+                allocator.end_write(ids)
+            else:
+                allocator.end_read(ids)
+        self._held.clear()
+
+    def give_back(self, owner: int) -> None:
+        """Free those pages that ``owner`` still has, each once."""
+        by_allocator: dict[PageAllocator, list[PageIds]] = {}
+        for allocator, ids in self._held:
+            by_allocator.setdefault(allocator, []).append(ids)
+        for allocator, lists in by_allocator.items():
+            allocator.free_owned(owner, np.unique(np.concatenate(lists)))
+
+
+def hold_pages(pool: Pool, owner: int, lists: Sequence[PageRange], *, write: bool) -> PageHold:
+    """Hold the pages of all lists, or of none.
+
+    Raises:
+        KvferryError: see ``PageHold.add``.
+    """
+    hold = PageHold(write=write)
+    try:
+        for pages in lists:
+            hold.add(pool.allocator_of(pages.component), owner, pages.ids, f"{pages.field}.pages")
+    except KvferryError:
+        hold.release()
+        raise
+    return hold

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from kvferry.pools.planning.manifest import component_of
+from kvferry.pools.planning.manifest import component_of, space_of
 from kvferry.pools.planning.page_checks import check_range
 from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.base import PageList
@@ -136,7 +136,7 @@ def page_tokens_of(manifest: Manifest, component: str) -> int | None:
 
     ``main`` of a pipeline stage may have only draft layers on its pages, and no entry of its own: theirs is used then.
     """
-    space = _space(manifest, component)
+    space = space_of(manifest, component)
     inside = {one.name for one in manifest.components if one.space == space}
     return next((entry.page_tokens for entry in manifest.entries if entry.component in inside), None)
 
@@ -224,12 +224,6 @@ def _pages_of(manifest: Manifest, name: str) -> str:
     component = component_of(manifest, name)
     assert component is not None, name
     return component.name if component.group else component.space
-
-
-def _space(manifest: Manifest, name: str) -> str:
-    component = component_of(manifest, name)
-    assert component is not None, name
-    return component.space
 
 
 def _check_tokens(tokens: int, pages: int, page_tokens: int, field: str, *, may_end_inside: bool) -> None:

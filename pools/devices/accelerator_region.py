@@ -27,7 +27,7 @@ from kvferry.pools.planning.cells import Cells, cells_of, segments_that_fit
 from kvferry.pools.planning.copies import CopyBlocks
 from kvferry.pools.planning.plan import Plan, PlanSide
 from kvferry.pools.planning.runs import coalesce
-from kvferry.pools.tiers.block_cells import BlockCells
+from kvferry.pools.tiers.block_copies import BlockCells
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, step_runs, zero_padding
 from kvferry.protocol.shares import Share
 

@@ -24,8 +24,8 @@ from kvferry.pools.devices.forks import keep_from_children
 from kvferry.pools.planning.copies import CopyBlocks
 from kvferry.pools.planning.gather import gather, scatter
 from kvferry.pools.planning.plan import PlanSide
+from kvferry.pools.tiers.block_copies import offload_step, restore_step
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, zero_padding
-from kvferry.pools.tiers.host_copies import offload_step, restore_step
 from kvferry.protocol.errors import (
     AccessDeniedError,
     ClientClosedError,

@@ -79,6 +79,13 @@ def component_of(manifest: Manifest, name: str) -> Component | None:
     return next((one for one in manifest.components if one.name == name), None)
 
 
+def space_of(manifest: Manifest, name: str) -> str:
+    """Return the page space of a component that the manifest has."""
+    component = component_of(manifest, name)
+    assert component is not None, name
+    return component.space
+
+
 def spaces_of(manifest: Manifest) -> dict[str, int]:
     """Return the number of pages of each page space, including the padding page, in the components' order."""
     return {one.space: one.pages for one in manifest.components}

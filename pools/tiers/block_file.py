@@ -19,16 +19,20 @@ not say which model's KV a file holds: such files are left alone and never serve
 from __future__ import annotations
 
 import errno
+import os
 import re
+import stat
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import msgspec
 import xxhash
 
-from kvferry.pools.tiers.namespaces import BlockKey, Namespace
+from kvferry.pools.tiers.cached_block import BlockKey, Namespace
 
 # -- errors of the disk tier. None of these is sent to an engine, which sees a miss.
 #
@@ -73,6 +77,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         kind = DiskFullError if cause.errno in FULL else DiskFailedError
         raise kind(f"{path}: {cause.strerror}") from cause
 
+
+LOCK_FILE = "kvferry.lock"
+"""In the root: held by the one daemon that keeps its blocks there."""
 
 MAGIC = b"kvfblock"
 FORMAT_VERSION = 2
@@ -129,7 +136,7 @@ class NotABlockError(ValueError):
 def new_header(
     key: BlockKey, page_bytes: int, digests: tuple[int, ...], parent: bytes | None, model: str = ""
 ) -> BlockHeader:
-    """Return the header of a block's file: ``page_bytes`` bytes and one digest for each of its pages.
+    """Return the header of a block's file: ``block_file`` bytes and one digest for each of its pages.
 
     A model label longer than ``MAX_LABEL_BYTES`` is truncated.
     """
@@ -233,3 +240,372 @@ def file_name(key: BlockKey) -> str:
     if len(key.hash) != HASH_BYTES:
         raise ValueError(f"a hash of {len(key.hash)} bytes, not {HASH_BYTES}")
     return key.hash.hex()
+
+
+# -- the bytes of several pages, processed in bounded steps. Independent of files.
+
+
+_MOST_VIEWS = 1024
+"""The system's bound on the buffers of one call (IOV_MAX)."""
+
+
+class BufferSlice(NamedTuple):
+    """Consecutive bytes of one buffer; ``ends``: they are its last."""
+
+    buffer: int
+    view: memoryview
+    ends: bool
+
+
+class Cursor:
+    """A position in several buffers, treated as one."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        """Start at the first byte of ``buffers``."""
+        self._buffers = [buffer.cast("B") for buffer in buffers]
+        self._index = 0
+        self._offset = 0
+        self.left_bytes = sum(buffer.nbytes for buffer in self._buffers)
+
+    def peek(self, max_bytes: int) -> list[BufferSlice]:
+        """Return the next ``max_bytes`` bytes; fewer at the end, or if they span more buffers than a call takes."""
+        assert max_bytes > 0
+        slices: list[BufferSlice] = []
+        index, offset = self._index, self._offset
+        while max_bytes > 0 and index < len(self._buffers) and len(slices) < _MOST_VIEWS:
+            view = self._buffers[index][offset : offset + max_bytes]
+            max_bytes -= view.nbytes
+            ends = offset + view.nbytes == self._buffers[index].nbytes
+            slices.append(BufferSlice(index, view, ends))
+            index, offset = index + 1, 0
+        return slices
+
+    def advance(self, count: int) -> list[BufferSlice]:
+        """Advance by ``count`` bytes and return them."""
+        slices = self.peek(count)
+        assert sum(one.view.nbytes for one in slices) == count
+        for index, view, ends in slices:
+            self._index, self._offset = (index + 1, 0) if ends else (index, self._offset + view.nbytes)
+        self.left_bytes -= count
+        return slices
+
+    def release(self) -> None:
+        """Drop the buffers: memory cannot be unmapped while views of it exist."""
+        self._buffers = []
+
+
+class PageDigests:
+    """The XXH3-64 of pages whose bytes arrive incrementally; ``done`` holds those of complete pages, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+        self._running = xxhash.xxh3_64()
+
+    def update(self, slices: Sequence[BufferSlice]) -> None:
+        """Add the next bytes."""
+        for one in slices:
+            self._running.update(one.view)
+            if one.ends:
+                self.done.append(self._running.intdigest())
+                self._running.reset()
+
+
+# -- writing one cached block's file in bounded steps.
+#
+# A writer writes under a temporary name and renames the file at the end, so nobody sees an incomplete block. It is used
+# by one thread at a time.
+
+
+DEFAULT_STEP_BYTES = 1 << 20
+
+
+class BlockWriter:
+    """A block being written: call ``step`` until it returns True, then ``finish``; otherwise ``abandon``.
+
+    As a context manager it abandons a block that was not finished. The buffers must not change until then.
+    """
+
+    def __init__(
+        self,
+        part: Path,
+        fd: int,
+        header: BlockHeader,
+        buffers: Sequence[memoryview],
+        publish: Callable[[BlockWriter], None],
+    ) -> None:
+        """Write into ``fd``.
+
+        Args:
+            part: the temporary name under which ``fd`` is open.
+            fd: closed at the end.
+            header: digests that it lacks are computed.
+            buffers: the pages.
+            publish: called once everything is written, to give the file its final name.
+        """
+        self.key = header.key
+        self.part = part
+        self.fd = fd
+        self.size_bytes = file_bytes(self.key.namespace, header.page_bytes)
+        """Size of the whole file."""
+        self._header = header
+        self._cursor = Cursor(buffers)
+        self._digests = None if header.digests else PageDigests()
+        self._publish = publish
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Abandon the block unless it is finished."""
+        self.abandon()
+
+    def step(self, max_bytes: int = DEFAULT_STEP_BYTES) -> bool:
+        """Write at most ``max_bytes`` bytes; return whether all pages are written.
+
+        Raises:
+            DiskFullError: no space is left. The block is abandoned.
+            DiskFailedError: the disk failed. The block is abandoned.
+        """
+        if self._cursor.left_bytes:
+            with self._abandoning():
+                self._write(max_bytes)
+        return not self._cursor.left_bytes
+
+    def finish(self) -> int:
+        """Give the file its final name, as durably as the store's fsync policy says; return its size.
+
+        Raises:
+            DiskFullError: no space is left. The block is abandoned.
+            DiskFailedError: the disk failed. The block is abandoned.
+        """
+        assert self.fd >= 0, "already finished or abandoned"
+        assert not self._cursor.left_bytes, "not everything is written"
+        with self._abandoning():
+            self._write_header()
+            self._publish(self)
+        self._end()
+        return self.size_bytes
+
+    def abandon(self) -> None:
+        """Remove what was written. Does nothing after ``finish`` or when called again."""
+        if self.fd >= 0:
+            with suppress(OSError):  # the next scan removes what cannot be removed now
+                self.part.unlink(missing_ok=True)
+            self._end()
+
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Turn OSErrors into disk errors, and abandon the block on any error."""
+        try:
+            with disk_errors(self.part):
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _write(self, max_bytes: int) -> None:
+        position = self.size_bytes - self._cursor.left_bytes
+        count = os.pwritev(self.fd, [one.view for one in self._cursor.peek(max_bytes)], position)
+        written = self._cursor.advance(count)
+        if self._digests is not None:
+            self._digests.update(written)
+        if self._cursor.left_bytes:
+            # Starts writeback of these bytes, and drops from the page cache those of earlier steps that are on disk.
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _write_header(self) -> None:
+        """Write the header, last: an incomplete file never has one."""
+        if self._digests is not None:
+            self._header = msgspec.structs.replace(self._header, digests=tuple(self._digests.done))
+        data = memoryview(encode_header(self._header))
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self.fd, data[written:], written)
+
+    def _end(self) -> None:
+        os.close(self.fd)
+        self.fd = -1
+        self._cursor.release()
+
+
+# -- reading one cached block's file in bounded steps; no byte counts before its checksum was verified.
+#
+# A reader is used by one thread at a time.
+
+
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Somebody may have put a link or a pipe under a block's name: neither is followed or waited for."""
+DEFAULT_STEP_BYTES = 1 << 20
+
+Damaged = Callable[[BlockKey, int], None]
+"""Called with the key and the open file descriptor if a file is not the block it should be."""
+
+
+class OpenBlock(NamedTuple):
+    """A block's file, open for reading, its header, and its size with the header."""
+
+    fd: int
+    header: BlockHeader
+    size_bytes: int
+
+
+class BlockReader:
+    """A block being read into its buffers. Call ``step`` until it returns True: only then the buffers are valid.
+
+    As a context manager it closes its file. A block that is removed meanwhile can still be read to its end.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        key: BlockKey,
+        buffers: Sequence[memoryview],
+        damaged: Damaged,
+    ) -> None:
+        """Open the file and check its header; ``damaged`` is called if it is not the block.
+
+        Raises:
+            MissingBlockError: there is no such file.
+            DamagedBlockError: the header is wrong, or of another block or page size, or the file's length is wrong.
+            DiskFailedError: the disk failed.
+        """
+        self.key = key
+        self._path = path
+        self._cursor = Cursor(buffers)
+        self._damaged = damaged
+        self._digests = PageDigests()
+        self._is_whole = False
+        self.fd, self.header, self.size_bytes = open_block(path, key, damaged)
+        self._position = self.size_bytes - self._cursor.left_bytes
+        if [buffer.nbytes for buffer in buffers] != [self.header.page_bytes] * self.header.block_pages:
+            raise self._not_the_block(f"it has {self.header.block_pages} pages of {self.header.page_bytes} bytes")
+        with suppress(OSError):  # affects only the read-ahead
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+    def step(self, max_bytes: int = DEFAULT_STEP_BYTES) -> bool:
+        """Read and check at most ``max_bytes`` bytes; return whether the whole block was read and is correct.
+
+        Raises:
+            DamagedBlockError: a page's checksum is wrong, or the file has become shorter. The buffers are invalid.
+            DiskFailedError: the disk failed. The buffers are invalid.
+        """
+        if self._is_whole:
+            return True
+        try:
+            self._read(max_bytes)
+        except BaseException:
+            self.close()
+            raise
+        if not self._cursor.left_bytes:
+            self._is_whole = True
+            self._used()
+            self.close()
+        return self._is_whole
+
+    def close(self) -> None:
+        """Close the file, at any point. Closing twice does nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self._cursor.release()
+
+    def _read(self, max_bytes: int) -> None:
+        with disk_errors(self._path):
+            views = [one.view for one in self._cursor.peek(max_bytes)]
+            count = os.preadv(self.fd, views, self._position)
+        if not count:
+            raise self._not_the_block(f"it ends after {self._position} of {self.size_bytes} bytes")
+        self._position += count
+        before = len(self._digests.done)
+        self._digests.update(self._cursor.advance(count))
+        for page in range(before, len(self._digests.done)):
+            if self._digests.done[page] != self.header.digests[page]:
+                raise self._not_the_block(f"the checksum of page {page} is wrong")
+
+    def _not_the_block(self, why: str) -> DamagedBlockError:
+        self._damaged(self.key, self.fd)
+        self.close()
+        return DamagedBlockError(f"{self._path}: {why}")
+
+    def _used(self) -> None:
+        """Set the file's time of last use, for the scan after a restart, and drop it from the page cache."""
+        with suppress(OSError):  # neither affects what was read
+            os.utime(self.fd)
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def open_block(path: Path, key: BlockKey, damaged: Damaged) -> OpenBlock:
+    """Open a block's file for reading, and check its header and length.
+
+    Args:
+        path: of the file.
+        key: of the block that it must hold.
+        damaged: called if the file is not that block, while it is open.
+
+    Raises:
+        MissingBlockError: there is none, or something other than a file has its name.
+        DamagedBlockError: the header or the length is wrong, or it is another block.
+        DiskFailedError: the disk failed, or too many files are open.
+    """
+    fd, size_bytes = _open(path)
+    try:
+        with disk_errors(path):
+            header = _header_of(fd, key, size_bytes)
+    except NotABlockError as cause:
+        damaged(key, fd)
+        os.close(fd)
+        raise DamagedBlockError(f"{path}: {cause}") from cause
+    except BaseException:
+        os.close(fd)
+        raise
+    return OpenBlock(fd, header, size_bytes)
+
+
+def ask_for_header(path: Path) -> None:
+    """Ask the kernel to prefetch a file's header: a disk serves many such requests at once."""
+    with suppress(OSError):
+        fd = os.open(path, READ_FLAGS)
+        try:
+            os.posix_fadvise(fd, 0, ALIGNMENT, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
+
+def _open(path: Path) -> tuple[int, int]:
+    """Return the file descriptor and the file's size."""
+    with disk_errors(path):
+        try:
+            fd = os.open(path, READ_FLAGS)
+        except OSError as cause:
+            if cause.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+                raise MissingBlockError(f"{path}: {cause.strerror}") from cause
+            raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise MissingBlockError(f"{path}: not a regular file")
+    return fd, status.st_size
+
+
+def _header_of(fd: int, key: BlockKey, size_bytes: int) -> BlockHeader:
+    """Return the header of this block, and check that the file is as long as it says."""
+    data = os.pread(fd, ALIGNMENT, 0)
+    if (needed := announced_bytes(data)) > ALIGNMENT:
+        data += os.pread(fd, needed - ALIGNMENT, ALIGNMENT)
+    header = decode_header(data)
+    if header.key != key:
+        raise NotABlockError("it is another block")
+    if size_bytes != needed + header.block_pages * header.page_bytes:
+        raise NotABlockError(f"{size_bytes} bytes are not {header.block_pages} pages of {header.page_bytes}")
+    return header

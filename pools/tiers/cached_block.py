@@ -1,13 +1,51 @@
-"""One cached block, as the index keeps it. Only the index changes its fields; everybody may read them."""
+"""Cached blocks: their names, their state as the index keeps it, and the list of all visible ones.
+
+Only the index changes a block's fields; everybody may read them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from enum import Enum, auto
 from typing import Final, NamedTuple, TypeAlias
 
+import msgspec
+
 from kvferry.pools.tiers.arena import Offsets
-from kvferry.pools.tiers.namespaces import Namespace
+from kvferry.protocol.model_identity import ModelIdentity
+
+IDENTITY_BYTES = 16
+
+
+class Namespace(NamedTuple):
+    """Blocks of one namespace are interchangeable: one tenant, one model's KV, one page layout, one block size.
+
+    It is part of every key in memory, on disk and in the store.
+    ``layout_digest`` and ``identity`` are 32 hexadecimal digits each.
+    """
+
+    tenant: int
+    layout_digest: str
+    """The layout of a page: layers, roles, dtypes, formats, scales, and which of the model's heads it holds."""
+    identity: str
+    """The model whose KV it is: see ``identity_of``."""
+    space: str
+    block_pages: int
+
+
+class BlockKey(NamedTuple):
+    """One cached block: its namespace, and the 16-byte hash that the engine gave it."""
+
+    namespace: Namespace
+    hash: bytes
+
+
+def identity_of(model: ModelIdentity) -> str:
+    """Return a hash, 32 hexadecimal digits, of the whole model identity: name, revision, adapter and salt."""
+    encoded = msgspec.json.encode([model.name, model.revision, model.adapter, model.salt])
+    return hashlib.blake2b(encoded, digest_size=IDENTITY_BYTES, person=b"kvferry model").hexdigest()
+
 
 Digests: TypeAlias = tuple[int, ...]
 """The XXH3-64 of each page's bytes, in order; () if checksums are off."""
@@ -91,9 +129,6 @@ class CachedBlock:
         return self.state is BlockState.READY and self.offsets is not None and not self.pins
 
 
-# -- all visible blocks in the order in which they became visible: a list that is read in parts while it changes.
-
-
 _FEW: Final = 64  # up to this many dead blocks, the list is not rebuilt
 
 
@@ -107,7 +142,10 @@ class ListPage(NamedTuple):
 
 
 class BlockListing:
-    """All visible blocks; a reader of all parts meets each block that stays exactly once, whatever else changes."""
+    """All visible blocks, in the order in which they became visible.
+
+    A reader of all parts meets each block that stays exactly once, whatever else changes.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[CachedBlock] = []  # by serial; dead ones are removed once there are many

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from kvferry.pools.tiers.namespaces import Namespace
+from kvferry.pools.tiers.cached_block import Namespace
 
 MAX_HASHES: Final = 256
 """Most hashes of one change."""

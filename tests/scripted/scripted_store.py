@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvferry.daemon.tiers.remote_value import StoredHeader
+from kvferry.daemon.tiers.remote_store import StoredHeader
 from kvferry.pools.devices.host import HostRegion
 
 Range = tuple[int, int]

@@ -15,8 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from kvferry.clients.cli.doctor.host import Host, User
-from kvferry.pools.tiers.block_file import FORM_NAME, OUTDATED_NAME, TENANT_NAME
-from kvferry.pools.tiers.disk_scan import LOCK_FILE
+from kvferry.pools.tiers.block_file import FORM_NAME, LOCK_FILE, OUTDATED_NAME, TENANT_NAME
 
 STATE_FOLDER: Final = PurePosixPath("/var/lib/kvferry")
 """The systemd unit creates it, accessible to the daemon only (StateDirectory=)."""

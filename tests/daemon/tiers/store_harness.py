@@ -19,9 +19,8 @@ import xxhash
 
 from kvferry.daemon.config.remote_tier import RemoteTierConfig
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.tiers.remote_store import RemoteStore
-from kvferry.daemon.tiers.remote_value import StoredHeader
-from kvferry.daemon.tiers.store_messages import Range
+from kvferry.daemon.tiers.remote_store import RemoteStore, StoredHeader
+from kvferry.daemon.tiers.store_process import Range
 from kvferry.pools.devices.host import HostRegion
 
 WAIT_S = 30.0

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvferry.daemon.control.dispatch import Call
-from kvferry.daemon.services import cache_reports, lookups
+from kvferry.daemon.services import cache_reports, prefix_cache
 from kvferry.protocol.cache_messages import (
     CacheChanges,
     CacheEvents,
@@ -195,7 +195,7 @@ async def test_pins_end_with_unpin_and_with_the_session(tiers: Harness) -> None:
 
 
 async def test_a_session_may_have_so_many_pins(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "MAX_PINS", 3)
+    monkeypatch.setattr(prefix_cache, "MAX_PINS", 3)
     engine = tiers.engine()
     await stored(tiers, engine, 1, 2)
     lease = engine.lookup(names(1, 2)).lease

@@ -10,10 +10,9 @@ import pytest
 from kvferry.daemon.config.tiers import TiersConfig
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import DEMOTION, LOOKUPS, OPERATIONS, HostTier, holder_name
-from kvferry.pools.tiers.cached_block import CachedBlock
+from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.pools.tiers.journal import Tier
-from kvferry.pools.tiers.namespaces import Namespace
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
 from tests.daemon.tiers.tier_harness import UNIT, names, tiers_config
 

@@ -13,8 +13,7 @@ from kvferry.daemon.tiers import lower_tiers, remote_tier
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.daemon.tiers.remote_tier import RemoteTier
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
-from kvferry.pools.tiers.namespaces import Namespace
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace
 from kvferry.protocol.cache_messages import Found, Lookup
 from kvferry.protocol.errors import DeadlineError
 from tests.daemon.tiers.tier_harness import UNIT, Engine, Harness, harness, names, settle, until

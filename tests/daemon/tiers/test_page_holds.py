@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.daemon.tiers.page_holds import PageHold, hold_pages
+from kvferry.daemon.tiers.snapshots import PageHold, hold_pages
 from kvferry.daemon.transfer.page_ranges import page_ranges
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of

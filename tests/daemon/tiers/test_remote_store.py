@@ -9,8 +9,7 @@ import pytest
 
 from kvferry.daemon.config.remote_tier import RemoteTierConfig
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.tiers.remote_store import RemoteStore
-from kvferry.daemon.tiers.remote_value import StoredHeader
+from kvferry.daemon.tiers.remote_store import RemoteStore, StoredHeader
 from kvferry.protocol.errors import ConfigError
 from tests.daemon.tiers.store_harness import (
     AT,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.tiers.remote_value import StoredHeader, header_bytes, pack_header, remote_name, unpack_header
-from kvferry.pools.tiers.namespaces import BlockKey, Namespace
+from kvferry.daemon.tiers.remote_store import StoredHeader, header_bytes, pack_header, remote_name, unpack_header
+from kvferry.pools.tiers.cached_block import BlockKey, Namespace
 
 KEY = BlockKey(Namespace(1000, "0f" * 16, "1e" * 16, "main", 4), bytes(range(16)))
 PARENTS = st.none() | st.binary(min_size=16, max_size=16)

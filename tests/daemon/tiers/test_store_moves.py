@@ -9,8 +9,15 @@ from typing import cast
 
 import pytest
 
-from kvferry.daemon.tiers.store_link import StoreAwayError, StoreLink
-from kvferry.daemon.tiers.store_messages import (
+from kvferry.daemon.tiers.store_link import (
+    MAX_CALL_BLOCKS,
+    MAX_CALL_BYTES,
+    Moved,
+    StoreAwayError,
+    StoreLink,
+    StoreMoves,
+)
+from kvferry.daemon.tiers.store_process import (
     MAX_HEADER_BYTES,
     OBJECT_NOT_FOUND,
     RPC_FAIL,
@@ -20,7 +27,6 @@ from kvferry.daemon.tiers.store_messages import (
     Put,
     PutBlock,
 )
-from kvferry.daemon.tiers.store_moves import MAX_CALL_BLOCKS, MAX_CALL_BYTES, Moved, StoreMoves
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.tiers.store_messages import (
+from kvferry.daemon.tiers.store_process import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
     LENGTH,
@@ -31,15 +31,17 @@ from kvferry.daemon.tiers.store_messages import (
     FromDaemon,
     Get,
     GetBlock,
+    Memory,
     Ping,
     Put,
     PutBlock,
     Remove,
+    StoreProcess,
     framed,
     pack_ranges,
+    receive,
     unpack_ranges,
 )
-from kvferry.daemon.tiers.store_process import Memory, StoreProcess, receive
 
 ARENA_BYTES = 1 << 16
 LATER = math.inf

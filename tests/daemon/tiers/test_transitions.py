@@ -8,8 +8,7 @@ from typing import Final, TypeAlias
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.daemon.tiers.operations import Operation
-from kvferry.daemon.tiers.transitions import TRANSITIONS, Event, Key, State, as_markdown
+from kvferry.daemon.tiers.operations import TRANSITIONS, Event, Key, Operation, State, as_markdown
 from kvferry.protocol.errors import InternalError, PoolLostError, TransferFailedError
 from kvferry.protocol.tier_messages import CancelOperation
 from tests.daemon.tiers.tier_harness import Engine, Harness, harness, settle, until

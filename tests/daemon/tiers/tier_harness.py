@@ -23,22 +23,19 @@ from kvferry.daemon.control.sessions import Peer, SessionRegistry
 from kvferry.daemon.devices.registry import Devices
 from kvferry.daemon.services.cache_reports import CacheReports
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.lookups import Lookups
 from kvferry.daemon.services.lost_pools import LostPools
 from kvferry.daemon.services.offload import OffloadService
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.pools import PoolService
-from kvferry.daemon.services.prefix_cache import PrefixCacheService
+from kvferry.daemon.services.prefix_cache import Lookups, PrefixCacheService
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
-from kvferry.daemon.tiers.jobs import JobStarter
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
-from kvferry.daemon.tiers.operations import Operations
+from kvferry.daemon.tiers.operations import TRANSITIONS, JobStarter, Operations, Transitions
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
-from kvferry.daemon.tiers.transitions import TRANSITIONS, Transitions
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import xxhash
 
 from kvferry.pools.tiers.block_file import file_name, folder_of
+from kvferry.pools.tiers.cached_block import BlockKey, Namespace
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
-from kvferry.pools.tiers.namespaces import BlockKey, Namespace
 
 LAYOUT = "0123456789abcdef" * 2
 IDENTITY = "fedcba9876543210" * 2

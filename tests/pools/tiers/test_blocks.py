@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.pools.planning.manifest import lay_out
-from kvferry.pools.tiers.block_cells import MIN_CELL_BYTES, BlockCells
+from kvferry.pools.tiers.block_copies import MIN_CELL_BYTES, BlockCells, offload_step, restore_step
 from kvferry.pools.tiers.blocks import (
     CUT_BYTES,
     BlockLayout,
@@ -21,7 +21,6 @@ from kvferry.pools.tiers.blocks import (
     step_runs,
     zero_padding,
 )
-from kvferry.pools.tiers.host_copies import offload_step, restore_step
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
 from tests.pools.tiers.block_harness import BlockHarness, Bytes, harnesses

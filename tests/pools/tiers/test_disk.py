@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.tiers import disk, disk_scan
-from kvferry.pools.tiers.block_file import DiskFailedError, MissingBlockError
+from kvferry.pools.tiers import disk
+from kvferry.pools.tiers.block_file import LOCK_FILE, DiskFailedError, MissingBlockError
 from kvferry.pools.tiers.disk import DiskStore, Fsync
 from kvferry.protocol.errors import ConfigError
 from tests.pools.tiers.disk_blocks import block, files_under, read
@@ -218,7 +218,7 @@ def test_only_the_daemon_can_read_what_is_kept(store: DiskStore) -> None:
         os.umask(before)
     for one in store.root.rglob("*"):
         assert stat.S_IMODE(one.stat().st_mode) == (0o700 if one.is_dir() else 0o600), one
-    assert stat.S_IMODE((store.root / disk_scan.LOCK_FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE((store.root / LOCK_FILE).stat().st_mode) == 0o600
 
 
 class Calls:

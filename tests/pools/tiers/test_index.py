@@ -11,12 +11,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.pools.tiers.accounts import TenantUsage
 from kvferry.pools.tiers.arena import Freed
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
-from kvferry.pools.tiers.index import OPERATOR, BlockIndex
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace
+from kvferry.pools.tiers.index import OPERATOR, BlockIndex, TenantUsage
 from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind, Tier
-from kvferry.pools.tiers.namespaces import Namespace
 from tests.devices import DEVICE
 
 SPACES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvferry.pools.tiers.namespaces import identity_of, namespace_of
+from kvferry.pools.tiers.cached_block import Namespace, identity_of
 from kvferry.protocol.model_identity import ModelIdentity
 
 MODEL = ModelIdentity(name="some/model", revision="1", adapter="sql", salt="pepper")
@@ -14,14 +14,14 @@ FORM = "0f" * 16
 
 def test_one_identity_is_one_namespace() -> None:
     again = ModelIdentity(name="some/model", revision="1", adapter="sql", salt="pepper")
-    assert namespace_of(7, FORM, MODEL, "main", 4) == namespace_of(7, FORM, again, "main", 4)
+    assert Namespace(7, FORM, identity_of(MODEL), "main", 4) == Namespace(7, FORM, identity_of(again), "main", 4)
 
 
 @pytest.mark.parametrize("field", ModelIdentity.__struct_fields__)
 def test_each_field_makes_another(field: str) -> None:
     other = msgspec.structs.replace(MODEL, **{field: "other"})
     assert identity_of(other) != identity_of(MODEL)
-    assert namespace_of(7, FORM, other, "main", 4) != namespace_of(7, FORM, MODEL, "main", 4)
+    assert Namespace(7, FORM, identity_of(other), "main", 4) != Namespace(7, FORM, identity_of(MODEL), "main", 4)
 
 
 def test_what_stands_in_one_field_is_not_what_stands_in_the_next() -> None:
@@ -31,8 +31,8 @@ def test_what_stands_in_one_field_is_not_what_stands_in_the_next() -> None:
 
 def test_the_tenant_the_form_the_space_and_the_size_make_others() -> None:
     places = [(7, FORM, "main", 4), (8, FORM, "main", 4), (7, "0e" * 16, "main", 4), (7, FORM, "swa", 4)]
-    found = {namespace_of(tenant, form, MODEL, space, pages) for tenant, form, space, pages in places}
-    assert len({*found, namespace_of(7, FORM, MODEL, "main", 5)}) == len(places) + 1
+    found = {Namespace(tenant, form, identity_of(MODEL), space, pages) for tenant, form, space, pages in places}
+    assert len({*found, Namespace(7, FORM, identity_of(MODEL), "main", 5)}) == len(places) + 1
 
 
 def test_an_identity_is_what_it_was() -> None:

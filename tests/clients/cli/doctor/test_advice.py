@@ -18,7 +18,7 @@ from kvferry.clients.cli.doctor.folders import close_to_others, may_hold
 from kvferry.clients.cli.doctor.host import User
 from kvferry.clients.cli.doctor.needs import DiskTier, Needs, Tiers
 from kvferry.clients.cli.doctor.tiers import check_disk_tier
-from kvferry.pools.tiers.disk_scan import LOCK_FILE
+from kvferry.pools.tiers.block_file import LOCK_FILE
 from tests.clients.cli.doctor.fake_host import WORKER, make_host
 from tests.kvferry_command import run_kvferry
 
