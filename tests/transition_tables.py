@@ -48,7 +48,7 @@ def show(name: str, table: str) -> None:
 
 
 if __name__ == "__main__":
-    from kvferry.daemon.tiers import transitions as of_operations
+    from kvferry.daemon.tiers import operations as of_operations
     from kvferry.daemon.transfer import transitions as of_transfers
 
     show("transfer", of_transfers.as_markdown())
