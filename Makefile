@@ -19,10 +19,10 @@ LMCACHE := 0.5.6
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check bench mutants census peers clean
+.PHONY: help demo test test-full check bench mutants census sync-client peers clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two engines, one daemon, a real model (ARGS="--json FILE --keep")
 	@$(BIN)/python -m examples.demo $(ARGS)
@@ -61,6 +61,9 @@ mutants: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STA
 
 census: $(STAMPS)/test $(STAMPS)/check  ## count the product: lines, modules, circles, what one request goes through
 	@$(BIN)/python -m tests.census $(ARGS)
+
+sync-client: $(STAMPS)/test  ## make the synchronous client from the asynchronous one
+	@$(BIN)/python -m tests.clients.unasync
 
 peers: $(PEERS)/sglang/installed-$(SGLANG) $(PEERS)/lmcache/installed-$(LMCACHE)  ## fetch what else `make bench` can compare with, into .peers (some 1.6 GB)
 

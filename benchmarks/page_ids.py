@@ -8,12 +8,13 @@ import numpy as np
 from benchmarks.measure import MICROSECONDS, Effort, Row, Target, compare, microseconds
 from benchmarks.peers import sglang
 from benchmarks.peers.sglang import SGLang
-from kvferry.clients.calls import pages, send_body
+from kvferry.clients.calls import page_lists, pages
 from kvferry.daemon.process.memory import keep_freed_memory
 from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Request
 from kvferry.protocol.ids import new_boot_id, new_request_id, new_secret
+from kvferry.protocol.transfer_messages import Send
 
 PAGES = 8192
 LIST = "msgspec msgpack of the same message with the ids as a list of int"
@@ -33,9 +34,8 @@ def measure(effort: Effort) -> list[Row]:
     rounds, repeats = effort.pick(15, 2), effort.pick(200, 2)
     ids = np.random.default_rng(0).permutation(PAGES * 4)[:PAGES].astype(np.int64)
     listed = pages(ids)
-    body, _ = send_body(
-        "prefill", new_request_id(), [listed], last=True, destinations=1, first_token=7, payload=b"", steps=()
-    )
+    heads, _ = page_lists([listed])
+    body = Send(request_id=new_request_id(), pool="prefill", lists=heads, first_token=7)
     request = Request(1, new_boot_id(), new_secret(), 1000, 0, body)
     received = [bytes(frame) for frame in encode(request, [ids])]
     assert isinstance(decode_request(received), IncomingRequest)

@@ -4,45 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn, Self, cast
 
-import numpy.typing as npt
+import zmq
 
-from kvferry.clients import calls
-from kvferry.clients.arguments import device_names, pool_spec, seconds, truth, whole
-from kvferry.clients.async_tiers import AsyncTiers
-from kvferry.clients.connecting import Connecting
-from kvferry.clients.connection import Connection, find_runtime_dir
-from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
-from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
-from kvferry.clients.pool import AttachedPool
-from kvferry.clients.registration import registered
-from kvferry.clients.session_channel import SessionChannel
-from kvferry.clients.submissions import DEFAULT_WAIT_S
-from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.client_core import Transfer
-from kvferry.protocol.client_operations import TierOperation
-from kvferry.protocol.codec import PageIds
-from kvferry.protocol.device_event import DeviceEvent
-from kvferry.protocol.errors import DaemonLostError, DeadlineError
-from kvferry.protocol.events import Finished
-from kvferry.protocol.ids import HOST, MAIN, PoolLifetime
-from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
-from kvferry.protocol.manifests import Manifest, PoolSpec
-from kvferry.protocol.model_identity import ModelIdentity
-from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.session_messages import SessionOpen, ShareFollows, StatusReport
-from kvferry.protocol.transfer_messages import Abandoned, Cancelled, Direction, TransferResult
+from kvferry.clients.async_requests import AsyncRequests
+from kvferry.clients.connection import LAST_WORDS_MS, Connection, given_back_with, open_control_socket
+from kvferry.clients.exclusive_use import check_process
+from kvferry.protocol.client_core import BatchAnswered, News, Outgoing, ReplyArrived
+from kvferry.protocol.errors import (
+    ClientClosedError,
+    ConcurrentUseError,
+    DaemonLostError,
+    DeadlineError,
+    KvferryError,
+    MisuseError,
+)
 
-if TYPE_CHECKING:
-    import torch
+DRAIN_BOUND = 64
+NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums are slow
 
 
-class AsyncClient(AsyncTiers):
+class AsyncClient(AsyncRequests):
     """One session with the daemon of this node. Leaving it gives back everything that the session owns.
 
     What waits is awaited: ``connect``, ``wait_finished`` and all other calls but those that return at once, as they do
@@ -53,283 +39,96 @@ class AsyncClient(AsyncTiers):
     and attach anew.
     """
 
-    @classmethod
-    def connect(
-        cls,
-        runtime_dir: Path | str | None = None,
-        *,
-        name: str = "",
-        instance: str = "",
-        session: bool = True,
-        keep: bool = False,
-        resume: bytes = b"",
-        devices: Mapping[str, str] | None = None,
-        timeout_s: float = 5.0,
-    ) -> Connecting[AsyncClient]:
-        """Connect, open a session and agree on the protocol.
+    _use: LoopUse
 
-        Args:
-            runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
-            name: shown in the daemon's status and logs.
-            instance: the engine instance that this session belongs to. Sessions of this user that name the same one,
-                say of a scheduler and its workers, own pages, leases and snapshots together; these are given back when
-                the last of them ends. None: the session is an instance of its own.
-            session: without one, only ping and status work.
-            keep: where the session's socket is lost while this process lives, let the daemon keep the session for its
-                ``limits.resume_grace_ms``.
-            resume: the ``secret`` of such a session, to take it over with what it has; nothing is resumed by itself.
-            devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
-                ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
-            timeout_s: how long to wait for the daemon's first reply.
+    def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
+        super().__init__(connection)
+        assert connection is not None
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = open_control_socket(self._context, connection.runtime_dir)
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._news = asyncio.Event()
+        self._drain_scheduled = False
+        self._lost: KvferryError | None = None
+        self._give_back = given_back_with(self, self._channel, (self._socket,), self._context)
+        self._use = LoopUse(self._loop)
+        self._loop.add_reader(self._socket.FD, self._drain)
+        if self._channel is not None:
+            self._loop.add_reader(self._channel.socket, self._session_readable)
 
-        Raises:
-            DaemonLostError: no daemon answers.
-            AccessDeniedError: this user may not use it.
-            VersionMismatchError: it speaks other versions of the protocol.
-            NoSessionError: there is no session to resume, or it has its socket still.
+    async def __aenter__(self) -> Self:
+        """Return self."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the client."""
+        self.close()
+
+    def __enter__(self) -> NoReturn:
+        """Say what to write instead."""
+        self.close()
+        raise MisuseError("an AsyncClient is entered by `async with AsyncClient.connect(...) as client`")
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: it cannot be entered so."""
+
+    def close(self) -> None:
+        """End the session. Closing twice does nothing.
+
+        Any thread may close a client: a call that waits in another one ends with a ClientClosedError. In a forked child
+        this gives back the child's copies only, and the parent's session goes on.
         """
-        opening = functools.partial(calls.session_open, name, instance, keep=keep, resume=resume)
-        return Connecting(cls, cls._connect(runtime_dir, name, opening, devices, timeout_s, session=session))
+        if self._use.in_child:
+            if self._channel is not None:
+                self._channel.close()
+        elif self._loop.is_running() and running_loop() is not self._loop:
+            self._loop.call_soon_threadsafe(self._release)
+        else:
+            self._release()
 
-    @classmethod
-    async def _connect(
-        cls,
-        runtime_dir: Path | str | None,
-        name: str,
-        open_session: Callable[[], SessionOpen],
-        devices: Mapping[str, str] | None,
-        timeout_s: float,
-        *,
-        session: bool,
-    ) -> AsyncClient:
-        hello, names = calls.hello(name), device_names(devices)
-        opening = open_session()
-        timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
-        directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
-        channel = await asyncio.to_thread(SessionChannel.open, directory, opening) if session else None
-        client = cls(Connection(directory, channel, names))
+    def _release(self) -> None:
+        if self._use.closed:
+            return
+        self._use.closed = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.FD)
+            if self._channel is not None:
+                self._loop.remove_reader(self._channel.socket)
+        self._fail_all(ClientClosedError("the client was closed while this call waited"))
+        self._give_back()
+
+    def _has_reply(self, message_id: int) -> bool:
+        self._drain()
+        if self._lost is not None:
+            raise self._lost
+        return message_id in self._replies
+
+    async def _take_reply(self, message_id: int, timeout_s: float) -> None:
+        if self._lost is not None:
+            raise self._lost
+        arrived = self._waiting[message_id] = self._loop.create_future()
         try:
-            client.welcome = await client.call(hello, deadline_s=timeout_s, margin_s=0.0)
-        except DeadlineError as cause:
-            client.close()
-            raise DaemonLostError(f"no daemon answers at {directory} within {timeout_s:g} s") from cause
-        except BaseException:
-            client.close()
-            raise
-        return client
+            async with asyncio.timeout(timeout_s):
+                await arrived
+        except TimeoutError as cause:
+            raise DeadlineError(f"the daemon's reply did not come within {timeout_s:g} s") from cause
+        finally:
+            del self._waiting[message_id]
 
-    async def ping(self) -> float:
-        """Return the seconds of one round trip."""
-        started = time.perf_counter()
-        await self.call(calls.ping())
-        return time.perf_counter() - started
+    async def _take_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        self._drain()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    await self._next_news()
+        except TimeoutError as cause:
+            raise DeadlineError(f"{what} did not come within {timeout_s:g} s") from cause
 
-    async def status(self) -> StatusReport:
-        """Return what the daemon holds and does."""
-        return await self.call(calls.status())
-
-    async def create_pool(
-        self,
-        name: str,
-        spec: PoolSpec,
-        *,
-        model: ModelIdentity | None = None,
-        device: str = HOST,
-        lifetime: PoolLifetime = "daemon",
-        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
-        deadline_s: float | None = None,
-    ) -> AttachedPool:
-        """Create a pool, or find it as it was created before, and map it.
-
-        Args:
-            name: unique for the user.
-            spec: what it holds.
-            model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
-                this very identity only; a transfer between two models is refused.
-            device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
-            lifetime: ``daemon``: it stays until it is deleted; ``instance``: it is deleted when this session's instance
-                ends, though others have attached it.
-            max_payload_bytes: the largest payload of a ``send`` from or to it; at most half of the daemon's
-                ``limits.max_frame_bytes``, and 8 MiB.
-            deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
-
-        Raises:
-            PoolExistsError: the name has another layout, size, window, model or lifetime, or is on another device.
-            InvalidFieldError: the spec makes no sense.
-            OutOfMemoryError: the host or the device cannot give it.
-            DeviceUnavailableError: no such device, or what drives it is missing, there or here.
-        """
-        created = await self.call(
-            calls.create_pool(name, spec, device, model, lifetime, max_payload_bytes), deadline_s=deadline_s
-        )
-        pool = await self.attach_pool(name, created.manifest.layout_digest)
-        return seen_as(pool, pool_spec(spec))
-
-    async def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
-        """Map a pool of this user.
-
-        Raises:
-            UnknownPoolError: none of that name.
-            LayoutMismatchError: it has another layout than the digest given.
-            PoolLostError: it was on a device, and its memory is gone.
-        """
-        call = calls.attach_pool(name, layout_digest, self._devices.process_id())
-        outgoing, attached = await self._round_trip(call)
-        channel = self._open_channel()
-        if attached.device == HOST:
-            return attached_pool(name, attached, outgoing.message_id, channel, self._devices)
-        return await asyncio.to_thread(attached_pool, name, attached, outgoing.message_id, channel, self._devices)
-
-    async def register_pool(
-        self,
-        name: str,
-        spec: PoolSpec,
-        tensors: Mapping[tuple[Any, ...], torch.Tensor | npt.NDArray[Any]],
-        *,
-        device: str,
-        model: ModelIdentity | None = None,
-        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
-        deadline_s: float | None = None,
-    ) -> Manifest:
-        """Let the daemon use a pool whose memory this process owns: it ends with this session.
-
-        Args:
-            name: unique for the user.
-            spec: what it holds; ``kvferry layout`` prints the arrays that it needs.
-            tensors: by (component, role), all layers one after another, or by (component, role, layer); of exactly the
-                shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
-            device: where they are. On the ``host`` all lie in one ``SharedMemory`` of this process, as numpy arrays or
-                CPU tensors.
-            model: whose KV it holds, as in ``create_pool``.
-            max_payload_bytes: as in ``create_pool``.
-            deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
-
-        Raises:
-            PoolExistsError: the name is taken.
-            UncoveredEntryError, DuplicateEntryError, InvalidFieldError: the tensors are not what the spec needs; the
-                field is a tensor and what of it: ``main/k.shape``, ``main/v/3.dtype``.
-            DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
-        """
-        arrays, said, fds = registered(spec, tensors, device, self._devices.export)
-        call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
-        _, made = await self._round_trip(call, deadline_s=deadline_s, said=said, fds=fds)
-        return made.manifest
-
-    async def open_events(
-        self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float | None = None
-    ) -> EventRing:
-        """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready.
-
-        Args:
-            device: of the pools it speaks of. On a device it has ``events`` interprocess events, recorded on its
-                streams.
-            events: how many, on a device; one is used again once its work is done.
-            deadline_s: for the daemon's reply; the first use of a device takes it some seconds more.
-        """
-        events = whole(events, "events", least=1)
-        made: list[RingEvent] = []
-
-        def said(message_id: int) -> Sequence[ShareFollows]:
-            if device == HOST:
-                return ()
-            found, frame = self._devices.events(device, events, message_id)
-            made.extend(found)
-            return (frame,)
-
-        outgoing, opened = await self._round_trip(calls.open_events(device), deadline_s=deadline_s, said=said)
-        channel = self._open_channel()
-        channel.receive()
-        counters, eventfd = channel.take_fds(outgoing.message_id)
-        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
-
-    async def delete_pool(self, name: str) -> None:
-        """Delete a pool that has no owned page.
-
-        Raises:
-            PoolInUseError: pages are owned or in flight.
-        """
-        await self.call(calls.delete_pool(name))
-
-    async def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
-        """Return ``count`` pages for this session, ascending, ``(count,)`` int64.
-
-        Raises:
-            PoolFullError: fewer are free; says how many.
-        """
-        return await self.call(calls.allocate(pool, count, space))
-
-    async def free(
-        self, pool: str, ids: npt.ArrayLike, space: str = MAIN, *, after: DeviceEvent | None = None
-    ) -> Freed:
-        """Give pages back; those in flight follow when their transfers settle.
-
-        ``after``: work that still uses the pages, see ``EventRing.mark``; nobody gets them before it is done.
-
-        Raises:
-            NotOwnerError, DuplicatePageError, PageOutOfRangeError, EmptyPagesError: nothing was freed.
-        """
-        return await self.call(calls.free(pool, ids, space, after))
-
-    async def cancel(self, transfer: Transfer, *, wait: bool = True, deadline_s: float | None = None) -> Cancelled:
-        """Give up this side; returns when no byte can move any more.
-
-        Args:
-            transfer: which.
-            wait: false returns at once; ``settled`` of what is returned, and of the transfer later, says when its pages
-                may be used again.
-            deadline_s: for the daemon's reply.
-
-        Raises:
-            UnknownTransferError: the daemon has no such side, or its end was acknowledged before.
-        """
-        self._check_transfer(transfer)
-        key = transfer.key
-        return await self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
-
-    async def abandon(
-        self,
-        request_id: str,
-        direction: Direction,
-        *,
-        daemons: Sequence[str] = (),
-        reason: str = "",
-        deadline_s: float | None = None,
-    ) -> Abandoned:
-        """Say that this user's ``send`` (or ``receive``) of a request will never come, aborted before it began.
-
-        Whoever waits for it, here and at the daemons named, fails at once with PEER_CANCELLED; who comes later hears it
-        at once. A side that exists is given up by ``cancel``.
-
-        Args:
-            request_id: of the request.
-            direction: which half does not come.
-            daemons: the addresses of the daemons at which the other half may wait, as ``receive`` takes them. Daemons
-                whose receivers wait for SENDs from here are told anyway.
-            reason: what the error says, up to 256 characters.
-            deadline_s: for the daemon's reply.
-        """
-        return await self.call(calls.abandon(request_id, direction, daemons, reason), deadline_s=deadline_s)
-
-    async def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
-        """Return a side's state by the daemon's word.
-
-        Raises:
-            UnknownTransferError: neither live nor unacknowledged.
-        """
-        return await self.call(calls.result(pool, request_id, direction))
-
-    async def poll(self, timeout_s: float = 0.0) -> list[Transfer | TierOperation]:
-        """Take what has arrived; wait for the first change up to ``timeout_s``, not at all by default.
-
-        Returns:
-            The transfers and operations that changed since the last call, each once.
-
-        Raises:
-            DaemonLostError: the daemon has gone; every transfer and operation of this session has failed.
-        """
-        timeout_s = seconds(timeout_s, "timeout_s")
-        with self._use:
-            self._drain()
+    async def _take_changes(self, timeout_s: float) -> None:
+        self._drain()
         if timeout_s > 0.0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -339,23 +138,118 @@ class AsyncClient(AsyncTiers):
             await asyncio.sleep(0)  # the loop has to see that the daemon goes, too
         if self._lost is not None and not self._changed:
             raise self._lost
-        return self._take_changes()
 
-    async def wait_finished(self, transfer: Transfer, timeout_s: float = DEFAULT_WAIT_S) -> Finished:
-        """Wait until the outcome is known and return it.
+    async def _next_news(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        self._news.clear()
+        await self._news.wait()
+
+    def _put(self, outgoing: Outgoing) -> None:
+        if self._lost is not None:
+            raise self._lost
+        self._socket.send_multipart(outgoing.frames, NOBLOCK)
+        self._schedule_drain()
+
+    def _schedule_drain(self) -> None:
+        """Make sure that a message which arrived unsignalled is seen: the descriptor signals changes only."""
+        if not self._drain_scheduled and not self._socket.closed and self._readable():
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _readable(self) -> bool:
+        return bool(cast("int", self._socket.getsockopt(EVENTS)) & POLLIN)
+
+    def _drain(self) -> None:
+        self._drain_scheduled = False
+        if self._socket.closed:
+            return
+        for _ in range(DRAIN_BOUND):
+            if not self._readable():
+                return
+            self._feed(self._socket.recv_multipart(NOBLOCK))
+        self._schedule_drain()
+
+    def _feed(self, frames: list[bytes]) -> None:
+        try:
+            news = self._core.feed(frames)
+        except KvferryError as error:
+            self._fail_all(DaemonLostError(f"what answers is no daemon of ours: {error.detail}"))
+            return
+        if news is not None:
+            self._hear(news)
+
+    def _hear(self, news: News | BatchAnswered) -> None:
+        super()._hear(news)
+        if not isinstance(news, ReplyArrived):
+            self._news.set()
+        elif (arrived := self._waiting.get(news.message_id)) is not None and not arrived.done():
+            arrived.set_result(None)
+
+    def _session_readable(self) -> None:
+        if self._channel is None:
+            return
+        try:
+            self._channel.receive()
+        except KvferryError as error:
+            self._loop.remove_reader(self._channel.socket)
+            lost = error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail)
+            self._loop.call_later(LAST_WORDS_MS / 1000, self._fail_all, lost)
+
+    def _fail_all(self, error: KvferryError) -> None:
+        self._lost = error
+        self._news.set()
+        for arrived in self._waiting.values():
+            if not arrived.done():
+                arrived.set_exception(error)
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread, or None."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+class LoopUse:
+    """A context in which every call of an asynchronous client is started.
+
+    Attributes:
+        closed: set once the client is closed.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pid = os.getpid()
+        self.closed = False
+
+    def __repr__(self) -> str:
+        """Show the loop."""
+        return f"<LoopUse {self._loop!r}{' closed' if self.closed else ''}>"
+
+    def __enter__(self) -> None:
+        """Check that a call may be made from here.
 
         Raises:
-            KvferryError: the transfer failed or was refused; or DEADLINE, and it is still under way.
+            ForkedError: this is a child of the client's process.
+            ConcurrentUseError: no event loop runs in this thread, or another one than the client's.
+            ClientClosedError: the client is closed.
         """
-        self._check_transfer(transfer)
-        await self._wait_until(lambda: transfer.is_finished, timeout_s, "the outcome of the transfer")
-        return transfer.outcome()
+        check_process(self._pid)
+        loop = running_loop()
+        if loop is not self._loop:
+            where = "another event loop" if loop else "a thread without a running event loop"
+            raise ConcurrentUseError(f"the client was connected on {self._loop!r} and is called from {where}")
+        if self.closed:
+            raise ClientClosedError("the client was closed")
 
-    async def wait_settled(self, transfer: Transfer, timeout_s: float = DEFAULT_WAIT_S) -> None:
-        """Wait until the daemon holds the transfer's pages no longer, whatever its outcome.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Do nothing: awaited calls may interleave."""
 
-        Raises:
-            DeadlineError: it is still under way.
-        """
-        self._check_transfer(transfer)
-        await self._wait_until(lambda: transfer.is_settled, timeout_s, "the end of the transfer")
+    @property
+    def in_child(self) -> bool:
+        """Return whether this process was forked from the client's."""
+        return os.getpid() != self._pid

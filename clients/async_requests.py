@@ -1,102 +1,535 @@
-"""One session's requests on an asyncio loop: each awaits its reply. Knows no kind of request.
+"""What a client waits for: the replies to its requests, and its transfers and operations of the tiers.
 
-The client's own methods are in ``async_client``. On the event loop that connected it, see ``LoopUse``.
+Knows no socket: how one waits is said by ``async_client`` and ``sync_client``. ``sync_requests`` is made from
+``async_requests`` by ``make sync-client``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import NoReturn, Self, TypeVar, cast
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-import zmq
+import numpy.typing as npt
 
-from kvferry.clients.arguments import seconds
+from kvferry.clients import calls
+from kvferry.clients.arguments import device_names, pool_spec, seconds, sequence, truth, whole
 from kvferry.clients.calls import Call
-from kvferry.clients.connection import (
-    LAST_WORDS_MS,
-    REPLY_MARGIN_S,
-    Connection,
-    given_back_with,
-    open_control_socket,
-)
-from kvferry.clients.loop_use import LoopUse, running_loop
-from kvferry.clients.submissions import Submissions
-from kvferry.clients.submitting import PendingReply
-from kvferry.protocol.client_core import BatchAnswered, News, Outgoing, ReplyArrived
-from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, KvferryError, MisuseError
-from kvferry.protocol.session_messages import MemoryFollows, ShareFollows
+from kvferry.clients.connection import REPLY_MARGIN_S, Connection, connecting, find_runtime_dir
+from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
+from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
+from kvferry.clients.pool import AttachedPool
+from kvferry.clients.registration import registered
+from kvferry.clients.session_channel import SessionChannel
+from kvferry.clients.submissions import DEFAULT_WAIT_S, PendingReply, Submissions
+from kvferry.clients.tables import Tables, mapped_tables, tables_name
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.cache_messages import CacheChanges, CachedBlockStatus, CacheEvicted, Found
+from kvferry.protocol.client_core import Transfer
+from kvferry.protocol.client_operations import TierOperation
+from kvferry.protocol.codec import PageIds
+from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.errors import DaemonLostError, DeadlineError
+from kvferry.protocol.events import Finished
+from kvferry.protocol.ids import HOST, MAIN, PoolLifetime
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
+from kvferry.protocol.manifests import Manifest, PoolSpec
+from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.pool_messages import Freed
+from kvferry.protocol.session_messages import MemoryFollows, ShareFollows, StatusReport
+from kvferry.protocol.table_messages import CreateTables
+from kvferry.protocol.tier_messages import OperationCancelled, SnapshotDropped, SnapshotStatus, TierDone
+from kvferry.protocol.transfer_messages import Abandoned, Cancelled, Direction, TransferResult
 
-DRAIN_BOUND = 64
-NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums are slow
+if TYPE_CHECKING:
+    import torch
+
+LIST_LIMIT: Final = 1000
+
 T = TypeVar("T")
 
 
 class AsyncRequests(Submissions):
-    """The connection of one session."""
+    """One session with the daemon: its requests."""
 
-    _use: LoopUse
+    @classmethod
+    @connecting  # async only
+    async def connect(
+        cls,
+        runtime_dir: Path | str | None = None,
+        *,
+        name: str = "",
+        instance: str = "",
+        session: bool = True,
+        keep: bool = False,
+        resume: bytes = b"",
+        devices: Mapping[str, str] | None = None,
+        timeout_s: float = 5.0,
+    ) -> Self:
+        """Connect, open a session and agree on the protocol.
 
-    def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
-        super().__init__(connection)
-        assert connection is not None
-        self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_control_socket(self._context, connection.runtime_dir)
-        self._replies: dict[int, asyncio.Future[ReplyArrived]] = {}
-        self._news = asyncio.Event()
-        self._drain_scheduled = False
-        self._lost: KvferryError | None = None
-        self._give_back = given_back_with(self, self._channel, (self._socket,), self._context)
-        self._use = LoopUse(self._loop)
-        self._loop.add_reader(self._socket.FD, self._drain)
-        if self._channel is not None:
-            self._loop.add_reader(self._channel.socket, self._session_readable)
+        Args:
+            runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
+            name: shown in the daemon's status and logs.
+            instance: the engine instance that this session belongs to. Sessions of this user that name the same one,
+                say of a scheduler and its workers, own pages, leases and snapshots together; these are given back when
+                the last of them ends. None: the session is an instance of its own.
+            session: without one, only ping and status work.
+            keep: where the session's socket is lost while this process lives, let the daemon keep the session for its
+                ``limits.resume_grace_ms``.
+            resume: the ``secret`` of such a session, to take it over with what it has; nothing is resumed by itself.
+            devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
+                ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
+            timeout_s: how long to wait for the daemon's first reply.
 
-    async def __aenter__(self) -> Self:
-        """Return self."""
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the client."""
-        self.close()
-
-    def __enter__(self) -> NoReturn:
-        """Say what to write instead."""
-        self.close()
-        raise MisuseError("an AsyncClient is entered by `async with AsyncClient.connect(...) as client`")
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing: it cannot be entered so."""
-
-    def close(self) -> None:
-        """End the session. Closing twice does nothing.
-
-        Any thread may close a client: a call that waits in another one ends with a ClientClosedError. In a forked child
-        this gives back the child's copies only, and the parent's session goes on.
+        Raises:
+            DaemonLostError: no daemon answers.
+            AccessDeniedError: this user may not use it.
+            VersionMismatchError: it speaks other versions of the protocol.
+            NoSessionError: there is no session to resume, or it has its socket still.
         """
-        if self._use.in_child:
-            if self._channel is not None:
-                self._channel.close()
-        elif self._loop.is_running() and running_loop() is not self._loop:
-            self._loop.call_soon_threadsafe(self._release)
-        else:
-            self._release()
+        hello, names = calls.hello(name), device_names(devices)
+        opening = calls.session_open(name, instance, keep=truth(keep, "keep"), resume=resume)
+        timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
+        directory = await asyncio.to_thread(find_runtime_dir, runtime_dir)
+        channel = await asyncio.to_thread(SessionChannel.open, directory, opening) if session else None
+        client = cls(Connection(directory, channel, names))
+        try:
+            client.welcome = await client.call(hello, deadline_s=timeout_s, margin_s=0.0)
+        except DeadlineError as cause:
+            client.close()
+            raise DaemonLostError(f"no daemon answers at {directory} within {timeout_s:g} s") from cause
+        except BaseException:
+            client.close()
+            raise
+        return client
 
-    def _release(self) -> None:
-        if self._use.closed:
-            return
-        self._use.closed = True
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.FD)
-            if self._channel is not None:
-                self._loop.remove_reader(self._channel.socket)
-        self._fail_all(ClientClosedError("the client was closed while this call waited"))
-        self._give_back()
+    # -- the daemon
+
+    async def ping(self) -> float:
+        """Return the seconds of one round trip."""
+        started = time.perf_counter()
+        await self.call(calls.ping())
+        return time.perf_counter() - started
+
+    async def status(self) -> StatusReport:
+        """Return what the daemon holds and does."""
+        return await self.call(calls.status())
+
+    # -- pools and pages
+
+    async def create_pool(
+        self,
+        name: str,
+        spec: PoolSpec,
+        *,
+        model: ModelIdentity | None = None,
+        device: str = HOST,
+        lifetime: PoolLifetime = "daemon",
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        deadline_s: float | None = None,
+    ) -> AttachedPool:
+        """Create a pool, or find it as it was created before, and map it.
+
+        Args:
+            name: unique for the user.
+            spec: what it holds.
+            model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
+                this very identity only; a transfer between two models is refused.
+            device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
+            lifetime: ``daemon``: it stays until it is deleted; ``instance``: it is deleted when this session's instance
+                ends, though others have attached it.
+            max_payload_bytes: the largest payload of a ``send`` from or to it; at most half of the daemon's
+                ``limits.max_frame_bytes``, and 8 MiB.
+            deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
+
+        Raises:
+            PoolExistsError: the name has another layout, size, window, model or lifetime, or is on another device.
+            InvalidFieldError: the spec makes no sense.
+            OutOfMemoryError: the host or the device cannot give it.
+            DeviceUnavailableError: no such device, or what drives it is missing, there or here.
+        """
+        created = await self.call(
+            calls.create_pool(name, spec, device, model, lifetime, max_payload_bytes), deadline_s=deadline_s
+        )
+        pool = await self.attach_pool(name, created.manifest.layout_digest)
+        return seen_as(pool, pool_spec(spec))
+
+    async def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
+        """Map a pool of this user.
+
+        Raises:
+            UnknownPoolError: none of that name.
+            LayoutMismatchError: it has another layout than the digest given.
+            PoolLostError: it was on a device, and its memory is gone.
+        """
+        call = calls.attach_pool(name, layout_digest, self._devices.process_id())
+        with self._use:  # whole: what another thread asks may not come between the reply and its descriptors
+            number, attached = await self._exchange(call)
+            channel = self._open_channel()
+            channel.receive()
+            return await asyncio.to_thread(attached_pool, name, attached, number, channel, self._devices)
+
+    async def register_pool(
+        self,
+        name: str,
+        spec: PoolSpec,
+        tensors: Mapping[tuple[Any, ...], torch.Tensor | npt.NDArray[Any]],
+        *,
+        device: str,
+        model: ModelIdentity | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        deadline_s: float | None = None,
+    ) -> Manifest:
+        """Let the daemon use a pool whose memory this process owns: it ends with this session.
+
+        Args:
+            name: unique for the user.
+            spec: what it holds; ``kvferry layout`` prints the arrays that it needs.
+            tensors: by (component, role), all layers one after another, or by (component, role, layer); of exactly the
+                shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
+            device: where they are. On the ``host`` all lie in one ``SharedMemory`` of this process, as numpy arrays or
+                CPU tensors.
+            model: whose KV it holds, as in ``create_pool``.
+            max_payload_bytes: as in ``create_pool``.
+            deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
+
+        Raises:
+            PoolExistsError: the name is taken.
+            UncoveredEntryError, DuplicateEntryError, InvalidFieldError: the tensors are not what the spec needs; the
+                field is a tensor and what of it: ``main/k.shape``, ``main/v/3.dtype``.
+            DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
+        """
+        arrays, said, fds = registered(spec, tensors, device, self._devices.export)
+        call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
+        with self._use:
+            _, made = await self._exchange(call, deadline_s=deadline_s, said=said, fds=fds)
+        return made.manifest
+
+    async def open_events(
+        self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float | None = None
+    ) -> EventRing:
+        """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready.
+
+        Args:
+            device: of the pools it speaks of. On a device it has ``events`` interprocess events, recorded on its
+                streams.
+            events: how many, on a device; one is used again once its work is done.
+            deadline_s: for the daemon's reply; the first use of a device takes it some seconds more.
+        """
+        events = whole(events, "events", least=1)
+        made: list[RingEvent] = []
+
+        def said(message_id: int) -> Sequence[ShareFollows]:
+            if device == HOST:
+                return ()
+            found, frame = self._devices.events(device, events, message_id)
+            made.extend(found)
+            return (frame,)
+
+        with self._use:
+            number, opened = await self._exchange(calls.open_events(device), deadline_s=deadline_s, said=said)
+            channel = self._open_channel()
+            channel.receive()
+            counters, eventfd = channel.take_fds(number)
+        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
+
+    async def delete_pool(self, name: str) -> None:
+        """Delete a pool that has no owned page.
+
+        Raises:
+            PoolInUseError: pages are owned or in flight.
+        """
+        await self.call(calls.delete_pool(name))
+
+    async def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
+        """Return ``count`` pages for this session, ascending, ``(count,)`` int64.
+
+        Raises:
+            PoolFullError: fewer are free; says how many.
+        """
+        return await self.call(calls.allocate(pool, count, space))
+
+    async def free(
+        self, pool: str, ids: npt.ArrayLike, space: str = MAIN, *, after: DeviceEvent | None = None
+    ) -> Freed:
+        """Give pages back; those in flight follow when their transfers settle.
+
+        ``after``: work that still uses the pages, see ``EventRing.mark``; nobody gets them before it is done.
+
+        Raises:
+            NotOwnerError, DuplicatePageError, PageOutOfRangeError, EmptyPagesError: nothing was freed.
+        """
+        return await self.call(calls.free(pool, ids, space, after))
+
+    # -- transfers
+
+    async def cancel(self, transfer: Transfer, *, wait: bool = True, deadline_s: float | None = None) -> Cancelled:
+        """Give up this side; returns when no byte can move any more.
+
+        Args:
+            transfer: which.
+            wait: false returns at once; ``settled`` of what is returned, and of the transfer later, says when its pages
+                may be used again.
+            deadline_s: for the daemon's reply.
+
+        Raises:
+            UnknownTransferError: the daemon has no such side, or its end was acknowledged before.
+        """
+        self._check_transfer(transfer)
+        key = transfer.key
+        return await self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
+
+    async def abandon(
+        self,
+        request_id: str,
+        direction: Direction,
+        *,
+        daemons: Sequence[str] = (),
+        reason: str = "",
+        deadline_s: float | None = None,
+    ) -> Abandoned:
+        """Say that this user's ``send`` (or ``receive``) of a request will never come, aborted before it began.
+
+        Whoever waits for it, here and at the daemons named, fails at once with PEER_CANCELLED; who comes later hears it
+        at once. A side that exists is given up by ``cancel``.
+
+        Args:
+            request_id: of the request.
+            direction: which half does not come.
+            daemons: the addresses of the daemons at which the other half may wait, as ``receive`` takes them. Daemons
+                whose receivers wait for SENDs from here are told anyway.
+            reason: what the error says, up to 256 characters.
+            deadline_s: for the daemon's reply.
+        """
+        return await self.call(calls.abandon(request_id, direction, daemons, reason), deadline_s=deadline_s)
+
+    async def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
+        """Return a side's state by the daemon's word.
+
+        Raises:
+            UnknownTransferError: neither live nor unacknowledged.
+        """
+        return await self.call(calls.result(pool, request_id, direction))
+
+    async def poll(self, timeout_s: float = 0.0) -> list[Transfer | TierOperation]:
+        """Take what has arrived; wait for the first change up to ``timeout_s``, not at all by default.
+
+        Returns:
+            The transfers and operations that changed since the last call, each once.
+
+        Raises:
+            DaemonLostError: the daemon has gone; every transfer and operation of this session has failed.
+        """
+        timeout_s = seconds(timeout_s, "timeout_s")
+        with self._use:
+            await self._take_changes(timeout_s)
+            changed, self._changed = list(self._changed), {}
+            return changed
+
+    async def wait_finished(self, transfer: Transfer, timeout_s: float = DEFAULT_WAIT_S) -> Finished:
+        """Wait until the outcome is known and return it.
+
+        Raises:
+            KvferryError: the transfer failed or was refused; or DEADLINE, and it is still under way.
+        """
+        self._check_transfer(transfer)
+        await self._wait_until(lambda: transfer.is_finished, timeout_s, "the outcome of the transfer")
+        return transfer.outcome()
+
+    async def wait_settled(self, transfer: Transfer, timeout_s: float = DEFAULT_WAIT_S) -> None:
+        """Wait until the daemon holds the transfer's pages no longer, whatever its outcome.
+
+        Raises:
+            DeadlineError: it is still under way.
+        """
+        self._check_transfer(transfer)
+        await self._wait_until(lambda: transfer.is_settled, timeout_s, "the end of the transfer")
+
+    # -- graph tables
+
+    async def create_tables(
+        self,
+        name: str,
+        pool: str,
+        *,
+        max_batch: int,
+        max_context_tokens: int,
+        draft_tokens: int = 0,
+        request_row_tokens: int = 0,
+        captured: Sequence[int] = (),
+        window: int | None = None,
+        deadline_s: float | None = None,
+    ) -> Tables:
+        """Make the tables that captured graphs read, on the pool's device, and map them; before the first capture.
+
+        Args:
+            name: unique in this session.
+            pool: whose pages they name.
+            max_batch: rows.
+            max_context_tokens: the longest request.
+            draft_tokens: the most that speculation adds to a length.
+            request_row_tokens: the width of the engine's own token map, which is wider than the context in practice.
+            captured: the captured batch sizes; none: every batch is replayed as it is.
+            window: the sliding window of a hybrid pool, in tokens: the one that the pool was made with.
+            deadline_s: for the daemon's reply.
+
+        Raises:
+            UnknownPoolError, UnknownComponentError, InvalidFieldError: what the request names does not fit together.
+            TablesExistError: the session has tables of that name.
+            OutOfMemoryError: no memory for them.
+        """
+        body = CreateTables(
+            tables=name,
+            pool=pool,
+            max_batch=max_batch,
+            max_context_tokens=max_context_tokens,
+            draft_tokens=draft_tokens,
+            request_row_tokens=request_row_tokens,
+            captured=sequence(captured, "batch sizes", "captured"),
+            window=window,
+            device_pid=self._devices.process_id(),
+        )
+        with self._use:
+            number, created = await self._exchange(calls.create_tables(body), deadline_s=deadline_s)
+            channel = self._open_channel()
+            try:
+                channel.receive()
+                return await asyncio.to_thread(mapped_tables, created, max_batch, number, channel, self._devices)
+            except BaseException:
+                self._begin(calls.delete_tables(name))  # nobody here can use them
+                raise
+
+    async def delete_tables(self, tables: Tables) -> None:
+        """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
+        await self.call(calls.delete_tables(tables_name(tables)))
+        tables.close()
+
+    # -- offload and restore
+
+    async def wait_done(self, operation: TierOperation, timeout_s: float = DEFAULT_WAIT_S) -> TierDone:
+        """Wait until an operation is done and return its event.
+
+        Raises:
+            KvferryError: it failed or was refused; or DEADLINE, and it is still under way.
+        """
+        self._check_operation(operation)
+        await self._wait_until(lambda: operation.is_done, timeout_s, "the end of the operation")
+        return operation.outcome()
+
+    async def wait_accepted(self, operation: TierOperation, timeout_s: float = DEFAULT_WAIT_S) -> TierOperation:
+        """Wait until the daemon has answered the request and return the operation: an OFFLOAD's now names its snapshot.
+
+        Raises:
+            KvferryError: it was refused; or DEADLINE, and there is no answer yet.
+        """
+        self._check_operation(operation)
+        await self._wait_until(
+            lambda: operation.number is not None or operation.is_done, timeout_s, "the daemon's answer"
+        )
+        if operation.refused is not None:
+            raise operation.refused
+        return operation
+
+    async def cancel_operation(
+        self, operation: TierOperation, *, deadline_s: float | None = None
+    ) -> OperationCancelled:
+        """Give an operation up; returns when no byte of it can move any more.
+
+        Raises:
+            UnknownOperationError: the daemon does not know it, or its end was acknowledged before.
+        """
+        await self.wait_accepted(operation)
+        number = operation.number
+        if number is None:  # answered and done at once
+            return OperationCancelled(was_done=True)
+        return await self.call(calls.cancel_operation(number), deadline_s=deadline_s)
+
+    async def drop_snapshot(self, snapshot: str) -> SnapshotDropped:
+        """Give a snapshot up; restores that are under way go on.
+
+        Raises:
+            UnknownSnapshotError: this user has none of that name.
+        """
+        return await self.call(calls.drop_snapshot(snapshot))
+
+    async def snapshots(self) -> tuple[SnapshotStatus, ...]:
+        """Return this user's snapshots, oldest first."""
+        reply = await self.call(calls.snapshots())
+        return reply.snapshots
+
+    # -- the prefix cache
+
+    async def lookup(
+        self,
+        pool: str,
+        hashes: Sequence[bytes],
+        *,
+        space: str = MAIN,
+        block_pages: int = 1,
+        lease: int | None = None,
+        pin: bool = True,
+        deadline_s: float | None = None,
+    ) -> Found:
+        """Return how many leading blocks are cached, and pin them: ``found.lease`` is for ``load`` and ``unpin``.
+
+        Args:
+            pool: of the layout that the blocks have, and of their model: without one this is NO_MODEL.
+            hashes: 16 bytes a block, see ``block_hashes``.
+            space: the page space.
+            block_pages: pages of a block.
+            lease: of an earlier lookup, whose blocks come before these: only the new hashes travel.
+            pin: keep what is found until ``unpin`` or the session's end.
+            deadline_s: for the reply; lower tiers may be asked.
+        """
+        call = calls.lookup(pool, hashes, space, block_pages, lease, pin=pin)
+        return await self.call(call, deadline_s=deadline_s)
+
+    async def unpin(self, lease: int) -> int:
+        """End a lease; return how many blocks it had.
+
+        Raises:
+            UnknownLeaseError: this session has none of that number.
+        """
+        reply = await self.call(calls.unpin(lease))
+        return reply.blocks
+
+    async def cached_blocks(self) -> AsyncIterator[CachedBlockStatus]:
+        """Yield this user's cached blocks, asking for a page of the list at a time."""
+        position: int | None = 0
+        while position is not None:
+            listed = await self.call(calls.cache_list(position, LIST_LIMIT))
+            for one in listed.blocks:
+                yield one
+            position = listed.position
+
+    async def cache_events(self, cursor: int, *, limit: int = LIST_LIMIT, timeout_s: float = 1.0) -> CacheChanges:
+        """Return what changed in the cache from ``cursor`` on, 1 for all: at once, or as soon as something does.
+
+        Nothing within ``timeout_s`` is an answer without a change. Whoever joins late takes ``cache_cursor``, lists the
+        blocks, and goes on from that cursor.
+        """
+        seconds(timeout_s, "timeout_s")
+        return await self.call(calls.cache_events(cursor, limit), deadline_s=timeout_s)
+
+    async def cache_cursor(self) -> int:
+        """Return the cursor of the next change."""
+        reply = await self.call(calls.cache_list(0, 1))
+        return reply.cursor
+
+    async def pin_cached(self, hashes: Sequence[bytes], *, pinned: bool = True) -> int:
+        """Keep blocks whatever happens, or no longer; return how many were found. For operators."""
+        reply = await self.call(calls.cache_pin(hashes, pinned=pinned))
+        return reply.blocks
+
+    async def evict_cached(self, hashes: Sequence[bytes] | None = None) -> CacheEvicted:
+        """Drop blocks from every tier, by default all; pinned ones stay. For operators."""
+        return await self.call(calls.cache_evict(hashes))
+
+    # -- replies
 
     def is_ready(self, pending: PendingReply[T]) -> bool:
         """Return whether ``wait`` would return at once; never waits.
@@ -106,10 +539,7 @@ class AsyncRequests(Submissions):
         """
         self._check_pending(pending)
         with self._use:
-            self._drain()
-            if self._lost is not None:
-                raise self._lost
-            return self._replies[pending.message_id].done()
+            return self._has_reply(pending.message_id)
 
     async def wait(self, pending: PendingReply[T]) -> T:
         """Return what the daemon replies; once only.
@@ -119,34 +549,21 @@ class AsyncRequests(Submissions):
         """
         self._check_pending(pending)
         with self._use:
-            future, pending.taken = self._replies[pending.message_id], True
-        try:
-            async with asyncio.timeout(max(0.0, pending.ends_at - time.monotonic())):
-                reply = await future
-        except TimeoutError as cause:
-            raise DeadlineError(f"the daemon's reply did not come within {pending.timeout_s:g} s") from cause
-        finally:
-            self._replies.pop(pending.message_id, None)
-            self._core.forget(pending.message_id)
-        if reply.error is not None:
-            raise reply.error
-        return pending.call.read(reply)
+            return await self._reply(pending)
 
-    async def call(
-        self,
-        call: Call[T],
-        *,
-        deadline_s: float | None = None,
-        margin_s: float = REPLY_MARGIN_S,
-    ) -> T:
+    async def call(self, call: Call[T], *, deadline_s: float | None = None, margin_s: float = REPLY_MARGIN_S) -> T:
         """Send a request and wait for its reply.
 
         Raises:
             KvferryError: it was refused, or no reply came in time, or the daemon has gone.
         """
-        return (await self._round_trip(call, deadline_s=deadline_s, margin_s=margin_s))[1]
+        with self._use:
+            _, reply = await self._exchange(call, deadline_s=deadline_s, margin_s=margin_s)
+            return reply
 
-    async def _round_trip(
+    # -- within a call that is under way
+
+    async def _exchange(
         self,
         call: Call[T],
         *,
@@ -154,109 +571,66 @@ class AsyncRequests(Submissions):
         margin_s: float = REPLY_MARGIN_S,
         said: Callable[[int], Sequence[ShareFollows | MemoryFollows]] | None = None,
         fds: Sequence[int] = (),
-    ) -> tuple[Outgoing, T]:
-        """Send a request and wait for its reply; ``said`` is what the session socket says of it before."""
-        deadline_ms, timeout_s = self._times(call, deadline_s, margin_s)
-        with self._use:
-            outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
-            if said is not None:
-                frames = await asyncio.to_thread(said, outgoing.message_id)
-                if frames and self._channel is not None:
-                    await asyncio.to_thread(self._channel.send, frames, fds)
-            self._expect(outgoing.message_id)
-            try:
-                self._put(outgoing)
-            except BaseException:
-                del self._replies[outgoing.message_id]
-                raise
-        return outgoing, await self.wait(PendingReply(self._core.token, call, outgoing.message_id, timeout_s))
+    ) -> tuple[int, T]:
+        """Send a request; return its number and the reply.
 
-    def _expect(self, message_id: int) -> None:
-        future: asyncio.Future[ReplyArrived] = self._loop.create_future()
-        future.add_done_callback(_seen)  # nobody may come for it
-        self._replies[message_id] = future
+        ``said`` is what the session socket has to say of it before, ``fds`` what goes with it.
+        """
+        deadline_ms, timeout_s = self._times(call, deadline_s, margin_s)
+        outgoing = self._core.request(call.body, call.ids, deadline_ms=deadline_ms)
+        if said is not None and self._channel is not None:
+            frames = await asyncio.to_thread(said, outgoing.message_id)
+            if frames:
+                await asyncio.to_thread(self._channel.send, frames, fds)
+        self._put(outgoing)
+        pending = PendingReply(self._core.token, call, outgoing.message_id, timeout_s)
+        return outgoing.message_id, await self._reply(pending)
+
+    async def _reply(self, pending: PendingReply[T]) -> T:
+        number, pending.taken = pending.message_id, True
+        try:
+            if number not in self._replies:
+                await self._take_reply(number, max(0.0, pending.ends_at - time.monotonic()))
+            reply = self._replies.pop(number)
+        except BaseException:  # nobody will come for it any more
+            self._core.forget(number)
+            self._replies.pop(number, None)
+            raise
+        if reply.error is not None:
+            raise reply.error
+        return pending.call.read(reply)
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         timeout_s = seconds(timeout_s, "timeout_s")
         with self._use:
-            self._drain()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not condition():
-                    await self._next_news()
-        except TimeoutError as cause:
-            raise DeadlineError(f"{what} did not come within {timeout_s:g} s") from cause
+            await self._take_until(condition, timeout_s, what)
 
-    async def _next_news(self) -> None:
-        if self._lost is not None:
-            raise self._lost
-        self._news.clear()
-        await self._news.wait()
+    # -- what each kind of client does in its own way
 
-    def _put(self, outgoing: Outgoing) -> None:
-        if self._lost is not None:
-            raise self._lost
-        self._socket.send_multipart(outgoing.frames, NOBLOCK)
-        self._schedule_drain()
+    @abstractmethod
+    def _has_reply(self, message_id: int) -> bool:
+        """Take what has arrived, and return whether the reply has."""
 
-    def _schedule_drain(self) -> None:
-        """Make sure that a message which arrived unsignalled is seen: the descriptor signals changes only."""
-        if not self._drain_scheduled and not self._socket.closed and self._readable():
-            self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
+    @abstractmethod
+    async def _take_reply(self, message_id: int, timeout_s: float) -> None:
+        """Take what arrives until the reply does.
 
-    def _readable(self) -> bool:
-        return bool(cast("int", self._socket.getsockopt(EVENTS)) & POLLIN)
+        Raises:
+            DeadlineError: it does not within ``timeout_s``.
+        """
 
-    def _drain(self) -> None:
-        self._drain_scheduled = False
-        if self._socket.closed:
-            return
-        for _ in range(DRAIN_BOUND):
-            if not self._readable():
-                return
-            self._feed(self._socket.recv_multipart(NOBLOCK))
-        self._schedule_drain()
+    @abstractmethod
+    async def _take_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Take what arrives until the condition holds.
 
-    def _feed(self, frames: list[bytes]) -> None:
-        try:
-            news = self._core.feed(frames)
-        except KvferryError as error:
-            self._fail_all(DaemonLostError(f"what answers is no daemon of ours: {error.detail}"))
-            return
-        if news is not None:
-            self._hear(news)
+        Raises:
+            DeadlineError: it does not within ``timeout_s``; names ``what``.
+        """
 
-    def _hear(self, news: News | BatchAnswered) -> None:
-        if isinstance(news, BatchAnswered):
-            for one in news.news:
-                self._hear(one)
-        elif isinstance(news, ReplyArrived):
-            future = self._replies.get(news.message_id)
-            if future is not None and not future.done():
-                future.set_result(news)
-        else:
-            self._note(news)
-            self._news.set()
+    @abstractmethod
+    async def _take_changes(self, timeout_s: float) -> None:
+        """Take what has arrived; wait up to ``timeout_s`` for the first change of a transfer or an operation."""
 
-    def _session_readable(self) -> None:
-        if self._channel is None:
-            return
-        try:
-            self._channel.receive()
-        except KvferryError as error:
-            self._loop.remove_reader(self._channel.socket)
-            lost = error if isinstance(error, DaemonLostError) else DaemonLostError(error.detail)
-            self._loop.call_later(LAST_WORDS_MS / 1000, self._fail_all, lost)
-
-    def _fail_all(self, error: KvferryError) -> None:
-        self._lost = error
-        self._news.set()
-        for future in self._replies.values():
-            if not future.done():
-                future.set_exception(error)
-
-
-def _seen(future: asyncio.Future[ReplyArrived]) -> None:
-    if not future.cancelled():
-        future.exception()
+    @abstractmethod
+    def close(self) -> None:
+        """End the session. Closing twice does nothing."""

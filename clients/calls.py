@@ -1,4 +1,4 @@
-"""The requests of a client as values: what to send, and how to read the reply. Shared by both shells."""
+"""The requests of a client as values: what to send, and how to read the reply. Hashes are joined here, ids checked."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ import numpy.typing as npt
 
 from kvferry.clients.arguments import checked, mapping, page_ids, pool_spec, sequence, shown, whole, wrong_kind
 from kvferry.protocol.base import Body, PageList
+from kvferry.protocol.cache_messages import (
+    HASH_BYTES,
+    CacheChanges,
+    CacheEvents,
+    CacheEvict,
+    CacheEvicted,
+    CacheList,
+    CacheListed,
+    CachePin,
+    CachePinned,
+    Found,
+    Lookup,
+    Unpin,
+    Unpinned,
+)
 from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.device_event import DeviceEvent
@@ -53,17 +68,21 @@ from kvferry.protocol.table_messages import (
     TablesUpdated,
     UpdateTables,
 )
+from kvferry.protocol.tier_messages import (
+    CancelOperation,
+    DropSnapshot,
+    OperationCancelled,
+    SnapshotDropped,
+    SnapshotReport,
+    Snapshots,
+)
 from kvferry.protocol.transfer_messages import (
     Abandon,
     Abandoned,
     Cancel,
     Cancelled,
     Direction,
-    LayerStep,
-    Receive,
-    ReceiveInto,
     Result,
-    Send,
     TransferResult,
 )
 from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
@@ -133,8 +152,8 @@ def no_pages(component: str) -> Pages:
     return Pages(checked(PageList(component=component, pages=0, none=True)), np.empty(0, np.int64))
 
 
-def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[Pages, ...]:
-    """Return the page lists of a message; ``with_ids``: of pages that are there.
+def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[tuple[PageList, ...], list[PageIds]]:
+    """Return the page lists of a message and their ids; ``with_ids``: of pages that are there.
 
     Raises:
         InvalidFieldError: they are not, or are not made by ``pages``.
@@ -152,7 +171,22 @@ def page_lists(lists: Sequence[Pages], *, with_ids: bool = True) -> tuple[Pages,
                 f"{one.head.pages} pages without ids: pages_wanted is for receive(into='host'), here give pages(ids)",
                 field=field,
             )
-    return every
+    return tuple(one.head for one in every), [one.ids for one in every]
+
+
+def joined(hashes: Sequence[bytes]) -> bytes:
+    """Return block hashes as they travel.
+
+    Raises:
+        InvalidFieldError: they are no list of 16 bytes each.
+    """
+    every = sequence(hashes, "hashes", "hashes")
+    for number, one in enumerate(every):
+        if not isinstance(one, bytes):
+            raise wrong_kind(one, f"hash of {HASH_BYTES} bytes", f"hashes[{number}]")
+        if len(one) != HASH_BYTES:
+            raise InvalidFieldError(f"{len(one)} bytes are no hash of {HASH_BYTES}", field=f"hashes[{number}]")
+    return b"".join(every)
 
 
 def hello(client: str) -> Call[Welcome]:
@@ -342,57 +376,53 @@ def result(pool: str, request_id: str, direction: Direction) -> Call[TransferRes
     return Call(checked(Result(request_id=request_id, pool=pool, direction=direction)), (), reply_body(TransferResult))
 
 
-def send_body(
-    pool: str,
-    request_id: str,
-    lists: Sequence[Pages],
-    *,
-    last: bool,
-    destinations: int,
-    first_token: int | None,
-    payload: bytes,
-    steps: Sequence[LayerStep],
-) -> tuple[Send, list[PageIds]]:
-    """Return a SEND's body and its page ids."""
-    every = page_lists(lists)
-    body = Send(
-        request_id=request_id,
-        pool=pool,
-        lists=tuple(one.head for one in every),
-        last=last,
-        destinations=destinations,
-        first_token=first_token,
-        payload=payload,
-        steps=sequence(steps, "steps, as ring.step makes them", "steps"),
-    )
-    return checked(body), [one.ids for one in every]
+def lookup(
+    pool: str, hashes: Sequence[bytes], space: str, block_pages: int, lease: int | None, *, pin: bool
+) -> Call[Found]:
+    """Ask for the longest cached prefix."""
+    body = Lookup(pool=pool, hashes=joined(hashes), space=space, block_pages=block_pages, lease=lease, pin=pin)
+    return Call(checked(body), (), reply_body(Found))
 
 
-def receive_body(
-    pool: str,
-    request_id: str,
-    lists: Sequence[Pages],
-    sources: int,
-    source_daemons: Sequence[str],
-    after: DeviceEvent | None,
-    into: ReceiveInto,
-    *,
-    any_model: bool = False,
-) -> tuple[Receive, list[PageIds]]:
-    """Return a RECEIVE's body and its page ids."""
-    in_pages = str(into) != "host"
-    every = page_lists(lists, with_ids=in_pages)
-    body = Receive(
-        request_id=request_id,
-        pool=pool,
-        lists=tuple(one.head for one in every),
-        sources=sources,
-        source_daemons=sequence(source_daemons, "addresses", "source_daemons"),
-        after=after,
-        into=into,
-        any_model=any_model,
-    )
-    return checked(body), [one.ids for one in every] if in_pages else []
+def unpin(lease: int) -> Call[Unpinned]:
+    """End a lease."""
+    return Call(checked(Unpin(lease=lease)), (), reply_body(Unpinned))
+
+
+def drop_snapshot(snapshot: str) -> Call[SnapshotDropped]:
+    """Give a snapshot up."""
+    return Call(checked(DropSnapshot(snapshot=snapshot)), (), reply_body(SnapshotDropped))
+
+
+def snapshots() -> Call[SnapshotReport]:
+    """Ask for the user's snapshots."""
+    return Call(Snapshots(), (), reply_body(SnapshotReport))
+
+
+def cancel_operation(number: int) -> Call[OperationCancelled]:
+    """Give up an operation."""
+    return Call(CancelOperation(operation=number), (), reply_body(OperationCancelled))
+
+
+def cache_list(position: int, limit: int) -> Call[CacheListed]:
+    """Ask for a page of the list of cached blocks."""
+    return Call(checked(CacheList(position=position, limit=limit)), (), reply_body(CacheListed))
+
+
+def cache_pin(hashes: Sequence[bytes], *, pinned: bool) -> Call[CachePinned]:
+    """Pin blocks by hand, or unpin them."""
+    return Call(checked(CachePin(hashes=joined(hashes), pinned=pinned)), (), reply_body(CachePinned))
+
+
+def cache_evict(hashes: Sequence[bytes] | None) -> Call[CacheEvicted]:
+    """Drop blocks from every tier; None for all."""
+    body = CacheEvict(hashes=joined(() if hashes is None else hashes), everything=hashes is None)
+    return Call(checked(body), (), reply_body(CacheEvicted))
+
+
+def cache_events(cursor: int, limit: int) -> Call[CacheChanges]:
+    """Ask for the changes after a cursor."""
+    return Call(checked(CacheEvents(cursor=cursor, limit=limit)), (), reply_body(CacheChanges))
 
 
 def reply_body(kind: type[BodyT]) -> Callable[[ReplyArrived], BodyT]:

@@ -137,7 +137,6 @@ def attached_pool(
 
     On a device this may take seconds the first time.
     """
-    channel.receive()
     size_bytes = attached.manifest.region_bytes
     if attached.device == HOST:
         [fd] = channel.take_fds(message_id)

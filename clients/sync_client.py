@@ -6,43 +6,27 @@ calls wait for their reply. One thread at a time; no threads of its own.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import socket
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn, Self
 
-import numpy.typing as npt
+import zmq
 
-from kvferry.clients import calls
-from kvferry.clients.arguments import device_names, pool_spec, seconds, truth, whole
-from kvferry.clients.connection import Connection, find_runtime_dir
-from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
-from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
-from kvferry.clients.pool import AttachedPool
-from kvferry.clients.registration import registered
-from kvferry.clients.session_channel import SessionChannel
-from kvferry.clients.submissions import DEFAULT_WAIT_S
-from kvferry.clients.sync_tiers import SyncTiers
-from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.client_core import Transfer
-from kvferry.protocol.client_operations import TierOperation
-from kvferry.protocol.codec import PageIds
-from kvferry.protocol.device_event import DeviceEvent
-from kvferry.protocol.errors import DaemonLostError, DeadlineError
-from kvferry.protocol.events import Finished
-from kvferry.protocol.ids import HOST, MAIN, PoolLifetime
-from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
-from kvferry.protocol.manifests import Manifest, PoolSpec
-from kvferry.protocol.model_identity import ModelIdentity
-from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.session_messages import ShareFollows, StatusReport
-from kvferry.protocol.transfer_messages import Abandoned, Cancelled, Direction, TransferResult
+from kvferry.clients.connection import LAST_WORDS_MS, Connection, given_back_with, open_control_socket
+from kvferry.clients.exclusive_use import ExclusiveUse
+from kvferry.clients.sync_requests import SyncRequests
+from kvferry.protocol.client_core import Outgoing
+from kvferry.protocol.errors import ClientClosedError, DaemonLostError, DeadlineError, MisuseError
 
-if TYPE_CHECKING:
-    import torch
+NOBLOCK = int(zmq.NOBLOCK)  # an enum costs a microsecond at every use
+CLOSED = "the client was closed while this call waited"
 
 
-class Client(SyncTiers):
+class Client(SyncRequests):
     """One session with the daemon of this node. Leaving it gives back everything that the session owns.
 
     One thread at a time: a call that comes while another thread's is under way raises ConcurrentUseError and sends
@@ -50,291 +34,105 @@ class Client(SyncTiers):
     child has neither the session nor the pools: every call there is a ForkedError; connect and attach anew.
     """
 
-    @classmethod
-    def connect(
-        cls,
-        runtime_dir: Path | str | None = None,
-        *,
-        name: str = "",
-        instance: str = "",
-        session: bool = True,
-        keep: bool = False,
-        resume: bytes = b"",
-        devices: Mapping[str, str] | None = None,
-        timeout_s: float = 5.0,
-    ) -> Client:
-        """Connect, open a session and agree on the protocol.
+    _use: ExclusiveUse
 
-        Args:
-            runtime_dir: where the daemon's sockets are; by default as ``kvferry daemon`` chooses it.
-            name: shown in the daemon's status and logs.
-            instance: the engine instance that this session belongs to. Sessions of this user that name the same one,
-                say of a scheduler and its workers, own pages, leases and snapshots together; these are given back when
-                the last of them ends. None: the session is an instance of its own.
-            session: without one, only ping and status work.
-            keep: where the session's socket is lost while this process lives, let the daemon keep the session for its
-                ``limits.resume_grace_ms``.
-            resume: the ``secret`` of such a session, to take it over with what it has; nothing is resumed by itself.
-            devices: what this process calls the daemon's devices, where it sees others: ``{"npu:3": "npu:0"}`` with
-                ``ASCEND_RT_VISIBLE_DEVICES=3``. All calls take the daemon's names.
-            timeout_s: how long to wait for the daemon's first reply.
+    def __init__(self, connection: Connection | None = None, *_: object, **__: object) -> None:
+        super().__init__(connection)
+        assert connection is not None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = open_control_socket(self._context, connection.runtime_dir)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if self._channel is not None:
+            self._poller.register(self._channel.socket.fileno(), zmq.POLLIN)
+        # Where no session's socket can, these two wake a call that waits when the client is closed.
+        self._bell: tuple[socket.socket, ...] = socket.socketpair() if self._channel is None else ()
+        for one in self._bell:
+            self._poller.register(one.fileno(), zmq.POLLIN)
+        self._give_back = given_back_with(self, self._channel, (self._socket, *self._bell), self._context)
+        self._use = ExclusiveUse(self._end, self._release)
 
-        Raises:
-            DaemonLostError: no daemon answers.
-            AccessDeniedError: this user may not use it.
-            VersionMismatchError: it speaks other versions of the protocol.
-            NoSessionError: there is no session to resume, or it has its socket still.
+    def __enter__(self) -> Self:
+        """Return self."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the client."""
+        self.close()
+
+    async def __aenter__(self) -> NoReturn:
+        """Say what to write instead."""
+        raise MisuseError("a Client is entered by `with`: `async with` is for an AsyncClient")
+
+    async def __aexit__(self, *_: object) -> None:
+        """Do nothing: it cannot be entered so."""
+
+    def close(self) -> None:
+        """End the session. Closing twice does nothing.
+
+        Any thread may close a client: a call that waits in another one ends with a ClientClosedError. In a forked child
+        this gives back the child's copies only, and the parent's session goes on.
         """
-        hello, names = calls.hello(name), device_names(devices)
-        opening = calls.session_open(name, instance, keep=truth(keep, "keep"), resume=resume)
-        timeout_s, session = seconds(timeout_s, "timeout_s"), truth(session, "session")
-        directory = find_runtime_dir(runtime_dir)
-        channel = SessionChannel.open(directory, opening) if session else None
-        client = cls(Connection(directory, channel, names))
-        try:
-            client.welcome = client.call(hello, deadline_s=timeout_s, margin_s=0.0)
-        except DeadlineError as cause:
-            client.close()
-            raise DaemonLostError(f"no daemon answers at {directory} within {timeout_s:g} s") from cause
-        except BaseException:
-            client.close()
-            raise
-        return client
+        if self._use.in_child:
+            if self._channel is not None:
+                self._channel.close()
+            return
+        self._use.close()
 
-    # -- the daemon
+    def _end(self) -> None:
+        if self._channel is not None:
+            self._channel.end()  # wakes the call that is under way, if any
+        for one in self._bell:
+            with contextlib.suppress(OSError):  # another thread has closed the client at the same time
+                one.shutdown(socket.SHUT_RDWR)
 
-    def ping(self) -> float:
-        """Return the seconds of one round trip."""
-        started = time.perf_counter()
-        self.call(calls.ping())
-        return time.perf_counter() - started
+    def _release(self) -> None:
+        self._give_back()
 
-    def status(self) -> StatusReport:
-        """Return what the daemon holds and does."""
-        return self.call(calls.status())
+    def _has_reply(self, message_id: int) -> bool:
+        while message_id not in self._replies and self._take(0.0):
+            pass
+        return message_id in self._replies
 
-    # -- pools and pages
+    def _take_reply(self, message_id: int, timeout_s: float) -> None:
+        self._take_until(lambda: message_id in self._replies, timeout_s, "the daemon's reply")
 
-    def create_pool(
-        self,
-        name: str,
-        spec: PoolSpec,
-        *,
-        model: ModelIdentity | None = None,
-        device: str = HOST,
-        lifetime: PoolLifetime = "daemon",
-        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
-        deadline_s: float | None = None,
-    ) -> AttachedPool:
-        """Create a pool, or find it as it was created before, and map it.
+    def _take_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        ends_at = time.monotonic() + timeout_s
+        while not condition():
+            left = ends_at - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(f"{what} did not come within {timeout_s:g} s")
+            self._take(left)
 
-        Args:
-            name: unique for the user.
-            spec: what it holds.
-            model: whose KV it holds. Needed for the prefix cache: ``store``, ``lookup`` and ``load`` find blocks of
-                this very identity only; a transfer between two models is refused.
-            device: where its memory is, ``host``, ``npu:0`` and the like, as torch counts the daemon's devices.
-            lifetime: ``daemon``: it stays until it is deleted; ``instance``: it is deleted when this session's instance
-                ends, though others have attached it.
-            max_payload_bytes: the largest payload of a ``send`` from or to it; at most half of the daemon's
-                ``limits.max_frame_bytes``, and 8 MiB.
-            deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
+    def _take_changes(self, timeout_s: float) -> None:
+        ends_at = time.monotonic() + timeout_s
+        while self._take(0.0 if self._changed else max(0.0, ends_at - time.monotonic())):
+            pass
 
-        Raises:
-            PoolExistsError: the name has another layout, size, window, model or lifetime, or is on another device.
-            InvalidFieldError: the spec makes no sense.
-            OutOfMemoryError: the host or the device cannot give it.
-            DeviceUnavailableError: no such device, or what drives it is missing, there or here.
-        """
-        created = self.call(
-            calls.create_pool(name, spec, device, model, lifetime, max_payload_bytes), deadline_s=deadline_s
-        )
-        pool = self.attach_pool(name, created.manifest.layout_digest)
-        return seen_as(pool, pool_spec(spec))
+    def _put(self, outgoing: Outgoing) -> None:
+        self._socket.send_multipart(outgoing.frames, NOBLOCK)
 
-    def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
-        """Map a pool of this user.
-
-        Raises:
-            UnknownPoolError: none of that name.
-            LayoutMismatchError: it has another layout than the digest given.
-            PoolLostError: it was on a device, and its memory is gone.
-        """
-        call = calls.attach_pool(name, layout_digest, self._devices.process_id())
-        with self._use:  # whole: what another thread asks may not come between the reply and its descriptors
-            outgoing, attached = self._exchange(call)
-            channel = self._open_channel()
-            return attached_pool(name, attached, outgoing.message_id, channel, self._devices)
-
-    def register_pool(
-        self,
-        name: str,
-        spec: PoolSpec,
-        tensors: Mapping[tuple[Any, ...], torch.Tensor | npt.NDArray[Any]],
-        *,
-        device: str,
-        model: ModelIdentity | None = None,
-        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
-        deadline_s: float | None = None,
-    ) -> Manifest:
-        """Let the daemon use a pool whose memory this process owns: it ends with this session.
-
-        Args:
-            name: unique for the user.
-            spec: what it holds; ``kvferry layout`` prints the arrays that it needs.
-            tensors: by (component, role), all layers one after another, or by (component, role, layer); of exactly the
-                shape, dtype and strides that ``AttachedPool.tensor`` would have, each with bytes of its own.
-            device: where they are. On the ``host`` all lie in one ``SharedMemory`` of this process, as numpy arrays or
-                CPU tensors.
-            model: whose KV it holds, as in ``create_pool``.
-            max_payload_bytes: as in ``create_pool``.
-            deadline_s: for the daemon's reply; the first pool on a device takes it some seconds more.
-
-        Raises:
-            PoolExistsError: the name is taken.
-            UncoveredEntryError, DuplicateEntryError, InvalidFieldError: the tensors are not what the spec needs; the
-                field is a tensor and what of it: ``main/k.shape``, ``main/v/3.dtype``.
-            DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
-        """
-        arrays, said, fds = registered(spec, tensors, device, self._devices.export)
-        call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
-        _, made = self._round_trip(call, deadline_s=deadline_s, said=said, fds=fds)
-        return made.manifest
-
-    def open_events(
-        self, device: str = HOST, *, events: int = RING_EVENTS, deadline_s: float | None = None
-    ) -> EventRing:
-        """Return this session's event ring, by which ``send(steps=…)`` says when which layers are ready.
-
-        Args:
-            device: of the pools it speaks of. On a device it has ``events`` interprocess events, recorded on its
-                streams.
-            events: how many, on a device; one is used again once its work is done.
-            deadline_s: for the daemon's reply; the first use of a device takes it some seconds more.
-        """
-        events = whole(events, "events", least=1)
-        made: list[RingEvent] = []
-
-        def said(message_id: int) -> Sequence[ShareFollows]:
-            if device == HOST:
-                return ()
-            found, frame = self._devices.events(device, events, message_id)
-            made.extend(found)
-            return (frame,)
-
-        with self._use:
-            outgoing, opened = self._exchange(calls.open_events(device), deadline_s=deadline_s, said=said)
-            channel = self._open_channel()
-            channel.receive()
-            counters, eventfd = channel.take_fds(outgoing.message_id)
-        return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
-
-    def delete_pool(self, name: str) -> None:
-        """Delete a pool that has no owned page.
-
-        Raises:
-            PoolInUseError: pages are owned or in flight.
-        """
-        self.call(calls.delete_pool(name))
-
-    def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
-        """Return ``count`` pages for this session, ascending, ``(count,)`` int64.
-
-        Raises:
-            PoolFullError: fewer are free; says how many.
-        """
-        return self.call(calls.allocate(pool, count, space))
-
-    def free(self, pool: str, ids: npt.ArrayLike, space: str = MAIN, *, after: DeviceEvent | None = None) -> Freed:
-        """Give pages back; those in flight follow when their transfers settle.
-
-        ``after``: work that still uses the pages, see ``EventRing.mark``; nobody gets them before it is done.
-
-        Raises:
-            NotOwnerError, DuplicatePageError, PageOutOfRangeError, EmptyPagesError: nothing was freed.
-        """
-        return self.call(calls.free(pool, ids, space, after))
-
-    # -- transfers
-
-    def cancel(self, transfer: Transfer, *, wait: bool = True, deadline_s: float | None = None) -> Cancelled:
-        """Give up this side; returns when no byte can move any more.
-
-        Args:
-            transfer: which.
-            wait: false returns at once; ``settled`` of what is returned, and of the transfer later, says when its pages
-                may be used again.
-            deadline_s: for the daemon's reply.
-
-        Raises:
-            UnknownTransferError: the daemon has no such side, or its end was acknowledged before.
-        """
-        self._check_transfer(transfer)
-        key = transfer.key
-        return self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
-
-    def abandon(
-        self,
-        request_id: str,
-        direction: Direction,
-        *,
-        daemons: Sequence[str] = (),
-        reason: str = "",
-        deadline_s: float | None = None,
-    ) -> Abandoned:
-        """Say that this user's ``send`` (or ``receive``) of a request will never come, aborted before it began.
-
-        Whoever waits for it, here and at the daemons named, fails at once with PEER_CANCELLED; who comes later hears it
-        at once. A side that exists is given up by ``cancel``.
-
-        Args:
-            request_id: of the request.
-            direction: which half does not come.
-            daemons: the addresses of the daemons at which the other half may wait, as ``receive`` takes them. Daemons
-                whose receivers wait for SENDs from here are told anyway.
-            reason: what the error says, up to 256 characters.
-            deadline_s: for the daemon's reply.
-        """
-        return self.call(calls.abandon(request_id, direction, daemons, reason), deadline_s=deadline_s)
-
-    def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
-        """Return a side's state by the daemon's word.
-
-        Raises:
-            UnknownTransferError: neither live nor unacknowledged.
-        """
-        return self.call(calls.result(pool, request_id, direction))
-
-    def poll(self, timeout_s: float = 0.0) -> list[Transfer | TierOperation]:
-        """Take what has arrived; wait for the first change up to ``timeout_s``, not at all by default.
-
-        Returns:
-            The transfers and operations that changed since the last call, each once.
-
-        Raises:
-            DaemonLostError: the daemon has gone; every transfer and operation of this session has failed.
-        """
-        ends_at = time.monotonic() + seconds(timeout_s, "timeout_s")
-        with self._use:
-            while self._take(0.0 if self._changed else max(0.0, ends_at - time.monotonic())):
-                pass
-            return self._take_changes()
-
-    def wait_finished(self, transfer: Transfer, timeout_s: float = DEFAULT_WAIT_S) -> Finished:
-        """Wait until the outcome is known and return it.
-
-        Raises:
-            KvferryError: the transfer failed or was refused; or DEADLINE, and it is still under way.
-        """
-        self._check_transfer(transfer)
-        self._wait_until(lambda: transfer.is_finished, timeout_s, "the outcome of the transfer")
-        return transfer.outcome()
-
-    def wait_settled(self, transfer: Transfer, timeout_s: float = DEFAULT_WAIT_S) -> None:
-        """Wait until the daemon holds the transfer's pages no longer, whatever its outcome.
-
-        Raises:
-            DeadlineError: it is still under way.
-        """
-        self._check_transfer(transfer)
-        self._wait_until(lambda: transfer.is_settled, timeout_s, "the end of the transfer")
+    def _take(self, timeout_s: float) -> bool:
+        """Take one message, waiting for it up to ``timeout_s``; return whether one came."""
+        ready = self._poller.poll(math.ceil(timeout_s * 1000))
+        if not ready:
+            return False
+        if ready[0][0] is not self._socket:
+            if self._channel is None:
+                raise ClientClosedError(CLOSED)
+            try:
+                self._channel.receive()
+            except DaemonLostError:
+                if self._use.closing:
+                    raise ClientClosedError(CLOSED) from None
+                if not self._socket.poll(LAST_WORDS_MS):
+                    raise
+            else:
+                return False
+        news = self._core.feed(self._socket.recv_multipart(NOBLOCK))
+        if news is not None:
+            self._hear(news)
+        return True

@@ -175,7 +175,6 @@ def mapped_tables(
     created: TablesCreated, max_batch: int, message_id: int, channel: SessionChannel, devices: EngineDevices
 ) -> Tables:
     """Return the tables of a CREATE_TABLES reply, mapped by the descriptors received over the session socket."""
-    channel.receive()
     follows = channel.take_tables(message_id)
     fds = channel.take_fds(message_id)
     host = HostRegion(fds.pop(0), created.host_bytes, writable=False)

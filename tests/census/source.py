@@ -16,12 +16,15 @@ NO_CODE: Final = frozenset(
     {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 )
 SHORT_LINES: Final = 60
+GENERATED: Final = "# Made from "
+"""How a module begins that a program has written."""
 
 
 class SourceCount(NamedTuple):
-    """Sums over the product's modules.
+    """Sums over the product's modules, all but the first without what a program has written.
 
     Attributes:
+        generated_lines: of modules that a program has written.
         code_lines: without blanks, comments and docstrings.
         documented: public modules, classes and functions with a docstring.
         docstring_words: of all docstrings.
@@ -32,6 +35,7 @@ class SourceCount(NamedTuple):
         package_circles: pairs of packages that import each other, neither of which is inside the other.
     """
 
+    generated_lines: int
     lines: int
     code_lines: int
     modules: int
@@ -47,13 +51,15 @@ class SourceCount(NamedTuple):
 def count(root: Path) -> SourceCount:
     """Count a checkout's product: not its tests, benchmarks and examples."""
     files = sorted(file for layer in LAYERS for file in (root / layer).rglob("*.py"))
-    sources = {file: file.read_text() for file in files}
+    every = {file: file.read_text() for file in files}
+    sources = {file: source for file, source in every.items() if not source.startswith(GENERATED)}
     docstrings = [one for source in sources.values() for one in _docstrings(ast.parse(source))]
     graph = grimp.build_graph("kvferry", cache_dir=None)
     return SourceCount(
+        generated_lines=sum(len(every[file].splitlines()) for file in every.keys() - sources.keys()),
         lines=sum(len(one.splitlines()) for one in sources.values()),
         code_lines=sum(len(code_lines(one)) for one in sources.values()),
-        modules=len(files),
+        modules=len(sources),
         short_modules=sum(len(one.splitlines()) < SHORT_LINES for one in sources.values()),
         one_importer=sum(len(graph.find_modules_that_directly_import(one)) == 1 for one in graph.modules),
         documented=sum(public for public, _ in docstrings),

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.clients import Client, pages, tier_calls
+from kvferry.clients import Client, calls, pages
 from kvferry.protocol.cache_messages import HASH_BYTES
 from kvferry.protocol.errors import (
     CacheMissError,
@@ -302,7 +302,7 @@ def test_a_router_follows_the_cache(client: Client, pool: Filled) -> None:
 @pytest.mark.host_only
 def test_a_change_answers_who_waits_for_it(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
     with Client.connect(daemon.runtime_dir, name="router") as router:
-        waiting = router.begin(tier_calls.cache_events(router.cache_cursor(), 10))
+        waiting = router.begin(calls.cache_events(router.cache_cursor(), 10))
         assert not router.is_ready(waiting)
         client.wait_done(client.store(pool.name, hashes(1), client.allocate(pool.name, 1)))
         assert router.wait(waiting).changes[0].hashes == hashes(1)[0]

@@ -1,50 +1,70 @@
-"""The two clients have one surface: the same calls with the same arguments and words; what waits is awaited."""
+"""The two clients have one surface: the synchronous one's requests are made from the asynchronous one's."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from kvferry.clients import AsyncClient, Client
+from tests.clients.unasync import MADE, SOURCE, made
 
-AT_ONCE: Final = {
-    "batched", "begin", "boot_id", "close", "is_ready", "load", "offload", "receive", "restore", "send", "store",
-    "update_tables", "welcome",
-}  # fmt: skip
-"""What neither waits nor is awaited."""
+SURFACE = sorted(name for name in dir(Client) if not name.startswith("_"))
+NO_SUCH_WORDS = re.compile(r"\b(await|async|coroutine|task)", re.IGNORECASE)
 
 
-def surface(client: type[Any]) -> dict[str, Any]:
-    """Return what a client send requests."""
-    return {name: inspect.getattr_static(client, name) for name in dir(client) if not name.startswith("_")}
+def test_the_synchronous_client_is_up_to_date() -> None:
+    assert made(SOURCE.read_text()) == MADE.read_text(), "run `make sync-client`"
 
 
-SYNC, ASYNC = surface(Client), surface(AsyncClient)
-CALLS = sorted(name for name in SYNC if callable(getattr(Client, name)))
+def test_both_have_the_same_calls_with_the_same_words() -> None:
+    assert [name for name in dir(AsyncClient) if not name.startswith("_")] == SURFACE
+    assert {"wait_finished", "wait_settled", "boot_id", "poll", "wait", "is_ready", "connect"} <= set(SURFACE)
+    for name in SURFACE:
+        assert inspect.getdoc(getattr(Client, name)) == inspect.getdoc(getattr(AsyncClient, name)), name
 
 
-def test_the_same_names() -> None:
-    assert set(SYNC) == set(ASYNC)
-    assert {"wait_finished", "wait_settled", "boot_id", "poll", "wait", "is_ready", "connect"} <= set(ASYNC)
+@pytest.mark.parametrize("one", [Client, *(getattr(Client, name) for name in SURFACE)])
+def test_the_synchronous_client_speaks_of_nothing_asynchronous(one: Any) -> None:  # noqa: ANN401  a class, a call, a property
+    assert not NO_SUCH_WORDS.search(inspect.getdoc(one) or "")
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call(name: str) -> None:
-    one, other = getattr(Client, name), getattr(AsyncClient, name)
-    ours, theirs = inspect.signature(one), inspect.signature(other)
-    as_async = str(theirs.return_annotation)
-    assert list(ours.parameters.values()) == list(theirs.parameters.values())
-    as_sync = re.sub(r"\bAsync(Client|Iterator)\b", r"\1", as_async)
-    assert re.sub(r"^Connecting\[(.*)\]$", r"\1", as_sync) == str(ours.return_annotation)
-    assert inspect.getdoc(one) == inspect.getdoc(other)
-    assert inspect.getdoc(one)
-    waits = inspect.iscoroutinefunction(other) or inspect.isasyncgenfunction(other) or "Connecting[" in as_async
-    assert waits == (name not in AT_ONCE)
+def test_what_is_made_waits_where_the_source_awaits() -> None:
+    source = '''"""A module about asyncio."""
+
+import asyncio
+from collections.abc import AsyncIterator
 
 
-def test_properties_have_the_same_words() -> None:
-    for name in sorted(set(SYNC) - set(CALLS)):
-        assert inspect.getdoc(getattr(Client, name)) == inspect.getdoc(getattr(AsyncClient, name))
+class AsyncRequests:
+    @connecting  # async only
+    async def connect(self, path: str) -> str:
+        """Say await."""
+        found = await asyncio.to_thread(find, path) if path else await asyncio.to_thread(default)
+        async with found as one:
+            return await one.read("await")
+
+    async def each(self) -> AsyncIterator[int]:
+        for one in await self.all():
+            yield one
+'''
+    assert (
+        made(source).partition("\n")[2]
+        == '''"""A module about asyncio."""
+
+from collections.abc import Iterator
+
+
+class SyncRequests:
+    def connect(self, path: str) -> str:
+        """Say await."""
+        found = find(path) if path else default()
+        with found as one:
+            return one.read("await")
+
+    def each(self) -> Iterator[int]:
+        yield from self.all()
+'''
+    )

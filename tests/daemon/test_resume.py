@@ -26,7 +26,7 @@ from kvferry.protocol.ids import BootId
 from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.session_messages import SessionOpen, SessionOpened
 from kvferry.protocol.session_stream import pack
-from kvferry.protocol.transfer_messages import Accepted
+from kvferry.protocol.transfer_messages import Accepted, Receive
 from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import RawEngine, raw_engine
 from tests.started import started
@@ -107,7 +107,8 @@ def test_pages_transfers_and_events_go_on(daemon: DaemonProcess, other: Client) 
     request_id = new_request_id()
     with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
         ids = engine.call(calls.allocate(POOL, 4, "main"))
-        body, lists = calls.receive_body(POOL, request_id, [pages(ids)], 1, (), None, "pages")
+        heads, lists = calls.page_lists([pages(ids)])
+        body = Receive(request_id=request_id, pool=POOL, lists=heads)
         assert isinstance(engine.ask(body, *lists).body, Accepted)
         lose_socket(engine, other)
         assert free_pages(other) == ALL - 4
@@ -128,7 +129,8 @@ def test_unacknowledged_events_are_sent_again(daemon: DaemonProcess, other: Clie
     request_id = new_request_id()
     with raw_engine(daemon.runtime_dir, opening=keeping()) as engine:
         ids = engine.call(calls.allocate(POOL, 2, "main"))
-        body, lists = calls.receive_body(POOL, request_id, [pages(ids)], 1, (), None, "pages")
+        heads, lists = calls.page_lists([pages(ids)])
+        body = Receive(request_id=request_id, pool=POOL, lists=heads)
         engine.ask(body, *lists)
         sent = other.send(POOL, request_id, [pages(other.allocate(POOL, 2))])
         other.wait_settled(sent)
