@@ -19,7 +19,6 @@ from kvferry.daemon.tiers.operations import Ending, JobStarter, Operation, Opera
 from kvferry.daemon.tiers.snapshots import (
     Snapshot,
     SnapshotRegistry,
-    SnapshotSegment,
     check_layout,
     hold_pages,
     ids_for,
@@ -31,7 +30,6 @@ from kvferry.pools.planning.manifest import space_of
 from kvferry.pools.planning.page_checks import check_distinct
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.tiers.arena import whole_units
 from kvferry.pools.tiers.blocks import BlockPages
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
@@ -125,7 +123,6 @@ class OffloadService:
             self._host.region  # noqa: B018  raises TierOffError
             for segment in snapshot.segments:
                 segment.offsets = self._host.reserve(pool.tenant, segment.count, segment.layout.block_bytes)
-                self._host.index.accounts.charge(pool.tenant, _charge(segment))
                 reserved.append(segment)
         except KvferryError:
             snapshot.segments = reserved
@@ -359,17 +356,12 @@ class OffloadService:
 
     def _free(self, snapshot: Snapshot) -> None:
         for segment in snapshot.segments:
-            self._host.free(segment.offsets, segment.layout.block_bytes)
-            self._host.index.accounts.discharge(snapshot.tenant, _charge(segment))
+            self._host.release(snapshot.tenant, segment.offsets, segment.layout.block_bytes)
         snapshot.segments = []
 
 
 def _deleted(pool: Pool) -> UnknownPoolError:
     return UnknownPoolError(f"pool {pool.name!r} was deleted", field="pool")
-
-
-def _charge(segment: SnapshotSegment) -> int:
-    return segment.count * whole_units(segment.layout.block_bytes)
 
 
 def _block_segments(snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> list[BlockSegment]:

@@ -359,7 +359,7 @@ class PrefixCacheService:
                 self._commit(fresh, offsets, job)
             elif fresh:
                 self._host.index.abandon(fresh)
-                self._host.free(offsets.reshape(-1), layout.block_bytes)
+                self._host.arena.free(offsets.reshape(-1), layout.block_bytes)
             done = TierDone(operation=operation.number, kind="store")
             if error is not None:
                 return Ending(done)

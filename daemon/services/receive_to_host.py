@@ -24,7 +24,6 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import bytes_per_page, component_of, space_of, spaces_of
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
-from kvferry.pools.tiers.arena import whole_units
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, UnknownComponentError, raised
 from kvferry.protocol.events import Finished, Settled
@@ -83,7 +82,6 @@ class HostReceives:
         except KvferryError as error:
             self._service.filled(snapshot, None, error)
             raise
-        self._host.index.accounts.charge(pool.tenant, whole_units(size_bytes))
         made = Pool(
             pool.tenant,
             pool.name,
@@ -145,8 +143,7 @@ class HostReceives:
         self._service.start(operation, job)
 
     def _free(self, host_receive: HostReceive) -> None:
-        self._host.free(np.array([host_receive.offset]), host_receive.size_bytes)
-        self._host.index.accounts.discharge(host_receive.pool.tenant, whole_units(host_receive.size_bytes))
+        self._host.release(host_receive.pool.tenant, np.array([host_receive.offset]), host_receive.size_bytes)
 
 
 def _numbered(lists: Sequence[PageList], manifest: Manifest, most_bytes: int) -> list[PageIds]:

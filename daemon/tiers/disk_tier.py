@@ -22,7 +22,7 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.tiers.arena import Offsets, whole_units
-from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError
+from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError, file_bytes
 from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.journal import Tier
@@ -209,7 +209,7 @@ class DiskTier:
         """Write a block, evicting others first where needed; the block is pinned meanwhile."""
         assert block.offsets is not None, block
         page_bytes = self._host.page_bytes[block.namespace]
-        size_bytes = self._store.file_bytes(block.namespace, page_bytes)
+        size_bytes = file_bytes(block.namespace, page_bytes)
         buffers = self._buffers(block.offsets, page_bytes)
         self._host.index.pin([block], DEMOTION)
         try:

@@ -18,7 +18,7 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_units
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
-from kvferry.pools.tiers.index import BlockIndex
+from kvferry.pools.tiers.index import BlockIndex, TenantAccount
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
 from kvferry.protocol.session_messages import TierStatus
@@ -100,7 +100,7 @@ class HostTier:
     def reserve(self, tenant: int, count: int, size_bytes: int, *, counted: bool = False) -> Offsets:
         """Allocate memory for ``count`` blocks of ``size_bytes`` for a tenant: all or none, evicting where needed.
 
-        The caller charges the tenant; ``counted`` says that it has already done so.
+        It is charged to the tenant until ``release``, unless the index has already ``counted`` it.
 
         Returns:
             (count,) offsets in the arena, in bytes.
@@ -110,19 +110,29 @@ class HostTier:
             OverloadedError: too much is pinned; the detail names the holders.
         """
         wanted = count * whole_units(size_bytes)
-        self._evict_for_tenant(tenant, wanted, counted_bytes=wanted if counted else 0)
+        account = self.index.accounts[tenant]
+        self._evict_for_tenant(tenant, account, wanted, counted_bytes=wanted if counted else 0)
         try:
             offsets = self.arena.allocate(count, size_bytes)
         except NotEnoughError:
             self._evict_for(size_bytes, wanted)
             offsets = self.arena.allocate(count, size_bytes)
+        if not counted:
+            account.charged_bytes += wanted
         if count:
             self.populate(int(offsets[-1]) + size_bytes)
         return offsets
 
-    def free(self, offsets: Offsets, size_bytes: int) -> None:
-        """Free memory that ``reserve`` returned."""
+    def release(self, tenant: int, offsets: Offsets, size_bytes: int) -> None:
+        """Free memory that ``reserve`` has charged to a tenant."""
         self.arena.free(offsets, size_bytes)
+        self.discharge(tenant, len(offsets), size_bytes)
+
+    def discharge(self, tenant: int, count: int, size_bytes: int) -> None:
+        """Charge a tenant no more for blocks that ``reserve`` returned: they are free, or the index counts them."""
+        account, charged = self.index.accounts[tenant], count * whole_units(size_bytes)
+        assert charged <= account.charged_bytes, f"{charged} of {account.charged_bytes} charged bytes discharged"
+        account.charged_bytes -= charged
 
     def free_all(self, freed: Iterable[Freed]) -> None:
         """Free memory that the index has released."""
@@ -136,13 +146,12 @@ class HostTier:
         """Return the tier as STATUS shows it."""
         if not self.enabled:
             return TierStatus(tier="host", state="off", total_bytes=0, used_bytes=0)
-        usage = self.index.accounts.tenants().values()
         return TierStatus(
             tier="host",
             state="ready",
             total_bytes=self.arena.size_bytes,
             used_bytes=self.arena.used_bytes,
-            pinned_bytes=self.arena.used_bytes - sum(one.evictable_bytes for one in usage),
+            pinned_bytes=self.arena.used_bytes - self.index.accounts.evictable_bytes,
             blocks=self.index.accounts.blocks,
             snapshots=snapshots,
         )
@@ -164,24 +173,24 @@ class HostTier:
         if self._region is not None:
             self._region.close()
 
-    def _evict_for_tenant(self, tenant: int, wanted: int, *, counted_bytes: int) -> None:
-        usage = self.index.accounts.usage(tenant)
-        if wanted > min(usage.quota_bytes, self.arena.size_bytes):
+    def _evict_for_tenant(self, tenant: int, account: TenantAccount, wanted: int, *, counted_bytes: int) -> None:
+        if wanted > min(account.quota_bytes, self.arena.size_bytes):
             raise OutOfMemoryError(
                 f"{wanted} bytes are needed in the host tier, which has {self.arena.size_bytes}; user {tenant} has "
-                f"a quota of {usage.quota_bytes} (tiers.host_bytes, tiers.tenant_bytes)"
+                f"a quota of {account.quota_bytes} (tiers.host_bytes, tiers.tenant_bytes)"
             )
-        missing = self.index.accounts.excess_bytes(tenant, wanted - counted_bytes)
-        if not missing:
+        missing = account.used_bytes + wanted - counted_bytes - account.quota_bytes
+        if missing <= 0:
             return
-        if usage.evictable_bytes < missing:
-            raise self._full(wanted, f"user {tenant} has {usage.used_bytes} of its {usage.quota_bytes} bytes in use")
+        if account.evictable_bytes < missing:
+            raise self._full(
+                wanted, f"user {tenant} has {account.used_bytes} of its {account.quota_bytes} bytes in use"
+            )
         self._evict(self.index.host_victims(tenant), missing)
 
     def _evict_for(self, size_bytes: int, wanted: int) -> None:
         """Evict until the blocks fit; evict nothing where that could not be enough."""
-        evictable = sum(one.evictable_bytes for one in self.index.accounts.tenants().values())
-        if self.arena.free_bytes + evictable >= wanted:
+        if self.arena.free_bytes + self.index.accounts.evictable_bytes >= wanted:
             victims = self.index.host_victims()
             missing = wanted - self.arena.fitting(size_bytes) * whole_units(size_bytes)
             while self._evict(victims, missing):
@@ -206,7 +215,7 @@ class HostTier:
         self._counters.add("tiers.host.busy")
         holders = sorted(self.index.pinned_by().items(), key=lambda one: -one[1])[:HOLDERS_SHOWN]
         pinned = ", ".join(f"{size} by {holder_name(holder)}" for holder, size in holders) or "nothing"
-        usage = sorted(self.index.accounts.tenants().items(), key=lambda one: -one[1].charged_bytes)[:HOLDERS_SHOWN]
+        usage = sorted(self.index.accounts.items(), key=lambda one: -one[1].charged_bytes)[:HOLDERS_SHOWN]
         charged = ", ".join(f"{one.charged_bytes} of user {tenant}" for tenant, one in usage if one.charged_bytes)
         return OverloadedError(
             f"the host tier is full: {wanted} bytes are needed, {why}; snapshots and running operations use: "

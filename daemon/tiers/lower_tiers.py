@@ -176,16 +176,15 @@ class LowerTiers:
             self._counters.add("tiers.host.promotions_refused")
             log.info("a cached block was not promoted", cause=error.detail)
             return False
-        accounts = self._host.index.accounts
-        accounts.charge(tenant, block.size_bytes)
         promoted = False
         try:
             digests = await self._read(block, offsets, page_bytes)
             promoted = digests is not None and self._host.index.enter_host(block, offsets, digests)
         finally:
-            accounts.discharge(tenant, block.size_bytes)
-            if not promoted:
-                self._host.free(offsets, page_bytes)
+            if promoted:  # the index counts it now
+                self._host.discharge(tenant, pages, page_bytes)
+            else:
+                self._host.release(tenant, offsets, page_bytes)
         if promoted:
             self._counters.add("tiers.host.promoted_blocks")
         return block.in_host

@@ -28,34 +28,15 @@ class OperationClass(enum.IntEnum):
     DEMOTION = 2
 
 
-class ClassCounts:
-    """Counters of one class.
-
-    Attributes:
-        started: steps that began.
-        waited: steps that could not begin at once.
-        patient: steps that began during transfers, after ``patience_s``.
-        waited_s: their total waiting time.
-        bytes_in_flight: bytes of steps that have not ended.
-    """
-
-    __slots__ = ("bytes_in_flight", "patient", "started", "waited", "waited_s")
-
-    def __init__(self) -> None:
-        self.started = self.waited = self.patient = self.bytes_in_flight = 0
-        self.waited_s = 0.0
-
-
 class _Ticket:
     """One step that waits to begin."""
 
-    __slots__ = ("operation_class", "since_s", "size_bytes", "waited")
+    __slots__ = ("operation_class", "since_s", "size_bytes")
 
     def __init__(self, operation_class: OperationClass, size_bytes: int, since_s: float) -> None:
         self.operation_class = operation_class
         self.size_bytes = size_bytes
         self.since_s = since_s
-        self.waited = False
 
 
 def _never() -> bool:
@@ -63,11 +44,7 @@ def _never() -> bool:
 
 
 class Scheduler:
-    """The scheduler, see the module. Not bound to an event loop.
-
-    Attributes:
-        counts: per class; read without a lock.
-    """
+    """The scheduler, see the module. Not bound to an event loop."""
 
     def __init__(
         self,
@@ -80,7 +57,7 @@ class Scheduler:
 
         With ``patience_s`` 0 a step waits for as long as transfers are in flight.
         """
-        self.counts = {one: ClassCounts() for one in OperationClass}
+        self._in_flight = dict.fromkeys(OperationClass, 0)  # bytes of steps that have not ended
         self._max_bytes = {one: max_bytes[one] for one in OperationClass}
         self._patience_s = patience_s
         self._clock = clock
@@ -104,7 +81,7 @@ class Scheduler:
     @property
     def bytes_in_flight(self) -> int:
         """Return the bytes of all steps in flight."""
-        return sum(one.bytes_in_flight for one in self.counts.values())
+        return sum(self._in_flight.values())
 
     def transfer_began(self) -> None:
         """Count a transfer op as in flight."""
@@ -172,8 +149,8 @@ class Scheduler:
     def end(self, operation_class: OperationClass, size_bytes: int) -> None:
         """End a step that was begun."""
         with self._changed:
-            self.counts[operation_class].bytes_in_flight -= size_bytes
-            assert self.counts[operation_class].bytes_in_flight >= 0, self
+            self._in_flight[operation_class] -= size_bytes
+            assert self._in_flight[operation_class] >= 0, self
             self._wake()
 
     def wake(self) -> None:
@@ -208,20 +185,15 @@ class Scheduler:
 
     def _start(self, ticket: _Ticket, now_s: float) -> bool:
         """Begin a step if it may start now, and remove it from its queue. Needs the lock."""
-        tickets, counts = self._waiting[ticket.operation_class], self.counts[ticket.operation_class]
         if not self._may_start(ticket, now_s):
-            ticket.waited = True
             return False
+        tickets = self._waiting[ticket.operation_class]
         if self._transfers:
             self._last_patient_s = now_s
-            counts.patient += 1
         if tickets and tickets[0] is ticket:
             tickets.popleft()
             self._wake()  # the next one of its class, or a lower class, may start as well
-        counts.started += 1
-        counts.waited += ticket.waited
-        counts.waited_s += now_s - ticket.since_s
-        counts.bytes_in_flight += ticket.size_bytes
+        self._in_flight[ticket.operation_class] += ticket.size_bytes
         return True
 
     def _may_start(self, ticket: _Ticket, now_s: float) -> bool:
@@ -232,7 +204,7 @@ class Scheduler:
             return False
         if self._transfers:
             return not self.bytes_in_flight and self._patient_at_s(ticket) <= now_s
-        in_flight = self.counts[operation_class].bytes_in_flight
+        in_flight = self._in_flight[operation_class]
         return not in_flight or in_flight + ticket.size_bytes <= self._max_bytes[operation_class]
 
     def _patient_at_s(self, ticket: _Ticket) -> float:

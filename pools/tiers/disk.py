@@ -1,7 +1,7 @@
 """The files of the disk tier: one file per cached block, under a root that one daemon holds.
 
-Synchronous, for I/O threads: any method may be called from any of them. The caller decides which blocks to keep; the
-store counts the bytes that they take.
+Synchronous, for I/O threads: any method may be called from any of them. The caller decides which blocks to keep, and
+counts the bytes that they take.
 
 Correctness does not depend on the fsync policy: readers verify checksums, so a file torn by a power cut is a miss. The
 policy decides how much of the cache survives a power cut::
@@ -40,7 +40,6 @@ from kvferry.pools.tiers.block_file import (
     READ_FLAGS,
     SPACE_NAME,
     TENANT_NAME,
-    BlockHeader,
     BlockReader,
     BlockWriter,
     DamagedBlockError,
@@ -48,7 +47,6 @@ from kvferry.pools.tiers.block_file import (
     MissingBlockError,
     ask_for_header,
     disk_errors,
-    file_bytes,
     file_name,
     folder_of,
     namespace_of,
@@ -249,10 +247,7 @@ class FoundBlock(NamedTuple):
 
 
 class DiskStore:
-    """The files under one root, which belongs to this daemon alone from ``__init__`` to ``close``. A context manager.
-
-    ``used_bytes`` counts what this store has written and what a scan has found: it is complete once a scan has ended.
-    """
+    """The files under one root, which is this daemon's alone from ``__init__`` to ``close``. A context manager."""
 
     def __init__(self, root: Path, fsync: Fsync = "never") -> None:
         """Lock the root; its contents are unknown before ``scan``.
@@ -263,19 +258,18 @@ class DiskStore:
         self.root = root
         self.fsync = fsync
         self.counts = DiskCounts()
-        self.used_bytes = 0
         self._lock_fd = lock_root(root)
         self._mutex = threading.Lock()
         self._folders: dict[tuple[Namespace, bytes], Path] = {}
-        self._sizes: dict[Namespace, dict[bytes, int]] = {}
         self._token = secrets.token_hex(8)
         self._numbers = count(1)
+        self._written: set[BlockKey] | None = set()  # what a scan need not report; None once it has ended
         self._cooling: dict[BlockKey, int] = {}
         self._dirty: dict[BlockKey, None] = {}
         self._dirty_folders: dict[Path, None] = {}
 
     def __repr__(self) -> str:
-        return f"<DiskStore {self.root}: {len(self)} blocks, {self.used_bytes} bytes, {self.counts.damaged} damaged>"
+        return f"<DiskStore {self.root}: {self.counts.damaged} damaged>"
 
     def __enter__(self) -> Self:
         return self
@@ -286,16 +280,6 @@ class DiskStore:
         """Close the store."""
         self.close()
 
-    def __len__(self) -> int:
-        """Return the number of known blocks."""
-        with self._mutex:
-            return sum(map(len, self._sizes.values()))
-
-    def __contains__(self, key: BlockKey) -> bool:
-        """Return whether a block is known: written, or found by a scan."""
-        with self._mutex:
-            return key.hash in self._sizes.get(key.namespace, ())
-
     def close(self) -> None:
         """Release the root, without a sync. Writers and readers must have ended."""
         if self._lock_fd < 0:
@@ -305,15 +289,6 @@ class DiskStore:
         self._cooling.clear()
         os.close(self._lock_fd)
         self._lock_fd = -1
-
-    def check_integrity(self) -> None:
-        """Assert that ``used_bytes`` is the total of the known blocks."""
-        with self._mutex:
-            assert self.used_bytes == sum(sum(sizes.values()) for sizes in self._sizes.values()), self
-
-    def file_bytes(self, namespace: Namespace, page_bytes: int) -> int:
-        """Return the file size of a block of this namespace, header included."""
-        return file_bytes(namespace, page_bytes)
 
     def begin_write(
         self,
@@ -350,15 +325,6 @@ class DiskStore:
         header = new_header(key, page_bytes, tuple(digests), parent, model)
         return BlockWriter(part, fd, header, buffers, self._publish)
 
-    def write(
-        self, key: BlockKey, buffers: Sequence[memoryview], digests: Sequence[int], parent: bytes | None = None
-    ) -> int:
-        """Write a block at once and return its file's size; see ``begin_write``."""
-        with self.begin_write(key, buffers, digests, parent) as writer:
-            while not writer.step():
-                pass
-            return writer.finish()
-
     def begin_read(self, key: BlockKey, buffers: Sequence[memoryview]) -> BlockReader:
         """Begin to read a block into writable buffers, one per page, of the length that was written.
 
@@ -367,22 +333,10 @@ class DiskStore:
             DamagedBlockError: the file is not that block with pages of this size. It was removed.
             DiskFailedError: the disk failed.
         """
-        try:
-            return BlockReader(self._path(key), key, buffers, self._drop_damaged)
-        except MissingBlockError:
-            with self._mutex:
-                self._forget(key)
-            raise
+        return BlockReader(self._path(key), key, buffers, self._drop_damaged)
 
-    def read(self, key: BlockKey, buffers: Sequence[memoryview]) -> BlockHeader:
-        """Read a block at once and return its header; see ``begin_read`` and ``BlockReader.step``."""
-        with self.begin_read(key, buffers) as reader:
-            while not reader.step():
-                pass
-            return reader.header
-
-    def remove(self, key: BlockKey) -> bool:
-        """Remove a block; return whether it was known. Readers that have it open go on; a power cut may bring it back.
+    def remove(self, key: BlockKey) -> None:
+        """Remove a block, if it is there. Readers that have it open go on; a power cut may bring it back.
 
         Raises:
             DiskFailedError: the disk failed.
@@ -393,9 +347,8 @@ class DiskStore:
                 with disk_errors(path):
                     path.unlink(missing_ok=True)
             finally:
-                known = self._forget(key)
+                self._stop_cooling(key)
             self._dirty.pop(key, None)
-        return known
 
     def sync_dirty(self, max_files: int = 64) -> int:
         """Write out what was stored since the last call, at most ``max_files`` files; return how many are left.
@@ -426,7 +379,7 @@ class DiskStore:
 
         A step takes about a millisecond and may yield none. Headers and lengths are checked; pages are checked when
         they are read. Leftovers of dead writers and damaged files are removed; foreign files are counted. Writers and
-        readers may be used between the steps; blocks that became known through them are not yielded.
+        readers may be used between the steps; blocks that this store has written are not yielded.
 
         Args:
             files_a_step: number of files to open in a step.
@@ -444,11 +397,12 @@ class DiskStore:
                 ask_for_header(self._path(candidate.key))
             yield tuple(filter(None, map(self._found, step)))
             step = ahead
+        self._written = None
 
     def _found(self, candidate: Candidate) -> FoundBlock | None:
-        """Return the block, unless it is known, gone, damaged or cannot be read."""
+        """Return the block, unless this store has written it, or it is gone, damaged or cannot be read."""
         key = candidate.key
-        if key in self:
+        if self._written is not None and key in self._written:
             return None
         try:
             opened = open_block(self._path(key), key, self._drop_damaged)
@@ -458,9 +412,6 @@ class DiskStore:
             self.counts.unreadable += 1
             return None
         os.close(opened.fd)
-        with self._mutex:
-            if not self._learn(key, opened.size_bytes):
-                return None
         header = opened.header
         return FoundBlock(
             key,
@@ -473,15 +424,16 @@ class DiskStore:
         )
 
     def _publish(self, writer: BlockWriter) -> None:
-        """Give a written file its final name and count it."""
+        """Give a written file its final name."""
         path = self._path(writer.key)
         if self.fsync == "block":
             os.fdatasync(writer.fd)
         os.posix_fadvise(writer.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         with self._mutex:
             writer.part.rename(path)
-            self._forget(writer.key)
-            self._learn(writer.key, writer.size_bytes)
+            if self._written is not None:
+                self._written.add(writer.key)
+            self._stop_cooling(writer.key)
             if self.fsync == "interval":
                 self._dirty[writer.key] = self._dirty_folders[path.parent] = None
         if self.fsync == "block":
@@ -519,23 +471,10 @@ class DiskStore:
             self._folders[place] = self.root / folder_of(key)
         return self._folders[place] / file_name(key)
 
-    def _learn(self, key: BlockKey, size_bytes: int) -> bool:
-        """Count a block; return whether it was not known. The caller holds the mutex."""
-        sizes = self._sizes.setdefault(key.namespace, {})
-        if key.hash in sizes:
-            return False
-        sizes[key.hash] = size_bytes
-        self.used_bytes += size_bytes
-        return True
-
-    def _forget(self, key: BlockKey) -> bool:
-        """Stop counting a block; return whether it was known. The caller holds the mutex."""
-        sizes = self._sizes.get(key.namespace, {})
-        size_bytes = sizes.pop(key.hash, None)
-        if key in self._cooling:  # an open descriptor would keep a removed file's space
+    def _stop_cooling(self, key: BlockKey) -> None:
+        """Close a file that is removed: an open descriptor would keep its space. The caller holds the mutex."""
+        if key in self._cooling:
             os.close(self._cooling.pop(key))
-        self.used_bytes -= size_bytes or 0
-        return size_bytes is not None
 
     def _drop_damaged(self, key: BlockKey, fd: int) -> None:
         """Count a damaged file and remove it, unless a new one has replaced it meanwhile."""
@@ -544,7 +483,7 @@ class DiskStore:
             self.counts.damaged += 1
             if os.path.samestat(path.lstat(), os.fstat(fd)):
                 path.unlink()
-                self._forget(key)
+                self._stop_cooling(key)
 
     def _taken(self, dirty: dict[_T, None], most: int) -> list[_T]:
         """Remove and return the oldest dirty items."""
@@ -557,7 +496,7 @@ class DiskStore:
     def _cool(self, key: BlockKey, fd: int) -> None:
         """Keep a file open until its last bytes are probably written out, then drop them from the page cache."""
         with self._mutex:
-            cooled = [self._cooling.pop(key)] if key in self._cooling else []
+            cooled = [self._cooling.pop(key)] if key in self._cooling else []  # by another writer of the block
             self._cooling[key] = fd
             if len(self._cooling) > COOLING_FILES:
                 cooled.append(self._cooling.pop(next(iter(self._cooling))))

@@ -7,7 +7,7 @@ whoever moves bytes reports it here, and changes of visibility are recorded in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvferry.pools.tiers.arena import Freed, Offsets
@@ -16,37 +16,22 @@ from kvferry.pools.tiers.journal import CacheJournal, Tier
 from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
 
 
-class TenantUsage(NamedTuple):
-    """Bytes in the host tier."""
-
-    cached_bytes: int
-    """Blocks in the tier, including removed ones that are still being read."""
-    writing_bytes: int
-    """Blocks that are being written."""
-    charged_bytes: int
-    """Anything else, mainly snapshots."""
-    evictable_bytes: int
-    """Cached blocks without a pin."""
-    quota_bytes: int
-
-    @property
-    def used_bytes(self) -> int:
-        """Return the bytes that count against the quota."""
-        return self.cached_bytes + self.writing_bytes + self.charged_bytes
-
-
 class TenantAccount:
-    """The current counts of one tenant, and the eviction policy of its blocks in the host tier."""
+    """What one tenant has in the host tier, in bytes, and the eviction policy of its blocks there.
+
+    Attributes:
+        cached_bytes: blocks in the tier, including removed ones that are still being read.
+        writing_bytes: blocks that are being written.
+        charged_bytes: anything else, mainly snapshots.
+        evictable_bytes: cached blocks without a pin.
+    """
 
     __slots__ = ("cached_bytes", "charged_bytes", "evictable_bytes", "policy", "quota_bytes", "writing_bytes")
 
     def __init__(self, quota_bytes: int, policy: EvictionPolicy[CachedBlock]) -> None:
         self.quota_bytes = quota_bytes
         self.policy = policy
-        self.cached_bytes = 0
-        self.writing_bytes = 0
-        self.charged_bytes = 0
-        self.evictable_bytes = 0
+        self.cached_bytes = self.writing_bytes = self.charged_bytes = self.evictable_bytes = 0
 
     @property
     def used_bytes(self) -> int:
@@ -57,12 +42,6 @@ class TenantAccount:
     def share(self) -> float:
         """Return the used fraction of the quota; a quota of 0 counts as one byte."""
         return self.used_bytes / max(self.quota_bytes, 1)
-
-    def usage(self) -> TenantUsage:
-        """Return the current counts."""
-        return TenantUsage(
-            self.cached_bytes, self.writing_bytes, self.charged_bytes, self.evictable_bytes, self.quota_bytes
-        )
 
 
 class HostAccounts:
@@ -86,45 +65,31 @@ class HostAccounts:
         used = sum(account.used_bytes for account in self._accounts.values())
         return f"<HostAccounts tenants={len(self._accounts)} used_bytes={used} policy={self._policy}>"
 
-    def account(self, tenant: int) -> TenantAccount:
+    def __getitem__(self, tenant: int) -> TenantAccount:
         """Return a tenant's account, which the index updates."""
         account = self._accounts.get(tenant)
         if account is None:
-            account = self._accounts[tenant] = TenantAccount(self._quota_of(tenant), make_policy(self._policy))
+            quota_bytes = self._quotas.get(tenant, self._quota_bytes)
+            account = self._accounts[tenant] = TenantAccount(quota_bytes, make_policy(self._policy))
         return account
 
-    def charge(self, tenant: int, size_bytes: int) -> None:
-        """Charge a tenant for bytes in the host tier that belong to no cached block: of a snapshot or a promotion."""
-        self.account(tenant).charged_bytes += size_bytes
-
-    def discharge(self, tenant: int, size_bytes: int) -> None:
-        """Undo ``charge``."""
-        account = self.account(tenant)
-        assert size_bytes <= account.charged_bytes, f"{size_bytes} of {account.charged_bytes} charged bytes discharged"
-        account.charged_bytes -= size_bytes
-
-    def usage(self, tenant: int) -> TenantUsage:
-        """Return a tenant's usage; zeros and its quota if it never had any."""
-        account = self._accounts.get(tenant)
-        return account.usage() if account else TenantUsage(0, 0, 0, 0, self._quota_of(tenant))
-
-    def tenants(self) -> dict[int, TenantUsage]:
-        """Return the usage of each tenant that ever had any."""
-        return {tenant: account.usage() for tenant, account in self._accounts.items()}
+    def items(self) -> ItemsView[int, TenantAccount]:
+        """Return each tenant that was ever asked about, with its account."""
+        return self._accounts.items()
 
     @property
     def blocks(self) -> int:
         """Return the number of visible blocks in the host tier, over all tenants."""
         return sum(len(account.policy) for account in self._accounts.values())
 
-    def excess_bytes(self, tenant: int, more_bytes: int) -> int:
-        """Return how many bytes of a tenant must be evicted before ``more_bytes`` fit its quota; 0 if they fit now."""
-        usage = self.usage(tenant)
-        return max(0, usage.used_bytes + more_bytes - usage.quota_bytes)
+    @property
+    def evictable_bytes(self) -> int:
+        """Return the bytes of all cached blocks without a pin."""
+        return sum(account.evictable_bytes for account in self._accounts.values())
 
     def victims(self, tenant: int | None) -> Iterator[CachedBlock]:
         """Yield evictable blocks; see ``BlockIndex.host_victims``."""
-        accounts = list(self._accounts.values()) if tenant is None else [self.account(tenant)]
+        accounts = list(self._accounts.values()) if tenant is None else [self[tenant]]
         turns = [(account, account.policy.victims()) for account in accounts]
         while turns:
             turn = max(turns, key=lambda one: one[0].share)
@@ -133,9 +98,6 @@ class HostAccounts:
                 turns.remove(turn)
             else:
                 yield block
-
-    def _quota_of(self, tenant: int) -> int:
-        return self._quotas.get(tenant, self._quota_bytes)
 
 
 def _next_evictable(account: TenantAccount, victims: Iterator[CachedBlock]) -> CachedBlock | None:
@@ -239,7 +201,7 @@ class BlockIndex:
         Returns:
             The existing or new block of each hash, in order. Each fresh one must be committed or abandoned.
         """
-        account = self.accounts.account(namespace.tenant)
+        account = self.accounts[namespace.tenant]
         begun = []
         for block_hash in hashes:
             block = self.get(namespace, block_hash) or self._writing.get((namespace, block_hash))
@@ -261,7 +223,7 @@ class BlockIndex:
         """
         for block, at in zip(blocks, offsets, strict=True):
             assert block.state is BlockState.WRITING, f"commit of {block}"
-            self.accounts.account(block.namespace.tenant).writing_bytes -= block.size_bytes
+            self.accounts[block.namespace.tenant].writing_bytes -= block.size_bytes
             block.offsets = at
             self._publish(block)
         for block, digest in zip(blocks, digests or (), strict=bool(digests)):
@@ -273,7 +235,7 @@ class BlockIndex:
         """Stop writing blocks; the caller frees what it allocated for them. A block in another tier becomes visible."""
         for block in blocks:
             assert block.state is BlockState.WRITING, f"abandoning {block}"
-            self.accounts.account(block.namespace.tenant).writing_bytes -= block.size_bytes
+            self.accounts[block.namespace.tenant].writing_bytes -= block.size_bytes
             if block.on_disk or block.in_remote:
                 self._publish(block)
             else:
@@ -371,7 +333,7 @@ class BlockIndex:
         """Record a use of blocks, a prefix in order: the first blocks count as the most recently used."""
         for block in reversed(blocks):
             if block.offsets is not None and block.state is BlockState.READY:
-                self.accounts.account(block.namespace.tenant).policy.hit(block)
+                self.accounts[block.namespace.tenant].policy.hit(block)
 
     def pin(self, blocks: Iterable[CachedBlock], holder: int) -> None:
         """Add a pin of ``holder`` to each block, which keeps it in the host tier. Pins do not keep other tiers' copies.
@@ -382,7 +344,7 @@ class BlockIndex:
         for block in blocks:
             pins = block.pins
             if not pins and block.evictable:
-                self.accounts.account(block.namespace.tenant).evictable_bytes -= block.size_bytes
+                self.accounts[block.namespace.tenant].evictable_bytes -= block.size_bytes
             pins[holder] = pins.get(holder, 0) + 1
             held.add(block)
         if not held:
@@ -441,10 +403,9 @@ class BlockIndex:
         assert all(block.state is BlockState.WRITING for block in self._writing.values()), "a block being written"
         for holder, blocks in self._held.items():
             assert all(block.pins[holder] > 0 for block in blocks), f"pins of {holder}"
-        for tenant in self.accounts.tenants():
+        for tenant, account in self.accounts.items():
             mine = [block for block in {*ready, *held} if block.namespace.tenant == tenant and block.in_host]
             writing = [block for block in self._writing.values() if block.namespace.tenant == tenant]
-            account = self.accounts.account(tenant)
             assert account.cached_bytes == sum(block.size_bytes for block in mine), "cached bytes"
             assert account.writing_bytes == sum(block.size_bytes for block in writing), "bytes being written"
             assert account.evictable_bytes == sum(b.size_bytes for b in mine if b.evictable), "evictable bytes"
@@ -468,21 +429,21 @@ class BlockIndex:
 
     def _enter(self, block: CachedBlock) -> None:
         """Account for a visible block that is now in the host tier."""
-        account = self.accounts.account(block.namespace.tenant)
+        account = self.accounts[block.namespace.tenant]
         account.cached_bytes += block.size_bytes
         account.evictable_bytes += 0 if block.pins else block.size_bytes
         account.policy.add(block)
 
     def _leave(self, block: CachedBlock) -> None:
         """Make a visible block no longer a candidate for eviction; its bytes stay."""
-        account = self.accounts.account(block.namespace.tenant)
+        account = self.accounts[block.namespace.tenant]
         account.evictable_bytes -= block.size_bytes if block.evictable else 0
         account.policy.remove(block)
 
     def _give_up(self, block: CachedBlock) -> Freed:
         """Stop accounting for a block's bytes in the host tier, and return them to be freed."""
         assert block.offsets is not None, f"no bytes of {block} in the host tier"
-        self.accounts.account(block.namespace.tenant).cached_bytes -= block.size_bytes
+        self.accounts[block.namespace.tenant].cached_bytes -= block.size_bytes
         freed = Freed(block.offsets, block.page_bytes)
         block.offsets = None
         return freed
@@ -521,7 +482,7 @@ class BlockIndex:
         if not held:
             del self._held[holder]
         if block.evictable:
-            self.accounts.account(block.namespace.tenant).evictable_bytes += block.size_bytes
+            self.accounts[block.namespace.tenant].evictable_bytes += block.size_bytes
         elif block.state is BlockState.DOOMED and not block.pins:
             block.state = BlockState.GONE
             freed.append(self._give_up(block))

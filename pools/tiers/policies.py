@@ -50,11 +50,12 @@ class EvictionPolicy(Protocol[Key]):
 class _Node(Generic[Key]):
     """A key in a ring from the oldest to the newest, which is closed by a sentinel without a key."""
 
-    __slots__ = ("key", "mark", "newer", "older")
+    __slots__ = ("key", "newer", "older", "used_at", "visited")
 
     def __init__(self, key: Key | None) -> None:
         self.key: Final = key
-        self.mark = 0
+        self.visited = False  # by a use since SIEVE's hand was here
+        self.used_at = 0  # by Lru's clock; -1 once it has left
         self.older: _Node[Key] = self
         self.newer: _Node[Key] = self
 
@@ -69,7 +70,24 @@ class _Node(Generic[Key]):
         self.older.newer, self.newer.older = self.newer, self.older
 
 
-class Sieve(Generic[Key]):
+class _Ring(Generic[Key]):
+    """What both policies have: each key's node, and the ring of all nodes."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[Key, _Node[Key]] = {}
+        self._end: _Node[Key] = _Node(None)
+
+    def __len__(self) -> int:
+        """Return how many keys there are."""
+        return len(self._nodes)
+
+    def _new_node(self, key: Key) -> _Node[Key]:
+        assert key not in self._nodes, "a key is added twice"
+        node = self._nodes[key] = _Node(key)
+        return node
+
+
+class Sieve(_Ring[Key]):
     """SIEVE (Zhang et al., NSDI '24): a queue that a hand sweeps from the oldest to the newest, over and over.
 
     A hit only marks its key. The hand clears the mark of a marked key and moves on, and stops at an unmarked one: the
@@ -78,28 +96,21 @@ class Sieve(Generic[Key]):
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[Key, _Node[Key]] = {}
-        self._end: _Node[Key] = _Node(None)
+        super().__init__()
         self._hand = self._end  # a sweep begins
 
     def __repr__(self) -> str:
         """Show the live counts."""
-        marked = sum(node.mark for node in self._nodes.values())
+        marked = sum(node.visited for node in self._nodes.values())
         return f"<Sieve keys={len(self)} marked={marked}>"
-
-    def __len__(self) -> int:
-        """Return how many keys there are."""
-        return len(self._nodes)
 
     def add(self, key: Key) -> None:
         """Add a new key as the newest, without a mark."""
-        assert key not in self._nodes, "a key is added twice"
-        node = self._nodes[key] = _Node(key)
-        node.link_before(self._end)
+        self._new_node(key).link_before(self._end)
 
     def hit(self, key: Key) -> None:
         """Mark a key."""
-        self._nodes[key].mark = 1
+        self._nodes[key].visited = True
 
     def remove(self, key: Key) -> None:
         """Remove a key; a hand that is there moves on."""
@@ -119,8 +130,8 @@ class Sieve(Generic[Key]):
             if node.key is None:
                 return
             self._hand = node
-            if node.mark:
-                node.mark = 0
+            if node.visited:
+                node.visited = False
             elif node not in passed:
                 yield node.key
                 passed.add(node)
@@ -128,27 +139,20 @@ class Sieve(Generic[Key]):
                 self._hand = node.newer
 
 
-class Lru(Generic[Key]):
+class Lru(_Ring[Key]):
     """Least recently used first."""
 
     def __init__(self) -> None:
-        self._nodes: dict[Key, _Node[Key]] = {}
-        self._end: _Node[Key] = _Node(None)
-        self._clock = 0  # a node's mark is the time of its last use; the ring is in that order
+        super().__init__()
+        self._clock = 0  # counts uses; the ring is in the order of the last ones
 
     def __repr__(self) -> str:
         """Show the live counts."""
         return f"<Lru keys={len(self)}>"
 
-    def __len__(self) -> int:
-        """Return how many keys there are."""
-        return len(self._nodes)
-
     def add(self, key: Key) -> None:
         """Add a new key as the one used last."""
-        assert key not in self._nodes, "a key is added twice"
-        node = self._nodes[key] = _Node(key)
-        self._use(node)
+        self._use(self._new_node(key))
 
     def hit(self, key: Key) -> None:
         """Make a key the one used last."""
@@ -160,26 +164,26 @@ class Lru(Generic[Key]):
         """Remove a key."""
         node = self._nodes.pop(key)
         node.unlink()
-        node.mark = -1
+        node.used_at = -1
 
     def victims(self) -> Iterator[Key]:
         """Yield keys from the least recently used on; those used or added after the call began are left out."""
         begun, passed = self._clock, 0
-        skipped, skipped_mark = self._end, 0  # where to continue, valid while the node's mark is unchanged
+        skipped, skipped_at = self._end, 0  # where to continue, as long as that key is there and not used again
         while True:
-            node = skipped.newer if skipped.mark == skipped_mark else self._end.newer
-            while node.key is not None and node.mark <= passed:
+            node = skipped.newer if skipped.used_at == skipped_at else self._end.newer
+            while node.key is not None and node.used_at <= passed:
                 node = node.newer
-            if node.key is None or node.mark > begun:
+            if node.key is None or node.used_at > begun:
                 return
-            passed = node.mark
+            passed = node.used_at
             yield node.key
-            if node.mark == passed:
-                skipped, skipped_mark = node, passed
+            if node.used_at == passed:
+                skipped, skipped_at = node, passed
 
     def _use(self, node: _Node[Key]) -> None:
         self._clock += 1
-        node.mark = self._clock
+        node.used_at = self._clock
         node.link_before(self._end)
 
 

@@ -56,7 +56,7 @@ def test_memory_is_taken_in_units_and_given_back(host: HostTier) -> None:
     offsets = host.reserve(MINE, 3, 100)
     assert len(offsets) == 3
     assert host.arena.used_bytes == 3 * UNIT
-    host.free(offsets, 100)
+    host.release(MINE, offsets, 100)
     assert host.arena.used_bytes == 0
     assert len(host.reserve(MINE, 0, 100)) == 0
 
@@ -86,15 +86,15 @@ def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most_of_its_quota
 
 def test_nobody_goes_where_that_could_not_help(host: HostTier) -> None:
     held = host.reserve(THEIRS, 5, UNIT)
-    host.index.accounts.charge(THEIRS, 5 * UNIT)
     cache(host, 1, 2)
     with pytest.raises(
         OverloadedError, match=rf"16384 bytes are needed, 4096 of 32768 .* use: 20480 of user {THEIRS};"
     ):
         host.reserve(MINE, 4, UNIT)
     assert cached(host) == [1, 2]
-    host.free(held, UNIT)
-    host.index.accounts.discharge(THEIRS, 5 * UNIT)
+    host.release(THEIRS, held, UNIT)
+    with pytest.raises(AssertionError, match="discharged"):
+        host.discharge(THEIRS, 1, UNIT)
 
 
 def test_who_pins_what_is_said(host: HostTier) -> None:

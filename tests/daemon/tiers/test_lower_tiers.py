@@ -73,7 +73,7 @@ async def away(far: Far, *numbers: int) -> list[CachedBlock]:
 
 
 def charged(far: Harness) -> int:
-    return sum(one.charged_bytes for one in far.host.index.accounts.tenants().values())
+    return sum(one.charged_bytes for _, one in far.host.index.accounts.items())
 
 
 async def test_new_blocks_go_down_pinned_meanwhile(far: Far) -> None:

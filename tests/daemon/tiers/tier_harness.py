@@ -179,7 +179,7 @@ class Harness:
         for pool in self.pools:
             for allocator in pool.allocators.values():
                 allocator.check_integrity()
-        used = sum(one.used_bytes for one in self.host.index.accounts.tenants().values())
+        used = sum(one.used_bytes for _, one in self.host.index.accounts.items())
         assert used == self.host.arena.used_bytes, "bytes in the arena that are nobody's, or another way round"
 
     def check_empty(self) -> None:
@@ -190,8 +190,8 @@ class Harness:
         assert not len(self.host.index), self.host.index
         assert not self.host.index.pinned_by()
         assert self.host.arena.used_bytes == 0, self.host.arena
-        for usage in self.host.index.accounts.tenants().values():
-            assert usage.used_bytes == usage.evictable_bytes == 0, usage
+        for tenant, usage in self.host.index.accounts.items():
+            assert usage.used_bytes == usage.evictable_bytes == 0, tenant
         for pool in self.pools:
             assert pool.idle, pool
             assert all(one.busy_count == 0 for one in pool.allocators.values()), pool

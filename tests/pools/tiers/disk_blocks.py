@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
     def write_to(self, store: DiskStore) -> int:
         """Write it; return its file's bytes."""
-        return store.write(self.key, self.buffers, self.digests, self.parent)
+        return written(store, self.key, self.buffers, self.digests, self.parent)
 
     def file_in(self, store: DiskStore) -> Path:
         """Return where its file is, or would be."""
@@ -51,10 +51,27 @@ def block(seed: int = 0, pages: int = 3, page_bytes: int = 1000, parent: bytes |
     return Block(key, [bits.randbytes(page_bytes) for _ in range(pages)], parent)
 
 
+def written(
+    store: DiskStore, key: BlockKey, buffers: list[memoryview], digests: list[int], parent: bytes | None = None
+) -> int:
+    """Write a block at once; return its file's bytes."""
+    with store.begin_write(key, buffers, digests, parent) as writer:
+        while not writer.step():
+            pass
+        return writer.finish()
+
+
+def read_into(store: DiskStore, key: BlockKey, buffers: list[memoryview]) -> None:
+    """Read a block at once."""
+    with store.begin_read(key, buffers) as reader:
+        while not reader.step():
+            pass
+
+
 def read(store: DiskStore, wanted: Block) -> list[bytes]:
     """Return the pages that the store has for a block."""
     pages = [bytearray(len(page)) for page in wanted.pages]
-    store.read(wanted.key, [memoryview(page) for page in pages])
+    read_into(store, wanted.key, [memoryview(page) for page in pages])
     return [bytes(page) for page in pages]
 
 

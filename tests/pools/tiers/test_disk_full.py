@@ -41,14 +41,13 @@ def test_a_full_disk_takes_no_block_and_keeps_the_others(small: Path) -> None:
         late = block(2, page_bytes=200_000)
         with pytest.raises(DiskFullError, match="No space left"):
             late.write_to(store)
-        assert len(files_under(small)) == len(store) == 1
+        assert len(files_under(small)) == 1
         assert read(store, kept) == kept.pages
         with pytest.raises(MissingBlockError):
             read(store, late)
         store.remove(kept.key)
         late.write_to(store)
         assert read(store, late) == late.pages
-        store.check_integrity()
 
 
 def test_a_replacement_that_does_not_fit_leaves_what_was_there(small: Path) -> None:
@@ -63,7 +62,7 @@ def test_a_replacement_that_does_not_fit_leaves_what_was_there(small: Path) -> N
 def test_no_name_left_is_a_full_disk(small: Path) -> None:
     with DiskStore(small) as store:
         assert not all(_is_taken(store, seed) for seed in range(40))
-        assert 0 < len(files_under(small)) == len(store) < 40
+        assert 0 < len(files_under(small)) < 40
 
 
 def _is_taken(store: DiskStore, seed: int) -> bool:
@@ -99,7 +98,7 @@ def test_a_limit_on_a_files_size_is_a_full_disk(tmp_path: Path, file_limit: int)
             block(1, page_bytes=file_limit).write_to(store)
         assert files_under(tmp_path) == []
         block(1, pages=1, page_bytes=file_limit - 4096).write_to(store)
-        assert len(store) == 1
+        assert len(files_under(tmp_path)) == 1
 
 
 def test_no_more_open_files_is_a_failure(tmp_path: Path) -> None:

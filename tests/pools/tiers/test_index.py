@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.pools.tiers.arena import Freed
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace
-from kvferry.pools.tiers.index import OPERATOR, BlockIndex, TenantUsage
+from kvferry.pools.tiers.index import OPERATOR, BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind, Tier
 from tests.devices import DEVICE
 
@@ -330,14 +330,14 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from([1, 2]), size=st.integers(0, 900))
     def charge(self, tenant: int, size: int) -> None:
         """Take bytes for a snapshot."""
-        self.index.accounts.charge(tenant, size)
+        self.index.accounts[tenant].charged_bytes += size
         self.charged[tenant] += size
 
     @rule(tenant=st.sampled_from([1, 2]))
     def discharge(self, tenant: int) -> None:
         """Give half of them back."""
         size = (self.charged[tenant] + 1) // 2
-        self.index.accounts.discharge(tenant, size)
+        self.index.accounts[tenant].charged_bytes -= size
         self.charged[tenant] -= size
 
     # --- those who come late ---
@@ -376,11 +376,9 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
                 known = self.ready.get((space, name))
                 assert self.index.get(space, name) is (known.block if known else None)
         for tenant, quota in QUOTAS.items():
-            usage = self.index.accounts.usage(tenant)
+            usage = self.index.accounts[tenant]
             assert (usage.used_bytes, usage.quota_bytes) == (self.used_bytes(tenant), quota)
             assert usage.evictable_bytes == SIZE * sum(known.space.tenant == tenant for known in self.evictable())
-            excess = self.index.accounts.excess_bytes(tenant, 100)
-            assert excess == max(0, self.used_bytes(tenant) + 100 - quota)
         pinned = Counter(
             {h: SIZE * sum(k.number > 0 and k.pins[h] > 0 for k in self.known()) for h in (OPERATOR, 1, 2)}
         )
@@ -443,12 +441,12 @@ def test_a_removed_block_may_be_stored_again_while_its_bytes_are_read() -> None:
     assert index.unpin_holder(2) == []
     (new,) = store(index, HASHES[:1])
     assert new is not old
-    assert index.accounts.usage(1).cached_bytes == 2 * SIZE
+    assert index.accounts[1].cached_bytes == 2 * SIZE
     (freed,) = index.unpin([old], 1)
     assert (freed.offsets.tolist(), freed.size_bytes) == ([0], SIZE)
     states.append(old.state)
     assert states == [BlockState.DOOMED, BlockState.GONE]
-    assert index.accounts.usage(1).cached_bytes == SIZE
+    assert index.accounts[1].cached_bytes == SIZE
     assert index.get(SPACES[0], HASHES[0]) is new
     index.check_integrity()
 
@@ -462,8 +460,6 @@ def test_wrong_calls_are_refused() -> None:
         index.abandon([block])
     with pytest.raises(AssertionError, match="host memory"):
         index.adopt(SPACES[0], HASHES[1], None, SIZE, tier=Tier.HOST)
-    with pytest.raises(AssertionError, match="discharged"):
-        index.accounts.discharge(1, 1)
     index.pin([block], OPERATOR)
     with pytest.raises(AssertionError, match="dropping"):
         index.drop_host(block)
@@ -488,8 +484,7 @@ def test_who_has_most_of_its_quota_in_use_gives_first() -> None:
 
 def test_a_tenant_nobody_heard_of_has_nothing_and_its_quota() -> None:
     index, _ = new_index(quota_bytes=50)
-    assert index.accounts.usage(9) == TenantUsage(0, 0, 0, 0, 50)
-    assert index.accounts.excess_bytes(9, 60) == 10
+    assert (index.accounts[9].used_bytes, index.accounts[9].quota_bytes) == (0, 50)
     assert list(index.host_victims(9)) == []
     assert index.longest_prefix(SPACES[0], HASHES) == []
 

@@ -108,8 +108,7 @@ def evict(policy: EvictionPolicy[int], pinned: frozenset[int] = frozenset()) -> 
     return None
 
 
-def sides(name: str) -> tuple[EvictionPolicy[int], Model]:
-    return make_policy(name), ListSieve() if name == "sieve" else ListLru()
+MODELS: dict[str, type[Model]] = {"sieve": ListSieve, "lru": ListLru}
 
 
 def take_all(policy: EvictionPolicy[Key]) -> list[Key]:
@@ -148,7 +147,8 @@ def test_lru_keeps_what_cachetools_keeps(accesses: list[int], capacity: int) -> 
 def test_a_cache_under_each_policy_evicts_what_the_plain_model_evicts(
     name: str, accesses: list[int], capacity: int, data: st.DataObject
 ) -> None:
-    policy, model = sides(name)
+    policy: EvictionPolicy[int] = make_policy(name)
+    model = MODELS[name]()
     there: set[int] = set()
     for key in accesses:
         if key in there:
