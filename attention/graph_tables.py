@@ -6,30 +6,60 @@ of its length, and what is visible follows from the lengths alone: the columns b
 ``ceil((length + extra) / page_size)``, in the window table from the window's first page on. Everything else is 0, also
 rows that are not in use, so that a padded batch of any captured size reads the padding page at length 0.
 
-An update is checked as a whole before a table changes. No array is ever replaced: addresses stay.
+A step adds a token to every row but changes few of them: the rows that it changes are computed as a whole, and what
+differs then is what has to be copied. An update is checked completely before a table changes. No array is ever
+replaced: addresses stay.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 
-from kvferry.attention.row_ranges import NONE, Positions, RowRanges, Spans, expanded, spans_of
-from kvferry.attention.table_layout import ITEM_BYTES, Int32s, TableLayout, TableShape, TableViews
-from kvferry.attention.table_step import FewMoves, ManyMoves, TouchedEntries, step_of
-from kvferry.attention.table_update import TableUpdate, check_update
-from kvferry.attention.visible_table import Undo, VisibleTable
-from kvferry.attention.window_table import WindowTable
-from kvferry.protocol.errors import InvalidFieldError, TableHoleError
+from kvferry.attention.table_layout import (
+    ITEM_BYTES,
+    Int32s,
+    Positions,
+    TableLayout,
+    TableShape,
+    TableViews,
+)
+from kvferry.attention.table_update import NONE, TableUpdate, check_update
+from kvferry.attention.window_table import Mask, WindowTable, put_rows
+from kvferry.protocol.errors import DuplicatePageError, InvalidFieldError, TableHoleError, TableOverflowError
 
-# -- what an update changed in the visible tables.
-#
-# Holds positions only; the contents are in ``GraphTables``. Independent of the device: the caller copies elements with
-# ``GraphTables.write``, or byte ranges of the region from a staging copy with ``byte_spans``.
+
+class Spans(NamedTuple):
+    """The extents ``[starts[i], ends[i])``: ascending, not empty, not adjacent to each other.
+
+    Attributes:
+        starts: ``(n,)`` int64; n may be 0.
+        ends: ``(n,)`` int64.
+    """
+
+    starts: Positions
+    ends: Positions
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Return ``(start, end)`` of each, as plain ints."""
+        return list(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
+
+
+def spans_of(positions: Positions) -> Spans:
+    """Return the extents that distinct, ascending positions form."""
+    if not len(positions):
+        return Spans(NONE, NONE)
+    cuts = np.flatnonzero(positions[1:] != positions[:-1] + 1)
+    return Spans(positions[np.concatenate(([0], cuts + 1))], positions[np.concatenate((cuts, [-1]))] + 1)
 
 
 class TableChange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The elements to copy; everything else in the visible tables is up to date.
+
+    It has positions only; the contents are in ``GraphTables``. Copy elements with ``GraphTables.write``, or byte ranges
+    of the region from a staging copy with ``byte_spans``.
 
     Attributes:
         batch: rows in use from now on.
@@ -60,45 +90,12 @@ class TableChange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return Spans(np.append(starts, layout.seq_lens), np.append(ends, lengths_end))
 
 
-# -- the assigned pages of each row of the graph tables, visible or not.
-#
-# A row may be assigned pages ahead of its length: a page that was allocated early, or pages for draft tokens.
-# Independent of lengths and windows.
-
-
-class AssignedPages:
-    """``(max_batch, columns)`` int32; 0 where a row has no page."""
-
-    def __init__(self, shape: TableShape) -> None:
-        self._pages: Int32s = np.zeros((shape.max_batch, shape.columns), np.int32)
-        self._flat = self._pages.reshape(-1)
-        self._columns = shape.columns
-
-    def at(self, positions: Positions) -> Int32s:
-        """Return the pages at these flat positions, ``(n,)`` int32, a copy."""
-        return self._flat[positions]
-
-    def assign(self, update: TableUpdate, entries: Positions, undo: Undo) -> None:
-        """Store an update's whole rows, and its entries at these flat positions; both were checked."""
-        if len(update.rows):
-            undo.by(self._pages.__setitem__, update.rows, self._pages[update.rows])
-            self._pages[update.rows] = 0
-            starts = update.rows * self._columns
-            self._flat[expanded(starts, starts + update.row_pages)] = update.pages
-        if len(entries):
-            undo.by(self._flat.__setitem__, entries, self._flat[entries])
-            self._flat[entries] = update.entry_pages
-
-    def clear(self, first_row: int, end_row: int) -> None:
-        """Remove all pages from rows ``[first_row, end_row)``."""
-        self._pages[first_row:end_row] = 0
-
-
 class GraphTables:
     """The tables of one captured model, and the full-to-window page map behind its window table.
 
     Attributes:
         shape: of the tables.
+        batch: how many rows are in use.
         visible: the tables as a graph should see them, read-only; see ``TableViews``.
     """
 
@@ -116,14 +113,18 @@ class GraphTables:
         if (shape.window is None) != (window_pages is None):
             raise InvalidFieldError(f"{window_pages} for a window of {shape.window} tokens", field="window_pages")
         self.shape = shape
+        self.batch = 0
         self._pages = pages
-        self._assigned = AssignedPages(shape)
-        self._ranges = RowRanges(shape)
-        self._full = VisibleTable(shape)
+        self._columns = np.arange(shape.columns)
+        self._assigned: Int32s = np.zeros((shape.max_batch, shape.columns), np.int32)
+        self._block_tables = np.zeros_like(self._assigned)
         self._swa = None if window_pages is None else WindowTable(shape, pages, window_pages)
         self._seq_lens: Int32s = np.zeros(shape.max_batch, np.int32)
+        # Row r shows the columns [0, end[r]) in the full table and [first[r], end[r]) in the window table.
+        self._end: Positions = np.zeros(shape.max_batch, np.int64)
+        self._first = np.zeros_like(self._end)
         self.visible = TableViews(
-            block_tables=_read_only(self._full.entries),
+            block_tables=_read_only(self._block_tables),
             block_tables_swa=None if self._swa is None else _read_only(self._swa.entries),
             seq_lens=_read_only(self._seq_lens),
         )
@@ -131,11 +132,6 @@ class GraphTables:
     def __repr__(self) -> str:
         """Show the rows in use and the shape."""
         return f"<GraphTables {self.batch} of {self.shape.max_batch} rows, {self.shape.columns} columns>"
-
-    @property
-    def batch(self) -> int:
-        """Return how many rows are in use."""
-        return self._ranges.batch
 
     def apply(self, update: TableUpdate) -> TableChange:
         """Apply an update and return what has to be copied to the visible tables; the batch may be empty.
@@ -149,24 +145,21 @@ class GraphTables:
             TableOverflowError: a length needs more columns than there are; row, length and columns are named.
             KvferryError: what ``check_update`` and the full-to-window map raise.
         """
-        entries = check_update(update, self.shape, self._pages)
-        step = step_of(update, entries, self._ranges, self.shape.columns)
-        with Undo() as undo:
-            self._assigned.assign(update, entries, undo)
-            touched = step.full()
-            pages = self._filled(touched)
-            self._full.check_distinct(touched, pages)
-            touched_swa = self._apply_window(update, step, undo)
-        before = self.batch
-        self._full.show(touched, pages)
-        self._assigned.clear(update.batch, before)
-        step.commit()
+        check_update(update, self.shape, self._pages)
+        self._check_lengths(update)
+        first, end = self._shown_after(update)
+        rows = self._touched(update, first, end)
+        in_full = in_window = NONE
+        if len(rows) or len(update.released) or len(update.bound_full):
+            in_full, in_window = self._show(update, rows, first[rows, None], end[rows, None])
+        self._first, self._end = first, end
         self._set_lengths(update)
+        before, self.batch = self.batch, update.batch
         return TableChange(
             batch=update.batch,
             replayed_rows=self.shape.replayed_rows(update.batch),
-            block_tables=touched.positions,
-            block_tables_swa=touched_swa,
+            block_tables=in_full,
+            block_tables_swa=in_window,
             length_rows=max(update.batch, before),
         )
 
@@ -196,30 +189,100 @@ class GraphTables:
     def check(self) -> None:
         """Check the invariants; a failure is a bug."""
         assert not self._seq_lens[self.batch :].any()
-        columns = np.arange(self.shape.columns)
-        for table, shown in ((self._full, self._ranges.full), (self._swa, self._ranges.shown)):
-            if table is not None:
-                visible = (shown.first[:, None] <= columns) & (columns < shown.end[:, None])
-                assert np.array_equal(table.entries > 0, visible)
+        assert not self._assigned[self.batch :].any()
+        below_end = self._columns < self._end[:, None]
+        assert np.array_equal(self._block_tables > 0, below_end)
         if self._swa is not None:
+            assert np.array_equal(self._swa.entries > 0, below_end & (self._columns >= self._first[:, None]))
             self._swa.check()
 
-    def _apply_window(self, update: TableUpdate, step: FewMoves | ManyMoves, undo: Undo) -> Positions:
-        if self._swa is None:
-            return NONE
-        released = self._swa.rebind(update, undo)
-        entries = step.window()
-        pages = self._swa.translated(entries, self._assigned.at(entries.positions), released, undo)
-        self._swa.show(entries, pages)
-        return entries.positions
+    def _check_lengths(self, update: TableUpdate) -> None:
+        lengths, shape = update.lengths, self.shape
+        if not update.batch:
+            return
+        if np.minimum.reduce(lengths) < 0:
+            row = int(lengths.argmin())
+            raise InvalidFieldError(f"row {row} has {lengths[row]} tokens", field="lengths")
+        if np.maximum.reduce(lengths) > shape.row_tokens - update.extra_tokens:
+            row = int(lengths.argmax())
+            length, extra = int(lengths[row]), update.extra_tokens
+            raise TableOverflowError(
+                f"row {row}: {length} tokens{f' and {extra} extra' if extra else ''} need "
+                f"{-(-(length + extra) // shape.page_size)} pages, the tables have W = {shape.columns} columns of "
+                f"{shape.page_size} tokens",
+                field="lengths",
+            )
 
-    def _filled(self, entries: TouchedEntries) -> Int32s:
-        pages: Int32s = self._assigned.at(entries.positions) * entries.visible
-        if np.count_nonzero(pages) != np.count_nonzero(entries.visible):
-            hole = np.flatnonzero(entries.visible & (pages == 0))[0]
-            row, column = divmod(int(entries.positions[hole]), self.shape.columns)
-            raise TableHoleError(f"row {row} has no page in column {column}, which its length needs", field="lengths")
+    def _shown_after(self, update: TableUpdate) -> tuple[Positions, Positions]:
+        """Return the first and the end of each row's visible columns after an update; first is 0 without a window."""
+        batch, page_size = update.batch, self.shape.page_size
+        first, end = self._first, np.zeros_like(self._end)
+        end[:batch] = (update.lengths + (update.extra_tokens + page_size - 1)) // page_size
+        if update.extra_tokens:
+            end[:batch] *= update.lengths > 0
+        if self.shape.window is not None:
+            first = np.zeros_like(first)
+            first[:batch] = np.maximum(update.lengths - self.shape.window, 0) // page_size
+        return first, end
+
+    def _touched(self, update: TableUpdate, first: Positions, end: Positions) -> Positions:
+        """Return the rows in which an update may change an entry, ascending."""
+        touched = end != self._end
+        if first is not self._first:
+            touched |= first != self._first
+        touched[update.entry_rows] = True
+        touched[update.rows] = True
+        touched[update.batch : self.batch] = True
+        return np.flatnonzero(touched)
+
+    def _show(
+        self, update: TableUpdate, rows: Positions, first: Positions, end: Positions
+    ) -> tuple[Positions, Positions]:
+        """Change these rows, and the window's page map; return the positions that change in the two tables.
+
+        Args:
+            update: checked, also its lengths.
+            rows: ascending, ``(n,)``.
+            first: the first column that each of them shows in the window table, ``(n, 1)``.
+            end: where the columns that each of them shows end, ``(n, 1)``.
+        """
+        assigned = self._assigned_after(update, rows)
+        visible = self._columns < end
+        full: Int32s = assigned * visible
+        self._check_full(rows, full, visible)
+        in_window = NONE
+        if self._swa is not None:
+            in_window = self._swa.apply(update, rows, assigned, visible & (self._columns >= first))
+        self._assigned[rows] = assigned
+        return put_rows(self._block_tables, rows, full), in_window
+
+    def _assigned_after(self, update: TableUpdate, rows: Positions) -> Int32s:
+        """Return the pages that these rows are assigned after an update, ``(len(rows), columns)``."""
+        pages = self._assigned[rows]
+        if len(update.rows):
+            whole = np.zeros((len(update.rows), self.shape.columns), np.int32)
+            whole[self._columns < update.row_pages[:, None]] = update.pages
+            pages[rows.searchsorted(update.rows)] = whole
+        if len(update.entry_rows):
+            pages[rows.searchsorted(update.entry_rows), update.entry_columns] = update.entry_pages
+        if update.batch < self.batch:
+            pages[rows.searchsorted(update.batch) :] = 0
         return pages
+
+    def _check_full(self, rows: Positions, pages: Int32s, visible: Mask) -> None:
+        """Check that these rows show a page in each visible column, and none of them twice."""
+        if np.count_nonzero(pages) != np.count_nonzero(visible):
+            row, column = np.argwhere(visible & (pages == 0))[0]
+            raise TableHoleError(
+                f"row {rows[row]} has no page in column {column}, which its length needs", field="lengths"
+            )
+        ordered = np.sort(pages, axis=1)
+        again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] > 0)
+        if again.any():
+            row, place = np.argwhere(again)[0]
+            raise DuplicatePageError(
+                f"row {rows[row]} has page {ordered[row, place]} in more than one column", field="rows"
+            )
 
     def _set_lengths(self, update: TableUpdate) -> None:
         self._seq_lens[: update.batch] = update.lengths

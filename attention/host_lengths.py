@@ -16,8 +16,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from kvferry.attention.row_ranges import Positions
-from kvferry.attention.table_layout import ITEM_BYTES, Int32s, Region, aligned
+from kvferry.attention.table_layout import ITEM_BYTES, Int32s, Positions, Region, aligned
 from kvferry.protocol.errors import InternalError, LengthMismatchError
 
 HEADER_BYTES = 64  # a cache line: sequence, batch, replayed rows, extra tokens, checksum; int64 each

@@ -9,15 +9,17 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvferry.attention.row_ranges import FEW, NONE, Positions
 from kvferry.attention.state_windows import StateIds
-from kvferry.attention.table_layout import TableShape
+from kvferry.attention.table_layout import Positions, TableShape
 from kvferry.protocol.errors import (
     InvalidFieldError,
     LengthMismatchError,
     PageOutOfRangeError,
     TooLargeError,
 )
+
+NONE: Positions = np.empty(0, np.int64)
+NONE.flags.writeable = False
 
 
 class TableUpdate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -58,16 +60,13 @@ class TableUpdate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return len(self.lengths)
 
 
-def check_update(update: TableUpdate, shape: TableShape, pages: int) -> Positions:
+def check_update(update: TableUpdate, shape: TableShape, pages: int) -> None:
     """Check everything of an update that depends neither on the tables' contents nor on the values of its lengths.
 
     Args:
         update: the step's changes.
         shape: of the tables.
         pages: number of pages of the pool that the tables refer to, the padding page included.
-
-    Returns:
-        The flat positions of the update's entries, ``(n,)`` int64, in its order.
 
     Raises:
         TooLargeError: more rows than the tables have.
@@ -82,17 +81,35 @@ def check_update(update: TableUpdate, shape: TableShape, pages: int) -> Position
         raise InvalidFieldError(
             f"{update.extra_tokens}; the tables were made for 0..{shape.draft_tokens}", field="extra_tokens"
         )
-    entries = NONE
     if len(update.entry_rows) or len(update.entry_columns) or len(update.entry_pages):
-        entries = _check_entries(update, shape, pages)
+        _check_entries(update, shape, pages)
     if len(update.rows) or len(update.row_pages) or len(update.pages):
         _check_rows(update, shape, pages)
     if shape.window is None and (len(update.released) or len(update.bound_full) or len(update.bound_window)):
         raise InvalidFieldError("the tables have no window", field="bound_full")
-    return entries
 
 
-def _check_entries(update: TableUpdate, shape: TableShape, pages: int) -> Positions:
+def check_pages(ids: StateIds, pages: int, field: str) -> None:
+    """Check that page ids are in ``1..pages - 1``.
+
+    Raises:
+        PageOutOfRangeError: names the first that is not.
+    """
+    at = _outside(ids, 1, pages)
+    if at is not None:
+        raise PageOutOfRangeError(f"page {ids[at]} at position {at}; the pool has 1..{pages - 1}", field=field)
+
+
+def named_twice(numbers: Positions) -> int | None:
+    """Return the lowest number that is there more than once, or None."""
+    if len(numbers) <= 1:
+        return None
+    ordered = np.sort(numbers)
+    again = ordered[1:] == ordered[:-1]
+    return int(ordered[again.argmax()]) if again.any() else None
+
+
+def _check_entries(update: TableUpdate, shape: TableShape, pages: int) -> None:
     rows, columns = update.entry_rows, update.entry_columns
     if not len(rows) == len(columns) == len(update.entry_pages):
         raise LengthMismatchError(
@@ -100,13 +117,11 @@ def _check_entries(update: TableUpdate, shape: TableShape, pages: int) -> Positi
         )
     _check_within(rows, update.batch, "entry_rows", "a batch of")
     _check_within(columns, shape.columns, "entry_columns", "columns:")
-    _check_pages(update.entry_pages, pages, "entry_pages")
-    entries: Positions = rows * shape.columns + columns
-    again = _twice(entries)
+    check_pages(update.entry_pages, pages, "entry_pages")
+    again = named_twice(rows * shape.columns + columns)
     if again is not None:
         row, column = divmod(again, shape.columns)
         raise InvalidFieldError(f"row {row} column {column} is named more than once", field="entry_rows")
-    return entries
 
 
 def _check_rows(update: TableUpdate, shape: TableShape, pages: int) -> None:
@@ -117,8 +132,8 @@ def _check_rows(update: TableUpdate, shape: TableShape, pages: int) -> None:
     _check_within(counts, shape.columns + 1, "row_pages", "0..W pages, W + 1 =")
     if int(counts.sum()) != len(update.pages):
         raise LengthMismatchError(f"{len(update.pages)} pages for counts of {counts.sum()}", field="pages")
-    _check_pages(update.pages, pages, "pages")
-    again = _twice(rows)
+    check_pages(update.pages, pages, "pages")
+    again = named_twice(rows)
     if again is not None:
         raise InvalidFieldError(f"row {again} is named more than once", field="rows")
     whole = np.zeros(shape.max_batch, np.bool_)
@@ -131,34 +146,12 @@ def _check_rows(update: TableUpdate, shape: TableShape, pages: int) -> None:
 
 
 def _check_within(numbers: Positions, end: int, field: str, what: str) -> None:
-    if not len(numbers):
-        return
-    least, most = _extremes(numbers)
-    if least < 0 or most >= end:
-        at = int(np.flatnonzero((numbers < 0) | (numbers >= end))[0])
+    at = _outside(numbers, 0, end)
+    if at is not None:
         raise InvalidFieldError(f"{numbers[at]} at position {at}; {what} {end}", field=field)
 
 
-def _check_pages(ids: StateIds, pages: int, field: str) -> None:
-    if not len(ids):
-        return
-    least, most = _extremes(ids)
-    if least < 1 or most >= pages:
-        at = int(np.flatnonzero((ids < 1) | (ids >= pages))[0])
-        raise PageOutOfRangeError(f"page {ids[at]} at position {at}; the pool has 1..{pages - 1}", field=field)
-
-
-def _extremes(numbers: Positions) -> tuple[int, int]:
-    """Return the minimum and the maximum of at least one number."""
-    if len(numbers) <= FEW:
-        few = numbers.tolist()
-        return min(few), max(few)
-    return int(np.minimum.reduce(numbers)), int(np.maximum.reduce(numbers))
-
-
-def _twice(numbers: Positions) -> int | None:
-    if len(numbers) <= 1 or (len(numbers) <= FEW and len(set(numbers.tolist())) == len(numbers)):
-        return None
-    ordered = np.sort(numbers)
-    again = np.flatnonzero(ordered[1:] == ordered[:-1])
-    return int(ordered[again[0]]) if len(again) else None
+def _outside(numbers: Positions, first: int, end: int) -> int | None:
+    """Return the position of the first number outside ``first..end - 1``, or None."""
+    wrong = (numbers < first) | (numbers >= end)
+    return int(wrong.argmax()) if wrong.any() else None

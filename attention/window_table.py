@@ -6,37 +6,40 @@ lose its window page. Independent of lengths.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeAlias
+from contextlib import ExitStack
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.attention.row_ranges import NONE
-from kvferry.attention.state_windows import PageWindow, StateIds
-from kvferry.attention.table_layout import Int32s, TableShape
-from kvferry.attention.table_step import TouchedEntries
-from kvferry.attention.table_update import TableUpdate
-from kvferry.attention.visible_table import Undo, VisibleTable
+from kvferry.attention.state_windows import StateIds
+from kvferry.attention.table_layout import Int32s, Positions, TableShape
+from kvferry.attention.table_update import NONE, TableUpdate, check_pages, named_twice
 from kvferry.protocol.errors import (
     DuplicatePageError,
     LengthMismatchError,
-    PageOutOfRangeError,
     WindowMismatchError,
 )
 
-# -- the full-to-window page map of hybrid sliding-window models.
-#
-# Such a model has two pools: its full layers keep every page of a request, its window layers only the last ones, in
-# separate pages. Requests refer to full pages; the map gives the page of the window pool for each. Works on ids only.
-
-
 PADDING = 0
-PageMap: TypeAlias = npt.NDArray[np.signedinteger[Any]]
-"""``(full_pages,)`` integers: the window pool's page of each full page, 0 (the padding page) where it has none."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+
+def put_rows(table: Int32s, rows: Positions, contents: Int32s) -> Positions:
+    """Write these contents to the rows of a table; return the flat positions that they change, ascending."""
+    changed = np.flatnonzero(table[rows] != contents)
+    table[rows] = contents
+    row, column = np.divmod(changed, table.shape[1])
+    positions: Positions = rows[row] * table.shape[1] + column
+    return positions
 
 
 class SwaMap:
-    """A page map under change: no window page is ever bound to two full pages.
+    """The full-to-window page map of a hybrid sliding-window model; works on ids only.
+
+    Such a model has two pools: its full layers keep every page of a request, its window layers only the last ones, in
+    separate pages. Requests refer to full pages; the map gives the page of the window pool for each, 0 (the padding
+    page) where it has none. No window page is ever bound to two full pages.
 
     Attributes:
         pages: the map, ``(full_pages,)`` int64, read-only; page 0 stays 0.
@@ -68,8 +71,7 @@ class SwaMap:
         if len(full_ids) != len(window_ids):
             raise LengthMismatchError(f"{len(full_ids)} full pages, {len(window_ids)} window pages", field="window_ids")
         for field, ids, taken in (("full_ids", full_ids, self._map), ("window_ids", window_ids, self._holders)):
-            _check_range(ids, len(taken), field)
-            _check_distinct(ids, field)
+            _check_ids(ids, len(taken), field)
             bound = np.flatnonzero(taken[ids])
             if len(bound):
                 raise DuplicatePageError(
@@ -86,9 +88,16 @@ class SwaMap:
             DuplicatePageError: a page is given twice.
             WindowMismatchError: a page has no window page.
         """
-        _check_range(full_ids, len(self._map), "full_ids")
-        _check_distinct(full_ids, "full_ids")
-        released = _looked_up(self._map, full_ids)
+        _check_ids(full_ids, len(self._map), "full_ids")
+        released = self._map[full_ids]
+        missing = np.flatnonzero(released == PADDING)
+        if len(missing):
+            at = int(missing[0])
+            raise WindowMismatchError(
+                f"full page {full_ids[at]}, at position {at} of {len(full_ids)}, has no page in the window pool, and "
+                f"neither have {len(missing) - 1} after it",
+                field="full_ids",
+            )
         self._map[full_ids] = PADDING
         self._holders[released] = PADDING
         return released
@@ -101,134 +110,100 @@ class SwaMap:
         assert np.count_nonzero(self._holders) == len(full_ids), repr(self)
 
 
-def window_pages(page_map: PageMap, full_ids: StateIds, first_page: int, window: PageWindow) -> StateIds:
-    """Return the window pool's pages for a request's window, in logical order: ``(window.pages,)`` int64, a copy.
-
-    Args:
-        page_map: ``(full_pages,)``, an engine's own or ``SwaMap.pages``.
-        full_ids: ``(n,)`` int64, the request's full pages from logical page ``first_page`` on.
-        first_page: the logical page of the first one.
-        window: the logical pages that are wanted; an empty window gives an empty list.
-
-    Raises:
-        WindowMismatchError: the window reaches outside the request's pages, or one of them has no window page.
-        PageOutOfRangeError: a full page of the window is page 0 or beyond the map.
-    """
-    given = PageWindow(first_page, first_page + len(full_ids))
-    if window.pages <= 0:
-        return np.empty(0, np.int64)
-    if window.first_page < given.first_page or window.end_page > given.end_page:
-        raise WindowMismatchError(f"the window is pages {window}, the list has {given}", field="full_ids")
-    wanted = full_ids[window.first_page - first_page : window.end_page - first_page]
-    _check_range(wanted, len(page_map), "full_ids")
-    return _looked_up(page_map, wanted)
-
-
-def _looked_up(page_map: PageMap, full_ids: StateIds) -> StateIds:
-    found = page_map[full_ids].astype(np.int64)
-    missing = np.flatnonzero(found <= PADDING)
-    if len(missing):
-        at = int(missing[0])
-        raise WindowMismatchError(
-            f"full page {full_ids[at]}, at position {at} of {len(full_ids)}, has no page in the window pool, and "
-            f"neither have {len(missing) - 1} after it",
-            field="full_ids",
-        )
-    return found
-
-
-def _check_range(ids: StateIds, pages: int, field: str) -> None:
-    wrong = np.flatnonzero((ids < 1) | (ids >= pages))
-    if len(wrong):
-        raise PageOutOfRangeError(
-            f"page {ids[wrong[0]]} at position {wrong[0]}; the pool has 1..{pages - 1}", field=field
-        )
-
-
-def _check_distinct(ids: StateIds, field: str) -> None:
-    ordered = np.sort(ids)
-    again = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if len(again):
-        raise DuplicatePageError(f"page {ordered[again[0]]} is named more than once", field=field)
-
-
-class WindowTable(VisibleTable):
-    """A visible table of window pages.
+class WindowTable:
+    """The window pages that a graph sees: ``entries (max_batch, columns)`` int32, all zeros at first, never replaced.
 
     Attributes:
+        entries: the table.
         swa: the full-to-window map, which only updates change.
     """
 
     def __init__(self, shape: TableShape, pages: int, window_pages: int) -> None:
-        super().__init__(shape)
+        self.entries: Int32s = np.zeros((shape.max_batch, shape.columns), np.int32)
         self.swa = SwaMap(pages, window_pages)
         self._uses = np.zeros(window_pages, np.int64)  # in how many entries each window page is visible
 
-    def rebind(self, update: TableUpdate, undo: Undo) -> StateIds:
-        """Release and bind the pages of an update; ``undo`` reverts it.
-
-        Returns:
-            The released window pages, ``(n,)`` int64.
-
-        Raises:
-            KvferryError: what ``SwaMap.release`` and ``SwaMap.bind`` raise.
-        """
-        released: StateIds = NONE
-        if len(update.released):
-            released = self.swa.release(update.released)
-            undo.by(self.swa.bind, update.released, released)
-        if len(update.bound_full) or len(update.bound_window):
-            self.swa.bind(update.bound_full, update.bound_window)
-            undo.by(self.swa.release, update.bound_full)
-        return released
-
-    def translated(self, entries: TouchedEntries, full_ids: Int32s, released: StateIds, undo: Undo) -> Int32s:
-        """Return the window pages of these entries, ``(n,)`` int32, 0 where an entry is not visible.
+    def apply(self, update: TableUpdate, rows: Positions, full_ids: Int32s, visible: Mask) -> Positions:
+        """Release and bind an update's pages, and show the window pages of these rows; all of it or nothing.
 
         Args:
-            entries: that may change.
-            full_ids: the full page of each, ``(n,)``.
-            released: window pages that ``rebind`` released.
-            undo: reverts the counts.
+            update: checked.
+            rows: in which entries may change, ascending.
+            full_ids: the full pages that they are assigned then, ``(len(rows), columns)``.
+            visible: which entries they show then, of the same shape.
+
+        Returns:
+            The flat positions of the entries that changed, ascending.
 
         Raises:
             WindowMismatchError: a visible page has no window page, or it was released; row, column and page are named.
+            KvferryError: what ``SwaMap.release`` and ``SwaMap.bind`` raise.
         """
-        pages: Int32s = (self.swa.pages[full_ids] * entries.visible).astype(np.int32)
-        if np.count_nonzero(pages) != np.count_nonzero(entries.visible):
-            self._missing(entries, full_ids, pages)
-        self._count(self.contents(entries), -1, undo)
-        self._check_unused(released, entries)
-        self._count(pages, 1, undo)
-        return pages
+        with ExitStack() as undo:
+            released = self._rebind(update, undo)
+            before = self.entries[rows]
+            pages: Int32s = (self.swa.pages[full_ids] * visible).astype(np.int32)
+            again = before != pages
+            if len(released):  # what stays visible keeps its window page
+                shown = before > 0
+                kept = shown & visible & ~_given(update, rows, pages)
+                pages, again = np.where(kept, before, pages), (shown | visible) & ~kept
+            missing = visible & (pages == 0)
+            if missing.any():
+                row, column = np.argwhere(missing)[0]
+                raise WindowMismatchError(
+                    f"row {rows[row]} column {column}: full page {full_ids[row, column]} is visible in the window and "
+                    "has no page in the window pool",
+                    field="bound_full",
+                )
+            hidden = before[again]
+            np.subtract.at(self._uses, hidden, 1)
+            undo.callback(np.add.at, self._uses, hidden, 1)
+            self._check_unused(released, rows, again)
+            undo.pop_all()
+        np.add.at(self._uses, pages[again], 1)
+        return put_rows(self.entries, rows, pages)
 
     def check(self) -> None:
         """Check the map and the counts; a failure is a bug."""
         self.swa.check()
-        uses = np.bincount(self._flat, minlength=len(self._uses))
+        uses = np.bincount(self.entries.reshape(-1), minlength=len(self._uses))
         assert np.array_equal(uses[1:], self._uses[1:])
 
-    def _missing(self, entries: TouchedEntries, full_ids: Int32s, pages: Int32s) -> NoReturn:
-        at = int(np.flatnonzero(entries.visible & (pages == 0))[0])
-        row, column = divmod(int(entries.positions[at]), self._columns)
-        raise WindowMismatchError(
-            f"row {row} column {column}: full page {full_ids[at]} is visible in the window and has no page in the "
-            "window pool",
-            field="bound_full",
-        )
+    def _rebind(self, update: TableUpdate, undo: ExitStack) -> StateIds:
+        """Release and bind the pages of an update; return the released window pages, ``(n,)`` int64."""
+        released: StateIds = NONE
+        if len(update.released):
+            released = self.swa.release(update.released)
+            undo.callback(self.swa.bind, update.released, released)
+        if len(update.bound_full) or len(update.bound_window):
+            self.swa.bind(update.bound_full, update.bound_window)
+            undo.callback(self.swa.release, update.bound_full)
+        return released
 
-    def _count(self, pages: Int32s, step: int, undo: Undo) -> None:
-        np.add.at(self._uses, pages, step)
-        undo.by(np.subtract.at, self._uses, pages, step)
-
-    def _check_unused(self, released: StateIds, entries: TouchedEntries) -> None:
+    def _check_unused(self, released: StateIds, rows: Positions, again: Mask) -> None:
         used = np.flatnonzero(self._uses[released]) if len(released) else released
         if not len(used):
             return
         page = released[used[0]]
-        elsewhere = self._flat == page
-        elsewhere[entries.positions] = False
-        row, column = divmod(int(np.flatnonzero(elsewhere)[0]), self._columns)
+        elsewhere = self.entries == page
+        elsewhere[rows] &= ~again
+        row, column = np.argwhere(elsewhere)[0]
         raise WindowMismatchError(
             f"row {row} column {column}: window page {page} is visible and cannot be released", field="released"
         )
+
+
+def _given(update: TableUpdate, rows: Positions, like: Int32s) -> Mask:
+    """Return which entries of these rows an update gives anew."""
+    given = np.zeros(like.shape, np.bool_)
+    given[rows.searchsorted(update.rows)] = True
+    given[rows.searchsorted(update.entry_rows), update.entry_columns] = True
+    return given
+
+
+def _check_ids(ids: StateIds, pages: int, field: str) -> None:
+    check_pages(ids, pages, field)
+    again = named_twice(ids)
+    if again is not None:
+        raise DuplicatePageError(f"page {again} is named more than once", field=field)

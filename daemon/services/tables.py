@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any, Final
 
-import numpy as np
 import structlog
 
 from kvferry.attention.graph_tables import GraphTables, TableChange
@@ -379,7 +379,7 @@ def _tables_for(pool: Pool, body: CreateTables) -> GraphTables:
 def _update_of(body: UpdateTables, call: Call) -> TableUpdate:
     entries, rows, bound = body.entries, body.rows, body.bound
     counts = (body.batch, entries, entries, entries, rows, rows, body.pages, body.released, bound, bound)
-    arrays = np.split(call.ids[0], np.cumsum(counts)[:-1])
+    arrays = [call.ids[0][end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
     return TableUpdate(
         lengths=arrays[0],
         extra_tokens=body.extra_tokens,

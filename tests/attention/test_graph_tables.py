@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.attention import row_ranges, table_step
-from kvferry.attention.graph_tables import GraphTables
-from kvferry.attention.row_ranges import Positions
+from kvferry.attention.graph_tables import GraphTables, TableChange, spans_of
 from kvferry.attention.state_windows import window_of
-from kvferry.attention.table_layout import TableShape, table_layout, table_shape, views
-from kvferry.attention.table_update import TableUpdate
+from kvferry.attention.table_layout import Positions, TableShape, table_layout, table_shape, views
+from kvferry.attention.table_update import NONE, TableUpdate
 from kvferry.protocol.errors import (
     DuplicatePageError,
     InvalidFieldError,
@@ -61,6 +61,10 @@ def entries(*triples: tuple[int, int, int]) -> dict[str, Any]:
     """Return the fields of (row, column, page)."""
     names = ("entry_rows", "entry_columns", "entry_pages")
     return {name: ids(*(triple[at] for triple in triples)) for at, name in enumerate(names)}
+
+
+PREFIX = whole((0, (1, 2)), (1, (1, 3)))
+"""Two rows that share their first page."""
 
 
 def rows_of(made: GraphTables) -> list[list[int]]:
@@ -211,6 +215,31 @@ def test_a_visible_page_keeps_its_window_page() -> None:
     made.check()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "fields"),
+    [
+        (ids(8, 9), {**entries((1, 2, 7)), "bound_full": ids(7, 1), "bound_window": ids(8, 7)}),
+        (ids(9, 8), {**entries((0, 2, 7)), "bound_full": ids(7, 1), "bound_window": ids(8, 7)}),
+        (ids(9, 8), {**entries((0, 2, 7)), "bound_full": ids(7), "bound_window": ids(8)}),
+        (ids(8, 8), {"bound_full": ids(1), "bound_window": ids(7)}),
+    ],
+)
+def test_another_window_page_needs_the_row_or_the_entry_anew(lengths: Positions, fields: dict[str, Any]) -> None:
+    """Releasing what a row keeps on showing is refused, whether the row changes elsewhere or not."""
+    made = tables(WINDOW)
+    made.apply(TableUpdate(lengths=ids(8, 8), **PREFIX, bound_full=ids(1, 2, 3), bound_window=ids(4, 5, 6)))
+    with pytest.raises(WindowMismatchError, match=r"row [01] column 0: window page 4 is visible and cannot be rel"):
+        made.apply(TableUpdate(lengths=lengths, released=ids(1), **fields))
+    made.check()
+    anew = whole((0, (1, 2))) | entries((1, 0, 1)) | {"released": ids(1), "bound_full": ids(1), "bound_window": ids(7)}
+    change = made.apply(TableUpdate(lengths=ids(8, 8), **anew))
+    swa = made.visible.block_tables_swa
+    assert swa is not None
+    assert (swa[:2, :2].tolist(), change.block_tables_swa.tolist()) == ([[7, 5], [7, 6]], [0, 6])
+    assert change.block_tables.tolist() == [], "the full pages are the same"
+    made.check()
+
+
 def test_a_window_needs_window_pages() -> None:
     with pytest.raises(InvalidFieldError, match="None for a window of 6 tokens"):
         GraphTables(small(WINDOW), PAGES)
@@ -263,6 +292,41 @@ def test_up_to_the_last_token_and_not_one_more(context: int, draft: int, request
 def test_a_negative_length(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidFieldError, match="row 1 has -1 tokens"):
         tables().apply(TableUpdate(lengths=ids(0, -1), **fields))
+
+
+# --- what a change says has to be copied ---
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_positions_as_extents(positions: set[int]) -> None:
+    pairs = spans_of(ids(*sorted(positions))).pairs()
+    assert [at for start, end in pairs for at in range(start, end)] == sorted(positions)
+    assert all(end < following for (_, end), (following, _) in pairwise(pairs)), "none touch"
+
+
+@given(st.data(), st.sampled_from([None, 5]))
+def test_a_changes_bytes_are_its_elements(data: st.DataObject, window: int | None) -> None:
+    shape = table_shape(max_batch=5, max_context_tokens=50, page_size=10, window=window)
+    some = st.sets(st.integers(0, 24)).map(lambda found: np.array(sorted(found), np.int64))
+    change = TableChange(
+        batch=0,
+        replayed_rows=0,
+        block_tables=data.draw(some),
+        block_tables_swa=NONE if window is None else data.draw(some),
+        length_rows=data.draw(st.integers(0, 5)),
+    )
+    layout = table_layout(shape)
+    by_bytes, by_elements = np.zeros(layout.size_bytes, np.uint8), np.zeros(layout.size_bytes, np.uint8)
+    pairs = change.byte_spans(layout).pairs()
+    for start, end in pairs:
+        by_bytes[start:end] = 255
+    tables = views(shape, by_elements)
+    tables.block_tables.reshape(-1)[change.block_tables] = -1
+    if tables.block_tables_swa is not None:
+        tables.block_tables_swa.reshape(-1)[change.block_tables_swa] = -1
+    tables.seq_lens[: change.length_rows] = -1
+    assert by_bytes.tolist() == by_elements.tolist()
+    assert all(one_end < other_start for (_, one_end), (other_start, _) in pairwise(pairs))
 
 
 # --- against a plain model ---
@@ -349,23 +413,15 @@ class Steps(RuleBasedStateMachine):
     """Steps right and wrong, in tables that a shell keeps up to date by elements and by bytes."""
 
     window: int | None = None
-    few = 3
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = pytest.MonkeyPatch()
-        for module in (row_ranges, table_step):
-            self.patch.setattr(module, "FEW", self.few)
         self.shape = small(self.window)
         self.made = tables(self.window)
         self.model = Model([{} for _ in range(self.shape.max_batch)], [], 0, {})
         self.layout = table_layout(self.shape)
         self.staging = np.zeros(self.layout.size_bytes, np.uint8)
         self.device = np.zeros(self.layout.size_bytes, np.uint8)
-
-    def teardown(self) -> None:
-        """Put the modules back."""
-        self.patch.undo()
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -491,30 +547,14 @@ class Steps(RuleBasedStateMachine):
         )
 
 
-class StepsAllRowsAtOnce(Steps):
-    """The same without the way for few rows."""
-
-    few = -1
-
-
 class WindowSteps(Steps):
     """The same with windows."""
 
     window = WINDOW
 
 
-class WindowStepsAllRowsAtOnce(WindowSteps):
-    """And both."""
-
-    few = -1
-
-
-ENOUGH = DEVICE.examples(40, stateful_step_count=20)
+ENOUGH = DEVICE.examples(80, stateful_step_count=20)
 TestSteps = Steps.TestCase
 TestSteps.settings = ENOUGH
-TestStepsAllRowsAtOnce = StepsAllRowsAtOnce.TestCase
-TestStepsAllRowsAtOnce.settings = ENOUGH
 TestWindowSteps = WindowSteps.TestCase
 TestWindowSteps.settings = ENOUGH
-TestWindowStepsAllRowsAtOnce = WindowStepsAllRowsAtOnce.TestCase
-TestWindowStepsAllRowsAtOnce.settings = ENOUGH

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.attention.row_ranges import FEW
 from kvferry.attention.table_layout import table_shape
 from kvferry.attention.table_update import TableUpdate, check_update
 from kvferry.protocol.errors import (
@@ -60,27 +59,22 @@ def test_what_is_wrong(error: type[KvferryError], field: str, fields: dict[str, 
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("count", [FEW, FEW + 1])
 @pytest.mark.parametrize(
     ("name", "bad"), [("entry_rows", 40), ("entry_columns", -1), ("entry_pages", 50), ("twice", 0)]
 )
-def test_one_of_few_and_of_many_entries(count: int, name: str, bad: int) -> None:
-    fields = {
-        "entry_rows": np.arange(count),
-        "entry_columns": np.full(count, 2),
-        "entry_pages": np.arange(1, count + 1),
-    }
-    assert check_update(update_of(fields), SHAPE, 50).tolist() == [row * 6 + 2 for row in range(count)]
+def test_the_last_of_many_entries(name: str, bad: int) -> None:
+    fields = {"entry_rows": np.arange(20), "entry_columns": np.full(20, 2), "entry_pages": np.arange(1, 21)}
+    check_update(update_of(fields), SHAPE, 50)
     fields["entry_rows" if name == "twice" else name][-1] = bad
-    with pytest.raises(KvferryError) as caught:
+    said = "row 0 column 2 is named more" if name == "twice" else f"{bad} at position 19"
+    with pytest.raises(KvferryError, match=said) as caught:
         check_update(update_of(fields), SHAPE, 50)
     assert caught.value.field == ("entry_rows" if name == "twice" else name)
 
 
 def test_a_row_as_a_whole_and_in_entries() -> None:
     fields = {"rows": [3], "row_pages": [1], "pages": [9], "entry_rows": [2], "entry_columns": [5], "entry_pages": [9]}
-    assert check_update(update_of(fields), SHAPE, 50).tolist() == [17]
+    check_update(update_of(fields), SHAPE, 50)
     with pytest.raises(InvalidFieldError, match="row 3 is sent as a whole and in entries"):
         check_update(update_of(fields | {"entry_rows": [3]}), SHAPE, 50)
-    both = fields | {"rows": [0, 1], "row_pages": [1, 0]}
-    assert len(check_update(update_of(both), SHAPE, 50)) == 1, "a row may be emptied"
+    check_update(update_of(fields | {"rows": [0, 1], "row_pages": [1, 0]}), SHAPE, 50)  # a row may be emptied

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvferry.attention.state_windows import PageWindow, window_of
-from kvferry.attention.window_table import SwaMap, window_pages
+from kvferry.attention.window_table import SwaMap
 from kvferry.clients import Client, Pages, Transfer, pages
 from kvferry.protocol.codec import PageIds
 from tests.identity.caches import Arrays, Key
@@ -78,9 +78,7 @@ class Engine:
         total = len(self._ids["swa"])
         page_map = SwaMap(total + 1, int(self._ids["swa"].max()) + 1)
         page_map.bind(full[held.first_page :], self._ids["swa"][held.first_page :])
-        self._ids["swa"] = np.concatenate(
-            [np.zeros(held.first_page, np.int64), window_pages(page_map.pages, full, 0, held)]
-        )
+        self._ids["swa"] = np.concatenate([np.zeros(held.first_page, np.int64), page_map.pages[full[slice(*held)]]])
 
     def arrays(self) -> list[Key]:
         """Return the arrays of which it holds a part."""

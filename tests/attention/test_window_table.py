@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.attention.state_windows import PageWindow, StateIds, window_of
-from kvferry.attention.window_table import SwaMap, window_pages
+from kvferry.attention.state_windows import StateIds
+from kvferry.attention.window_table import SwaMap
 from kvferry.protocol.errors import (
     DuplicatePageError,
     KvferryError,
@@ -30,66 +29,6 @@ def bound(*pairs: tuple[int, int]) -> SwaMap:
     made = SwaMap(FULL_PAGES, WINDOW_PAGES)
     made.bind(ids(*(full for full, _ in pairs)), ids(*(window for _, window in pairs)))
     return made
-
-
-def test_a_request_as_it_grows_past_its_window() -> None:
-    swa = bound((9, 2), (4, 5), (7, 1))
-    assert window_pages(swa.pages, ids(9, 4, 7), 0, PageWindow(0, 3)).tolist() == [2, 5, 1]
-    assert swa.release(ids(9)).tolist() == [2]
-    swa.bind(ids(3), ids(2))  # the same window page, now of the request's fourth page
-    request = ids(9, 4, 7, 3)
-    assert window_pages(swa.pages, request, 0, PageWindow(1, 4)).tolist() == [5, 1, 2]
-    with pytest.raises(WindowMismatchError, match="full page 9, at position 0 of 4"):
-        window_pages(swa.pages, request, 0, PageWindow(0, 4))
-
-
-@given(st.data(), st.integers(1, 60), st.integers(1, 30), st.sampled_from([1, 2, 4, 8]))
-def test_a_window_is_translated_page_by_page(data: st.DataObject, seq_len: int, window: int, page_size: int) -> None:
-    """The oracle is a dict from logical page to window page."""
-    prefix = data.draw(st.integers(0, seq_len - 1))
-    first_page = data.draw(st.integers(0, prefix // page_size))
-    wanted = window_of(prefix, seq_len, window, page_size)
-    full_ids = np.array(data.draw(st.permutations(range(1, 80))), np.int64)[: wanted.end_page - first_page]
-    swa = SwaMap(80, 80)
-    held = range(*wanted)
-    chosen = data.draw(st.permutations(range(1, 80)))[: len(held)]
-    swa.bind(full_ids[wanted.first_page - first_page :], np.array(chosen, np.int64))
-    expected = dict(zip(held, chosen, strict=True))
-    found = window_pages(swa.pages, full_ids, first_page, wanted)
-    assert found.tolist() == [expected[page] for page in held]
-    assert not np.shares_memory(found, swa.pages)
-
-
-@pytest.mark.parametrize("window", [PageWindow(1, 3), PageWindow(4, 6), PageWindow(0, 9)])
-def test_a_window_outside_the_list(window: PageWindow) -> None:
-    with pytest.raises(WindowMismatchError, match=rf"window is pages {window}, the list has 2\.\.4") as caught:
-        window_pages(bound((1, 1), (2, 2), (3, 3)).pages, ids(1, 2, 3), 2, window)
-    assert caught.value.field == "full_ids"
-
-
-@pytest.mark.parametrize("page", [0, -1, FULL_PAGES, 1 << 40])
-def test_a_page_that_the_map_does_not_have(page: int) -> None:
-    swa = bound((1, 1))
-    with pytest.raises(PageOutOfRangeError):
-        window_pages(swa.pages, ids(1, page), 0, PageWindow(0, 2))
-    assert window_pages(swa.pages, ids(1, page), 0, PageWindow(0, 1)).tolist() == [1], "only the window's matter"
-
-
-def test_no_window_at_all() -> None:
-    found = window_pages(bound().pages, ids(3, 4), 0, PageWindow(2, 2))
-    assert (found.tolist(), found.dtype) == ([], np.dtype(np.int64))
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_an_engines_own_map(dtype: type[np.int32 | np.int64]) -> None:
-    found = window_pages(np.array([0, 3, 0, 4], dtype), ids(3, 1), 5, PageWindow(5, 7))
-    assert (found.tolist(), found.dtype) == ([4, 3], np.dtype(np.int64))
-
-
-@pytest.mark.parametrize("lost", [0, -1])
-def test_an_engines_map_without_the_page(lost: int) -> None:
-    with pytest.raises(WindowMismatchError):
-        window_pages(np.array([0, 3, lost, 4]), ids(3, 2), 0, PageWindow(0, 2))
 
 
 def test_the_map_is_to_read_only() -> None:
