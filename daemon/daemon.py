@@ -155,7 +155,7 @@ class Daemon:
             PullTransport(self._links.send, self._transport, self._fetcher, fetch_region),
             *(() if network is None else self._network_transports(network, state_machine, hub)),
         )
-        self._peers = PeerTransferService(self._links, state_machine.peers, self._remote, hub, counters)
+        self._peers = PeerTransferService(self._links, state_machine, self._remote, hub, counters)
         self._transfers = TransferService(
             self._dispatcher,
             hub,

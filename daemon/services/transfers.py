@@ -23,8 +23,7 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.receive_to_host import HostReceives
-from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, ReceiveRequest, SendChunk
-from kvferry.daemon.transfer.kept import Half
+from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, ReceiveRequest, SendChunk
 from kvferry.daemon.transfer.page_ranges import PageRange, page_ranges
 from kvferry.daemon.transfer.peer_transfers import TransferActivity
 from kvferry.daemon.transfer.registry import Effect, Notify, ReportBug, StartOp, StopOp, WarnTrimmed

@@ -15,17 +15,16 @@ from kvferry.daemon.transfer.endpoints import (
     RemoteEndpoint,
     SendRequest,
 )
-from kvferry.daemon.transfer.kept import Half, KeptPayloads, Results
+from kvferry.daemon.transfer.kept import KeptPayloads, Results
 from kvferry.daemon.transfer.page_ranges import lists_with_pages
 from kvferry.daemon.transfer.registry import (
-    CloseReceive,
     Endpoints,
     Notify,
-    RefuseSend,
     ReportBug,
+    SendToDaemon,
+    SendToPeer,
     StopOp,
     StopSending,
-    Withdraw,
 )
 from kvferry.daemon.transfer.transitions import (
     TRANSITIONS,
@@ -41,7 +40,7 @@ from kvferry.daemon.transfer.transitions import (
 )
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Settled
-from kvferry.protocol.peer_messages import ReceiveName
+from kvferry.protocol.peer_messages import ReceiveClosed, SendWithdrawn
 from kvferry.protocol.transfer_messages import TransferResult
 
 AnyEndpoint: TypeAlias = SendRequest | ReceiveRequest | RemoteEndpoint
@@ -78,9 +77,9 @@ class Completion:
             detail: the text of errors whose type the table names.
             matched_detail: that text for the matched endpoints, if it differs.
         """
-        row = self._row(endpoint, event)
-        if row.notice is Notice.REFUSE and cause is not None:
-            self._refuse(endpoint, cause)
+        row = self._row(endpoint.kind, endpoint.state, event, endpoint.request_id)
+        if row.notice is Notice.REFUSE and cause is not None and isinstance(endpoint, SendRequest) and endpoint.origin:
+            self._endpoints.refuse(endpoint.origin, cause)
         if row.state is not State.FINISHED or endpoint.state is not State.OPEN:
             return
         own, matched = _error(row.own, cause, detail), _error(row.matched, cause, matched_detail or detail)
@@ -104,13 +103,11 @@ class Completion:
         detail: str = "",
     ) -> None:
         """End another daemon's receive request for the send requests that joined it; ``unmet``: some had not come."""
-        row = self._transitions[Kind.REMOTE_RECEIVE, State.OPEN, event]
+        row = self._row(Kind.REMOTE_RECEIVE, State.OPEN, event, announcement.half.request_id)
         error = _error(row.matched, cause, detail)
         if row.tombstone and unmet and error is not None:
-            name = announcement.receive_request
             met = [one.send_request.pool.name for one in announcement.remote_endpoints]
-            half = Half(name.tenant, name.request_id, "receive")
-            self._endpoints.tombstones.bury(half, listener_of(announcement), error, now, met)
+            self._endpoints.tombstones.bury(announcement.half, announcement.listener, error, now, met)
         self._endpoints.withdraw(announcement)
         for remote_endpoint in list(announcement.remote_endpoints):
             self.apply(remote_endpoint, event, now, cause=cause, detail=detail)
@@ -134,7 +131,8 @@ class Completion:
             is_busy = bool(endpoint.sending)
         if is_busy or endpoint.state is State.SETTLED:
             return
-        if self._row(endpoint, Event.NOTHING_UNDER_WAY).state is State.SETTLED:
+        row = self._row(endpoint.kind, endpoint.state, Event.NOTHING_UNDER_WAY, endpoint.request_id)
+        if row.state is State.SETTLED:
             self._settle(endpoint)
 
     def receiver_ended(self, send_request: SendRequest, error: KvferryError | None, now: float) -> None:
@@ -146,13 +144,14 @@ class Completion:
         event = Event.RECEIVERS_DONE if failed is None else Event.RECEIVERS_FAILED
         self.apply(send_request, event, now, cause=failed)
 
-    def _row(self, endpoint: AnyEndpoint, event: Event) -> Transition:
-        row = self._transitions.get((endpoint.kind, endpoint.state, event))
+    def _row(self, kind: Kind, state: State, event: Event, request_id: str) -> Transition:
+        """Return the table's row, or that of a bug, which is reported."""
+        row = self._transitions.get((kind, state, event))
         if row is not None:
             return row
-        bug = f"{endpoint.kind.value}, {endpoint.state.value}: no transition for: {event.value}"
-        self._endpoints.effects.append(ReportBug(request_id_of(endpoint), bug))
-        return bug_in(endpoint.state)
+        bug = f"{kind.value}, {state.value}: no transition for: {event.value}"
+        self._endpoints.effects.append(ReportBug(request_id, bug))
+        return bug_in(state)
 
     def _finish_receive(
         self,
@@ -194,10 +193,14 @@ class Completion:
         self, remote_endpoint: RemoteEndpoint, row: Transition, error: KvferryError | None, now: float
     ) -> None:
         remote_endpoint.state = State.FINISHED
+        announcement = remote_endpoint.announcement
         if row.notice is Notice.WITHDRAW and error is not None:
-            self._endpoints.effects.append(Withdraw(remote_endpoint, error))
-        if remote_endpoint in remote_endpoint.announcement.remote_endpoints:
-            remote_endpoint.announcement.remote_endpoints.remove(remote_endpoint)
+            withdrawn = SendWithdrawn(
+                receive_request=announcement.receive_request, send_request=remote_endpoint.number, error=error.info()
+            )
+            self._endpoints.effects.append(SendToPeer(announcement.home, withdrawn))
+        if remote_endpoint in announcement.remote_endpoints:
+            announcement.remote_endpoints.remove(remote_endpoint)
         if remote_endpoint.sending:
             self._endpoints.effects.append(StopSending(remote_endpoint))
         self.receiver_ended(remote_endpoint.send_request, error, now)
@@ -209,16 +212,10 @@ class Completion:
             if send_request.origin is not None:
                 found = (send_request.origin.send_request, send_request.moved_bytes, send_request.trimmed_pages)
                 moved.setdefault(send_request.origin.peer.address, []).append(found)
-        name = name_of(receive_request)
-        self._endpoints.effects.extend(
-            CloseReceive(address, name, error, tuple(of_sends), unmet) for address, of_sends in moved.items()
-        )
-
-    def _refuse(self, endpoint: AnyEndpoint, error: KvferryError) -> None:
-        if isinstance(endpoint, SendRequest) and endpoint.origin is not None:
-            origin = endpoint.origin
-            refused = RefuseSend(origin.peer, origin.receive_request, origin.send_request, error)
-            self._endpoints.effects.append(refused)
+        info = error.info() if error else None
+        for address, of_sends in moved.items():
+            closed = ReceiveClosed(receive_request=receive_request.name, error=info, moved=tuple(of_sends), unmet=unmet)
+            self._endpoints.effects.append(SendToDaemon(address, closed))
 
     def _bury(self, endpoint: SendRequest | ReceiveRequest, error: KvferryError, now: float) -> None:
         """Leave a tombstone of an endpoint, if some that would match it have not come."""
@@ -227,10 +224,8 @@ class Completion:
         if isinstance(endpoint, ReceiveRequest):
             met: list[Hashable] = [one.pool.name for one in endpoint.send_requests if one.origin is None]
         else:
-            met = [_listener(receive_request) for receive_request in endpoint.receive_requests]
-        key = endpoint.key
-        half = Half(key.tenant, key.request_id, endpoint.direction)
-        self._endpoints.tombstones.bury(half, key.pool, error, now, met)
+            met = [receive_request.listener for receive_request in endpoint.receive_requests]
+        self._endpoints.tombstones.bury(endpoint.half, endpoint.key.pool, error, now, met)
 
     def _settle(self, endpoint: AnyEndpoint) -> None:
         if isinstance(endpoint, ReceiveRequest):
@@ -274,29 +269,3 @@ def _error(result: Result, cause: KvferryError | None, detail: str) -> KvferryEr
     if not isinstance(result, Outcome):
         return result(detail)
     return cause if result is Outcome.CAUSE else None
-
-
-def request_id_of(endpoint: AnyEndpoint) -> str:
-    """Return the request id of an endpoint."""
-    return (endpoint.send_request if isinstance(endpoint, RemoteEndpoint) else endpoint).request_id
-
-
-def _listener(receive_request: ReceiveRequest | RemoteEndpoint) -> Hashable:
-    """Return the key by which tombstones know a receiving pool."""
-    return (
-        receive_request.pool.name
-        if isinstance(receive_request, ReceiveRequest)
-        else listener_of(receive_request.announcement)
-    )
-
-
-def listener_of(announcement: Announcement) -> Hashable:
-    """Return the key by which tombstones know another daemon's receiving pool."""
-    return (announcement.home.address, announcement.receive_request.pool)
-
-
-def name_of(receive_request: ReceiveRequest) -> ReceiveName:
-    """Return the name of a receive request in messages to other daemons."""
-    return ReceiveName(
-        receive_request.request_id, receive_request.pool.name, receive_request.pool.tenant, receive_request.epoch
-    )

@@ -7,7 +7,7 @@ daemon it is a local send request, with a ``RemoteEndpoint`` in place of the rec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -97,6 +97,19 @@ class EndpointKey(NamedTuple):
     request_id: str
     pool: str
     direction: Literal["send", "receive"]
+
+
+class Half(NamedTuple):
+    """One half of a request: all its SENDs, or all its RECEIVEs."""
+
+    tenant: int
+    request_id: str
+    direction: Literal["send", "receive"]
+
+    @property
+    def other(self) -> Half:
+        """Return the request's other half."""
+        return self._replace(direction="receive" if self.direction == "send" else "send")
 
 
 class Clocked(NamedTuple):
@@ -200,6 +213,11 @@ class Endpoint:
         """Return the key of this endpoint."""
         pool = self.source_or_destination
         return EndpointKey(pool.tenant, self.request_id, pool.name, self.direction)
+
+    @property
+    def half(self) -> Half:
+        """Return the half of the request that it is part of."""
+        return Half(self.source_or_destination.tenant, self.request_id, self.direction)
 
     @property
     def kind(self) -> Kind:
@@ -391,6 +409,16 @@ class ReceiveRequest(Endpoint):
         return self.pool
 
     @property
+    def name(self) -> ReceiveName:
+        """Return its name in messages to other daemons."""
+        return ReceiveName(self.request_id, self.pool.name, self.pool.tenant, self.epoch)
+
+    @property
+    def listener(self) -> Hashable:
+        """Return the key by which tombstones know the receiving pool."""
+        return self.pool.name
+
+    @property
     def pages(self) -> int:
         """Return how many pages the RECEIVE listed."""
         return sum(len(one.ids) for one in self.ranges.values())
@@ -476,6 +504,9 @@ class Announcement:
         self.receive_request = receive_request
         self.deadline_at = deadline_at
         self.remote_endpoints: list[RemoteEndpoint] = []
+        self.half = Half(receive_request.tenant, receive_request.request_id, "receive")
+        self.listener: Hashable = (home.address, receive_request.pool)
+        """The key by which tombstones know the receiving pool."""
 
     def __repr__(self) -> str:
         """Show which receive request, and how many send requests joined."""
@@ -500,3 +531,13 @@ class RemoteEndpoint:
         self.number = number
         self.state = state
         self.sending: set[int] = set()
+
+    @property
+    def request_id(self) -> str:
+        """Return the request id of its send request."""
+        return self.send_request.request_id
+
+    @property
+    def listener(self) -> Hashable:
+        """Return the key by which tombstones know the receiving pool."""
+        return self.announcement.listener

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import msgspec
 
-from kvferry.daemon.transfer.endpoints import EndpointKey
+from kvferry.daemon.transfer.endpoints import EndpointKey, Half
 from kvferry.protocol.errors import ErrorInfo, KvferryError, OverloadedError, TransferExistsError, raised
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.transfer_messages import TransferResult
@@ -202,14 +202,6 @@ class Generations:
 # -- tombstones
 
 
-class Half(NamedTuple):
-    """One half of a request: all its SENDs, or all its RECEIVEs."""
-
-    tenant: int
-    request_id: str
-    direction: Literal["send", "receive"]
-
-
 class Tombstone:
     """How one endpoint ended, and which pools of the other half were told, by which message."""
 
@@ -251,12 +243,7 @@ class Tombstones:
 
     def abandoned(self, half: Half, who: Hashable, now: float) -> KvferryError | None:
         """Return why a half will not come; None where it may, or where this late pool was told already."""
-        self._forget_old(now)
-        stone = self._halves.get(half, {}).get(ABANDONED)
-        if stone is None or who in stone.notified or stone.ended_at + self.kept_s <= now:
-            return None
-        stone.notified[who] = None
-        return stone.error_at(now)
+        return next(iter(self.notices_for(half, who, now, only=ABANDONED)), None)
 
     def bury(
         self, half: Half, whose: Hashable, error: KvferryError, now: float, notified: Iterable[Hashable] = ()
@@ -282,7 +269,9 @@ class Tombstones:
         """Forget how a half ended, because it has come again."""
         self._halves.pop(half, None)
 
-    def notices_for(self, half: Half, who: Hashable, now: float, message: Hashable = None) -> list[KvferryError]:
+    def notices_for(
+        self, half: Half, who: Hashable, now: float, message: Hashable = None, only: Hashable = None
+    ) -> list[KvferryError]:
         """Return the errors of a half's tombstones that this late pool was not given yet, the latest first.
 
         Args:
@@ -291,12 +280,17 @@ class Tombstones:
             now: the time.
             message: identifies the pool's message if it may be sent again after the answer was lost: the same message
                 is given the same errors again.
+            only: the pool whose tombstone is asked for; None: of all of them.
         """
         self._forget_old(now)
         stones = self._halves.get(half, {})
         for whose in [whose for whose, one in stones.items() if one.ended_at + self.kept_s <= now]:
             del stones[whose]
-        new = [one for one in stones.values() if who not in one.notified or one.notified[who] == message is not None]
+        new = [
+            one
+            for whose, one in stones.items()
+            if only in {None, whose} and (who not in one.notified or one.notified[who] == message is not None)
+        ]
         for one in new:
             one.notified[who] = message
         for whose in [whose for whose, one in stones.items() if len(one.notified) > _MOST_OF_A_REQUEST]:

@@ -8,15 +8,16 @@ lost that had not joined it. A half that comes after the other one has ended is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.daemon.transfer.admission import CopyScheduler, check_chunk_count
-from kvferry.daemon.transfer.completion import Completion, listener_of, name_of
+from kvferry.daemon.transfer.completion import Completion
 from kvferry.daemon.transfer.endpoints import (
     Announcement,
     Clocked,
     EndpointKey,
+    Half,
     Incarnation,
     Origin,
     PlannedCopy,
@@ -28,24 +29,41 @@ from kvferry.daemon.transfer.endpoints import (
     SourcePool,
     TransferOp,
 )
-from kvferry.daemon.transfer.kept import Half, KeptPayloads
+from kvferry.daemon.transfer.kept import KeptPayloads
 from kvferry.daemon.transfer.page_ranges import page_ranges, page_tokens_of, split
-from kvferry.daemon.transfer.registry import Endpoints, NotifyChunk, NotifyEnded, RefuseSend
+from kvferry.daemon.transfer.registry import Endpoints, SendToPeer
 from kvferry.daemon.transfer.transitions import Event, State
+from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import (
+    InvalidFieldError,
     KvferryError,
     OverloadedError,
     PageGapError,
     TransferExistsError,
     UnexpectedSourceError,
     UnknownTransferError,
+    raised,
 )
 from kvferry.protocol.manifests import Entry, Manifest
-from kvferry.protocol.peer_messages import OpRequest, PeerSend, ReceiveName, Segment
+from kvferry.protocol.peer_messages import (
+    Announce,
+    HalfAbandoned,
+    OpRequest,
+    PeerSend,
+    PoolGone,
+    ReceiveClosed,
+    ReceiveName,
+    Segment,
+    SendRefused,
+    SendWithdrawn,
+    StepReady,
+)
 from kvferry.protocol.transfer_messages import LayerStep
 
 MAX_ANNOUNCEMENTS = 65_536
+MAX_REMOTE_POOLS = 4096
+LONGEST_ANNOUNCEMENT_S = 86_400.0
 NO_SEND = 0
 """In SEND_REFUSED and SEND_WITHDRAWN: the message is about the announced receive request, not about a send request."""
 
@@ -74,7 +92,11 @@ class NoActivity:
 
 
 class PeerTransfers:
-    """Handles the messages of other daemons. Part of the transfer state machine."""
+    """Handles the messages of other daemons. Part of the transfer state machine.
+
+    Attributes:
+        remote_pools: pools that other daemons have described, by daemon, tenant and name.
+    """
 
     def __init__(
         self,
@@ -90,58 +112,37 @@ class PeerTransfers:
         self._remote_numbers = itertools.count(1)
         self._activity = activity
         self._payloads = payloads
+        self.remote_pools: dict[tuple[Incarnation, int, str], RemotePool] = {}
 
     # -- at the home: send requests of other daemons for receive requests here
 
-    def receive_request(self, name: ReceiveName) -> ReceiveRequest:
-        """Return the open receive request that another daemon names.
-
-        Raises:
-            UnknownTransferError: it has ended, or a later RECEIVE has replaced it (another epoch).
-        """
-        receive_request = self._endpoints.receive_requests.get(
-            EndpointKey(name.tenant, name.request_id, name.pool, "receive")
-        )
-        if receive_request is None or receive_request.state is not State.OPEN or receive_request.epoch != name.epoch:
-            raise UnknownTransferError("the receive request is over", field="request_id")
-        return receive_request
-
-    def receive_for(self, origin: Origin) -> ReceiveRequest:
+    def _receive_for(self, origin: Origin) -> ReceiveRequest:
         """Return the open receive request of another daemon's send request.
 
         Raises:
             UnknownTransferError: it has ended, or a later RECEIVE has replaced it (another epoch).
             UnexpectedSourceError: it does not expect send requests of that daemon.
         """
-        receive_request = self.receive_request(origin.receive_request)
+        name = origin.receive_request
+        receive_request = self._named(name)
+        if receive_request is None or receive_request.state is not State.OPEN or receive_request.epoch != name.epoch:
+            raise UnknownTransferError("the receive request is over", field="request_id")
         if origin.peer.address not in receive_request.source_daemons:
             raise UnexpectedSourceError("the RECEIVE does not name this daemon as a source", field="source_daemons")
         return receive_request
 
-    def receives_expecting(self, address: str) -> list[ReceiveRequest]:
-        """Return the open receive requests that were announced to a daemon."""
-        return [
-            r
-            for r in self._endpoints.receive_requests.values()
-            if r.state is State.OPEN and address in r.source_daemons
-        ]
-
-    def chunk_announced(
-        self, origin: Origin, number: int, pool: SourcePool, chunk: SendChunk, ready: int, now: float
-    ) -> None:
+    def chunk_announced(self, peer: Incarnation, body: PeerSend, ids: Sequence[PageIds], now: float) -> None:
         """Accept a chunk of another daemon's send request, or refuse it by an effect if it does not fit.
 
-        Args:
-            origin: which send request.
-            number: the chunk's number, from 0.
-            pool: the pool of the send request's pages.
-            chunk: the chunk with its page lists.
-            ready: how many of its steps are ready.
-            now: the time.
+        Chunks are numbered from 0 without gaps; an earlier one is ignored.
         """
+        origin = Origin(peer, body.receive_request, body.send_request)
         send_request = self._endpoints.remote_sends.get(origin)
+        number = body.chunk
         try:
-            receive_request = self.receive_for(origin)
+            receive_request = self._receive_for(origin)
+            pool = self._remote_pool(origin.peer, body)
+            chunk = chunk_of(body, ids, pool.manifest)
             if send_request is None:
                 send_request = self._new_send(origin, number, pool, receive_request, now)
             elif number < len(send_request.chunks):
@@ -152,42 +153,43 @@ class PeerTransfers:
             self._payloads.check({receive_request.session_id: len(chunk.payload)})
             fits = self._copy_scheduler.fit(receive_request, send_request, number, [chunk])
         except KvferryError as error:
-            self.refuse(origin, error, now)
+            self._refuse(origin, error, now)
             return
         self._endpoints.remote_sends[origin] = send_request
         send_request.add(chunk)
-        send_request.ready[number] = ready
+        send_request.ready[number] = body.ready
         for fit in fits:
             self._copy_scheduler.start(receive_request, send_request, fit, now)
         self._completion.check_done(receive_request, now)
 
-    def step_ready(self, origin: Origin, number: int, ready: int, now: float) -> None:
-        """Start the transfer ops of another daemon's chunk whose steps are ready; ``ready`` counts them."""
-        send_request = self._endpoints.remote_sends.get(origin)
-        if send_request is None or number >= len(send_request.ready):
+    def step_ready(self, peer: Incarnation, body: StepReady, now: float) -> None:
+        """Start the transfer ops of another daemon's chunk whose steps are ready."""
+        send_request = self._endpoints.remote_sends.get(Origin(peer, body.receive_request, body.send_request))
+        if send_request is None or body.chunk >= len(send_request.ready):
             return
-        send_request.ready[number] = max(send_request.ready[number], ready)
+        send_request.ready[body.chunk] = max(send_request.ready[body.chunk], body.ready)
         for receive_request in list(send_request.receive_requests):
             if isinstance(receive_request, ReceiveRequest) and receive_request.state is State.OPEN:
                 self._copy_scheduler.start_ready(receive_request, now)
 
-    def withdrawn(self, origin: Origin, error: KvferryError, now: float) -> None:
-        """Fail another daemon's send request, which its daemon has withdrawn."""
-        send_request = self._endpoints.remote_sends.get(origin)
-        if send_request is not None:
-            self._completion.apply(send_request, Event.WITHDRAWN, now, cause=error)
+    def withdrawn(self, peer: Incarnation, body: SendWithdrawn, now: float) -> None:
+        """Fail another daemon's send request, which its daemon has withdrawn.
 
-    def sources_ended(self, peer: Incarnation, name: ReceiveName, error: KvferryError, now: float) -> None:
-        """Handle a daemon's message that its SENDs for a receive request here had ended before the announcement came.
-
-        The receive request fails, unless others may still fill it: if it names more daemons than it has sources, it
-        waits until all of them have sent this message.
+        Without a number, the SENDs of that daemon had ended before the announcement came. The receive request fails,
+        unless others may still fill it: if it names more daemons than it has sources, it waits until all of them have
+        sent this message.
 
         Raises:
             UnknownTransferError: the receive request has ended.
             UnexpectedSourceError: it does not expect send requests of that daemon.
         """
-        receive_request = self.receive_for(Origin(peer, name, NO_SEND))
+        origin, error = Origin(peer, body.receive_request, body.send_request), raised(body.error)
+        if body.send_request != NO_SEND:
+            send_request = self._endpoints.remote_sends.get(origin)
+            if send_request is not None:
+                self._completion.apply(send_request, Event.WITHDRAWN, now, cause=error)
+            return
+        receive_request = self._receive_for(origin)
         receive_request.given_up.add(peer.address)
         if not receive_request.unmet:
             return
@@ -196,95 +198,96 @@ class PeerTransfers:
         ):
             self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=error)
 
-    def waiting_homes(self) -> list[Incarnation]:
-        """Return the home of each other daemon's receive request that was announced here; a home may repeat."""
-        return [one.home for one in self._endpoints.announcements.values()]
+    def pool_gone(self, peer: Incarnation, body: PoolGone) -> None:
+        """Unmap a pool that another daemon has removed."""
+        key = (peer, body.tenant, body.pool)
+        known = self.remote_pools.get(key)
+        if known is not None and known.region_id == body.region:
+            self.remote_pools.pop(key).unmap()
 
     # -- at the source: receive requests of other daemons for send requests here
 
-    def announced(self, home: Incarnation, name: ReceiveName, deadline_at: float, now: float) -> None:
+    def announced(self, home: Incarnation, body: Announce, now: float) -> None:
         """Add another daemon's receive request, and send it the chunks that are here; repeating it is harmless."""
+        name = body.receive_request
         known = self._endpoints.announcements.get((home, name))
         if known is not None:  # repeated after a reconnection: our chunks may be lost too
             for remote_endpoint in known.remote_endpoints:
-                chunks = range(len(remote_endpoint.send_request.chunks))
-                self._endpoints.effects.extend(NotifyChunk(remote_endpoint, number) for number in chunks)
+                self._send_chunks(remote_endpoint)
             self._notify_of_ends(known, now)
             return
-        for older in list(self._endpoints.announced(name.request_id)):
+        for older in self._endpoints.announced(name.request_id):
             same_receive = _without_epoch(older.receive_request) == _without_epoch(name)
             if older.home.address == home.address and same_receive:  # the message of its end was lost, or is late
                 self._completion.close(older, Event.BEGUN_ANEW, now, detail="the receiver has begun anew")
-        announcement = Announcement(home, name, deadline_at)
         endpoints = self._endpoints.of_request(name.request_id)
+        refusal: KvferryError | None = None
         if any(one.source_or_destination.tenant != name.tenant for one in endpoints):
-            taken = TransferExistsError("the request id is in use by another tenant", field="request_id")
-            self._endpoints.effects.append(RefuseSend(home, name, NO_SEND, taken))
+            refusal = TransferExistsError("the request id is in use by another tenant", field="request_id")
+        elif len(self._endpoints.announcements) >= MAX_ANNOUNCEMENTS:
+            refusal = OverloadedError(f"{MAX_ANNOUNCEMENTS} receive requests of other daemons are announced here")
+        if refusal is not None:
+            self._endpoints.refuse(Origin(home, name, NO_SEND), refusal)
             return
-        if len(self._endpoints.announcements) >= MAX_ANNOUNCEMENTS:
-            full = OverloadedError(f"{MAX_ANNOUNCEMENTS} receive requests of other daemons are announced here")
-            self._endpoints.effects.append(RefuseSend(home, name, NO_SEND, full))
-            return
+        announcement = Announcement(home, name, now + min(body.deadline_ms / 1000, LONGEST_ANNOUNCEMENT_S))
         self._endpoints.announce(announcement)
-        self._endpoints.tombstones.renewed(Half(name.tenant, name.request_id, "receive"))
-        for endpoint in list(endpoints):
-            if not isinstance(endpoint, SendRequest) or endpoint.state is not State.OPEN:
-                continue
-            if self.join(announcement, endpoint):
+        self._endpoints.tombstones.renewed(announcement.half)
+        for endpoint in endpoints:
+            if isinstance(endpoint, SendRequest) and endpoint.state is State.OPEN and endpoint.unmet:
+                self._join(announcement, endpoint)
                 self._endpoints.notify_matched(endpoint)
         self._notify_of_ends(announcement, now)
 
-    def join(self, announcement: Announcement, send_request: SendRequest) -> bool:
-        """Send all chunks of a local send request to another daemon's receive request, if it wants more destinations.
+    def send_chunk(self, send_request: SendRequest, number: int) -> None:
+        """Send a chunk to other daemons' receive requests; the first chunk joins those that were announced here."""
+        for one in send_request.receive_requests:
+            if isinstance(one, RemoteEndpoint) and one.state is State.OPEN:
+                self._endpoints.effects.append(peer_send_of(one, number))
+        if number == 0:
+            for announcement in self._endpoints.announced(send_request.request_id):
+                if send_request.unmet:
+                    self._join(announcement, send_request)
 
-        Returns:
-            Whether it joined.
-        """
-        if not send_request.unmet:
-            return False
+    def _join(self, announcement: Announcement, send_request: SendRequest) -> None:
+        """Send all chunks of a local send request to another daemon's receive request."""
         remote_endpoint = RemoteEndpoint(announcement, send_request, next(self._remote_numbers), State.OPEN)
         self._endpoints.remote_endpoints[remote_endpoint.number] = remote_endpoint
         announcement.remote_endpoints.append(remote_endpoint)
         send_request.receive_requests.append(remote_endpoint)
-        self._endpoints.effects.extend(
-            NotifyChunk(remote_endpoint, number) for number in range(len(send_request.chunks))
-        )
-        return True
+        self._send_chunks(remote_endpoint)
 
-    def closed(
-        self,
-        home: Incarnation,
-        name: ReceiveName,
-        error: KvferryError | None,
-        moved: Iterable[tuple[int, int, int]],
-        now: float,
-        unmet: int = 0,
-    ) -> None:
-        """End another daemon's receive request with its outcome; ``unmet`` of its sources had not come."""
-        announcement = self._endpoints.announcements.get((home, name))
+    def _send_chunks(self, remote_endpoint: RemoteEndpoint) -> None:
+        chunks = range(len(remote_endpoint.send_request.chunks))
+        self._endpoints.effects.extend(peer_send_of(remote_endpoint, number) for number in chunks)
+
+    def closed(self, home: Incarnation, body: ReceiveClosed, now: float) -> None:
+        """End another daemon's receive request with its outcome."""
+        announcement = self._endpoints.announcements.get((home, body.receive_request))
         if announcement is None:
             return
-        found = {send_request: (moved_bytes, trimmed_pages) for send_request, moved_bytes, trimmed_pages in moved}
+        found = {send_request: (moved_bytes, trimmed_pages) for send_request, moved_bytes, trimmed_pages in body.moved}
         for remote_endpoint in announcement.remote_endpoints:
             moved_bytes, trimmed_pages = found.get(remote_endpoint.number, (0, 0))
             remote_endpoint.send_request.moved_bytes += moved_bytes
             remote_endpoint.send_request.trimmed_pages += trimmed_pages
-        event = Event.CLOSED if error is None else Event.CLOSED_FAILED
-        self._completion.close(announcement, event, now, unmet=bool(unmet), cause=error)
+        event, error = (Event.CLOSED_FAILED, raised(body.error)) if body.error else (Event.CLOSED, None)
+        self._completion.close(announcement, event, now, unmet=bool(body.unmet), cause=error)
 
-    def refused(self, home: Incarnation, number: int, error: KvferryError, now: float) -> None:
-        """Fail a remote endpoint whose home refused the send request."""
-        remote_endpoint = self._endpoints.remote_endpoints.get(number)
-        if remote_endpoint is not None and remote_endpoint.announcement.home == home:
-            self._completion.apply(remote_endpoint, Event.REFUSED, now, cause=error)
+    def refused(self, peer: Incarnation, body: SendRefused, now: float) -> None:
+        """Fail a remote endpoint whose home refused the send request.
 
-    def announcement_refused(self, name: ReceiveName, error: KvferryError) -> None:
-        """Note that another daemon refused the announcement of a receive request here, which goes on waiting.
+        Without a number, a source has refused an announcement: the receive request here notes that and goes on waiting.
 
         Raises:
             UnknownTransferError: the receive request has ended.
+            UnexpectedSourceError: it does not expect send requests of that daemon.
         """
-        self.receive_request(name).last_refusal = error
+        if body.send_request == NO_SEND:
+            self._receive_for(Origin(peer, body.receive_request, NO_SEND)).last_refusal = raised(body.error)
+            return
+        remote_endpoint = self._endpoints.remote_endpoints.get(body.send_request)
+        if remote_endpoint is not None and remote_endpoint.announcement.home == peer:
+            self._completion.apply(remote_endpoint, Event.REFUSED, now, cause=raised(body.error))
 
     def open_remote(self, home: Incarnation, number: int, name: ReceiveName) -> RemoteEndpoint:
         """Return the open remote endpoint ``number``.
@@ -319,6 +322,11 @@ class PeerTransfers:
         self._completion.check_settled(remote_endpoint)
 
     # -- both roles
+
+    def abandoned(self, peer: Incarnation, body: HalfAbandoned, now: float) -> None:
+        """Fail the endpoints here that wait for a half that another daemon abandons."""
+        half = Half(body.tenant, body.request_id, body.direction)
+        self.half_abandoned(half, raised(body.error), now, peer.address)
 
     def half_abandoned(self, half: Half, error: KvferryError, now: float, source: str | None = None) -> int:
         """Fail the open endpoints here that wait for a half that will not come; return how many.
@@ -355,6 +363,8 @@ class PeerTransfers:
             self._completion.apply(send_request, Event.DAEMON_LOST, now, detail=lost)
         for announcement in [one for one in self._endpoints.announcements.values() if one.home == peer]:
             self._completion.close(announcement, Event.DAEMON_LOST, now, detail=lost)
+        for key in [one for one in self.remote_pools if one[0] == peer]:
+            self.remote_pools.pop(key).unmap()
 
     def expired(self, announcement: Announcement, now: float) -> None:
         """End another daemon's receive request at its deadline: the message of its end was lost."""
@@ -375,28 +385,46 @@ class PeerTransfers:
         times = Clocked(now, receive_request.deadline_at)
         return SendRequest(pool, receive_request.request_id, NO_SESSION, times, 1, origin)
 
-    def refuse(self, origin: Origin, error: KvferryError, now: float) -> None:
+    def _remote_pool(self, peer: Incarnation, body: PeerSend) -> RemotePool:
+        """Return another daemon's pool: as it was described before, or as this chunk describes it."""
+        key = (peer, body.receive_request.tenant, body.pool)
+        known = self.remote_pools.get(key)
+        if known is not None and known.region_id == body.region:
+            return known
+        if body.manifest is None:
+            raise InvalidFieldError(f"pool {body.pool!r} was not described", field="manifest")
+        if known is None and len(self.remote_pools) >= MAX_REMOTE_POOLS:
+            raise OverloadedError(f"{MAX_REMOTE_POOLS} pools of other daemons are known here")
+        if known is not None:
+            known.unmap()
+        check_manifest(body.manifest)
+        pool = RemotePool(body.receive_request.tenant, body.pool, body.manifest, peer, body.region, body.model)
+        self.remote_pools[key] = pool
+        return pool
+
+    def _refuse(self, origin: Origin, error: KvferryError, now: float) -> None:
         """Refuse a chunk of another daemon's send request; a send request with earlier chunks fails as a whole."""
         send_request = self._endpoints.remote_sends.get(origin)
         if send_request is not None:
             self._completion.apply(send_request, Event.REFUSED, now, cause=error)
             return
-        self._endpoints.effects.append(RefuseSend(origin.peer, origin.receive_request, origin.send_request, error))
-        receive_request = self._endpoints.receive_requests.get(
-            EndpointKey(
-                origin.receive_request.tenant, origin.receive_request.request_id, origin.receive_request.pool, "receive"
-            )
-        )
+        self._endpoints.refuse(origin, error)
+        receive_request = self._named(origin.receive_request)
         if receive_request is not None and not isinstance(error, UnknownTransferError):
             receive_request.last_refusal = error
+
+    def _named(self, name: ReceiveName) -> ReceiveRequest | None:
+        """Return the live receive request of a name's pool, of any epoch."""
+        return self._endpoints.receive_requests.get(EndpointKey(name.tenant, name.request_id, name.pool, "receive"))
 
     def _notify_of_ends(self, announcement: Announcement, now: float) -> None:
         """Tell a receive request's home if SENDs for it ended here before it was announced."""
         home, name = announcement.home, announcement.receive_request
-        half = Half(name.tenant, name.request_id, "send")
-        ended = self._endpoints.tombstones.notices_for(half, listener_of(announcement), now, (home.boot_id, name.epoch))
+        message = (home.boot_id, name.epoch)
+        ended = self._endpoints.tombstones.notices_for(announcement.half.other, announcement.listener, now, message)
         if ended:
-            self._endpoints.effects.append(NotifyEnded(home, name, ended[0]))
+            body = SendWithdrawn(receive_request=name, send_request=NO_SEND, error=ended[0].info())
+            self._endpoints.effects.append(SendToPeer(home, body))
 
 
 def _without_epoch(name: ReceiveName) -> tuple[str, str, int]:
@@ -411,8 +439,8 @@ ANY_EVENT, ANY_VALUE = 0, 1
 """In steps of another daemon's chunk: only the source sees their events; it sends how many steps are ready."""
 
 
-def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> tuple[PeerSend, list[PageIds]]:
-    """Return the message with chunk ``number`` of a local send request for a receive request's home, and its ids."""
+def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> SendToPeer:
+    """Return the message with chunk ``number`` of a local send request for a receive request's home."""
     send_request = remote_endpoint.send_request
     chunk, pool = send_request.chunks[number], send_request.holder
     assert pool is not None, remote_endpoint
@@ -437,7 +465,7 @@ def peer_send_of(remote_endpoint: RemoteEndpoint, number: int) -> tuple[PeerSend
         ready=send_request.ready[number],
         model=pool.model.public if pool.model and number == 0 else None,
     )
-    return body, [ids for _, ids in lists]
+    return SendToPeer(remote_endpoint.announcement.home, body, [ids for _, ids in lists])
 
 
 def chunk_of(message: PeerSend, ids: Sequence[PageIds], manifest: Manifest) -> SendChunk:
@@ -459,7 +487,7 @@ def op_of(op: TransferOp) -> OpRequest:
     assert isinstance(op.send_request.pool, RemotePool), op
     places = {id(entry): number for number, entry in enumerate(op.send_request.pool.manifest.entries)}
     return OpRequest(
-        receive_request=name_of(op.receive_request),
+        receive_request=op.receive_request.name,
         send_request=op.send_request.origin.send_request,
         op=op.op_id,
         chunk=op.chunk,
@@ -477,3 +505,23 @@ def _segment_of(planned_copy: PlannedCopy, places: dict[int, int]) -> Segment:
         entries=tuple(places[id(entry)] for entry in entries),
         heads=heads,
     )
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Check that another daemon's manifest is consistent, before addresses are computed from it.
+
+    Raises:
+        InvalidFieldError: no entry, or one that lies beyond the region or whose component is not described.
+        GeometryMismatchError: an entry's fields contradict each other.
+    """
+    names = {one.name for one in manifest.components}
+    for index, entry in enumerate(manifest.entries):
+        beyond = entry.base + entry.pages * entry.page_bytes > manifest.region_bytes
+        if beyond or entry.component not in names:
+            raise InvalidFieldError(
+                f"{entry.name} lies beyond the region, or its component is not described",
+                field=f"manifest.entries[{index}]",
+            )
+        check_entry(entry, f"manifest.entries[{index}]")
+    if not manifest.entries:
+        raise InvalidFieldError("the pool has no entries", field="manifest.entries")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvferry.daemon.transfer.endpoints import (
@@ -18,14 +18,15 @@ from kvferry.daemon.transfer.endpoints import (
     SourcePool,
     TransferOp,
 )
-from kvferry.daemon.transfer.kept import Half, Tombstones
+from kvferry.daemon.transfer.kept import Tombstones
 from kvferry.daemon.transfer.matching import Trim
 from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.planning.plan import Plan
+from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished, Matched, Settled
-from kvferry.protocol.peer_messages import ReceiveName
+from kvferry.protocol.peer_messages import HalfAbandoned, PeerBody, ReceiveClosed, ReceiveName, SendRefused
 
 # -- effects: what the transfer state machine asks its shell to do, in order
 
@@ -75,66 +76,19 @@ class AnnounceReceive(NamedTuple):
     receive_request: ReceiveRequest
 
 
-class CloseReceive(NamedTuple):
-    """Send another daemon the outcome of a receive request.
-
-    Attributes:
-        moved: for each of that daemon's send requests: (its number, bytes moved, pages trimmed).
-        unmet: how many sources had not come, where the receiver itself ended the receive request.
-    """
-
-    address: str
-    receive_request: ReceiveName
-    error: KvferryError | None
-    moved: tuple[tuple[int, int, int], ...]
-    unmet: int = 0
-
-
-class RefuseSend(NamedTuple):
-    """Tell another daemon that its send request does not fit the receive request."""
+class SendToPeer(NamedTuple):
+    """Send a message to one incarnation of another daemon, if it is still there."""
 
     peer: Incarnation
-    receive_request: ReceiveName
-    send_request: int
-    error: KvferryError
+    body: PeerBody
+    ids: Sequence[PageIds] = ()
 
 
-class NotifyChunk(NamedTuple):
-    """Send a chunk to another daemon's receive request."""
-
-    remote_endpoint: RemoteEndpoint
-    chunk: int
-
-
-class NotifyReady(NamedTuple):
-    """Tell another daemon how many steps of a chunk are ready."""
-
-    remote_endpoint: RemoteEndpoint
-    chunk: int
-    ready: int
-
-
-class Withdraw(NamedTuple):
-    """Tell another daemon that a send request has failed."""
-
-    remote_endpoint: RemoteEndpoint
-    error: KvferryError
-
-
-class NotifyEnded(NamedTuple):
-    """Tell another daemon that the SENDs its receive request waits for were here and have ended."""
-
-    peer: Incarnation
-    receive_request: ReceiveName
-    error: KvferryError
-
-
-class NotifyAbandoned(NamedTuple):
-    """Tell another daemon that a half of a request will not come."""
+class SendToDaemon(NamedTuple):
+    """Send a message to the daemon at an address; HALF_ABANDONED is kept for it until it is connected."""
 
     address: str
-    half: Half
-    error: KvferryError
+    body: ReceiveClosed | HalfAbandoned
 
 
 class StopSending(NamedTuple):
@@ -143,22 +97,7 @@ class StopSending(NamedTuple):
     remote_endpoint: RemoteEndpoint
 
 
-Effect = (
-    StartOp
-    | StopOp
-    | Notify
-    | WarnTrimmed
-    | ReportBug
-    | AnnounceReceive
-    | CloseReceive
-    | RefuseSend
-    | NotifyChunk
-    | NotifyReady
-    | Withdraw
-    | NotifyEnded
-    | NotifyAbandoned
-    | StopSending
-)
+Effect = StartOp | StopOp | Notify | WarnTrimmed | ReportBug | AnnounceReceive | SendToPeer | SendToDaemon | StopSending
 
 
 # -- deadlines
@@ -166,6 +105,7 @@ Effect = (
 
 FEW = 16
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -219,6 +159,28 @@ class Deadlines(Generic[T]):
 # -- live endpoints
 
 
+class Groups(Generic[K, T]):
+    """Things by a key that several may have, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._groups: dict[K, dict[T, None]] = {}
+
+    def add(self, key: K, thing: T) -> None:
+        """Add a thing to the group of a key."""
+        self._groups.setdefault(key, {})[thing] = None
+
+    def drop(self, key: K, thing: T) -> None:
+        """Remove a thing from the group of a key, and the group with its last one."""
+        group = self._groups[key]
+        del group[thing]
+        if not group:
+            del self._groups[key]
+
+    def of(self, key: K) -> list[T]:
+        """Return the things of a key."""
+        return list(self._groups.get(key, ()))
+
+
 class Endpoints:
     """The endpoints, transfer ops and effects that the parts of the transfer state machine share.
 
@@ -244,8 +206,9 @@ class Endpoints:
         self.remote_endpoints: dict[int, RemoteEndpoint] = {}
         self.ops: dict[int, TransferOp] = {}
         self.effects: list[Effect] = []
-        self._by_request: dict[str, list[SendRequest | ReceiveRequest]] = {}
-        self._announced: dict[str, list[Announcement]] = {}
+        self._by_request: Groups[str, SendRequest | ReceiveRequest] = Groups()
+        self._announced: Groups[str, Announcement] = Groups()
+        self._expecting: Groups[str, ReceiveRequest] = Groups()
         self.deadlines: Deadlines[SendRequest | ReceiveRequest | Announcement] = Deadlines()
 
     def __iter__(self) -> Iterator[SendRequest | ReceiveRequest]:
@@ -260,11 +223,22 @@ class Endpoints:
 
     def of_request(self, request_id: str) -> list[SendRequest | ReceiveRequest]:
         """Return the endpoints of a request that belong to this daemon's sessions."""
-        return self._by_request.get(request_id, [])
+        return self._by_request.of(request_id)
 
     def announced(self, request_id: str) -> list[Announcement]:
         """Return other daemons' receive requests for a request, oldest first."""
-        return self._announced.get(request_id, [])
+        return self._announced.of(request_id)
+
+    def receives_expecting(self, address: str) -> list[ReceiveRequest]:
+        """Return the open receive requests that were announced to a daemon."""
+        return [one for one in self._expecting.of(address) if one.state is State.OPEN]
+
+    def refuse(self, origin: Origin, error: KvferryError) -> None:
+        """Tell another daemon that its send request does not fit the receive request."""
+        refused = SendRefused(
+            receive_request=origin.receive_request, send_request=origin.send_request, error=error.info()
+        )
+        self.effects.append(SendToPeer(origin.peer, refused))
 
     def notify_matched(self, send_request: SendRequest) -> None:
         """Send MATCHED to an open send request's session: another receive request has joined it."""
@@ -281,7 +255,7 @@ class Endpoints:
     def announce(self, announcement: Announcement) -> None:
         """Add another daemon's receive request."""
         self.announcements[announcement.home, announcement.receive_request] = announcement
-        self._announced.setdefault(announcement.receive_request.request_id, []).append(announcement)
+        self._announced.add(announcement.receive_request.request_id, announcement)
         self.deadlines.set(announcement, announcement.deadline_at)
 
     def withdraw(self, announcement: Announcement) -> None:
@@ -289,18 +263,17 @@ class Endpoints:
         if self.announcements.pop((announcement.home, announcement.receive_request), None) is None:
             return
         self.deadlines.drop(announcement)
-        others = self._announced[announcement.receive_request.request_id]
-        others.remove(announcement)
-        if not others:
-            del self._announced[announcement.receive_request.request_id]
+        self._announced.drop(announcement.receive_request.request_id, announcement)
 
     def enter(self, endpoint: SendRequest | ReceiveRequest) -> None:
         """Add an endpoint of a session here."""
         if isinstance(endpoint, ReceiveRequest):
             self.receive_requests[endpoint.key] = endpoint
+            for address in endpoint.source_daemons:
+                self._expecting.add(address, endpoint)
         else:
             self.send_requests[endpoint.key] = endpoint
-        self._by_request.setdefault(endpoint.request_id, []).append(endpoint)
+        self._by_request.add(endpoint.request_id, endpoint)
         self.deadlines.set(endpoint, endpoint.deadline_at)
 
     def leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
@@ -308,11 +281,13 @@ class Endpoints:
         if isinstance(endpoint, SendRequest) and endpoint.origin is not None:
             del self.remote_sends[endpoint.origin]
             return
-        del (self.receive_requests if isinstance(endpoint, ReceiveRequest) else self.send_requests)[endpoint.key]
-        others = self._by_request[endpoint.request_id]
-        others.remove(endpoint)
-        if not others:
-            del self._by_request[endpoint.request_id]
+        if isinstance(endpoint, ReceiveRequest):
+            del self.receive_requests[endpoint.key]
+            for address in endpoint.source_daemons:
+                self._expecting.drop(address, endpoint)
+        else:
+            del self.send_requests[endpoint.key]
+        self._by_request.drop(endpoint.request_id, endpoint)
 
     def postpone(self, endpoint: SendRequest | ReceiveRequest, deadline_at: float) -> None:
         """Set an endpoint's deadline to this time, unless it is later already."""

@@ -32,19 +32,20 @@ from kvferry.daemon.transfer.admission import (
     hold_for_writing,
 )
 from kvferry.daemon.transfer.completion import Completion
-from kvferry.daemon.transfer.endpoints import Announcement, Clocked, EndpointKey, ReceiveRequest, SendChunk, SendRequest
-from kvferry.daemon.transfer.kept import Generations, Half, KeptPayloads, Results, Tombstones
+from kvferry.daemon.transfer.endpoints import (
+    Announcement,
+    Clocked,
+    EndpointKey,
+    Half,
+    ReceiveRequest,
+    SendChunk,
+    SendRequest,
+)
+from kvferry.daemon.transfer.kept import Generations, KeptPayloads, Results, Tombstones
 from kvferry.daemon.transfer.matching import check_payload
 from kvferry.daemon.transfer.page_ranges import PageRange
 from kvferry.daemon.transfer.peer_transfers import NoActivity, PeerTransfers, TransferActivity
-from kvferry.daemon.transfer.registry import (
-    AnnounceReceive,
-    Effect,
-    Endpoints,
-    NotifyAbandoned,
-    NotifyChunk,
-    NotifyReady,
-)
+from kvferry.daemon.transfer.registry import AnnounceReceive, Effect, Endpoints, SendToDaemon, SendToPeer
 from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, State, Transitions
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
@@ -53,6 +54,7 @@ from kvferry.protocol.errors import (
     UnexpectedSourceError,
     UnknownTransferError,
 )
+from kvferry.protocol.peer_messages import HalfAbandoned, StepReady
 from kvferry.protocol.transfer_messages import Accepted, LayerStep, TransferResult
 
 
@@ -232,7 +234,7 @@ class TransferStateMachine:
         for receive_request, its_fits in fits:
             for fit in its_fits:
                 self._copy_scheduler.start(receive_request, send_request, fit, now)
-        self._send_to_peers(send_request, number)
+        self.peers.send_chunk(send_request, number)
         for receive_request in receive_requests:
             self._completion.check_done(receive_request, now)
         self._check_receivers_live(send_request, number, now)
@@ -299,9 +301,10 @@ class TransferStateMachine:
             for one in self.endpoints.announced(half.request_id)
             if half.direction == "send" and one.receive_request.tenant == half.tenant
         ]
-        self.endpoints.effects.extend(
-            NotifyAbandoned(address, half, error) for address in dict.fromkeys([*daemons, *homes])
+        body = HalfAbandoned(
+            tenant=half.tenant, request_id=half.request_id, direction=half.direction, error=error.info()
         )
+        self.endpoints.effects.extend(SendToDaemon(address, body) for address in dict.fromkeys([*daemons, *homes]))
         return failed
 
     def session_lost(self, session_id: int, now: float) -> None:
@@ -390,7 +393,7 @@ class TransferStateMachine:
         """Add an endpoint; results and tombstones of earlier ones are dropped."""
         self.results.begin(endpoint.session_id, endpoint.key)
         self.endpoints.enter(endpoint)
-        self.endpoints.tombstones.renewed(_half(endpoint))
+        self.endpoints.tombstones.renewed(endpoint.half)
 
     def _ended_sources(
         self, receive_request: ReceiveRequest, send_requests: list[SendRequest], now: float
@@ -402,7 +405,7 @@ class TransferStateMachine:
         """
         if len(send_requests) >= receive_request.sources:
             return None
-        half = Half(receive_request.pool.tenant, receive_request.request_id, "send")
+        half = receive_request.half.other
         abandoned = self.endpoints.tombstones.abandoned(half, receive_request.pool.name, now)
         if abandoned is not None or receive_request.source_daemons:
             return abandoned
@@ -412,7 +415,7 @@ class TransferStateMachine:
         """Fail a new send request if its RECEIVEs were abandoned, or as many as its destinations have ended."""
         if number or not send_request.unmet:
             return
-        half = Half(send_request.pool.tenant, send_request.request_id, "receive")
+        half = send_request.half.other
         abandoned = self.endpoints.tombstones.abandoned(half, send_request.pool.name, now)
         if abandoned is not None:
             self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=abandoned)
@@ -422,18 +425,6 @@ class TransferStateMachine:
         if ended and len(ended) >= send_request.destinations:
             self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=ended[0])
 
-    def _send_to_peers(self, send_request: SendRequest, number: int) -> None:
-        """Send a chunk to other daemons' receive requests; the first chunk joins those that were announced here."""
-        known = [
-            one
-            for one in send_request.receive_requests
-            if not isinstance(one, ReceiveRequest) and one.state is State.OPEN
-        ]
-        self.endpoints.effects.extend(NotifyChunk(remote_endpoint, number) for remote_endpoint in known)
-        if number == 0:
-            for announcement in list(self.endpoints.announced(send_request.request_id)):
-                self.peers.join(announcement, send_request)
-
     def _step_ready(self, send_request: SendRequest, number: int, now: float) -> None:
         for receive_request in list(send_request.receive_requests):
             if receive_request.state is not State.OPEN:
@@ -441,11 +432,14 @@ class TransferStateMachine:
             if isinstance(receive_request, ReceiveRequest):
                 self._copy_scheduler.start_ready(receive_request, now)
             else:
-                self.endpoints.effects.append(NotifyReady(receive_request, number, send_request.ready[number]))
-
-
-def _half(endpoint: SendRequest | ReceiveRequest) -> Half:
-    return Half(endpoint.source_or_destination.tenant, endpoint.request_id, endpoint.direction)
+                announcement = receive_request.announcement
+                ready = StepReady(
+                    receive_request=announcement.receive_request,
+                    send_request=receive_request.number,
+                    chunk=number,
+                    ready=send_request.ready[number],
+                )
+                self.endpoints.effects.append(SendToPeer(announcement.home, ready))
 
 
 def _accepted(endpoint: SendRequest | ReceiveRequest) -> Accepted:

@@ -89,7 +89,7 @@ class Transition(NamedTuple):
 
     Attributes:
         state: the next state.
-        own: what the endpoint finishes with.
+        own: what the endpoint finishes with; nothing for another daemon's, whose session is there.
         matched: what its matched endpoints finish with.
         tombstone: whether a tombstone is left for endpoints that have not come.
         notice: which message is sent to other daemons that have, or expect, a half of the request.
@@ -113,6 +113,11 @@ _SETTLES: Final = Transition(State.SETTLED)
 
 def _fails(own: Result, matched: Result, notice: Notice = Notice.NONE, *, tombstone: bool = False) -> Transition:
     return Transition(State.FINISHED, own, matched, tombstone, notice)
+
+
+def _fails_here(matched: Result, notice: Notice = Notice.NONE, *, tombstone: bool = False) -> Transition:
+    """Return the row in which another daemon's endpoint fails: the session that gets its event is not of this one."""
+    return Transition(State.FINISHED, Outcome.NOTHING, matched, tombstone, notice)
 
 
 _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
@@ -142,20 +147,20 @@ _OPEN: Final[Mapping[Kind, Mapping[Event, Transition]]] = {
         Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
     },
     Kind.REMOTE_SEND: {
-        Event.RECEIVERS_FAILED: _fails(_CAUSE, Outcome.NOTHING),
-        Event.RECEIVERS_DONE: Transition(State.FINISHED, Outcome.SUCCESS),
-        Event.REFUSED: _fails(_CAUSE, _CAUSE, Notice.REFUSE),
-        Event.WITHDRAWN: _fails(_CAUSE, _CAUSE),
-        Event.DAEMON_LOST: _fails(PeerLostError, PeerLostError),
+        Event.RECEIVERS_FAILED: Transition(State.FINISHED),
+        Event.RECEIVERS_DONE: Transition(State.FINISHED),
+        Event.REFUSED: _fails_here(_CAUSE, Notice.REFUSE),
+        Event.WITHDRAWN: _fails_here(_CAUSE),
+        Event.DAEMON_LOST: _fails_here(PeerLostError),
     },
     Kind.REMOTE_RECEIVE: {
-        Event.DEADLINE: _fails(DeadlineError, DeadlineError, tombstone=True),
-        Event.MATCHED_FAILED: _fails(_CAUSE, _CAUSE, Notice.WITHDRAW),
-        Event.REFUSED: _fails(_CAUSE, _CAUSE),
-        Event.CLOSED: Transition(State.FINISHED, Outcome.SUCCESS, Outcome.SUCCESS),
-        Event.CLOSED_FAILED: _fails(_CAUSE, _CAUSE, tombstone=True),
-        Event.DAEMON_LOST: _fails(PeerLostError, PeerLostError),
-        Event.BEGUN_ANEW: _fails(PeerLostError, PeerLostError),
+        Event.DEADLINE: _fails_here(DeadlineError, tombstone=True),
+        Event.MATCHED_FAILED: _fails_here(_CAUSE, Notice.WITHDRAW),
+        Event.REFUSED: _fails_here(_CAUSE),
+        Event.CLOSED: Transition(State.FINISHED, matched=Outcome.SUCCESS),
+        Event.CLOSED_FAILED: _fails_here(_CAUSE, tombstone=True),
+        Event.DAEMON_LOST: _fails_here(PeerLostError),
+        Event.BEGUN_ANEW: _fails_here(PeerLostError),
         Event.NOTHING_UNDER_WAY: _STAYS_OPEN,
     },
 }

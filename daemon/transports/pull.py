@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.daemon.transfer.completion import name_of
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, TransferOp
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.base import OnOpDone, Transport
@@ -128,7 +127,7 @@ class PullTransport:
         origin = pull.op.send_request.origin
         assert origin is not None, pull.op
         pull.confirming = True
-        confirm = Confirm(receive_request=name_of(pull.op.receive_request), send_request=origin.send_request, op=op_id)
+        confirm = Confirm(receive_request=pull.op.receive_request.name, send_request=origin.send_request, op=op_id)
         if not self._send(pull.peer, confirm):
             self._fail(pull, PeerLostError(f"the daemon at {pull.peer.address} is gone"))
 

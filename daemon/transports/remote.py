@@ -11,7 +11,7 @@ from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport
 from kvferry.protocol.errors import UnknownTransferError
-from kvferry.protocol.peer_messages import Confirmed, Grant, OpRequest, Written
+from kvferry.protocol.peer_messages import Confirmed, Grant, OpEnded, OpRequest, Written
 
 ON_THIS_HOST = "ipc://"
 
@@ -85,10 +85,10 @@ class RemoteTransports:
         if self.sender is not None:
             self.sender.grant(peer, message)
 
-    def op_over(self, peer: Incarnation, number: int) -> None:
+    def op_over(self, peer: Incarnation, message: OpEnded) -> None:
         """Pass on that a home grants nothing more for a transfer op."""
         if self.sender is not None:
-            self.sender.op_over(peer, number)
+            self.sender.op_over(peer, message.op)
 
     def stop_sending(self, remote_endpoint: RemoteEndpoint) -> None:
         """Stop sending for a remote endpoint."""

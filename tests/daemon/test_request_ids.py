@@ -21,11 +21,11 @@ from kvferry.daemon.transfer.endpoints import (
     RemotePool,
     SendRequest,
 )
-from kvferry.daemon.transfer.registry import CloseReceive, StopOp, Withdraw
+from kvferry.daemon.transfer.registry import SendToDaemon, StopOp, StopSending
 from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.protocol.errors import CancelledError, KvferryError, NotOwnerError, PeerCancelledError, raised
-from kvferry.protocol.peer_messages import Announce, ReceiveName
+from kvferry.protocol.peer_messages import Announce, ReceiveClosed, ReceiveName
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry
 from tests.transfer.transfer_harness import layers
@@ -157,11 +157,9 @@ TRANSFER = ReceiveName(request_id=REQUEST, pool="decode", tenant=0, epoch=1)
     ("thing", "named"),
     [
         (Announce(receive_request=TRANSFER, deadline_ms=1), True),
-        (CloseReceive("ipc:///x", TRANSFER, None, ()), True),
+        (SendToDaemon("ipc:///x", ReceiveClosed(receive_request=TRANSFER)), True),
         (
-            Withdraw(
-                RemoteEndpoint(Announcement(PEER, TRANSFER, 0.0), SEND_REQUEST, 1, State.OPEN), KvferryError("late")
-            ),
+            StopSending(RemoteEndpoint(Announcement(PEER, TRANSFER, 0.0), SEND_REQUEST, 1, State.OPEN)),
             True,
         ),
         (SEND_REQUEST, True),

@@ -46,7 +46,7 @@ class Node(TransferHarness):
         hub.subscribe(EndpointsChanged, lambda _event: self._execute())
         self.peers = PeerTransferService(
             cast("PeerLinks", self.links),
-            self.state_machine.peers,
+            self.state_machine,
             cast("RemoteTransports", self.remote),
             hub,
             Counters(),

@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.daemon.transfer.completion import name_of
 from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint, RemotePool, TransferOp
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.transitions import State
@@ -164,7 +163,7 @@ class ScriptedRemote:
         self.network[op.op_id] = arriving
         origin, number = op.send_request.origin, op.op_id
         asked = OpRequest(
-            receive_request=name_of(op.receive_request),
+            receive_request=op.receive_request.name,
             send_request=origin.send_request,
             op=number,
             chunk=op.chunk,
@@ -204,9 +203,7 @@ class ScriptedRemote:
         arriving.confirming = True
         origin = arriving.op.send_request.origin
         assert origin is not None
-        asked = Confirm(
-            receive_request=name_of(arriving.op.receive_request), send_request=origin.send_request, op=op_id
-        )
+        asked = Confirm(receive_request=arriving.op.receive_request.name, send_request=origin.send_request, op=op_id)
         if not self._say(arriving.peer, asked):
             arriving.error = PeerLostError("gone")
             self._end_mapped(op_id)
@@ -267,9 +264,9 @@ class ScriptedRemote:
         else:
             sending.writing = True
 
-    def op_over(self, peer: Incarnation, number: int) -> None:
+    def op_over(self, peer: Incarnation, message: OpEnded) -> None:
         """See ``RemoteTransports.op_over``."""
-        self._over((peer, number))
+        self._over((peer, message.op))
 
     def stop_sending(self, remote_endpoint: RemoteEndpoint) -> None:
         """See ``RemoteTransports.stop_sending``."""

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.daemon.services.peer_transfers import check_manifest
+from kvferry.daemon.transfer.peer_transfers import check_manifest
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import MhaSpec

@@ -10,6 +10,7 @@ import pytest
 from kvferry.daemon.transfer.peer_transfers import peer_send_of
 from kvferry.protocol.errors import ModelMismatchError
 from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.peer_messages import PeerSend
 from tests.transfer.peer_harness import PeerHarness
 from tests.transfer.transfer_harness import TransferHarness
 
@@ -130,5 +131,6 @@ def test_no_salt_travels_between_daemons() -> None:
     between = Between(MODEL, MODEL)
     between.meet()
     (remote_endpoint,) = between.source.state_machine.endpoints.remote_endpoints.values()
-    chunk_announced, _ = peer_send_of(remote_endpoint, 0)
-    assert chunk_announced.model == msgspec.structs.replace(MODEL, salt="")
+    body = peer_send_of(remote_endpoint, 0).body
+    assert isinstance(body, PeerSend)
+    assert body.model == msgspec.structs.replace(MODEL, salt="")

@@ -12,7 +12,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.transfer.completion import name_of
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
@@ -53,7 +52,7 @@ class Meeting:
         if send:
             source.send(prefill, its_pool, its_ids, request=request)
         (receive_request,) = home.state_machine.endpoints.receive_requests.values()
-        self.names.append(name_of(receive_request))
+        self.names.append(receive_request.name)
 
     @property
     def speaker(self) -> Incarnation:

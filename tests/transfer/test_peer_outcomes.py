@@ -29,6 +29,8 @@ from kvferry.protocol.peer_messages import (
     Confirmed,
     Grant,
     PeerSend,
+    ReceiveClosed,
+    SendRefused,
     SendWithdrawn,
     StepReady,
     Written,
@@ -532,7 +534,7 @@ def test_a_daemon_that_the_receive_does_not_name_is_refused(both: Transfer) -> N
     both.harness.run()
     assert both.told() == (["UNEXPECTED_SOURCE", "settled"], [])
     assert not receive_request.send_requests
-    assert not both.home.peers.remote_pools, "it has no say in what is remembered here"
+    assert not both.home.state_machine.peers.remote_pools, "it has no say in what is remembered here"
 
 
 def test_both_sides_are_told_how_many_pages_were_trimmed(both: Transfer) -> None:
@@ -557,13 +559,13 @@ def test_both_sides_are_told_how_many_pages_were_trimmed(both: Transfer) -> None
 
 def test_a_deleted_pools_memory_is_given_up(mapped: Transfer) -> None:
     mapped.meet()
-    ((key, pool),) = mapped.home.peers.remote_pools.items()
+    ((key, pool),) = mapped.home.state_machine.peers.remote_pools.items()
     mapped.harness.run()
     pool.mapping = region = HostRegion.create("mapped", 4096)
     mapped.source.peers.pool_removed(mapped.prefill_pool)
     mapped.harness.run()
     assert region.fd == -1, "it is closed"
-    assert key not in mapped.home.peers.remote_pools
+    assert key not in mapped.home.state_machine.peers.remote_pools
 
 
 def test_pools_are_not_remembered_for_receives_that_do_not_exist(both: Transfer) -> None:
@@ -572,7 +574,7 @@ def test_pools_are_not_remembered_for_receives_that_do_not_exist(both: Transfer)
     both.send()
     both.home.cancel(both.decode, both.decode_pool, "receive")
     both.harness.run()
-    assert not both.home.peers.remote_pools
+    assert not both.home.state_machine.peers.remote_pools
 
 
 # -- the decode engine dies
@@ -949,7 +951,11 @@ def test_a_second_end_changes_nothing(both: Transfer) -> None:
     (receive_request,) = both.source.state_machine.endpoints.announcements
     both.harness.run()
     home, name = receive_request
-    both.source.state_machine.peers.closed(home, name, TransferFailedError("again"), [(1, BYTES, 0)], both.harness.now)
+    both.source.state_machine.peers.closed(
+        home,
+        ReceiveClosed(receive_request=name, error=TransferFailedError("again").info(), moved=((1, BYTES, 0),)),
+        both.harness.now,
+    )
     assert both.told() == (["OK", "settled"], ["OK", "settled"])
     assert both.source.finished(both.prefill).moved_bytes == BYTES
 
@@ -969,5 +975,6 @@ def test_only_the_home_of_a_receive_may_ask_for_its_send(both: Transfer) -> None
     ):
         with pytest.raises(UnknownTransferError):
             peers.open_remote(*wrong)
-    peers.refused(home._replace(boot_id="f" * 32), number, TransferFailedError("not the home"), both.harness.now)
+    refused = SendRefused(receive_request=name, send_request=number, error=TransferFailedError("not the home").info())
+    peers.refused(home._replace(boot_id="f" * 32), refused, both.harness.now)
     assert both.told() == ([], [])

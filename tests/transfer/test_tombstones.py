@@ -8,13 +8,13 @@ from typing import Final
 
 import pytest
 
-from kvferry.daemon.transfer.endpoints import EndpointKey, Incarnation
-from kvferry.daemon.transfer.kept import Half, Tombstones
-from kvferry.daemon.transfer.registry import NotifyEnded
+from kvferry.daemon.transfer.endpoints import EndpointKey, Half, Incarnation
+from kvferry.daemon.transfer.kept import Tombstones
+from kvferry.daemon.transfer.registry import SendToPeer
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import DeadlineError, ErrorInfo, PeerCancelledError, PeerLostError, TransferExistsError
-from kvferry.protocol.peer_messages import Announce, ReceiveName
+from kvferry.protocol.peer_messages import Announce, ReceiveName, SendWithdrawn
 from tests.transfer.peer_harness import Node, PeerHarness
 from tests.transfer.transfer_harness import REQUEST, Direction, TransferHarness, layers
 
@@ -482,10 +482,11 @@ def test_the_word_is_said_again_with_the_announcement(apart: Apart) -> None:
     apart.send()
     apart.cancel(apart.source)
     name = ReceiveName(request_id=REQUEST, pool="decode", tenant=7, epoch=1)
+    announced = Announce(receive_request=name, deadline_ms=30_000)
     for _ in range(2):
-        apart.source.state_machine.peers.announced(Incarnation("ipc:///x", "0" * 32), name, 1e9, apart.source.now)
+        apart.source.state_machine.peers.announced(Incarnation("ipc:///x", "0" * 32), announced, apart.source.now)
     said = apart.source.state_machine.effects()
-    assert [type(one) for one in said] == [NotifyEnded] * 2
+    assert [type(one.body) for one in said if isinstance(one, SendToPeer)] == [SendWithdrawn] * 2
 
 
 def test_a_receive_that_was_met_and_is_not_heard_of_any_more_leaves_no_word(apart: Apart) -> None:

@@ -15,8 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.daemon.transfer.endpoints import EndpointKey, SendRequest
-from kvferry.daemon.transfer.kept import Half
+from kvferry.daemon.transfer.endpoints import EndpointKey, Half, SendRequest
 from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool

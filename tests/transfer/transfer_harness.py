@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, SendChunk, SendRequest
-from kvferry.daemon.transfer.kept import Half, KeptPayloads, Tombstones
+from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, SendChunk, SendRequest
+from kvferry.daemon.transfer.kept import KeptPayloads, Tombstones
 from kvferry.daemon.transfer.page_ranges import page_ranges
 from kvferry.daemon.transfer.registry import Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
