@@ -17,13 +17,13 @@ from benchmarks.measure import MICROSECONDS, THOUSANDS_A_SECOND, Contender, Effo
 from benchmarks.processes import running_daemon, running_echo_server
 from kvferry.clients import Client, MhaSpec, calls
 from kvferry.clients.session_channel import SessionChannel
+from kvferry.protocol.base import Busy, ErrorReply, RequestBody
 from kvferry.protocol.codec import Frames, decode_from_daemon, encode
 from kvferry.protocol.envelope import Request
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.paths import control_address
 from kvferry.protocol.pool_messages import Allocate, Free
-from kvferry.protocol.requests import Busy, ErrorReply, RequestBody
 from kvferry.protocol.session_messages import Pong
+from kvferry.protocol.settings import control_address
 
 MESSAGE_BYTES = 200
 IN_FLIGHT = 64

@@ -31,12 +31,10 @@ if TYPE_CHECKING:
     from kvferry.clients.slots import pages_from_slots, slots_from_pages
     from kvferry.clients.sync_client import Client
     from kvferry.clients.tables import Tables
-    from kvferry.protocol.client_core import Transfer
-    from kvferry.protocol.client_operations import TierOperation
+    from kvferry.protocol.client_core import TierOperation, Transfer
     from kvferry.protocol.errors import KvferryError
-    from kvferry.protocol.ids import new_request_id
+    from kvferry.protocol.ids import ModelIdentity, new_request_id
     from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
-    from kvferry.protocol.model_identity import ModelIdentity
 
 __all__ = [
     "AsyncClient",
@@ -75,12 +73,10 @@ _MODULES = {
     "kvferry.clients.slots": ("pages_from_slots", "slots_from_pages"),
     "kvferry.clients.sync_client": ("Client",),
     "kvferry.clients.tables": ("Tables",),
-    "kvferry.protocol.client_core": ("Transfer",),
-    "kvferry.protocol.client_operations": ("TierOperation",),
+    "kvferry.protocol.client_core": ("TierOperation", "Transfer"),
     "kvferry.protocol.errors": ("KvferryError",),
-    "kvferry.protocol.ids": ("new_request_id",),
+    "kvferry.protocol.ids": ("ModelIdentity", "new_request_id"),
     "kvferry.protocol.manifests": ("DraftSpec", "HybridSwaSpec", "MambaSpec", "MhaSpec", "MlaSpec"),
-    "kvferry.protocol.model_identity": ("ModelIdentity",),
 }
 """Where each name is: the imports above, as the interpreter needs them."""
 

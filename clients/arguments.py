@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.complaints import invalid_field
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import InvalidFieldError, invalid_field
 from kvferry.protocol.manifests import PoolSpec
 
 MAX_SECONDS: Final = 1e6

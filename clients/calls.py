@@ -9,30 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.clients.arguments import checked, mapping, page_ids, pool_spec, sequence, shown, whole, wrong_kind
-from kvferry.protocol.base import Body, PageList
-from kvferry.protocol.cache_messages import (
-    HASH_BYTES,
-    CacheChanges,
-    CacheEvents,
-    CacheEvict,
-    CacheEvicted,
-    CacheList,
-    CacheListed,
-    CachePin,
-    CachePinned,
-    Found,
-    Lookup,
-    Unpin,
-    Unpinned,
-)
+from kvferry.protocol.base import Body, DeviceEvent, PageList, RequestBody
 from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
-from kvferry.protocol.ids import MAIN, PoolLifetime
-from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
+from kvferry.protocol.ids import MAIN, ModelIdentity, PoolLifetime
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.protocol.manifests import PoolSpec
-from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -48,18 +31,8 @@ from kvferry.protocol.pool_messages import (
     RegisteredArrays,
     RegisterPool,
 )
-from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.session_messages import (
-    EventsOpened,
-    Hello,
-    OpenEvents,
-    Ping,
-    Pong,
-    SessionOpen,
-    Status,
-    StatusReport,
-    Welcome,
-)
+from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
+from kvferry.protocol.session_stream import SessionOpen
 from kvferry.protocol.table_messages import (
     CreateTables,
     DeleteTables,
@@ -69,12 +42,25 @@ from kvferry.protocol.table_messages import (
     UpdateTables,
 )
 from kvferry.protocol.tier_messages import (
+    HASH_BYTES,
+    CacheChanges,
+    CacheEvents,
+    CacheEvict,
+    CacheEvicted,
+    CacheList,
+    CacheListed,
+    CachePin,
+    CachePinned,
     CancelOperation,
     DropSnapshot,
+    Found,
+    Lookup,
     OperationCancelled,
     SnapshotDropped,
     SnapshotReport,
     Snapshots,
+    Unpin,
+    Unpinned,
 )
 from kvferry.protocol.transfer_messages import (
     Abandon,
@@ -85,7 +71,6 @@ from kvferry.protocol.transfer_messages import (
     Result,
     TransferResult,
 )
-from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
 NAME: Final = {"pool": "name"}
 TABLES: Final = {"tables": "name"}

@@ -10,7 +10,7 @@ import os
 import zmq
 
 from kvferry.protocol.errors import AccessDeniedError, DaemonLostError
-from kvferry.protocol.paths import CONTROL_SOCKET, control_address, default_runtime_dir
+from kvferry.protocol.settings import CONTROL_SOCKET, control_address, default_runtime_dir
 
 LAST_WORDS_MS = 50
 """How long a client listens for what the daemon said before it closed the session: it comes by another socket."""
@@ -27,7 +27,7 @@ def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
         AccessDeniedError: this user may not use them.
     """
     path = os.fspath(runtime_dir) if runtime_dir else default_runtime_dir(os.environ)
-    socket = os.path.join(path, CONTROL_SOCKET)  # noqa: PTH118  see ``protocol.paths``
+    socket = os.path.join(path, CONTROL_SOCKET)  # noqa: PTH118  see ``protocol.settings``
     try:
         os.stat(socket)  # noqa: PTH116  the same
     except PermissionError as cause:

@@ -21,8 +21,7 @@ from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import PoolAttached
-from kvferry.protocol.session_messages import ShareFollows
-from kvferry.protocol.shares import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents
+from kvferry.protocol.session_stream import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents, ShareFollows
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvferry.clients.arguments import whole, wrong_kind
 from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.transfer_messages import LayerStep
 

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.clients.arguments import page_ids, shown, whole
-from kvferry.protocol.cache_messages import HASH_BYTES
 from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.tier_messages import HASH_BYTES
 
 _ROOT: Final = b"kvferry blocks 1:"
 _TOKEN: Final = np.dtype("<i8")

@@ -15,8 +15,8 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.arrays import Array, array_of
 from kvferry.pools.planning.engine_lists import EngineLists, engine_lists
 from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.manifests import Entry, Manifest
-from kvferry.protocol.model_identity import ModelIdentity
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import RegisteredArrays
-from kvferry.protocol.session_messages import MemoryFollows, ShareFollows
+from kvferry.protocol.session_stream import MemoryFollows, ShareFollows
 
 if TYPE_CHECKING:
     import torch

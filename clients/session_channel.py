@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError, OverloadedError, raised
-from kvferry.protocol.paths import SESSION_SOCKET
-from kvferry.protocol.session_messages import (
+from kvferry.protocol.session_stream import (
     EventsFollow,
+    FrameSplitter,
     MemoryFollows,
     RegionFollows,
     SessionEnd,
@@ -22,9 +22,11 @@ from kvferry.protocol.session_messages import (
     SessionOpened,
     SessionRefused,
     ShareFollows,
+    TablesFollow,
+    pack,
+    unpack_frame,
 )
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
-from kvferry.protocol.table_messages import TablesFollow
+from kvferry.protocol.settings import SESSION_SOCKET
 
 OPENING_TIMEOUT_S = 10.0
 _RECEIVE_BYTES = 4096
@@ -57,7 +59,7 @@ class SessionChannel:
             OverloadedError: too many clients connect at once.
             KvferryError: the daemon refuses the session.
         """
-        path = os.path.join(runtime_dir, SESSION_SOCKET)  # noqa: PTH118  see ``protocol.paths``
+        path = os.path.join(runtime_dir, SESSION_SOCKET)  # noqa: PTH118  see ``protocol.settings``
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             channel.settimeout(OPENING_TIMEOUT_S)

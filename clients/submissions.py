@@ -23,27 +23,27 @@ from kvferry.clients.devices import EngineDevices
 from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.tables import Tables, tables_name
-from kvferry.protocol.batch_messages import MAX_BATCH, check_batched
-from kvferry.protocol.cache_messages import Load, Store
+from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.client_core import (
     BatchAnswered,
     ClientCore,
     News,
     Outgoing,
     ReplyArrived,
+    TierOperation,
     Transfer,
     TransferChanged,
 )
-from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.envelope import MAX_BATCH
 from kvferry.protocol.errors import CancelledError, InvalidFieldError, KvferryError, MisuseError, NoSessionError
 from kvferry.protocol.ids import MAIN, NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Freed
+from kvferry.protocol.requests import check_batched
 from kvferry.protocol.session_messages import Welcome
 from kvferry.protocol.table_messages import TablesUpdated
-from kvferry.protocol.tier_messages import Offload, Restore
+from kvferry.protocol.tier_messages import Load, Offload, Restore, Store
 from kvferry.protocol.transfer_messages import LayerStep, Receive, ReceiveInto, Send
 
 DEFAULT_WAIT_S: Final = 30.0

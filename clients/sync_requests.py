@@ -27,21 +27,27 @@ from kvferry.clients.session_channel import SessionChannel
 from kvferry.clients.submissions import DEFAULT_WAIT_S, PendingReply, Submissions
 from kvferry.clients.tables import Tables, mapped_tables, tables_name
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.cache_messages import CacheChanges, CachedBlockStatus, CacheEvicted, Found
-from kvferry.protocol.client_core import Transfer
-from kvferry.protocol.client_operations import TierOperation
+from kvferry.protocol.base import DeviceEvent
+from kvferry.protocol.client_core import TierOperation, Transfer
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.device_event import DeviceEvent
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
-from kvferry.protocol.events import Finished
-from kvferry.protocol.ids import HOST, MAIN, PoolLifetime
+from kvferry.protocol.events import Finished, TierDone
+from kvferry.protocol.ids import HOST, MAIN, ModelIdentity, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
-from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.session_messages import MemoryFollows, ShareFollows, StatusReport
+from kvferry.protocol.session_messages import StatusReport
+from kvferry.protocol.session_stream import MemoryFollows, ShareFollows
 from kvferry.protocol.table_messages import CreateTables
-from kvferry.protocol.tier_messages import OperationCancelled, SnapshotDropped, SnapshotStatus, TierDone
+from kvferry.protocol.tier_messages import (
+    CacheChanges,
+    CachedBlockStatus,
+    CacheEvicted,
+    Found,
+    OperationCancelled,
+    SnapshotDropped,
+    SnapshotStatus,
+)
 from kvferry.protocol.transfer_messages import Abandoned, Cancelled, Direction, TransferResult
 
 if TYPE_CHECKING:

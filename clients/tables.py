@@ -29,7 +29,7 @@ from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.ids import HOST
-from kvferry.protocol.session_messages import ShareFollows
+from kvferry.protocol.session_stream import ShareFollows
 from kvferry.protocol.table_messages import TablesCreated
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.logs import configure_logs
 from kvferry.daemon.process.service_manager import ServiceManager
 from kvferry.protocol.errors import ConfigError, KvferryError
-from kvferry.protocol.paths import default_runtime_dir
+from kvferry.protocol.settings import default_runtime_dir
 
 EXIT_BAD_INPUT = 2
 

@@ -45,8 +45,8 @@ from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.base import Body
 from kvferry.protocol.errors import DeviceLostError, MalformedError
 from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.limits import FEATURES, agree
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
-from kvferry.protocol.versions import FEATURES, agree
 
 FETCH_THREADS = 2
 EXIT_DEVICE_LOST = 3

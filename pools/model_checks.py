@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.protocol.errors import ModelMismatchError
-from kvferry.protocol.model_identity import COMPARED, MAY_BE_UNKNOWN, ModelIdentity
+from kvferry.protocol.ids import COMPARED, MAY_BE_UNKNOWN, ModelIdentity
 
 
 def check_models(source: ModelIdentity | None, destination: ModelIdentity | None, sender: str, receiver: str) -> None:

@@ -7,9 +7,9 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.manifest import component_of, spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import UnknownComponentError
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
-from kvferry.protocol.model_identity import ModelIdentity
 
 
 class Pool:

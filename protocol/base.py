@@ -6,12 +6,16 @@ int64 frame per list, in the order in which the body names the lists.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+import struct
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Generic, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
 
+from kvferry.protocol.errors import ErrorInfo, MalformedError
 from kvferry.protocol.ids import MAIN, ComponentName
+from kvferry.protocol.limits import EVENT_RING_SLOTS, INT64_BYTES
 
 MAX_PAGE_LISTS = 64
 """Page lists per message: one for each component, several where its logical pages have gaps."""
@@ -35,6 +39,43 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_def
         return "pages"
 
 
+class ReplyBody(Body, frozen=True, kw_only=True):
+    """The base of all replies."""
+
+
+ReplyT = TypeVar("ReplyT", bound=ReplyBody)
+
+
+class RequestBody(Body, frozen=True, kw_only=True):
+    """The base of all requests."""
+
+    reply: ClassVar[type[ReplyBody]]
+    """What answers it, unless ERROR or BUSY does."""
+    needs_session: ClassVar[bool] = True
+    in_batch: ClassVar[bool] = True
+    """Whether it may be in a BATCH. Not those that need no session, or pass descriptors over the session socket."""
+
+
+class AnsweredBy(RequestBody, Generic[ReplyT], frozen=True, kw_only=True):
+    """A request of which type checkers know the reply, too."""
+
+    def __init_subclass__(cls) -> None:
+        (cls.reply,) = get_args(vars(cls)["__orig_bases__"][0])
+
+
+class ErrorReply(ReplyBody, frozen=True, kw_only=True, tag="ERROR"):
+    """The request was refused, or failed."""
+
+    error: ErrorInfo
+
+
+class Busy(ReplyBody, frozen=True, kw_only=True, tag="BUSY"):
+    """The request is valid but a bound on requests in flight is reached: retry it after ``retry_after_ms``."""
+
+    retry_after_ms: int
+    detail: str
+
+
 class PageList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The pages of one component, in logical order; their ids follow in a frame.
 
@@ -53,3 +94,45 @@ class PageList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pages: PageCount
     tokens: Annotated[int, Meta(ge=1, lt=1 << 40)] | None = None
     none: bool = False
+
+
+class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of the session's ring, by index, and the value that it must reach."""
+
+    event: Annotated[int, Meta(ge=0, lt=EVENT_RING_SLOTS)]
+    value: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Return the ids as a frame.
+
+    Raises:
+        OverflowError: an id does not fit in 64 bits.
+    """
+    try:
+        return struct.pack(f"<{len(ids)}q", *ids)
+    except struct.error as cause:
+        raise OverflowError(f"a page id does not fit in 64 bits: {cause}") from cause
+
+
+def unpack_ids(frame: bytes) -> list[int]:
+    """Return the ids of a frame."""
+    return list(struct.unpack(f"<{len(frame) // INT64_BYTES}q", frame))
+
+
+def check_frames(body: Body, frames: Sequence[bytes]) -> None:
+    """Check that the frames are the page lists that the body announces.
+
+    Raises:
+        MalformedError: the number of frames, or the length of one, is wrong.
+    """
+    counts = body.page_counts()
+    if len(counts) != len(frames):
+        field = body.frame_field(min(len(counts), len(frames)))
+        raise MalformedError(f"{len(frames)} id frames for {len(counts)} page lists", field=field)
+    for number, (count, frame) in enumerate(zip(counts, frames, strict=True)):
+        if len(frame) != count * INT64_BYTES:
+            raise MalformedError(
+                f"id frame {number} has {len(frame)} bytes; {count} pages need {count * INT64_BYTES}",
+                field=body.frame_field(number),
+            )

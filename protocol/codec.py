@@ -14,12 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.protocol.base import Body
-from kvferry.protocol.complaints import invalid_field
-from kvferry.protocol.envelope import BodyHead, Event, FromDaemon, Reply, Request, RequestHead
-from kvferry.protocol.errors import CallerError, KvferryError, MalformedError, UnknownTypeError
-from kvferry.protocol.page_frames import check_frames
-from kvferry.protocol.requests import REQUEST_TYPES
+from kvferry.protocol.base import Body, check_frames
+from kvferry.protocol.envelope import REQUEST_TYPES, BodyHead, Event, FromDaemon, Reply, Request, RequestHead
+from kvferry.protocol.errors import CallerError, KvferryError, MalformedError, UnknownTypeError, invalid_field
 
 PageIds: TypeAlias = npt.NDArray[np.int64]
 """Page ids, ``(n,)`` int64."""

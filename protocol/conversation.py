@@ -1,4 +1,4 @@
-"""A conversation with a daemon that loads only the message types it meets, for commands that must start fast.
+"""A conversation with a daemon that loads only the message types of its requests, for commands that must start fast.
 
 ``client_core`` imports every type and tracks transfers and operations for engines; importing all types takes longer
 than a ping. This only numbers requests and decodes replies and events. Sans I/O: uses no clock and no socket.
@@ -7,15 +7,13 @@ than a ping. This only numbers requests and decodes replies and events. Sans I/O
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from kvferry.protocol.base import Body
+from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody, RequestBody, check_frames
 from kvferry.protocol.errors import KvferryError, MalformedError, OverloadedError, raised
 from kvferry.protocol.ids import NO_BOOT
-from kvferry.protocol.message_types import type_from_daemon
-from kvferry.protocol.page_frames import check_frames
-from kvferry.protocol.refusals import Busy, ErrorReply
 
 EVENT = 0
 """The message id of events."""
@@ -42,10 +40,6 @@ class _Event(msgspec.Struct, frozen=True, array_like=True, tag="E"):
     body: msgspec.Raw
 
 
-class _BodyHead(msgspec.Struct, frozen=True):
-    type: str
-
-
 class Arrived(msgspec.Struct, frozen=True):
     """A reply to ``message_id``, or an event (``EVENT``): its body, and the frames of its page lists."""
 
@@ -65,7 +59,6 @@ class Arrived(msgspec.Struct, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[_Reply | _Event] = msgspec.msgpack.Decoder(_Reply | _Event)
-_head_decoder = msgspec.msgpack.Decoder(_BodyHead)
 
 
 class Conversation:
@@ -76,8 +69,11 @@ class Conversation:
         self._secret = secret
         self._last_message = 0
         self._last_cursor = 0
+        self._replies: dict[int, type[ReplyBody]] = {}
 
-    def request(self, body: Body, frames: Sequence[bytes] = (), *, deadline_ms: int = 0) -> tuple[int, list[bytes]]:
+    def request(
+        self, body: RequestBody, frames: Sequence[bytes] = (), *, deadline_ms: int = 0
+    ) -> tuple[int, list[bytes]]:
         """Return a new request's message id and its frames.
 
         Args:
@@ -86,21 +82,24 @@ class Conversation:
             deadline_ms: time left for the request; 0 for the daemon's default.
         """
         self._last_message += 1
+        self._replies[self._last_message] = body.reply
         envelope = _Request(self._last_message, self.boot_id, self._secret, deadline_ms, 0, body)
         return self._last_message, [_encoder.encode(envelope), *frames]
 
     def feed(self, frames: Sequence[bytes]) -> Arrived | None:
-        """Decode a message from the daemon; return it, or None for an event that was received before.
+        """Decode a message from the daemon; return it, or None for an event or a reply that was received before.
 
         Raises:
             MalformedError: the bytes are not a message of a daemon, or of a newer one.
         """
         try:
             message = _decoder.decode(frames[0])
-            kind = type_from_daemon(_head_decoder.decode(message.body).type)
-            body = msgspec.msgpack.decode(message.body, type=kind)
-        except (msgspec.MsgspecError, ValueError, IndexError, RecursionError, KvferryError) as cause:
+            kinds = _event_types() if isinstance(message, _Event) else self._reply_types(message.message_id)
+            body: Body | None = msgspec.msgpack.decode(message.body, type=kinds) if kinds else None
+        except (msgspec.MsgspecError, ValueError, IndexError, RecursionError) as cause:
             raise MalformedError(f"the daemon's message cannot be decoded: {cause}") from cause
+        if body is None:
+            return None
         check_frames(body, frames[1:])
         if not self.boot_id:
             self.boot_id = message.boot_id
@@ -110,3 +109,13 @@ class Conversation:
             return None
         self._last_cursor = message.cursor
         return Arrived(EVENT, body, tuple(frames[1:]))
+
+    def _reply_types(self, message_id: int) -> Any:  # noqa: ANN401  a union of types
+        kind = self._replies.pop(message_id, None)
+        return kind and kind | ErrorReply | Busy
+
+
+def _event_types() -> Any:  # noqa: ANN401  a union of types
+    from kvferry.protocol.events import EventBody  # noqa: PLC0415  few commands begin what has events
+
+    return EventBody

@@ -1,17 +1,94 @@
-"""The first frame of every message: message id, boot id, session secret, deadline and body.
+"""All types of messages together: BATCH, which holds other requests, and the envelope, a message's first frame.
 
-Envelopes are arrays (fixed order, new fields are appended with defaults); bodies are maps, so that an error can name
-the field at fault and a newer side may add fields.
+The envelope has message id, boot id, session secret, deadline and body. Envelopes are arrays (fixed order, new fields
+are appended with defaults); bodies are maps, so that an error can name the field at fault and a newer side may add
+fields.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, Union
 
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.requests import EventBody, ReplyBody, RequestBody
+from kvferry.protocol.base import AnsweredBy, Busy, ErrorReply, ReplyBody, RequestBody
+from kvferry.protocol.events import EventBody
+from kvferry.protocol.requests import BATCH, REQUESTS, request_type, tag_of
+
+MAX_BATCH: Final = 256
+"""Requests of one BATCH."""
+
+_ALONE: Final[tuple[type[RequestBody], ...]] = tuple(request_type(name) for name in REQUESTS if name != BATCH)
+_BATCHED: Final = tuple(kind for kind in _ALONE if kind.in_batch)
+
+
+def replies_to(requests: Sequence[type[RequestBody]]) -> tuple[type[ReplyBody], ...]:
+    """Return what may be answered to these requests: each type once."""
+    return (*dict.fromkeys(one.reply for one in requests), ErrorReply, Busy)
+
+
+# Which types there are, only the table knows; to a type checker every message is its base class.
+if TYPE_CHECKING:
+    BatchedRequest: TypeAlias = RequestBody
+    BatchedResult: TypeAlias = ReplyBody
+    AnyRequest: TypeAlias = RequestBody
+    AnyReply: TypeAlias = ReplyBody
+else:
+    BatchedRequest = Union[_BATCHED]  # noqa: UP007  of a tuple
+    BatchedResult = Union[replies_to(_BATCHED)]  # noqa: UP007
+
+DeadlineMs = Annotated[int, Meta(ge=0)]
+
+
+class Batched(ReplyBody, frozen=True, kw_only=True, tag="BATCHED"):
+    """BATCH's reply: what each request would have been answered by itself, in their order, and the frames of those.
+
+    A result that would make the message larger than ``limits.max_message_bytes`` is TOO_LARGE: ask for that alone.
+    """
+
+    results: Annotated[tuple[BatchedResult, ...], Meta(max_length=MAX_BATCH)]
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return the lengths of all results' lists."""
+        return tuple(count for one in self.results for count in one.page_counts())
+
+
+class Batch(AnsweredBy[Batched], frozen=True, kw_only=True, tag="BATCH"):
+    """Requests that are begun in their order, as if each had come by itself; one that fails does not stop the others.
+
+    The frames of their page lists follow one after another. One that waits does not hold up those behind it. The reply
+    comes once all have their result. Events of what they begin may come before it.
+    """
+
+    in_batch = False
+
+    requests: Annotated[tuple[BatchedRequest, ...], Meta(min_length=1, max_length=MAX_BATCH)]
+    deadlines_ms: Annotated[tuple[DeadlineMs, ...], Meta(max_length=MAX_BATCH)] = ()
+    """Of each request, 0 for the message's own; empty: that of the message for all."""
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return the lengths of all requests' lists."""
+        return tuple(count for one in self.requests for count in one.page_counts())
+
+    def frame_field(self, number: int) -> str:
+        """Return the request whose frame that is."""
+        for at, one in enumerate(self.requests):
+            frames = len(one.page_counts())
+            if number < frames:
+                return f"requests[{at}].{one.frame_field(number)}"
+            number -= frames
+        return "requests"
+
+
+_ALL: Final[tuple[type[RequestBody], ...]] = (*_ALONE, Batch)
+REQUEST_TYPES: Final = {tag_of(kind): kind for kind in _ALL}
+"""Every request, by its name on the wire."""
+
+if not TYPE_CHECKING:
+    AnyRequest = Union[_ALL]  # noqa: UP007
+    AnyReply = Union[replies_to(_ALL)]  # noqa: UP007
 
 MessageNumber = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
@@ -29,7 +106,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     secret: Annotated[bytes, Meta(max_length=32)]
     deadline_ms: Annotated[int, Meta(ge=0)]
     acknowledged: Annotated[int, Meta(ge=0)]
-    body: RequestBody
+    body: AnyRequest
 
 
 class RequestHead(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +131,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="R"):
 
     message_id: int
     boot_id: str
-    body: ReplyBody
+    body: AnyReply
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag="E"):

@@ -78,9 +78,11 @@ A code is stable on the wire; ``retryable`` errors may succeed later; ``remedy``
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import msgspec
+
+from kvferry.protocol.ids import PATTERNS
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -634,3 +636,31 @@ def raised(info: ErrorInfo) -> KvferryError:
     error.code, error.retryable, error.remedy = info.code, info.retryable, info.remedy or error.remedy
     error.request_id = info.request_id
     return error
+
+
+# -- msgspec's validation errors as typed errors: which field is wrong, and what it should be.
+
+
+ENVELOPE: Final = ("message_id", "boot_id", "secret", "deadline_ms", "acknowledged")
+"""The fields of a request's envelope by index; the body follows them."""
+
+_ENVELOPE_FIELDS: Final = {f"[{place}]": name for place, name in enumerate(ENVELOPE)}
+_BODY: Final = f"[{len(ENVELOPE)}]"
+
+
+def in_words(cause: msgspec.ValidationError) -> str:
+    """Return msgspec's message, with patterns replaced by descriptions of them."""
+    text = str(cause)
+    for pattern, words in PATTERNS.items():
+        text = text.replace(f"`str` matching regex {pattern!r}", words)
+    return text
+
+
+def invalid_field(cause: msgspec.ValidationError) -> InvalidFieldError:
+    """Return msgspec's error, like ``Expected `int` - at `$[5].count```, as an error that names the field."""
+    what, _, where = in_words(cause).partition(" - at `$")
+    path = where.rstrip("`")
+    field = _ENVELOPE_FIELDS.get(path, path.removeprefix(_BODY).lstrip("."))
+    if not field and " field `" in what:  # types are quoted in the same way
+        field = what.rsplit("`", 2)[-2]
+    return InvalidFieldError(what, field=field)

@@ -1,11 +1,13 @@
-"""Events of transfers, which the daemon sends by itself: MATCHED, FINISHED and SETTLED of each endpoint."""
+"""What the daemon sends by itself: MATCHED, FINISHED and SETTLED of each endpoint, TIER_DONE of each operation."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from kvferry.protocol.base import Body
+from kvferry.protocol.base import Body, PageList
 from kvferry.protocol.errors import ErrorInfo
+
+OperationKind = Literal["offload", "restore", "store", "load"]
 
 
 class Matched(Body, frozen=True, kw_only=True, tag="MATCHED"):
@@ -58,3 +60,33 @@ class Settled(Body, frozen=True, kw_only=True, tag="SETTLED"):
     pool: str
     direction: Literal["send", "receive"]
     generation: int = 0
+
+
+class TierDone(Body, frozen=True, kw_only=True, tag="TIER_DONE"):
+    """An operation has ended, successfully if ``error`` is None. No byte of it can move any more.
+
+    ``waited_us`` runs from the request to the first copy, ``moved_us`` from there to the last one. Of a STORE,
+    ``stored`` blocks are new, ``present`` blocks were already cached or are being written. ``loaded`` is the number of
+    leading blocks of a LOAD that are in their pages, even if it failed.
+    """
+
+    operation: int
+    kind: OperationKind
+    error: ErrorInfo | None = None
+    snapshot: str = ""
+    copied_pages: int = 0
+    moved_bytes: int = 0
+    waited_us: int = 0
+    moved_us: int = 0
+    stored: int = 0
+    present: int = 0
+    loaded: int = 0
+    lists: tuple[PageList, ...] = ()
+    """The pages that RESTORE with ``allocate`` allocated; their ids follow in frames."""
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return each list's length."""
+        return tuple(one.pages for one in self.lists)
+
+
+EventBody = Matched | Finished | Settled | TierDone

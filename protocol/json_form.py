@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvferry.protocol.base import Body, PageList
-from kvferry.protocol.complaints import invalid_field
-from kvferry.protocol.errors import CallerError, InvalidFieldError
+from kvferry.protocol.base import Body, PageList, RequestBody, pack_ids, unpack_ids
+from kvferry.protocol.errors import CallerError, InvalidFieldError, invalid_field
 from kvferry.protocol.limits import INT64_BYTES
-from kvferry.protocol.message_types import request_type
-from kvferry.protocol.page_frames import pack_ids, unpack_ids
+from kvferry.protocol.requests import request_type
 
 BATCH = "BATCH"
 REQUESTS = "requests"
@@ -29,7 +27,7 @@ IDS = "ids"
 class BodyWithIds(NamedTuple):
     """A request's body, and the frames of its page lists."""
 
-    body: Body
+    body: RequestBody
     frames: tuple[bytes, ...]
 
 
@@ -87,7 +85,7 @@ def request_from_fields(kind: str, given: dict[str, Any]) -> BodyWithIds:
 
 def _batch_from_fields(given: dict[str, Any]) -> BodyWithIds:
     """Return a BATCH; each of its requests has its ``type`` among its fields."""
-    from kvferry.protocol.batch_messages import check_batched  # noqa: PLC0415  it loads nearly all messages
+    from kvferry.protocol.requests import check_batched  # noqa: PLC0415  it loads nearly all messages
 
     parts: list[BodyWithIds] = []
     for at, one in enumerate(_objects_of(given.get(REQUESTS))):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvferry.protocol.errors import VersionMismatchError
+
 INT64_BYTES = 8
 MAX_PAYLOAD_BYTES = 64 << 10
 """Largest payload that a pool accepts by default, in bytes."""
@@ -43,3 +45,53 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def largest_payload_bytes(self) -> int:
         """Return the largest ``max_payload_bytes`` of a pool; the rest of a frame is for what goes with a payload."""
         return min(LARGEST_PAYLOAD_BYTES, self.max_frame_bytes // 2)
+
+
+# -- protocol versions and how two sides agree on one.
+#
+# The version increases when a message's meaning changes; a new field or type only adds a feature.
+
+
+PROTOCOL_MIN = 2
+PROTOCOL_MAX = 2
+
+FEATURES = (
+    "pools.host",
+    "layout.mha",
+    "layout.mla",
+    "layout.hybrid_swa",
+    "layout.mamba",
+    "transfers.local",
+    "transfers.chunks",
+    "transfers.layers",
+    "transfers.heads",
+    "transfers.windows",
+    "transfers.peers",
+    "pools.npu",
+    "pools.cuda",
+    "pools.registered",
+    "transfers.after",
+    "tables",
+    "tiers",
+    "tiers.cache",
+    "transfers.into",
+    "instances",
+    "batch",
+    "sessions.resume",
+)
+"""The features of this version of kvferry, by stable names; clients ignore unknown names."""
+
+
+def agree(protocol_min: int, protocol_max: int) -> int:
+    """Return the highest version both sides speak.
+
+    Raises:
+        VersionMismatchError: the ranges do not overlap.
+    """
+    highest = min(protocol_max, PROTOCOL_MAX)
+    if highest < max(protocol_min, PROTOCOL_MIN):
+        raise VersionMismatchError(
+            f"the client speaks {protocol_min}..{protocol_max}, this side {PROTOCOL_MIN}..{PROTOCOL_MAX}",
+            field="protocol_min",
+        )
+    return highest

@@ -7,16 +7,17 @@ ignored.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import Body
-from kvferry.protocol.errors import ErrorInfo
-from kvferry.protocol.ids import ComponentName, Hex128, PeerAddress, PoolName
+from kvferry.protocol.codec import Frames, PageIds, page_lists, with_page_lists
+from kvferry.protocol.errors import ErrorInfo, MalformedError
+from kvferry.protocol.ids import ComponentName, Hex128, ModelIdentity, PeerAddress, PoolName
 from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
-from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, Direction, PageLists, Payload
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -243,3 +244,35 @@ class PeerEnvelope(msgspec.Struct, frozen=True, array_like=True):
     to_boot_id: str
     """Empty in PEER_HELLO, through which boot ids become known."""
     body: PeerBody
+
+
+# -- encoding and decoding of messages between daemons; see ``codec`` for the form of a message.
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(PeerEnvelope)
+
+
+class IncomingPeerMessage(NamedTuple):
+    """A decoded message of another daemon and its page lists, in the order in which the body names them."""
+
+    envelope: PeerEnvelope
+    ids: tuple[PageIds, ...]
+
+
+def encode_peer(envelope: PeerEnvelope, ids: Sequence[PageIds] = ()) -> Frames:
+    """Return the message's frames. The id frames are views of the arrays: do not modify these before sending."""
+    return with_page_lists(_encoder.encode(envelope), envelope.body, ids)
+
+
+def decode_peer(frames: Sequence[bytes]) -> IncomingPeerMessage:
+    """Return the message.
+
+    Raises:
+        MalformedError: the bytes are not a message. Nothing else is raised, whatever the input.
+    """
+    try:
+        envelope = _decoder.decode(frames[0])
+        return IncomingPeerMessage(envelope, page_lists(envelope.body, frames[1:]))
+    except (msgspec.MsgspecError, ValueError, IndexError, RecursionError, MemoryError) as cause:
+        raise MalformedError(f"a daemon's message cannot be decoded: {cause}") from cause

@@ -7,19 +7,25 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.base import Body, PageCount
-from kvferry.protocol.device_event import DeviceEvent
-from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, PoolLifetime, PoolName, ProcessId
+from kvferry.protocol.base import AnsweredBy, DeviceEvent, PageCount, ReplyBody
+from kvferry.protocol.ids import HOST, MAIN, ComponentName, DeviceName, ModelIdentity, PoolLifetime, PoolName, ProcessId
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Index, Manifest, Offset, PoolSpec, RoleName, Size
-from kvferry.protocol.model_identity import ModelIdentity
 
 MAX_DIMENSIONS: Final = 16
 PayloadBound = Annotated[int, Meta(ge=0, le=LARGEST_PAYLOAD_BYTES)]
 Stride = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class CreatePool(Body, frozen=True, kw_only=True, tag="CREATE_POOL"):
+class PoolCreated(ReplyBody, frozen=True, kw_only=True, tag="POOL_CREATED"):
+    """CREATE_POOL's reply, sent when the memory is allocated. ``created`` is false if the pool existed."""
+
+    pool: str
+    created: bool
+    manifest: Manifest
+
+
+class CreatePool(AnsweredBy[PoolCreated], frozen=True, kw_only=True, tag="CREATE_POOL"):
     """Create a pool of this tenant. If it exists with the same layout, size and model, it is not created again."""
 
     pool: PoolName
@@ -36,16 +42,20 @@ class CreatePool(Body, frozen=True, kw_only=True, tag="CREATE_POOL"):
     """The largest payload of a SEND from or to it, in bytes; at most half of ``limits.max_frame_bytes``."""
 
 
-class PoolCreated(Body, frozen=True, kw_only=True, tag="POOL_CREATED"):
-    """CREATE_POOL's reply, sent when the memory is allocated. ``created`` is false if the pool existed."""
+class PoolAttached(ReplyBody, frozen=True, kw_only=True, tag="POOL_ATTACHED"):
+    """ATTACH_POOL's reply."""
 
     pool: str
-    created: bool
     manifest: Manifest
+    device: str = HOST
+    model: ModelIdentity | None = None
+    """The model identity that the pool was created with, without the salt."""
 
 
-class AttachPool(Body, frozen=True, kw_only=True, tag="ATTACH_POOL"):
+class AttachPool(AnsweredBy[PoolAttached], frozen=True, kw_only=True, tag="ATTACH_POOL"):
     """Attach to a pool: its region's descriptor, or share, comes over the session socket before the reply."""
+
+    in_batch = False
 
     pool: PoolName
     layout_digest: Annotated[str, Meta(max_length=64)] = ""
@@ -71,7 +81,14 @@ class RegisteredArrays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     offset_bytes: Offset | None = None
 
 
-class RegisterPool(Body, frozen=True, kw_only=True, tag="REGISTER_POOL"):
+class PoolRegistered(ReplyBody, frozen=True, kw_only=True, tag="POOL_REGISTERED"):
+    """REGISTER_POOL's reply."""
+
+    pool: str
+    manifest: Manifest
+
+
+class RegisterPool(AnsweredBy[PoolRegistered], frozen=True, kw_only=True, tag="REGISTER_POOL"):
     """Register memory that this session's engine allocated as a pool.
 
     Its shares, or the descriptor of its host memory, must be sent over the session socket before.
@@ -79,6 +96,8 @@ class RegisterPool(Body, frozen=True, kw_only=True, tag="REGISTER_POOL"):
     All pages belong to the session's instance: the engine numbers them itself, and names them in SEND and RECEIVE. The
     memory is this process's, so the pool ends with the session, or with DELETE_POOL.
     """
+
+    in_batch = False
 
     pool: PoolName
     spec: PoolSpec
@@ -92,44 +111,19 @@ class RegisterPool(Body, frozen=True, kw_only=True, tag="REGISTER_POOL"):
     """As in CREATE_POOL."""
 
 
-class PoolRegistered(Body, frozen=True, kw_only=True, tag="POOL_REGISTERED"):
-    """REGISTER_POOL's reply."""
-
-    pool: str
-    manifest: Manifest
-
-
-class PoolAttached(Body, frozen=True, kw_only=True, tag="POOL_ATTACHED"):
-    """ATTACH_POOL's reply."""
-
-    pool: str
-    manifest: Manifest
-    device: str = HOST
-    model: ModelIdentity | None = None
-    """The model identity that the pool was created with, without the salt."""
-
-
-class DeletePool(Body, frozen=True, kw_only=True, tag="DELETE_POOL"):
-    """Delete a pool with no owned page. Mappings that engines still have stay valid."""
-
-    pool: PoolName
-
-
-class PoolDeleted(Body, frozen=True, kw_only=True, tag="POOL_DELETED"):
+class PoolDeleted(ReplyBody, frozen=True, kw_only=True, tag="POOL_DELETED"):
     """DELETE_POOL's reply."""
 
     pool: str
 
 
-class Allocate(Body, frozen=True, kw_only=True, tag="ALLOCATE"):
-    """Allocate ``count`` pages of one page space for this session's instance: all or none."""
+class DeletePool(AnsweredBy[PoolDeleted], frozen=True, kw_only=True, tag="DELETE_POOL"):
+    """Delete a pool with no owned page. Mappings that engines still have stay valid."""
 
     pool: PoolName
-    count: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    space: ComponentName = MAIN
 
 
-class Allocated(Body, frozen=True, kw_only=True, tag="ALLOCATED"):
+class Allocated(ReplyBody, frozen=True, kw_only=True, tag="ALLOCATED"):
     """ALLOCATE's reply; the page ids follow in a frame, ascending."""
 
     pages: PageCount
@@ -139,7 +133,22 @@ class Allocated(Body, frozen=True, kw_only=True, tag="ALLOCATED"):
         return (self.pages,)
 
 
-class Free(Body, frozen=True, kw_only=True, tag="FREE"):
+class Allocate(AnsweredBy[Allocated], frozen=True, kw_only=True, tag="ALLOCATE"):
+    """Allocate ``count`` pages of one page space for this session's instance: all or none."""
+
+    pool: PoolName
+    count: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    space: ComponentName = MAIN
+
+
+class Freed(ReplyBody, frozen=True, kw_only=True, tag="FREED"):
+    """FREE's reply: how many pages are free now, and how many will be when their transfers settle."""
+
+    freed: int
+    deferred: int
+
+
+class Free(AnsweredBy[Freed], frozen=True, kw_only=True, tag="FREE"):
     """Free pages of one page space: all or none. A page in flight becomes free when its transfer settles."""
 
     pool: PoolName
@@ -151,10 +160,3 @@ class Free(Body, frozen=True, kw_only=True, tag="FREE"):
     def page_counts(self) -> tuple[int, ...]:
         """Return the one list's length."""
         return (self.pages,)
-
-
-class Freed(Body, frozen=True, kw_only=True, tag="FREED"):
-    """FREE's reply: how many pages are free now, and how many will be when their transfers settle."""
-
-    freed: int
-    deferred: int

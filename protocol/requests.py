@@ -1,136 +1,57 @@
-"""The table of request types, with their replies and whether they need a session.
+"""The table of requests: the name of each on the wire, by the module that has its body.
 
-A type's name is never reused or changed. docs/architecture.md, "Where do I change X?", lists where a new type goes.
+The body's class says the rest: its reply, whether it needs a session, and whether it may be in a BATCH; see
+``RequestBody``. Types are looked up by name, so that programs which must start fast import only what they use;
+``envelope`` has all of them. A name is never reused or changed. docs/architecture.md, "Where do I change X?", lists
+where a new request goes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+from typing import Final
 
-from kvferry.protocol.base import Body
-from kvferry.protocol.batch_messages import Batch, Batched, BatchedRequest, BatchedResult
-from kvferry.protocol.cache_messages import (
-    CacheChanges,
-    CacheEvents,
-    CacheEvict,
-    CacheEvicted,
-    CacheList,
-    CacheListed,
-    CachePin,
-    CachePinned,
-    Found,
-    Load,
-    Lookup,
-    Store,
-    Unpin,
-    Unpinned,
-)
-from kvferry.protocol.events import Finished, Matched, Settled
-from kvferry.protocol.pool_messages import (
-    Allocate,
-    Allocated,
-    AttachPool,
-    CreatePool,
-    DeletePool,
-    Free,
-    Freed,
-    PoolAttached,
-    PoolCreated,
-    PoolDeleted,
-    PoolRegistered,
-    RegisterPool,
-)
-from kvferry.protocol.refusals import Busy, ErrorReply
-from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
-from kvferry.protocol.table_messages import (
-    CreateTables,
-    DeleteTables,
-    TablesCreated,
-    TablesDeleted,
-    TablesUpdated,
-    UpdateTables,
-)
-from kvferry.protocol.tier_messages import (
-    CancelOperation,
-    DropSnapshot,
-    Offload,
-    Offloading,
-    OperationCancelled,
-    OperationStarted,
-    Restore,
-    SnapshotDropped,
-    SnapshotReport,
-    Snapshots,
-    TierDone,
-)
-from kvferry.protocol.transfer_messages import (
-    Abandon,
-    Abandoned,
-    Accepted,
-    Cancel,
-    Cancelled,
-    Receive,
-    Result,
-    Send,
-    TransferResult,
-)
+from kvferry.protocol.base import Body, RequestBody
+from kvferry.protocol.errors import InvalidFieldError, UnknownTypeError
 
-__all__ = ["REQUEST_TYPES", "Busy", "ErrorReply", "EventBody", "ReplyBody", "RequestBody", "RequestType"]
+BATCH: Final = "BATCH"
+_MODULES: Final = {
+    "session_messages": ("HELLO", "PING", "STATUS", "OPEN_EVENTS"),
+    "pool_messages": ("CREATE_POOL", "ATTACH_POOL", "REGISTER_POOL", "DELETE_POOL", "ALLOCATE", "FREE"),
+    "table_messages": ("CREATE_TABLES", "UPDATE_TABLES", "DELETE_TABLES"),
+    "tier_messages": (
+        "OFFLOAD", "RESTORE", "DROP_SNAPSHOT", "SNAPSHOTS", "CANCEL_OPERATION",
+        "LOOKUP", "LOAD", "STORE", "UNPIN", "CACHE_LIST", "CACHE_PIN", "CACHE_EVICT", "CACHE_EVENTS",
+    ),
+    "transfer_messages": ("SEND", "RECEIVE", "CANCEL", "ABANDON", "RESULT"),
+    "envelope": (BATCH,),
+}  # fmt: skip
+REQUESTS: Final = {name: module for module, names in _MODULES.items() for name in names}
 
 
-class RequestType(NamedTuple):
-    """One row: the types of the request's and the reply's body, and whether a session is needed."""
-
-    request: type[Body]
-    reply: type[Body]
-    needs_session: bool
+def tag_of(kind: type[Body]) -> str:
+    """Return a body's name on the wire."""
+    return str(kind.__struct_config__.tag)
 
 
-REQUEST_TYPES: dict[str, RequestType] = {
-    "HELLO": RequestType(Hello, Welcome, needs_session=False),
-    "PING": RequestType(Ping, Pong, needs_session=False),
-    "STATUS": RequestType(Status, StatusReport, needs_session=False),
-    "OPEN_EVENTS": RequestType(OpenEvents, EventsOpened, needs_session=True),
-    "CREATE_POOL": RequestType(CreatePool, PoolCreated, needs_session=True),
-    "ATTACH_POOL": RequestType(AttachPool, PoolAttached, needs_session=True),
-    "REGISTER_POOL": RequestType(RegisterPool, PoolRegistered, needs_session=True),
-    "DELETE_POOL": RequestType(DeletePool, PoolDeleted, needs_session=True),
-    "ALLOCATE": RequestType(Allocate, Allocated, needs_session=True),
-    "FREE": RequestType(Free, Freed, needs_session=True),
-    "CREATE_TABLES": RequestType(CreateTables, TablesCreated, needs_session=True),
-    "UPDATE_TABLES": RequestType(UpdateTables, TablesUpdated, needs_session=True),
-    "DELETE_TABLES": RequestType(DeleteTables, TablesDeleted, needs_session=True),
-    "OFFLOAD": RequestType(Offload, Offloading, needs_session=True),
-    "RESTORE": RequestType(Restore, OperationStarted, needs_session=True),
-    "DROP_SNAPSHOT": RequestType(DropSnapshot, SnapshotDropped, needs_session=True),
-    "SNAPSHOTS": RequestType(Snapshots, SnapshotReport, needs_session=True),
-    "CANCEL_OPERATION": RequestType(CancelOperation, OperationCancelled, needs_session=True),
-    "LOOKUP": RequestType(Lookup, Found, needs_session=True),
-    "LOAD": RequestType(Load, OperationStarted, needs_session=True),
-    "STORE": RequestType(Store, OperationStarted, needs_session=True),
-    "UNPIN": RequestType(Unpin, Unpinned, needs_session=True),
-    "CACHE_LIST": RequestType(CacheList, CacheListed, needs_session=True),
-    "CACHE_PIN": RequestType(CachePin, CachePinned, needs_session=True),
-    "CACHE_EVICT": RequestType(CacheEvict, CacheEvicted, needs_session=True),
-    "CACHE_EVENTS": RequestType(CacheEvents, CacheChanges, needs_session=True),
-    "SEND": RequestType(Send, Accepted, needs_session=True),
-    "RECEIVE": RequestType(Receive, Accepted, needs_session=True),
-    "CANCEL": RequestType(Cancel, Cancelled, needs_session=True),
-    "ABANDON": RequestType(Abandon, Abandoned, needs_session=True),
-    "RESULT": RequestType(Result, TransferResult, needs_session=True),
-    "BATCH": RequestType(Batch, Batched, needs_session=True),
-}
+def request_type(name: str) -> type[RequestBody]:
+    """Return the body type of the request of that name; imports its module.
 
-RequestBody = Hello | Ping | Status | OpenEvents | AttachPool | RegisterPool | CreateTables | BatchedRequest | Batch
-ReplyBody = (
-    Welcome
-    | Pong
-    | StatusReport
-    | EventsOpened
-    | PoolAttached
-    | PoolRegistered
-    | TablesCreated
-    | BatchedResult
-    | Batched
-)
-EventBody = Matched | Finished | Settled | TierDone
+    Raises:
+        UnknownTypeError: there is no such request.
+    """
+    if name not in REQUESTS:
+        raise UnknownTypeError(f"no request type {name!r}; known: {', '.join(REQUESTS)}", field="type")
+    kinds = vars(importlib.import_module(f"kvferry.protocol.{REQUESTS[name]}")).values()
+    bodies = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, RequestBody))
+    return next(kind for kind in bodies if tag_of(kind) == name)
+
+
+def check_batched(kind: type[RequestBody], field: str) -> None:
+    """Check that a request may be in a BATCH.
+
+    Raises:
+        InvalidFieldError: it may not.
+    """
+    if not kind.in_batch:
+        raise InvalidFieldError(f"{tag_of(kind)} cannot be in a BATCH: send it by itself", field=field)

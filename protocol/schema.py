@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Final, get_args
 
 import msgspec
 
-from kvferry.protocol.base import Body
-from kvferry.protocol.envelope import Event, Reply, Request
-from kvferry.protocol.events import Finished, Matched, Settled
-from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply
-from kvferry.protocol.session_messages import RegionFollows, SessionEnd, SessionOpen, SessionOpened, SessionRefused
-from kvferry.protocol.tier_messages import TierDone
-from kvferry.protocol.versions import PROTOCOL_MAX
+from kvferry.protocol.base import Body, Busy, ErrorReply
+from kvferry.protocol.envelope import REQUEST_TYPES, Event, Reply, Request
+from kvferry.protocol.events import EventBody
+from kvferry.protocol.limits import PROTOCOL_MAX
+from kvferry.protocol.requests import tag_of
+from kvferry.protocol.session_stream import RegionFollows, SessionEnd, SessionOpen, SessionOpened, SessionRefused
 
-EVENTS: tuple[type[Body], ...] = (Matched, Finished, Settled, TierDone)
-REFUSALS: tuple[type[Body], ...] = (ErrorReply, Busy)
-SESSION_FRAMES = (SessionOpen, SessionEnd, SessionOpened, SessionRefused, RegionFollows)
+EVENTS: Final = get_args(EventBody)
+REFUSALS: Final = (ErrorReply, Busy)
+SESSION_FRAMES: Final = (SessionOpen, SessionEnd, SessionOpened, SessionRefused, RegionFollows)
 
 
 def asyncapi() -> dict[str, Any]:
     """Return the document: both sockets, every message, every operation."""
-    bodies = [kind for row in REQUEST_TYPES.values() for kind in (row.request, row.reply)]
-    messages: list[type[msgspec.Struct]] = list(dict.fromkeys([*bodies, *REFUSALS, *EVENTS, *SESSION_FRAMES]))
+    requests = REQUEST_TYPES.values()
+    bodies = dict.fromkeys([*requests, *(kind.reply for kind in requests), *REFUSALS, *EVENTS])
+    messages = (*bodies, *SESSION_FRAMES)
     _, schemas = msgspec.json.schema_components(
         [*messages, Request, Reply, Event], ref_template="#/components/schemas/{name}"
     )
@@ -37,11 +38,11 @@ def asyncapi() -> dict[str, Any]:
         },
         "defaultContentType": "application/msgpack",
         "channels": {
-            "control": _channel("control.sock", "ZeroMQ ROUTER over ipc", [*bodies, *REFUSALS, *EVENTS]),
+            "control": _channel("control.sock", "ZeroMQ ROUTER over ipc", bodies),
             "session": _channel("session.sock", "Unix stream; uint32 length before each frame", SESSION_FRAMES),
         },
-        "operations": {name: _operation(row.request, row.reply) for name, row in REQUEST_TYPES.items()}
-        | {_tag(kind): _push(kind) for kind in EVENTS},
+        "operations": {tag_of(kind): _operation(kind, kind.reply) for kind in requests}
+        | {tag_of(kind): _push(kind) for kind in EVENTS},
         "components": {
             "messages": {
                 kind.__name__: {"payload": {"$ref": f"#/components/schemas/{kind.__name__}"}} for kind in messages
@@ -56,7 +57,7 @@ def document() -> bytes:
     return msgspec.json.format(msgspec.json.encode(asyncapi(), order="sorted"), indent=1) + b"\n"
 
 
-def _channel(address: str, description: str, kinds: Any) -> dict[str, Any]:  # noqa: ANN401  any struct types
+def _channel(address: str, description: str, kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Any]:
     messages = {kind.__name__: {"$ref": f"#/components/messages/{kind.__name__}"} for kind in kinds}
     return {"address": address, "description": description, "messages": messages}
 
@@ -77,10 +78,6 @@ def _push(kind: type[Body]) -> dict[str, Any]:
 
 def _message(kind: type[Body]) -> dict[str, str]:
     return {"$ref": f"#/channels/control/messages/{kind.__name__}"}
-
-
-def _tag(kind: type[Body]) -> str:
-    return str(kind.__struct_config__.tag)
 
 
 if __name__ == "__main__":

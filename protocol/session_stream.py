@@ -1,22 +1,182 @@
-"""Frames on the session socket: a little-endian uint32 length, then that many bytes of msgpack. Sans I/O."""
+"""The session socket: frames of a little-endian uint32 length and that many bytes of msgpack. Sans I/O.
+
+The first frame opens a session; later ones go with file descriptors, or hold shares: what another process needs to map
+device memory. A share may allow its holder to map the memory, so it travels over this socket only, is never logged, and
+its repr shows nothing of it.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from kvferry.protocol.errors import MalformedError
-from kvferry.protocol.session_messages import (
-    MemoryFollows,
-    RegionRequest,
-    SessionEnd,
-    SessionFrame,
-    SessionOpen,
-    ShareFollows,
-)
+from kvferry.protocol.errors import ErrorInfo, MalformedError
+from kvferry.protocol.ids import PLAIN_TEXT, ClientName, Hex128, PoolName
 
+Handle = Annotated[bytes, Meta(max_length=512)]
+DriverHandle = Annotated[int, Meta(ge=0)]
+Offset = Annotated[int, Meta(ge=0, lt=1 << 62)]
+MAX_SHARES = 16
+"""Per frame."""
+MAX_SHARED_EVENTS = 128
+"""Events in a session's ring on a device: as many as fit their handles into one frame."""
+
+
+class _Share(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    def __repr__(self) -> str:
+        """Show the kind alone."""
+        return f"<{type(self).__name__}>"
+
+
+class VmmShare(_Share, frozen=True, kw_only=True, tag="vmm"):
+    """A physical allocation of CANN's virtual memory management; the exporter names the processes that may import it.
+
+    The driver counts its holders: the memory is freed with the last one, however that process ends.
+    """
+
+    handle: DriverHandle
+    size_bytes: Offset
+
+
+class TorchShare(_Share, frozen=True, kw_only=True, tag="torch"):
+    """A torch storage, with the fields that torch passes to another process.
+
+    ``offset_bytes`` is the offset of the shared bytes in the storage.
+    """
+
+    handle: Handle
+    storage_bytes: Offset
+    storage_offset_bytes: Offset
+    ref_counter: Handle
+    ref_counter_offset: Offset
+    event: Handle
+    event_sync: bool
+    offset_bytes: Offset = 0
+
+
+Share = VmmShare | TorchShare
+"""Every kind of share, tagged by ``kind``."""
+
+
+class SharedEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """Interprocess events of one device: the process that created them records them, those that open them wait."""
+
+    handles: Annotated[tuple[Handle, ...], Meta(max_length=MAX_SHARED_EVENTS)]
+
+    def __repr__(self) -> str:
+        """Show how many there are."""
+        return f"<SharedEvents {len(self.handles)}>"
+
+
+# -- the frames
+
+InstanceName = Annotated[str, Meta(pattern=PLAIN_TEXT, max_length=128)]
+Secret = Annotated[bytes, Meta(max_length=32)]
+
+
+class SessionOpen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPEN"):
+    """The client's first frame on the session socket. The kernel identifies its process (SO_PEERCRED).
+
+    Sessions of one user that name the same ``instance`` are one owner of pages, leases, pins and snapshots, which are
+    released when the last session ends. Without a name, the session is an instance of its own.
+    """
+
+    protocol_min: int
+    protocol_max: int
+    name: ClientName = ""
+    instance: InstanceName = ""
+    keep: bool = False
+    """Keep the session for ``limits.resume_grace_ms`` if its socket is lost while its process lives."""
+    resume: Secret = b""
+    """The secret of a session that lost its socket, to resume it; its name and instance do not change."""
+
+
+class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REGION_REQUEST"):
+    """Sent by another daemon of this host instead of OPEN: it asks for a pool's memory, for reading."""
+
+    tenant: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    pool: PoolName
+    region: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    """The identity of the pool's memory when its pages were sent."""
+
+
+class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OPENED"):
+    """The session's number, its secret for the control socket (never log it) and the daemon's boot id.
+
+    ``resumed``: the session was resumed; if the boot id has changed, a restarted daemon has adopted it. If ``resume``
+    was given and this is false, nothing of the old session is left.
+    """
+
+    session: int
+    secret: bytes
+    boot_id: Hex128
+    resumed: bool = False
+    last_message: int = 0
+    """The highest message number that the session has used; a client that resumes continues above it."""
+
+
+class SessionEnd(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="END"):
+    """Ends a session that was opened with ``keep``: the client will not resume it."""
+
+
+class SessionRefused(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REFUSED"):
+    """Why no session was opened; the daemon then closes the connection."""
+
+    error: ErrorInfo
+
+
+class RegionFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REGION"):
+    """Comes with one file descriptor: the region of the pool that message ``message_id`` attaches."""
+
+    message_id: int
+    pool: str
+
+
+class EventsFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="EVENTS"):
+    """Comes with two file descriptors: the ring's counters, and the eventfd that signals a change of them."""
+
+    message_id: int
+
+
+class ShareFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SHARE"):
+    """Shares of a device's memory or events, for the reader to map; they belong to message ``message_id``.
+
+    Several frames for one message add up.
+
+    The daemon sends it before the reply to ATTACH_POOL and CREATE_TABLES; an engine sends it before REGISTER_POOL,
+    OPEN_EVENTS and CREATE_TABLES.
+    """
+
+    message_id: int
+    shares: Annotated[tuple[Share, ...], Meta(max_length=MAX_SHARES)] = ()
+    events: SharedEvents | None = None
+
+
+class MemoryFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="MEMORY"):
+    """Comes with one file descriptor: the host memory that message ``message_id``, a REGISTER_POOL, registers.
+
+    An engine sends it before the message. The descriptor is a memfd that is sealed against resizing.
+    """
+
+    message_id: int
+
+
+class TablesFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="TABLES"):
+    """The memory of CREATE_TABLES ``message_id``: the descriptor of the host lengths, then of the tables, or a share.
+
+    A share comes with the event that the daemon records after each update, for replays to wait for.
+    """
+
+    message_id: int
+    share: Share | None = None
+    events: SharedEvents | None = None
+
+
+SessionFrame = SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow
 MAX_SESSION_FRAME_BYTES = 16384
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()

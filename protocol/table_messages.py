@@ -4,25 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.base import Body, PageCount
-from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.base import AnsweredBy, DeviceEvent, PageCount, ReplyBody
 from kvferry.protocol.ids import MAIN, ComponentName, PoolName, ProcessId
-from kvferry.protocol.shares import Share, SharedEvents
 
 Rows = Annotated[int, Meta(ge=1, le=65_536)]
 Tokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
 NoTokens = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
-class CreateTables(Body, frozen=True, kw_only=True, tag="CREATE_TABLES"):
+class TablesCreated(ReplyBody, frozen=True, kw_only=True, tag="TABLES_CREATED"):
+    """CREATE_TABLES's reply: byte offsets of the int32 tables ``(max_batch, columns)`` and lengths ``(max_batch,)``."""
+
+    tables: str
+    device: str
+    columns: int
+    page_size: int
+    block_tables: int
+    block_tables_swa: int | None = None
+    seq_lens: int
+    region_bytes: int
+    host_bytes: int
+    """Size of the separate memory of the host lengths."""
+
+
+class CreateTables(AnsweredBy[TablesCreated], frozen=True, kw_only=True, tag="CREATE_TABLES"):
     """Create the tables that captured graphs of this session read, for one pool, on the pool's device.
 
     Their width is in docs/architecture.md, "Formulas"; their addresses are fixed until DELETE_TABLES or the session's
     end. Their memory is sent over the session socket before the reply.
     """
+
+    in_batch = False
 
     tables: PoolName
     pool: PoolName
@@ -42,22 +56,18 @@ class CreateTables(Body, frozen=True, kw_only=True, tag="CREATE_TABLES"):
     """See ATTACH_POOL."""
 
 
-class TablesCreated(Body, frozen=True, kw_only=True, tag="TABLES_CREATED"):
-    """CREATE_TABLES's reply: byte offsets of the int32 tables ``(max_batch, columns)`` and lengths ``(max_batch,)``."""
+class TablesUpdated(ReplyBody, frozen=True, kw_only=True, tag="TABLES_UPDATED"):
+    """UPDATE_TABLES's reply. Tables on the host are up to date.
 
-    tables: str
-    device: str
-    columns: int
-    page_size: int
-    block_tables: int
-    block_tables_swa: int | None = None
-    seq_lens: int
-    region_bytes: int
-    host_bytes: int
-    """Size of the separate memory of the host lengths."""
+    On a device the copies may still be in progress: a replay waits for the tables' event. ``sequence`` is the sequence
+    number of the host lengths, ``replayed_rows`` the captured batch size.
+    """
+
+    sequence: int
+    replayed_rows: int
 
 
-class UpdateTables(Body, frozen=True, kw_only=True, tag="UPDATE_TABLES"):
+class UpdateTables(AnsweredBy[TablesUpdated], frozen=True, kw_only=True, tag="UPDATE_TABLES"):
     """Change the tables for the next replay, atomically. At most one update of the tables may wait.
 
     One frame holds, one after another: ``batch`` lengths; row, column and page of each of ``entries`` entries; number
@@ -84,35 +94,13 @@ class UpdateTables(Body, frozen=True, kw_only=True, tag="UPDATE_TABLES"):
         return (self.batch + 3 * self.entries + 2 * self.rows + self.pages + self.released + 2 * self.bound,)
 
 
-class TablesUpdated(Body, frozen=True, kw_only=True, tag="TABLES_UPDATED"):
-    """UPDATE_TABLES's reply. Tables on the host are up to date.
-
-    On a device the copies may still be in progress: a replay waits for the tables' event. ``sequence`` is the sequence
-    number of the host lengths, ``replayed_rows`` the captured batch size.
-    """
-
-    sequence: int
-    replayed_rows: int
-
-
-class DeleteTables(Body, frozen=True, kw_only=True, tag="DELETE_TABLES"):
-    """Delete tables; graphs that were captured with them must not be replayed any more."""
-
-    tables: PoolName
-
-
-class TablesDeleted(Body, frozen=True, kw_only=True, tag="TABLES_DELETED"):
+class TablesDeleted(ReplyBody, frozen=True, kw_only=True, tag="TABLES_DELETED"):
     """DELETE_TABLES's reply."""
 
     tables: str
 
 
-class TablesFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="TABLES"):
-    """The memory of CREATE_TABLES ``message_id``: the descriptor of the host lengths, then of the tables, or a share.
+class DeleteTables(AnsweredBy[TablesDeleted], frozen=True, kw_only=True, tag="DELETE_TABLES"):
+    """Delete tables; graphs that were captured with them must not be replayed any more."""
 
-    A share comes with the event that the daemon records after each update, for replays to wait for.
-    """
-
-    message_id: int
-    share: Share | None = None
-    events: SharedEvents | None = None
+    tables: PoolName

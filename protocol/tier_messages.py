@@ -10,18 +10,22 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.base import MAX_PAGE_LISTS, Body, PageList
-from kvferry.protocol.device_event import DeviceEvent
-from kvferry.protocol.errors import ErrorInfo
-from kvferry.protocol.ids import Hex128, PoolName
+from kvferry.protocol.base import MAX_PAGE_LISTS, AnsweredBy, DeviceEvent, PageCount, PageList, ReplyBody
+from kvferry.protocol.ids import MAIN, ComponentName, Hex128, PoolName
 
-OperationKind = Literal["offload", "restore", "store", "load"]
 OperationNumber = Annotated[int, Meta(ge=1, lt=1 << 62)]
 FewLists = Annotated[tuple[PageList, ...], Meta(max_length=MAX_PAGE_LISTS)]
 SomeLists = Annotated[tuple[PageList, ...], Meta(min_length=1, max_length=MAX_PAGE_LISTS)]
 
 
-class Offload(Body, frozen=True, kw_only=True, tag="OFFLOAD"):
+class Offloading(ReplyBody, frozen=True, kw_only=True, tag="OFFLOADING"):
+    """OFFLOAD's reply: the snapshot's name. The snapshot can be restored after TIER_DONE."""
+
+    operation: int
+    snapshot: str
+
+
+class Offload(AnsweredBy[Offloading], frozen=True, kw_only=True, tag="OFFLOAD"):
     """Copy these pages of this session to the host tier, as a snapshot.
 
     Answered by OFFLOADING immediately; TIER_DONE follows. Until then the pages must not be written, or freed other than
@@ -40,14 +44,13 @@ class Offload(Body, frozen=True, kw_only=True, tag="OFFLOAD"):
         return tuple(one.pages for one in self.lists)
 
 
-class Offloading(Body, frozen=True, kw_only=True, tag="OFFLOADING"):
-    """OFFLOAD's reply: the snapshot's name. The snapshot can be restored after TIER_DONE."""
+class OperationStarted(ReplyBody, frozen=True, kw_only=True, tag="OPERATION_STARTED"):
+    """The reply to RESTORE, STORE and LOAD: the checks passed, TIER_DONE follows."""
 
     operation: int
-    snapshot: str
 
 
-class Restore(Body, frozen=True, kw_only=True, tag="RESTORE"):
+class Restore(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="RESTORE"):
     """Copy a snapshot of this tenant into as many pages of this session, in a pool of the same layout.
 
     Answered by OPERATION_STARTED immediately; TIER_DONE follows. If a checksum is wrong, the pages are unchanged; if
@@ -72,26 +75,26 @@ class Restore(Body, frozen=True, kw_only=True, tag="RESTORE"):
         return tuple(one.pages for one in self.lists)
 
 
-class OperationStarted(Body, frozen=True, kw_only=True, tag="OPERATION_STARTED"):
-    """The reply to RESTORE, STORE and LOAD: the checks passed, TIER_DONE follows."""
-
-    operation: int
-
-
-class DropSnapshot(Body, frozen=True, kw_only=True, tag="DROP_SNAPSHOT"):
-    """Drop a snapshot of this tenant. Running restores of it continue."""
-
-    snapshot: Hex128
-
-
-class SnapshotDropped(Body, frozen=True, kw_only=True, tag="SNAPSHOT_DROPPED"):
+class SnapshotDropped(ReplyBody, frozen=True, kw_only=True, tag="SNAPSHOT_DROPPED"):
     """DROP_SNAPSHOT's reply. ``deferred``: restores still read it; its memory is freed after them."""
 
     snapshot: str
     deferred: bool
 
 
-class Snapshots(Body, frozen=True, kw_only=True, tag="SNAPSHOTS"):
+class DropSnapshot(AnsweredBy[SnapshotDropped], frozen=True, kw_only=True, tag="DROP_SNAPSHOT"):
+    """Drop a snapshot of this tenant. Running restores of it continue."""
+
+    snapshot: Hex128
+
+
+class SnapshotReport(ReplyBody, frozen=True, kw_only=True, tag="SNAPSHOT_REPORT"):
+    """SNAPSHOTS's reply, oldest first."""
+
+    snapshots: tuple[SnapshotStatus, ...]
+
+
+class Snapshots(AnsweredBy[SnapshotReport], frozen=True, kw_only=True, tag="SNAPSHOTS"):
     """Ask for this tenant's snapshots."""
 
 
@@ -127,46 +130,222 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Label of the source pool's model, ``NAME@REVISION+ADAPTER``; empty if the pool has no model identity."""
 
 
-class SnapshotReport(Body, frozen=True, kw_only=True, tag="SNAPSHOT_REPORT"):
-    """SNAPSHOTS's reply, oldest first."""
-
-    snapshots: tuple[SnapshotStatus, ...]
-
-
-class CancelOperation(Body, frozen=True, kw_only=True, tag="CANCEL_OPERATION"):
-    """Cancel an operation of this session. Answered once no byte of it moves any more."""
-
-    operation: OperationNumber
-
-
-class OperationCancelled(Body, frozen=True, kw_only=True, tag="OPERATION_CANCELLED"):
+class OperationCancelled(ReplyBody, frozen=True, kw_only=True, tag="OPERATION_CANCELLED"):
     """CANCEL_OPERATION's reply. ``was_done``: the operation had already ended."""
 
     was_done: bool
 
 
-class TierDone(Body, frozen=True, kw_only=True, tag="TIER_DONE"):
-    """An operation has ended, successfully if ``error`` is None. No byte of it can move any more.
+class CancelOperation(AnsweredBy[OperationCancelled], frozen=True, kw_only=True, tag="CANCEL_OPERATION"):
+    """Cancel an operation of this session. Answered once no byte of it moves any more."""
 
-    ``waited_us`` runs from the request to the first copy, ``moved_us`` from there to the last one. Of a STORE,
-    ``stored`` blocks are new, ``present`` blocks were already cached or are being written. ``loaded`` is the number of
-    leading blocks of a LOAD that are in their pages, even if it failed.
+    operation: OperationNumber
+
+
+# -- the prefix cache: LOOKUP, LOAD, STORE, UNPIN; CACHE_LIST, CACHE_PIN, CACHE_EVICT for operators; CACHE_EVENTS.
+#
+# A cached block holds ``block_pages`` pages of one page space, under the 16-byte hash that the caller computes over all
+# tokens up to the block's end (see ``kvferry.clients.hashing``). Hashes travel as concatenated bytes; messages carry no
+# tokens.
+
+
+HASH_BYTES = 16
+MAX_HASHES = 65_536
+Hashes = Annotated[bytes, Meta(max_length=HASH_BYTES * MAX_HASHES)]
+"""16 bytes per block, in prompt order."""
+
+ParentHash = Annotated[bytes, Meta(max_length=HASH_BYTES)]
+BlockPages = Annotated[int, Meta(ge=1, le=1024)]
+LeaseNumber = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Position = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Tier = Literal["host", "disk", "remote"]
+
+
+class Found(ReplyBody, frozen=True, kw_only=True, tag="FOUND"):
+    """LOOKUP's reply: the longest cached prefix in blocks, and how many of them have their fastest copy in each tier.
+
+    ``lease`` is 0 if nothing was pinned; ``lease_blocks`` counts all blocks of the lease, including earlier ones.
     """
 
-    operation: int
-    kind: OperationKind
-    error: ErrorInfo | None = None
-    snapshot: str = ""
-    copied_pages: int = 0
-    moved_bytes: int = 0
-    waited_us: int = 0
-    moved_us: int = 0
-    stored: int = 0
-    present: int = 0
-    loaded: int = 0
-    lists: tuple[PageList, ...] = ()
-    """The pages that RESTORE with ``allocate`` allocated; their ids follow in frames."""
+    blocks: int
+    lease: int = 0
+    host: int = 0
+    disk: int = 0
+    remote: int = 0
+    lease_blocks: int = 0
+
+
+class Lookup(AnsweredBy[Found], frozen=True, kw_only=True, tag="LOOKUP"):
+    """Ask how many leading blocks of this list are cached, and pin them for this session's instance.
+
+    Blocks of lower tiers are promoted to the host tier meanwhile. The pins form a lease, which ends with UNPIN, with
+    the instance or with the daemon; blocks that an operation still reads stay until it has ended.
+    """
+
+    pool: PoolName
+    hashes: Hashes
+    space: ComponentName = MAIN
+    block_pages: BlockPages = 1
+    lease: LeaseNumber | None = None
+    """A lease of this instance to extend: the hashes continue after its last block."""
+    pin: bool = True
+
+
+class Load(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="LOAD"):
+    """Copy blocks of a lease into pages of this instance, from block ``first_block`` on, ``block_pages`` pages each.
+
+    Answered by OPERATION_STARTED; TIER_DONE follows. If a block is evicted or damaged by then, the operation fails with
+    CACHE_MISS; TIER_DONE gives how many blocks before it were loaded.
+    """
+
+    lease: LeaseNumber
+    pool: PoolName
+    pages: PageCount
+    first_block: Position = 0
+    after: DeviceEvent | None = None
+    """Device event to wait for before the pages are written."""
+    unpin: bool = False
+    """End the lease when this operation ends, whether it succeeds, fails or is cancelled."""
 
     def page_counts(self) -> tuple[int, ...]:
-        """Return each list's length."""
-        return tuple(one.pages for one in self.lists)
+        """Return the one list's length."""
+        return (self.pages,)
+
+
+class Store(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="STORE"):
+    """Store blocks of this instance's pages in the cache, except those that are cached already.
+
+    Answered by OPERATION_STARTED; TIER_DONE follows, before which the pages must not be written. A block can be found
+    once it is complete.
+    """
+
+    pool: PoolName
+    hashes: Hashes
+    pages: PageCount
+    parent: ParentHash = b""
+    """The hash of the block before the first one; empty if the first block begins the prompt."""
+    space: ComponentName = MAIN
+    block_pages: BlockPages = 1
+    after: DeviceEvent | None = None
+    """Device event to wait for before the pages are read."""
+
+    def page_counts(self) -> tuple[int, ...]:
+        """Return the one list's length."""
+        return (self.pages,)
+
+
+class Unpinned(ReplyBody, frozen=True, kw_only=True, tag="UNPINNED"):
+    """UNPIN's reply: the number of blocks of the lease."""
+
+    blocks: int
+
+
+class Unpin(AnsweredBy[Unpinned], frozen=True, kw_only=True, tag="UNPIN"):
+    """End a lease of this session's instance."""
+
+    lease: LeaseNumber
+
+
+class CachedBlockStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One cached block. ``hash`` and ``parent`` are hexadecimal.
+
+    ``model`` is the label of its model, ``NAME@REVISION+ADAPTER``; ``identity`` is 32 hexadecimal digits over the label
+    and the salt. A block of one identity is never used for another.
+    """
+
+    hash: str
+    layout_digest: str
+    space: str
+    block_pages: int
+    size_bytes: int
+    tiers: tuple[str, ...]
+    parent: str = ""
+    pinned_by: tuple[str, ...] = ()
+    identity: str = ""
+    model: str = ""
+
+
+class CacheListed(ReplyBody, frozen=True, kw_only=True, tag="CACHE_LISTED"):
+    """CACHE_LIST's reply. ``position`` is where to continue; None at the end of the list."""
+
+    blocks: tuple[CachedBlockStatus, ...]
+    cursor: int
+    position: int | None = None
+
+
+class CacheList(AnsweredBy[CacheListed], frozen=True, kw_only=True, tag="CACHE_LIST"):
+    """Ask for this tenant's cached blocks, ``limit`` at a time, from ``position`` 0 on.
+
+    The cache changes between requests: to end with the current state, apply CACHE_EVENTS from the ``cursor`` of the
+    first reply on.
+    """
+
+    position: Position = 0
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 1000
+
+
+class CachePinned(ReplyBody, frozen=True, kw_only=True, tag="CACHE_PINNED"):
+    """CACHE_PIN's reply: the number of blocks found."""
+
+    blocks: int
+
+
+class CachePin(AnsweredBy[CachePinned], frozen=True, kw_only=True, tag="CACHE_PIN"):
+    """Pin blocks against eviction, or unpin them: those with these hashes of every model, layout and page space."""
+
+    hashes: Hashes
+    pinned: bool = True
+
+
+class CacheEvicted(ReplyBody, frozen=True, kw_only=True, tag="CACHE_EVICTED"):
+    """CACHE_EVICT's reply: blocks and bytes dropped, and blocks kept because they are pinned or being written."""
+
+    blocks: int
+    size_bytes: int
+    kept: int
+
+
+class CacheEvict(AnsweredBy[CacheEvicted], frozen=True, kw_only=True, tag="CACHE_EVICT"):
+    """Drop this tenant's blocks with these hashes, or all of them, from every tier; pinned blocks stay."""
+
+    hashes: Hashes = b""
+    everything: bool = False
+
+
+class CacheChanges(ReplyBody, frozen=True, kw_only=True, tag="CACHE_CHANGES"):
+    """CACHE_EVENTS's reply: the changes, and the cursor of the next request.
+
+    ``lost``: some changes from the requested cursor on are no longer remembered; list the cache again.
+    """
+
+    changes: tuple[CacheChange, ...]
+    cursor: int
+    lost: bool = False
+
+
+class CacheEvents(AnsweredBy[CacheChanges], frozen=True, kw_only=True, tag="CACHE_EVENTS"):
+    """Ask for changes of this tenant's cache from ``cursor`` on; answered as soon as there is one.
+
+    If nothing changes within the request's deadline, the reply has no changes. Cursors count from 1, the first change
+    of this boot id of the daemon.
+    """
+
+    cursor: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 1000
+
+
+class CacheChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Blocks that were stored in a tier or evicted from it. Of stored blocks, each is the parent of the next.
+
+    ``identity`` and ``model`` are as in CACHE_LIST.
+    """
+
+    kind: Literal["stored", "evicted"]
+    tier: Tier
+    layout_digest: str
+    space: str
+    block_pages: int
+    hashes: bytes
+    parent: bytes = b""
+    identity: str = ""
+    model: str = ""

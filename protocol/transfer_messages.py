@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.base import MAX_PAGE_LISTS, Body, PageList
-from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.base import MAX_PAGE_LISTS, AnsweredBy, DeviceEvent, PageList, ReplyBody
 from kvferry.protocol.events import Finished, Settled
 from kvferry.protocol.ids import Hex128, PeerAddress, PoolName
 from kvferry.protocol.limits import EVENT_RING_SLOTS, LARGEST_PAYLOAD_BYTES
@@ -43,7 +42,22 @@ class LayerStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return range(self.first_layer, self.first_layer + self.layers)
 
 
-class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
+class Accepted(ReplyBody, frozen=True, kw_only=True, tag="ACCEPTED"):
+    """SEND's and RECEIVE's reply: the checks passed, events follow.
+
+    ``generation`` counts a session's RECEIVEs of this request id and pool: 1 for the first one; 0 for a SEND.
+    """
+
+    generation: int = 0
+    skipped_source_entries: int = 0
+    skipped_source_pages: int = 0
+    covered_source_entries: int = 0
+    """Entries that another source of the transfer has sent already, as a replica."""
+    matched: int = 0
+    """How many of a SEND's ``destinations``, or of a RECEIVE's ``sources``, have come."""
+
+
+class Receive(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="RECEIVE"):
     """Receive a request's KV into these pages of this session, from ``sources`` sending pools.
 
     Answered by ACCEPTED, then by the events FINISHED and SETTLED. The pages must not be read or written before
@@ -71,7 +85,7 @@ class Receive(Body, frozen=True, kw_only=True, tag="RECEIVE"):
         return tuple(one.pages for one in self.lists) if self.into == "pages" else ()
 
 
-class Send(Body, frozen=True, kw_only=True, tag="SEND"):
+class Send(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="SEND"):
     """Send filled pages of this session to ``destinations`` receive requests of the request, waiting for late ones.
 
     A prompt may be sent in chunks during its prefill: each SEND but the last one has ``last=false`` and ends on a page
@@ -99,22 +113,15 @@ class Send(Body, frozen=True, kw_only=True, tag="SEND"):
         return tuple(one.pages for one in self.lists)
 
 
-class Accepted(Body, frozen=True, kw_only=True, tag="ACCEPTED"):
-    """SEND's and RECEIVE's reply: the checks passed, events follow.
+class Cancelled(ReplyBody, frozen=True, kw_only=True, tag="CANCELLED"):
+    """CANCEL's reply. ``was_finished``: the outcome was known before."""
 
-    ``generation`` counts a session's RECEIVEs of this request id and pool: 1 for the first one; 0 for a SEND.
-    """
-
-    generation: int = 0
-    skipped_source_entries: int = 0
-    skipped_source_pages: int = 0
-    covered_source_entries: int = 0
-    """Entries that another source of the transfer has sent already, as a replica."""
-    matched: int = 0
-    """How many of a SEND's ``destinations``, or of a RECEIVE's ``sources``, have come."""
+    was_finished: bool
+    settled: bool = True
+    """Whether no byte moves any more; false only without ``wait``: SETTLED is still to come."""
 
 
-class Cancel(Body, frozen=True, kw_only=True, tag="CANCEL"):
+class Cancel(AnsweredBy[Cancelled], frozen=True, kw_only=True, tag="CANCEL"):
     """Cancel this session's endpoint of a transfer. Answered when it has settled or, without ``wait``, at once."""
 
     request_id: Hex128
@@ -124,15 +131,13 @@ class Cancel(Body, frozen=True, kw_only=True, tag="CANCEL"):
     """Whether the reply waits until the endpoint has settled; FINISHED and SETTLED come either way."""
 
 
-class Cancelled(Body, frozen=True, kw_only=True, tag="CANCELLED"):
-    """CANCEL's reply. ``was_finished``: the outcome was known before."""
+class Abandoned(ReplyBody, frozen=True, kw_only=True, tag="ABANDONED"):
+    """ABANDON's reply: how many endpoints failed here; other daemons are told, and do not answer."""
 
-    was_finished: bool
-    settled: bool = True
-    """Whether no byte moves any more; false only without ``wait``: SETTLED is still to come."""
+    failed: int
 
 
-class Abandon(Body, frozen=True, kw_only=True, tag="ABANDON"):
+class Abandon(AnsweredBy[Abandoned], frozen=True, kw_only=True, tag="ABANDON"):
     """Declare that this user's SENDs (or RECEIVEs) of a request will never come.
 
     Every RECEIVE (or SEND) of the request that waits for one fails with PEER_CANCELLED and the reason, here and at
@@ -147,21 +152,7 @@ class Abandon(Body, frozen=True, kw_only=True, tag="ABANDON"):
     reason: Annotated[str, Meta(max_length=256)] = ""
 
 
-class Abandoned(Body, frozen=True, kw_only=True, tag="ABANDONED"):
-    """ABANDON's reply: how many endpoints failed here; other daemons are told, and do not answer."""
-
-    failed: int
-
-
-class Result(Body, frozen=True, kw_only=True, tag="RESULT"):
-    """Ask for the state of this session's endpoint of a transfer; recovers a lost event."""
-
-    request_id: Hex128
-    pool: PoolName
-    direction: Direction
-
-
-class TransferResult(Body, frozen=True, kw_only=True, tag="TRANSFER_RESULT"):
+class TransferResult(ReplyBody, frozen=True, kw_only=True, tag="TRANSFER_RESULT"):
     """RESULT's reply: the events so far."""
 
     state: Literal["open", "finished", "settled"]
@@ -169,3 +160,11 @@ class TransferResult(Body, frozen=True, kw_only=True, tag="TRANSFER_RESULT"):
     settled: Settled | None = None
     matched: int = 0
     """As in ACCEPTED, until it has settled."""
+
+
+class Result(AnsweredBy[TransferResult], frozen=True, kw_only=True, tag="RESULT"):
+    """Ask for the state of this session's endpoint of a transfer; recovers a lost event."""
+
+    request_id: Hex128
+    pool: PoolName
+    direction: Direction

@@ -17,10 +17,10 @@ from kvferry.clients import calls
 from kvferry.clients.calls import Call
 from kvferry.clients.connection import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
+from kvferry.protocol.base import RequestBody
 from kvferry.protocol.client_core import ClientCore, ReplyArrived
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.session_messages import MemoryFollows, SessionOpen, ShareFollows
+from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows
 
 REPLY_MS = 60_000
 T = TypeVar("T")

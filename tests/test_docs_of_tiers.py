@@ -24,7 +24,7 @@ from kvferry.daemon.services.prefix_cache import MAX_LEASES, MAX_PINS
 from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.operations import MAX_OPERATIONS
 from kvferry.protocol import errors
-from kvferry.protocol.cache_messages import MAX_HASHES
+from kvferry.protocol.tier_messages import MAX_HASHES
 from tests.clients.tier_pools import Filled
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry

@@ -10,9 +10,8 @@ import msgspec
 from kvferry.clients.cli.arguments import add_daemon
 from kvferry.clients.cli.tables import table
 from kvferry.clients.sync_client import Client
-from kvferry.protocol.cache_messages import HASH_BYTES, CacheChange, CachedBlockStatus
 from kvferry.protocol.errors import InvalidFieldError
-from kvferry.protocol.tier_messages import SnapshotStatus
+from kvferry.protocol.tier_messages import HASH_BYTES, CacheChange, CachedBlockStatus, SnapshotStatus
 
 MIB = 1 << 20
 WATCH_S = 5.0

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvferry.clients.cli.exit_codes import BAD_INPUT
-from kvferry.protocol.complaints import invalid_field
-from kvferry.protocol.errors import InvalidFieldError, KvferryError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, invalid_field
 
 T = TypeVar("T")
 

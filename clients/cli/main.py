@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Final
 
 from kvferry.clients.cli.help_text import Help
-from kvferry.protocol.release import VERSION
+from kvferry.protocol import VERSION
 
 DAEMON: Final = "daemon"
 PURPOSES: Final = {

@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.json_form import check_known_fields, object_from_json, request_from_fields
-from kvferry.protocol.message_types import request_type
+from kvferry.protocol.requests import request_type
 
 WAIT: Final = "WAIT"
 """Not a message: what follows is sent once everything accepted before has settled."""

@@ -15,10 +15,10 @@ import msgspec
 from kvferry.clients.cli.arguments import add_runtime_dir, seconds
 from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.exit_codes import BAD_INPUT, WORKED
-from kvferry.clients.cli.probe_messages import ProbeMessage, Reader
+from kvferry.clients.cli.probe_messages import WAIT, ProbeMessage, Reader
 from kvferry.clients.cli.probe_run import ProbeRun
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
-from kvferry.protocol.message_types import WITHOUT_SESSION
+from kvferry.protocol.requests import request_type
 
 DEFAULT_TIMEOUT_S = 30.0
 OPENING_TIMEOUT_S = 5.0
@@ -83,7 +83,9 @@ def probe(options: argparse.Namespace) -> int:
             messages += reader.lines(_text_of(options.file).splitlines())
     except KvferryError as error:
         return _refuse(reader.number, error)
-    session = streamed or options.events or any(one.kind not in WITHOUT_SESSION for one in messages)
+    session = (
+        streamed or options.events or any(one.kind == WAIT or request_type(one.kind).needs_session for one in messages)
+    )
     opening_s = min(options.timeout or DEFAULT_TIMEOUT_S, OPENING_TIMEOUT_S)
     with Connection.open(
         options.runtime_dir, "probe", timeout_s=opening_s, session=session, instance=options.instance
@@ -153,7 +155,7 @@ def _follow(run: ProbeRun, timeout_s: float) -> None:
 
 def _text_of(name: str) -> str:
     try:
-        with open(name, encoding="utf-8") as file:  # noqa: PTH123  see ``protocol.paths``
+        with open(name, encoding="utf-8") as file:  # noqa: PTH123  see ``protocol.settings``
             return file.read()
     except (OSError, UnicodeDecodeError) as cause:
         what = cause.strerror if isinstance(cause, OSError) else "is not UTF-8 text"

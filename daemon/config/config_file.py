@@ -18,7 +18,7 @@ from msgspec import inspect
 from kvferry.daemon.config.sections import Section
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import PATTERNS
-from kvferry.protocol.sizes import SIZE_FORM, size_bytes, size_text
+from kvferry.protocol.settings import SIZE_FORM, size_bytes, size_text
 
 _S = TypeVar("_S", bound=Section)
 _MAX_SHOWN = 64

@@ -12,7 +12,7 @@ from kvferry.daemon.config.schema import Config
 from kvferry.daemon.config.sections import MIN_SIZE_BYTES
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import HOST
-from kvferry.protocol.sizes import size_text
+from kvferry.protocol.settings import size_text
 
 _MAX_PORT = 65_535
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvferry.protocol.errors import MalformedError, OverloadedError
-from kvferry.protocol.session_messages import MemoryFollows, ShareFollows
+from kvferry.protocol.session_stream import MemoryFollows, ShareFollows
 
 MAX_MESSAGES_SHARED: Final = 16
 MAX_SHARES_SAID: Final = 16_384

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final, cast
+from typing import Final
 
 from kvferry.daemon.control.sessions import Session
-from kvferry.protocol.base import Body
-from kvferry.protocol.batch_messages import Batched, BatchedResult
+from kvferry.protocol.base import ErrorReply, ReplyBody
 from kvferry.protocol.codec import PageIds, encoded_bytes
+from kvferry.protocol.envelope import Batched
 from kvferry.protocol.errors import TooLargeError
-from kvferry.protocol.refusals import ErrorReply
 
 SMALL_BYTES: Final = 1024
 """A result of up to this size is never left out: the client must learn what its request did."""
@@ -29,7 +28,7 @@ class OpenBatch:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._missing = count
-        self._results: list[tuple[Body, tuple[PageIds, ...]]] = [(Body(), ())] * count
+        self._results: list[tuple[ReplyBody, tuple[PageIds, ...]]] = [(ReplyBody(), ())] * count
 
     def __repr__(self) -> str:
         """Show how many results are missing."""
@@ -40,7 +39,7 @@ class OpenBatch:
         """Return whether every request has its result."""
         return self._missing == 0
 
-    def put(self, part_id: int, body: Body, ids: tuple[PageIds, ...]) -> None:
+    def put(self, part_id: int, body: ReplyBody, ids: tuple[PageIds, ...]) -> None:
         """Store a request's result; one that makes the reply too large is replaced by TOO_LARGE."""
         size_bytes = encoded_bytes(body)
         if size_bytes > SMALL_BYTES and self._bytes + size_bytes > self._max_bytes:
@@ -53,5 +52,5 @@ class OpenBatch:
 
     def reply(self) -> tuple[Batched, tuple[PageIds, ...]]:
         """Return the reply and its page lists."""
-        results = tuple(cast("BatchedResult", body) for body, _ in self._results)
+        results = tuple(body for body, _ in self._results)
         return Batched(results=results), tuple(one for _, ids in self._results for one in ids)

@@ -14,10 +14,9 @@ from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session, SessionRegistry
-from kvferry.protocol.base import Body
-from kvferry.protocol.batch_messages import Batch
+from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody
 from kvferry.protocol.codec import Frames, IncomingRequest, PageIds, UnreadableRequest, decode_request, encode
-from kvferry.protocol.envelope import Event, Reply, Request
+from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Event, Reply, Request
 from kvferry.protocol.errors import (
     DeadlineError,
     InternalError,
@@ -30,7 +29,6 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply, ReplyBody
 
 RETRY_AFTER_MS = 50
 BodyT = TypeVar("BodyT", bound=Body)
@@ -99,15 +97,15 @@ class Dispatcher:
 
     def handle_open(self, kind: str, handler: OpenHandler) -> None:
         """Register the handler of a request type that needs no session."""
-        self._open_handlers[REQUEST_TYPES[kind].request] = handler
+        self._open_handlers[REQUEST_TYPES[kind]] = handler
 
     def handle(self, kind: str, handler: Handler) -> None:
         """Register the handler of a request type that needs a session."""
-        self._handlers[REQUEST_TYPES[kind].request] = handler
+        self._handlers[REQUEST_TYPES[kind]] = handler
 
     def check_complete(self) -> None:
         """Assert that every request type has a handler."""
-        missing = {row.request for row in REQUEST_TYPES.values()} - {*self._open_handlers, *self._handlers}
+        missing = {*REQUEST_TYPES.values()} - {*self._open_handlers, *self._handlers}
         assert not missing, missing
 
     def on_message(self, message: ReceivedMessage) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvferry.daemon.control.sessions import Session
 from kvferry.pools.pool import Pool
-from kvferry.protocol.requests import EventBody
+from kvferry.protocol.events import EventBody
 
 
 class SessionBegan(NamedTuple):

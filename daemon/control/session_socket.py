@@ -34,7 +34,9 @@ from kvferry.protocol.errors import (
     OverloadedError,
 )
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.session_messages import (
+from kvferry.protocol.limits import agree
+from kvferry.protocol.session_stream import (
+    FrameSplitter,
     MemoryFollows,
     RegionFollows,
     RegionRequest,
@@ -44,9 +46,10 @@ from kvferry.protocol.session_messages import (
     SessionOpened,
     SessionRefused,
     ShareFollows,
+    pack,
+    unpack_attachment,
+    unpack_open,
 )
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_attachment, unpack_open
-from kvferry.protocol.versions import agree
 
 OPENING_TIMEOUT_S: Final = 5.0
 MAX_UNOPENED: Final = 64

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import OverloadedError
+from kvferry.protocol.events import EventBody
 from kvferry.protocol.ids import new_secret
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.requests import EventBody
 
 
 class Peer(NamedTuple):

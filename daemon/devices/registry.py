@@ -20,7 +20,7 @@ from kvferry.pools.devices.vendor import Mapped
 from kvferry.pools.planning.arrays import Array, Held, check_apart
 from kvferry.protocol.errors import DeviceLostError, InvalidFieldError, KvferryError, OutOfMemoryError
 from kvferry.protocol.session_messages import DeviceStatus
-from kvferry.protocol.shares import TorchShare
+from kvferry.protocol.session_stream import TorchShare
 
 CHECK_S: Final = 1.0
 log = structlog.get_logger(__name__)

@@ -35,10 +35,15 @@ from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError
 from kvferry.protocol.ids import NO_BOOT, BootId
-from kvferry.protocol.limits import Limits
-from kvferry.protocol.peer_codec import IncomingPeerMessage, decode_peer, encode_peer
-from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, PeerHello
-from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN, agree
+from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN, Limits, agree
+from kvferry.protocol.peer_messages import (
+    IncomingPeerMessage,
+    PeerBody,
+    PeerEnvelope,
+    PeerHello,
+    decode_peer,
+    encode_peer,
+)
 
 MAX_PEERS = 1024
 FILES_PER_PEER = 8

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from kvferry.protocol.errors import AccessDeniedError, ConfigError
-from kvferry.protocol.paths import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
+from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
 
 DIRECTORY_MODE = 0o750
 SOCKET_MODE = 0o660

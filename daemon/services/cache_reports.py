@@ -12,7 +12,8 @@ from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
 from kvferry.pools.tiers.cached_block import CachedBlock
 from kvferry.pools.tiers.index import OPERATOR
 from kvferry.pools.tiers.journal import Change
-from kvferry.protocol.cache_messages import (
+from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.tier_messages import (
     CacheChange,
     CacheChanges,
     CachedBlockStatus,
@@ -24,7 +25,6 @@ from kvferry.protocol.cache_messages import (
     CachePin,
     CachePinned,
 )
-from kvferry.protocol.errors import InvalidFieldError
 
 LOOK_AT = 1000
 """How many blocks or changes are handled before other requests get their turn."""

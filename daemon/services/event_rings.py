@@ -27,7 +27,7 @@ from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.devices.device_events import DeviceEvents
 from kvferry.daemon.devices.registry import Devices
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,
@@ -38,7 +38,8 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.limits import EVENT_RING_SLOTS
-from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEvents
+from kvferry.protocol.session_messages import EventsOpened, OpenEvents
+from kvferry.protocol.session_stream import EventsFollow
 
 COUNTER = np.dtype("<i8")
 MAX_HELD = 1024

@@ -40,6 +40,7 @@ from kvferry.protocol.errors import (
     PoolFullError,
     UnknownPoolError,
 )
+from kvferry.protocol.events import TierDone
 from kvferry.protocol.tier_messages import (
     DropSnapshot,
     Offload,
@@ -48,7 +49,6 @@ from kvferry.protocol.tier_messages import (
     Restore,
     SnapshotDropped,
     SnapshotReport,
-    TierDone,
 )
 
 

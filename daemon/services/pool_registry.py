@@ -11,7 +11,7 @@ from kvferry.daemon.services.lost_pools import LostPools
 from kvferry.pools.devices.base import Region
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import PoolLostError, UnknownPoolError
-from kvferry.protocol.session_messages import RegionRequest
+from kvferry.protocol.session_stream import RegionRequest
 
 
 class PoolRegistry:

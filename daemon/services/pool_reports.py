@@ -9,8 +9,8 @@ from kvferry.daemon.services.holders import owner_text
 from kvferry.pools.planning.manifest import bytes_per_page, spaces_of, windows_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import PoolExistsError
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.manifests import Manifest
-from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import CreatePool
 from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
 

@@ -31,6 +31,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
+from kvferry.protocol.base import ReplyBody
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
@@ -42,10 +43,9 @@ from kvferry.protocol.errors import (
     PoolInUseError,
     TooLargeError,
 )
-from kvferry.protocol.ids import HOST
+from kvferry.protocol.ids import HOST, ModelIdentity
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
-from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -60,9 +60,8 @@ from kvferry.protocol.pool_messages import (
     PoolRegistered,
     RegisterPool,
 )
-from kvferry.protocol.requests import ReplyBody
-from kvferry.protocol.session_messages import PoolStatus, RegionFollows, ShareFollows
-from kvferry.protocol.shares import Share
+from kvferry.protocol.session_messages import PoolStatus
+from kvferry.protocol.session_stream import RegionFollows, Share, ShareFollows
 
 SWEEP_S: Final = 0.05
 DEVICE_GRACE_S: Final = 0.05

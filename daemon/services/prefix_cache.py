@@ -30,7 +30,6 @@ from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, identity_of
-from kvferry.protocol.cache_messages import HASH_BYTES, Found, Load, Lookup, Store, Unpin, Unpinned
 from kvferry.protocol.errors import (
     CacheMissError,
     InvalidFieldError,
@@ -43,8 +42,9 @@ from kvferry.protocol.errors import (
     SnapshotDamagedError,
     UnknownLeaseError,
 )
-from kvferry.protocol.model_identity import ModelIdentity
-from kvferry.protocol.tier_messages import OperationStarted, TierDone
+from kvferry.protocol.events import TierDone
+from kvferry.protocol.ids import ModelIdentity
+from kvferry.protocol.tier_messages import HASH_BYTES, Found, Load, Lookup, OperationStarted, Store, Unpin, Unpinned
 
 MAX_LEASES = 4096
 MAX_PINS = 1 << 20

@@ -26,9 +26,8 @@ from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, UnknownComponentError, raised
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Settled, TierDone
 from kvferry.protocol.manifests import Entry, Manifest
-from kvferry.protocol.tier_messages import TierDone
 from kvferry.protocol.transfer_messages import Receive
 
 ALIGNMENT = 64

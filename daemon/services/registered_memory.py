@@ -13,7 +13,7 @@ from kvferry.pools.planning.manifest import each_array
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.pool_messages import RegisteredArrays
-from kvferry.protocol.shares import Share, TorchShare
+from kvferry.protocol.session_stream import Share, TorchShare
 
 
 class MemoryInUse(NamedTuple):

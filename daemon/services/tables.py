@@ -39,13 +39,12 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.session_messages import TablesStatus
-from kvferry.protocol.shares import Share
+from kvferry.protocol.session_stream import Share, TablesFollow
 from kvferry.protocol.table_messages import (
     CreateTables,
     DeleteTables,
     TablesCreated,
     TablesDeleted,
-    TablesFollow,
     TablesUpdated,
     UpdateTables,
 )

@@ -16,7 +16,7 @@ from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.vendor import on_stream
-from kvferry.protocol.shares import SharedEvents
+from kvferry.protocol.session_stream import SharedEvents
 
 FEW_COPIES: Final = 4
 """More extents than this are copied as one, from the first to the last: cheaper than a copy for each."""

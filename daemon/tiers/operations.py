@@ -38,8 +38,9 @@ from kvferry.protocol.errors import (
     ShuttingDownError,
     UnknownOperationError,
 )
+from kvferry.protocol.events import OperationKind, TierDone
 from kvferry.protocol.session_messages import OperationStatus
-from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled, OperationKind, TierDone
+from kvferry.protocol.tier_messages import CancelOperation, OperationCancelled
 
 
 class State(enum.Enum):

@@ -23,8 +23,8 @@ from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.events import Finished
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.manifests import Manifest
-from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.peer_messages import ReceiveName
 from kvferry.protocol.transfer_messages import LayerStep
 

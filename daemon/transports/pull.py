@@ -31,10 +31,16 @@ from kvferry.protocol.errors import (
     TransferFailedError,
     raised,
 )
-from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.peer_messages import Confirm, Confirmed
-from kvferry.protocol.session_messages import RegionFollows, RegionRequest, SessionRefused
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
+from kvferry.protocol.session_stream import (
+    FrameSplitter,
+    RegionFollows,
+    RegionRequest,
+    SessionRefused,
+    pack,
+    unpack_frame,
+)
+from kvferry.protocol.settings import SESSION_SOCKET
 
 FETCH_TIMEOUT_S = 5.0
 _RECEIVE_BYTES = 4096

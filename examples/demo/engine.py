@@ -13,8 +13,8 @@ from examples.demo.prompts import PAGE_SIZE
 from examples.demo.stages import cut_stage, split_layers
 from kvferry.clients.pool import AttachedPool
 from kvferry.clients.sync_client import Client
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.manifests import MhaSpec
-from kvferry.protocol.model_identity import ModelIdentity
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

@@ -20,9 +20,9 @@ from examples.demo.paged_cache import PagedCache, PagedSequence
 from examples.demo.pressure import TURN_TOKENS, most_pages
 from examples.demo.stages import compute
 from kvferry.clients.calls import pages
-from kvferry.protocol.client_operations import TierOperation
+from kvferry.protocol.client_core import TierOperation
 from kvferry.protocol.errors import InternalError
-from kvferry.protocol.tier_messages import TierDone
+from kvferry.protocol.events import TierDone
 
 QUIET_S: Final = 120.0
 

@@ -29,7 +29,7 @@ from kvferry.pools.planning.plan import Plan, PlanSide
 from kvferry.pools.planning.runs import coalesce
 from kvferry.pools.tiers.block_copies import BlockCells
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, step_runs, zero_padding
-from kvferry.protocol.shares import Share
+from kvferry.protocol.session_stream import Share
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvferry.pools.devices.torch_shares import export, import_share, open_event
 from kvferry.pools.devices.vendor import Mapped, MemoryAt, on_stream
 from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError, OutOfMemoryError
-from kvferry.protocol.shares import Share, TorchShare
+from kvferry.protocol.session_stream import Share, TorchShare
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from kvferry.protocol.errors import (
     InvalidFieldError,
     OutOfMemoryError,
 )
-from kvferry.protocol.shares import Share, TorchShare, VmmShare
+from kvferry.protocol.session_stream import Share, TorchShare, VmmShare
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError
-from kvferry.protocol.shares import TorchShare
+from kvferry.protocol.session_stream import TorchShare
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvferry.protocol.shares import Share, TorchShare
+from kvferry.protocol.session_stream import Share, TorchShare
 
 if TYPE_CHECKING:
     import torch

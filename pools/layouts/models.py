@@ -9,8 +9,7 @@ import msgspec
 from kvferry.pools.layouts.mla import PACKED_DTYPE
 from kvferry.pools.layouts.model_facts import MODELS, Attention, DeltaNet, Latent, ModelFacts
 from kvferry.pools.planning.heads import RankHeads, rank_heads
-from kvferry.protocol.complaints import invalid_field
-from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError
+from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError, invalid_field
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec, Scales
 
 DEFAULT_PAGE_SIZE = 128

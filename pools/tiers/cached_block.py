@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvferry.pools.tiers.arena import Offsets
-from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.ids import ModelIdentity
 
 IDENTITY_BYTES = 16
 

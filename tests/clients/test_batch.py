@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
-from kvferry.protocol.batch_messages import MAX_BATCH
-from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.base import DeviceEvent
+from kvferry.protocol.envelope import MAX_BATCH
 from kvferry.protocol.errors import (
     CancelledError,
     InvalidFieldError,

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from kvferry.clients import Client, calls, pages
-from kvferry.protocol.cache_messages import HASH_BYTES
 from kvferry.protocol.errors import (
     CacheMissError,
     InvalidFieldError,
@@ -27,6 +26,7 @@ from kvferry.protocol.errors import (
     UnknownComponentError,
     UnknownLeaseError,
 )
+from kvferry.protocol.tier_messages import HASH_BYTES
 from tests.clients.tier_pools import HYBRID, LARGER, MODEL, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry

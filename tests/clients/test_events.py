@@ -11,7 +11,7 @@ import pytest
 from kvferry.clients import Client, MhaSpec, Pages, Transfer, calls, new_request_id, pages
 from kvferry.clients.events import COUNTER_BYTES, EventRing
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, PeerLostError
 from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import EVENT_RING_SLOTS

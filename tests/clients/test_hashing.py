@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.clients.hashing import block_hashes
-from kvferry.protocol.cache_messages import HASH_BYTES
 from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.tier_messages import HASH_BYTES
 
 TOKENS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
 BLOCK = st.integers(1, 9)

@@ -41,7 +41,7 @@ from kvferry.clients import (
     slots_from_pages,
 )
 from kvferry.clients.calls import ping
-from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import (
     ClientClosedError,
     DuplicatePageError,

@@ -11,9 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.protocol.session_messages import SessionOpened, ShareFollows
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
-from kvferry.protocol.shares import SharedEvents
+from kvferry.protocol.session_stream import FrameSplitter, SessionOpened, SharedEvents, ShareFollows, pack, unpack_frame
 
 SOON_S = 2.0
 READ_BYTES = 1 << 16

@@ -21,7 +21,7 @@ from kvferry.daemon.config.schema import Config, LimitsConfig
 from kvferry.daemon.config.sections import Section
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.sizes import size_bytes, size_text, with_sizes
+from kvferry.protocol.settings import size_bytes, size_text, with_sizes
 
 HUGE = 10**30
 

@@ -17,8 +17,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import RegisteredArrays
-from kvferry.protocol.session_messages import ShareFollows
-from kvferry.protocol.shares import TorchShare
+from kvferry.protocol.session_stream import ShareFollows, TorchShare
 from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import raw_engine
 

@@ -13,14 +13,14 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
+from kvferry.protocol.base import Busy, ErrorReply, RequestBody
 from kvferry.protocol.codec import Frames, decode_from_daemon, encode
-from kvferry.protocol.envelope import Event, Reply, Request
+from kvferry.protocol.envelope import REQUEST_TYPES, Event, Reply, Request
 from kvferry.protocol.errors import InternalError, PoolFullError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.ids import NO_BOOT, BootId, new_boot_id
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocate, Allocated, DeletePool, PoolDeleted
-from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply, RequestBody
 from kvferry.protocol.session_messages import Ping, Pong
 
 BOOT = new_boot_id()

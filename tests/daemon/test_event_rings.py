@@ -24,7 +24,8 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import InvalidFieldError, MalformedError
 from kvferry.protocol.limits import EVENT_RING_SLOTS, Limits
-from kvferry.protocol.session_messages import EventsFollow, EventsOpened, OpenEvents, Ping
+from kvferry.protocol.session_messages import EventsOpened, OpenEvents, Ping
+from kvferry.protocol.session_stream import EventsFollow
 from tests.daemon.transports.network_harness import ManualExecutor
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from kvferry.clients import Client
 from kvferry.daemon.control.session_socket import MAX_UNOPENED
+from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.codec import encode
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.requests import ErrorReply
 from kvferry.protocol.session_messages import Ping
 from tests.daemons import DaemonProcess, running_daemon
 from tests.devices import DEVICE

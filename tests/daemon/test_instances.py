@@ -25,7 +25,8 @@ from kvferry.protocol.errors import (
     UnknownLeaseError,
     UnknownPoolError,
 )
-from kvferry.protocol.session_messages import PoolStatus, SessionOpen
+from kvferry.protocol.session_messages import PoolStatus
+from kvferry.protocol.session_stream import SessionOpen
 from tests.clients.tier_pools import MODEL, SPEC, hashes
 from tests.daemon.instance_engine import BLOCKS, DECODE, PAGES, PREFILL
 from tests.daemons import DaemonProcess, running_daemon

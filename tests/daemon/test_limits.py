@@ -13,12 +13,11 @@ import zmq
 from kvferry.clients import Client, MhaSpec, Transfer, calls, new_request_id, pages
 from kvferry.clients.connection import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.protocol.base import PageList
+from kvferry.protocol.base import Busy, PageList, RequestBody
 from kvferry.protocol.codec import PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OverloadedError
 from kvferry.protocol.pool_messages import Allocate, Allocated
-from kvferry.protocol.requests import Busy, RequestBody
 from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive
 from tests.daemons import DaemonProcess, running_daemon
 

@@ -15,18 +15,15 @@ import numpy.typing as npt
 import pytest
 
 from kvferry.clients import Client
-from kvferry.protocol.base import PageList
-from kvferry.protocol.cache_messages import Load, Lookup, Store
+from kvferry.protocol.base import PageList, RequestBody
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.ids import new_request_id
+from kvferry.protocol.ids import ModelIdentity, new_request_id
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
-from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Allocate, AttachPool, CreatePool, Free, RegisteredArrays, RegisterPool
-from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.session_messages import OpenEvents, ShareFollows
-from kvferry.protocol.shares import SharedEvents
+from kvferry.protocol.session_messages import OpenEvents
+from kvferry.protocol.session_stream import SharedEvents, ShareFollows
 from kvferry.protocol.table_messages import CreateTables, UpdateTables
-from kvferry.protocol.tier_messages import Offload, Offloading, Restore, SnapshotReport, Snapshots
+from kvferry.protocol.tier_messages import Load, Lookup, Offload, Offloading, Restore, SnapshotReport, Snapshots, Store
 from kvferry.protocol.transfer_messages import LayerStep, Receive, Send
 from tests.daemons import running_daemon
 from tests.raw_engine import RawEngine, raw_engine

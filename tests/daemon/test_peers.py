@@ -24,8 +24,15 @@ from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import ConfigError, InvalidFieldError
 from kvferry.protocol.ids import NO_BOOT, new_boot_id
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.peer_codec import encode_peer
-from kvferry.protocol.peer_messages import OpEnded, PeerBody, PeerEnvelope, PeerHello, ReceiveClosed, ReceiveName
+from kvferry.protocol.peer_messages import (
+    OpEnded,
+    PeerBody,
+    PeerEnvelope,
+    PeerHello,
+    ReceiveClosed,
+    ReceiveName,
+    encode_peer,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 PATIENCE_S = 20.0

@@ -39,10 +39,17 @@ from kvferry.protocol.errors import (
     TooLargeError,
 )
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
-from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.pool_messages import RegisteredArrays
-from kvferry.protocol.session_messages import MemoryFollows, SessionOpen, SessionOpened, ShareFollows
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_frame
+from kvferry.protocol.session_stream import (
+    FrameSplitter,
+    MemoryFollows,
+    SessionOpen,
+    SessionOpened,
+    ShareFollows,
+    pack,
+    unpack_frame,
+)
+from kvferry.protocol.settings import SESSION_SOCKET
 from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import RawEngine, raw_engine
 from tests.started import started

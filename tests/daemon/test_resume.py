@@ -23,9 +23,8 @@ from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.client_core import ClientCore
 from kvferry.protocol.errors import DaemonLostError, NoSessionError
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.paths import SESSION_SOCKET
-from kvferry.protocol.session_messages import SessionOpen, SessionOpened
-from kvferry.protocol.session_stream import pack
+from kvferry.protocol.session_stream import SessionOpen, SessionOpened, pack
+from kvferry.protocol.settings import SESSION_SOCKET
 from kvferry.protocol.transfer_messages import Accepted, Receive
 from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import RawEngine, raw_engine

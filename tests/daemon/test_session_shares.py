@@ -14,12 +14,23 @@ import pytest
 from kvferry.clients import Client, MhaSpec, calls
 from kvferry.daemon.control.attachments import MAX_MESSAGES_SHARED
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, MalformedError
-from kvferry.protocol.paths import SESSION_SOCKET
 from kvferry.protocol.pool_messages import RegisteredArrays
-from kvferry.protocol.session_messages import SessionOpen, SessionOpened, ShareFollows
-from kvferry.protocol.session_stream import FrameSplitter, pack, unpack_attachment, unpack_frame
-from kvferry.protocol.shares import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents, TorchShare, VmmShare
-from kvferry.protocol.table_messages import TablesFollow
+from kvferry.protocol.session_stream import (
+    MAX_SHARED_EVENTS,
+    MAX_SHARES,
+    FrameSplitter,
+    SessionOpen,
+    SessionOpened,
+    SharedEvents,
+    ShareFollows,
+    TablesFollow,
+    TorchShare,
+    VmmShare,
+    pack,
+    unpack_attachment,
+    unpack_frame,
+)
+from kvferry.protocol.settings import SESSION_SOCKET
 from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import RawEngine, raw_engine
 

@@ -15,7 +15,7 @@ import torch
 
 from kvferry.attention.host_lengths import HostLengths
 from kvferry.clients import AsyncClient, BlockTableEntries, Client, HybridSwaSpec, MambaSpec, MhaSpec, Tables
-from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import (
     DeadlineError,
     DuplicatePageError,

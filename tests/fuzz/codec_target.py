@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
+from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.codec import IncomingRequest, decode_from_daemon, decode_request, encode
-from kvferry.protocol.envelope import Reply
+from kvferry.protocol.envelope import REQUEST_TYPES, Reply
 from kvferry.protocol.errors import KvferryError, MalformedError
 from kvferry.protocol.json_form import request_from_json
-from kvferry.protocol.peer_codec import decode_peer, encode_peer
-from kvferry.protocol.requests import REQUEST_TYPES, ErrorReply
+from kvferry.protocol.peer_messages import decode_peer, encode_peer
 from kvferry.protocol.session_stream import FrameSplitter, unpack_frame, unpack_open
 from tests.protocol.peer_samples import as_hex as peers_as_hex
 from tests.protocol.samples import as_hex

@@ -15,8 +15,7 @@ from kvferry.clients.tables import Tables
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError, PoolExistsError
 from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import RegisteredArrays
-from kvferry.protocol.session_messages import ShareFollows
-from kvferry.protocol.shares import Share, SharedEvents, TorchShare, VmmShare
+from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
 from tests.cann_simulator.simulator import Simulator
 from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import RawEngine, raw_engine

@@ -16,14 +16,12 @@ import torch
 
 from kvferry.clients import Client, MhaSpec
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.protocol.base import PageList
-from kvferry.protocol.device_event import DeviceEvent
+from kvferry.protocol.base import DeviceEvent, PageList, RequestBody
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.pool_messages import Allocate, CreatePool, DeletePool, Free, RegisteredArrays, RegisterPool
-from kvferry.protocol.requests import RequestBody
-from kvferry.protocol.session_messages import OpenEvents, ShareFollows
-from kvferry.protocol.shares import Share, SharedEvents, TorchShare, VmmShare
+from kvferry.protocol.session_messages import OpenEvents
+from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
 from kvferry.protocol.transfer_messages import LayerStep, Send
 from tests.daemons import running_daemon
 from tests.devices import DEVICE

@@ -17,7 +17,7 @@ import torch
 
 from kvferry.clients import AttachedPool, Client, EventRing, Tables, pages
 from kvferry.clients.slots import pages_from_slots, slots_from_pages
-from kvferry.protocol.client_operations import TierOperation
+from kvferry.protocol.client_core import TierOperation
 from kvferry.protocol.errors import DeadlineError
 from tests.cann_simulator.simulator import Simulator
 from tests.daemons import running_daemon

@@ -13,8 +13,7 @@ from msgspec import inspect
 
 from kvferry.protocol.base import Body
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.envelope import Event, Reply, Request
-from kvferry.protocol.requests import REQUEST_TYPES, Busy, ErrorReply
+from kvferry.protocol.envelope import REQUEST_TYPES, Event, Reply, Request, replies_to
 from kvferry.protocol.schema import EVENTS
 
 INT64: Final = (-(1 << 63), (1 << 63) - 1)
@@ -22,8 +21,8 @@ MAX_LIST: Final = 4
 COUNTS: Final = {"pages", "batch", "entries", "rows", "released", "bound"}
 """Fields that say how many numbers follow in a frame."""
 
-REQUESTS: Final = tuple(row.request for row in REQUEST_TYPES.values())
-REPLIES: Final[tuple[type[Body], ...]] = (*dict.fromkeys(row.reply for row in REQUEST_TYPES.values()), ErrorReply, Busy)
+REQUESTS: Final = tuple(REQUEST_TYPES.values())
+REPLIES: Final[tuple[type[Body], ...]] = replies_to(REQUESTS)
 ALL_BODIES: Final[tuple[type[Body], ...]] = (*REQUESTS, *REPLIES, *EVENTS)
 
 

@@ -11,7 +11,6 @@ from typing import Final, TypeAlias
 
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.ids import NO_BOOT
-from kvferry.protocol.peer_codec import encode_peer
 from kvferry.protocol.peer_messages import (
     Announce,
     Confirm,
@@ -32,6 +31,7 @@ from kvferry.protocol.peer_messages import (
     SendWithdrawn,
     StepReady,
     Written,
+    encode_peer,
 )
 from tests.protocol.samples import BOOT, ERROR, IDS, LISTS, MANIFEST, MODEL, REQUEST
 

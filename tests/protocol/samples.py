@@ -14,13 +14,12 @@ from typing import Final, TypeAlias
 import msgspec
 import numpy as np
 
-from kvferry.protocol.base import PageList
-from kvferry.protocol.batch_messages import Batch, Batched
+from kvferry.protocol.base import Busy, DeviceEvent, ErrorReply, PageList, ReplyBody, RequestBody
 from kvferry.protocol.codec import PageIds, encode
-from kvferry.protocol.device_event import DeviceEvent
-from kvferry.protocol.envelope import Event, Reply, Request
+from kvferry.protocol.envelope import Batch, Batched, Event, Reply, Request
 from kvferry.protocol.errors import ErrorInfo
 from kvferry.protocol.events import Finished, Matched, Settled
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import (
     Component,
@@ -33,7 +32,6 @@ from kvferry.protocol.manifests import (
     MlaSpec,
     PoolSpec,
 )
-from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -49,35 +47,38 @@ from kvferry.protocol.pool_messages import (
     RegisteredArrays,
     RegisterPool,
 )
-from kvferry.protocol.requests import Busy, ErrorReply, ReplyBody, RequestBody
 from kvferry.protocol.session_messages import (
-    EventsFollow,
     EventsOpened,
     Hello,
-    MemoryFollows,
     OpenEvents,
     Ping,
     Pong,
     PoolStatus,
-    RegionFollows,
-    SessionOpen,
-    SessionOpened,
-    SessionRefused,
     SessionStatus,
-    ShareFollows,
     Status,
     StatusReport,
     TransferStatus,
     Welcome,
 )
-from kvferry.protocol.session_stream import pack
-from kvferry.protocol.shares import SharedEvents, TorchShare, VmmShare
+from kvferry.protocol.session_stream import (
+    EventsFollow,
+    MemoryFollows,
+    RegionFollows,
+    SessionOpen,
+    SessionOpened,
+    SessionRefused,
+    SharedEvents,
+    ShareFollows,
+    TablesFollow,
+    TorchShare,
+    VmmShare,
+    pack,
+)
 from kvferry.protocol.table_messages import (
     CreateTables,
     DeleteTables,
     TablesCreated,
     TablesDeleted,
-    TablesFollow,
     TablesUpdated,
     UpdateTables,
 )

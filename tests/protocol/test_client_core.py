@@ -7,9 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from kvferry.protocol.base import Body, PageList
-from kvferry.protocol.batch_messages import Batch, Batched
-from kvferry.protocol.cache_messages import Store
+from kvferry.protocol.base import Body, Busy, ErrorReply, PageList
 from kvferry.protocol.client_core import (
     BatchAnswered,
     ClientCore,
@@ -17,12 +15,12 @@ from kvferry.protocol.client_core import (
     OperationChanged,
     Outgoing,
     ReplyArrived,
+    TierOperation,
     Transfer,
     TransferChanged,
 )
-from kvferry.protocol.client_operations import TierOperation
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
-from kvferry.protocol.envelope import Event, Reply, Request
+from kvferry.protocol.envelope import Batch, Batched, Event, Reply, Request
 from kvferry.protocol.errors import (
     ErrorInfo,
     MalformedError,
@@ -32,12 +30,11 @@ from kvferry.protocol.errors import (
     PageGapError,
     PeerLostError,
 )
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Settled, TierDone
 from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.pool_messages import Allocate, Allocated
-from kvferry.protocol.requests import Busy, ErrorReply
 from kvferry.protocol.session_messages import Ping, Pong
-from kvferry.protocol.tier_messages import OperationStarted, TierDone
+from kvferry.protocol.tier_messages import OperationStarted, Store
 from kvferry.protocol.transfer_messages import Accepted, Receive, Send
 
 BOOT = BootId("00112233445566778899aabbccddeeff")

@@ -14,17 +14,15 @@ from hypothesis import strategies as st
 
 from kvferry.protocol import ids
 from kvferry.protocol.codec import IncomingRequest, UnreadableRequest, decode_from_daemon, decode_request, encode
-from kvferry.protocol.complaints import in_words, invalid_field
-from kvferry.protocol.envelope import Event, Reply, Request
-from kvferry.protocol.errors import CallerError, InvalidFieldError, MalformedError
+from kvferry.protocol.envelope import REQUEST_TYPES, Event, Reply, Request
+from kvferry.protocol.errors import CallerError, InvalidFieldError, MalformedError, in_words, invalid_field
 from kvferry.protocol.ids import NO_BOOT
+from kvferry.protocol.limits import PROTOCOL_MAX
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import Allocate, Free
-from kvferry.protocol.requests import REQUEST_TYPES
 from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import FrameSplitter, unpack_attachment, unpack_frame, unpack_open
 from kvferry.protocol.transfer_messages import Send
-from kvferry.protocol.versions import PROTOCOL_MAX
 from tests.protocol.bodies import ALL_BODIES, REQUESTS, messages
 from tests.protocol.samples import GOLDEN, IDS, MESSAGES, SESSION_FRAMES, SPECS, as_hex
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+from kvferry.protocol.base import Busy, ErrorReply, ReplyBody, RequestBody, pack_ids, unpack_ids
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
-from kvferry.protocol.complaints import ENVELOPE
 from kvferry.protocol.conversation import EVENT, Arrived, Conversation
-from kvferry.protocol.envelope import Event, Reply, Request
-from kvferry.protocol.errors import MalformedError
+from kvferry.protocol.envelope import REQUEST_TYPES, Event, Reply, Request
+from kvferry.protocol.errors import ENVELOPE, MalformedError
 from kvferry.protocol.events import Settled
-from kvferry.protocol.message_types import FROM_DAEMON, REQUESTS, WITHOUT_SESSION, request_type, type_from_daemon
-from kvferry.protocol.page_frames import pack_ids, unpack_ids
-from kvferry.protocol.pool_messages import Allocated, Free
-from kvferry.protocol.requests import REQUEST_TYPES, Busy
+from kvferry.protocol.pool_messages import Allocate, Allocated, Free, Freed
+from kvferry.protocol.requests import REQUESTS, request_type, tag_of
 from kvferry.protocol.schema import EVENTS
-from kvferry.protocol.session_messages import Pong
+from kvferry.protocol.session_messages import Ping, Pong
 from tests.protocol.bodies import REPLIES
-from tests.protocol.samples import GOLDEN, MESSAGES
+from tests.protocol.samples import ERROR, GOLDEN, MESSAGES
 
 BOOT_ID = "0123456789abcdef0123456789abcdef"
+EVENT_NAMES = {tag_of(kind) for kind in EVENTS}
 GOLDEN_HEX: dict[str, list[str]] = json.loads(GOLDEN.read_text())
 
 
@@ -32,9 +32,8 @@ def wire(message: Reply | Event) -> list[bytes]:
 
 def test_every_type_is_found_where_it_is() -> None:
     assert list(REQUESTS) == list(REQUEST_TYPES)
-    assert [request_type(name) for name in REQUESTS] == [row.request for row in REQUEST_TYPES.values()]
-    assert {type_from_daemon(name) for name in FROM_DAEMON} == {*REPLIES, *EVENTS}
-    assert {name for name, row in REQUEST_TYPES.items() if not row.needs_session} == WITHOUT_SESSION
+    assert [request_type(name) for name in REQUESTS] == list(REQUEST_TYPES.values())
+    assert {name for name, kind in REQUEST_TYPES.items() if not kind.needs_session} == {"HELLO", "PING", "STATUS"}
 
 
 def test_the_envelope_is_the_one_of_all_clients() -> None:
@@ -50,19 +49,31 @@ def test_the_envelope_is_the_one_of_all_clients() -> None:
     assert [one.tolist() for one in incoming.ids] == [[7, 8]]
 
 
-@pytest.mark.parametrize("name", FROM_DAEMON)
+def after(request: RequestBody, count: int = 1) -> Conversation:
+    """Return a conversation that has sent so many of a request."""
+    conversation = Conversation()
+    for _ in range(count):
+        conversation.request(request)
+    return conversation
+
+
+@pytest.mark.parametrize("name", [tag_of(kind) for kind in (*REPLIES, *EVENTS)])
 def test_the_golden_messages_are_read(name: str) -> None:
     frames = [bytes.fromhex(one) for one in GOLDEN_HEX[name]]
     message, ids = MESSAGES[name]
-    arrived = Conversation().feed(frames)
-    assert arrived is not None
-    assert arrived.body == message.body
-    assert arrived.message_id == (message.message_id if isinstance(message, Reply) else EVENT)
-    assert [unpack_ids(one) for one in arrived.frames] == [one.tolist() for one in ids]
+    asked = next(kind for kind in REQUEST_TYPES.values() if name in {tag_of(kind.reply), "ERROR", "BUSY"} | EVENT_NAMES)
+    request = MESSAGES[tag_of(asked)][0].body
+    assert isinstance(request, RequestBody)
+    conversation = after(request, 7)
+    number = message.message_id if isinstance(message, Reply) else EVENT
+    assert conversation.feed(frames) == Arrived(number, message.body, tuple(frames[1:]))
+    assert [unpack_ids(one) for one in frames[1:]] == [one.tolist() for one in ids]
+    assert conversation.feed(frames) is None, "twice is once"
 
 
 def test_the_first_answer_says_which_incarnation_it_is() -> None:
-    conversation = Conversation()
+    conversation = after(Ping())
+    assert conversation.feed(wire(Reply(2, BOOT_ID, Pong()))) is None, "nobody asked"
     assert conversation.feed(wire(Reply(1, BOOT_ID, Pong()))) == Arrived(1, Pong())
     assert conversation.boot_id == BOOT_ID
 
@@ -76,15 +87,22 @@ def test_an_event_is_told_once_and_only_of_this_incarnation() -> None:
     assert conversation.feed(wire(Event(2, BOOT_ID, body))) == Arrived(EVENT, body)
 
 
-def test_a_refusal_is_an_error() -> None:
-    arrived = Conversation().feed(wire(Reply(1, BOOT_ID, Busy(retry_after_ms=7, detail="full"))))
+@pytest.mark.parametrize(
+    ("body", "code", "detail"),
+    [
+        (Busy(retry_after_ms=7, detail="full"), "BUSY", "full; try again after 7 ms"),
+        (ErrorReply(error=ERROR), ERROR.code, ERROR.detail),
+        (Pong(), "", ""),
+    ],
+)
+def test_a_refusal_is_an_error(body: ReplyBody, code: str, detail: str) -> None:
+    arrived = after(Ping()).feed(wire(Reply(1, BOOT_ID, body)))
     assert arrived is not None
-    assert arrived.error is not None
-    assert (arrived.error.code, arrived.error.detail) == ("BUSY", "full; try again after 7 ms")
-    arrived = Conversation().feed([bytes.fromhex(one) for one in GOLDEN_HEX["ERROR"]])
-    assert arrived is not None
-    assert arrived.error is not None
-    assert arrived.error.info() == MESSAGES["ERROR"][0].body.error  # type: ignore[union-attr]
+    error = arrived.error
+    assert (error.code, error.detail) == (code, detail) if error else not code
+
+
+PONG = bytes(encode(Reply(1, BOOT_ID, Pong()))[0])
 
 
 @pytest.mark.parametrize(
@@ -94,17 +112,24 @@ def test_a_refusal_is_an_error() -> None:
         [b""],
         [b"\xc1"],
         [bytes.fromhex(GOLDEN_HEX["PING"][0])],
-        [bytes(encode(Reply(1, BOOT_ID, Pong()))[0]).replace(b"PONG", b"PING")],
-        [bytes(encode(Reply(1, BOOT_ID, Pong()))[0]).replace(b"PONG", b"PANG")],
-        [bytes(encode(Reply(1, BOOT_ID, Pong()))[0]), b"12345678"],
-        [bytes.fromhex(GOLDEN_HEX["ALLOCATED"][0])],
-        [bytes.fromhex(GOLDEN_HEX["ALLOCATED"][0]), b"123"],
+        [PONG.replace(b"PONG", b"PING")],
+        [PONG.replace(b"PONG", b"PANG")],
+        [PONG, b"12345678"],
+        wire(Reply(1, BOOT_ID, Freed(freed=1, deferred=0))),
+        wire(Event(1, BOOT_ID, Pong())),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_message_of_a_daemon(frames: list[bytes]) -> None:
-    assert isinstance(MESSAGES["ALLOCATED"][0].body, Allocated)
     with pytest.raises(MalformedError):
-        Conversation().feed(frames)
+        after(Ping()).feed(frames)
+
+
+@pytest.mark.parametrize("ids", [[], [b"123"], [b"12345678"], [b"1" * 16, b""]])
+def test_what_are_not_the_announced_ids(ids: list[bytes]) -> None:
+    with pytest.raises(MalformedError):
+        after(Allocate(pool="a", count=2)).feed(
+            [bytes(encode(Reply(1, BOOT_ID, Allocated(pages=2)), [np.arange(2)])[0]), *ids]
+        )
 
 
 def test_ids_beyond_64_bits_are_refused() -> None:

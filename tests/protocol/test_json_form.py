@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.protocol.base import pack_ids, unpack_ids
+from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, UnknownTypeError
 from kvferry.protocol.json_form import body_to_json, request_from_json
 from kvferry.protocol.limits import INT64_BYTES
-from kvferry.protocol.page_frames import pack_ids, unpack_ids
 from kvferry.protocol.pool_messages import Allocated, Free
-from kvferry.protocol.requests import REQUEST_TYPES
 from kvferry.protocol.transfer_messages import Receive, Send
 from tests.protocol.bodies import REQUESTS, ids_for, structs_of
 from tests.protocol.samples import MESSAGES
@@ -118,7 +118,7 @@ def test_an_unknown_type_lists_the_known_ones() -> None:
 
 @given(st.sampled_from(sorted(REQUEST_TYPES)), st.recursive(st.integers() | st.text(), st.lists, max_leaves=4))
 def test_any_json_is_a_message_or_a_typed_error(kind: str, value: object) -> None:
-    fields = dict.fromkeys(REQUEST_TYPES[kind].request.__struct_fields__, value)
+    fields = dict.fromkeys(REQUEST_TYPES[kind].__struct_fields__, value)
     try:
         body, ids = request_from_json(kind, msgspec.json.encode(fields))
     except KvferryError:

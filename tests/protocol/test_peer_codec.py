@@ -14,10 +14,20 @@ from hypothesis import strategies as st
 from kvferry.protocol.base import Body
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import MalformedError, raised
-from kvferry.protocol.peer_codec import IncomingPeerMessage, decode_peer, encode_peer
-from kvferry.protocol.peer_messages import MAX_ENTRIES, MAX_RUNS, MAX_SEGMENTS, PeerBody, PeerEnvelope, Segment, Written
+from kvferry.protocol.limits import PROTOCOL_MAX
+from kvferry.protocol.peer_messages import (
+    MAX_ENTRIES,
+    MAX_RUNS,
+    MAX_SEGMENTS,
+    IncomingPeerMessage,
+    PeerBody,
+    PeerEnvelope,
+    Segment,
+    Written,
+    decode_peer,
+    encode_peer,
+)
 from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS
-from kvferry.protocol.versions import PROTOCOL_MAX
 from tests.protocol.bodies import ids_for, structs_of
 from tests.protocol.peer_samples import GOLDEN, MESSAGES, as_hex
 from tests.protocol.samples import ERROR

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvferry.protocol.requests import REQUEST_TYPES
+from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.schema import asyncapi, document
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "asyncapi.json"

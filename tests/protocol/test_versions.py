@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from kvferry.protocol.base import MAX_PAGE_LISTS
 from kvferry.protocol.errors import VersionMismatchError
 from kvferry.protocol.ids import new_boot_id, new_request_id, new_secret
-from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
-from kvferry.protocol.paths import control_address, default_runtime_dir
-from kvferry.protocol.versions import PROTOCOL_MAX, PROTOCOL_MIN, agree
+from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, PROTOCOL_MAX, PROTOCOL_MIN, Limits, agree
+from kvferry.protocol.settings import control_address, default_runtime_dir
 
 
 @given(st.integers(-3, 6), st.integers(-3, 6))

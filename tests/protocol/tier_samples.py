@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvferry.protocol.base import PageList
-from kvferry.protocol.cache_messages import (
+from kvferry.protocol.base import DeviceEvent, PageList, ReplyBody, RequestBody
+from kvferry.protocol.errors import ErrorInfo
+from kvferry.protocol.events import TierDone
+from kvferry.protocol.tier_messages import (
     CacheChange,
     CacheChanges,
     CachedBlockStatus,
@@ -16,19 +18,11 @@ from kvferry.protocol.cache_messages import (
     CacheListed,
     CachePin,
     CachePinned,
+    CancelOperation,
+    DropSnapshot,
     Found,
     Load,
     Lookup,
-    Store,
-    Unpin,
-    Unpinned,
-)
-from kvferry.protocol.device_event import DeviceEvent
-from kvferry.protocol.errors import ErrorInfo
-from kvferry.protocol.requests import ReplyBody, RequestBody
-from kvferry.protocol.tier_messages import (
-    CancelOperation,
-    DropSnapshot,
     Offload,
     Offloading,
     OperationCancelled,
@@ -39,7 +33,9 @@ from kvferry.protocol.tier_messages import (
     SnapshotReport,
     Snapshots,
     SnapshotStatus,
-    TierDone,
+    Store,
+    Unpin,
+    Unpinned,
 )
 
 SNAPSHOT: Final = "0123456789abcdef0123456789abcdef"

@@ -17,7 +17,7 @@ from kvferry.daemon.command import EXIT_BAD_INPUT
 from kvferry.daemon.config.load import load_config
 from kvferry.daemon.config.schema import Config
 from kvferry.daemon.daemon import EXIT_DEVICE_LOST
-from kvferry.protocol.sizes import with_sizes
+from kvferry.protocol.settings import with_sizes
 
 FOLDER = Path(__file__).parents[2] / "systemd"
 INSTALLED = "/usr/bin/kvferry"

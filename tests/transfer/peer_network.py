@@ -14,8 +14,14 @@ from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import NO_BOOT, BootId
-from kvferry.protocol.peer_codec import IncomingPeerMessage, decode_peer, encode_peer
-from kvferry.protocol.peer_messages import PeerBody, PeerEnvelope, PeerHello
+from kvferry.protocol.peer_messages import (
+    IncomingPeerMessage,
+    PeerBody,
+    PeerEnvelope,
+    PeerHello,
+    decode_peer,
+    encode_peer,
+)
 
 
 class Connection:

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.daemon.transfer.peer_transfers import peer_send_of
 from kvferry.protocol.errors import ModelMismatchError
-from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.peer_messages import PeerSend
 from tests.transfer.peer_harness import PeerHarness
 from tests.transfer.transfer_harness import TransferHarness

@@ -15,7 +15,7 @@ import msgspec
 from kvferry.clients.cli.doctor.children import run_child
 from kvferry.clients.cli.doctor.findings import Finding
 from kvferry.clients.cli.doctor.host import Host
-from kvferry.protocol.sizes import with_sizes
+from kvferry.protocol.settings import with_sizes
 
 LOAD: Final = (
     "import pathlib, sys; from kvferry.daemon.config.load import load_config; load_config(pathlib.Path(sys.argv[1]))"

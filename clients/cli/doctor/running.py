@@ -17,8 +17,8 @@ from kvferry.clients.cli.doctor.findings import Finding
 from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.errors import AccessDeniedError, KvferryError, VersionMismatchError
-from kvferry.protocol.paths import CONTROL_SOCKET, default_runtime_dir
 from kvferry.protocol.session_messages import StatusReport
+from kvferry.protocol.settings import CONTROL_SOCKET, default_runtime_dir
 
 RESTART = "systemctl restart kvferry@NAME, once engines no longer need its pools: they are lost"
 

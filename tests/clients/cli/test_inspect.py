@@ -14,7 +14,7 @@ import pytest
 from kvferry.clients import Client, HybridSwaSpec, KvferryError, MambaSpec, MhaSpec, new_request_id, pages
 from kvferry.clients.cli.inspect import status_lines
 from kvferry.clients.cli.main import main
-from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry

@@ -14,8 +14,8 @@ from kvferry.clients.cli.probe_messages import (
     references,
     resolved,
 )
+from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
-from kvferry.protocol.requests import REQUEST_TYPES
 
 ALLOCATE = '{"pool": "p", "count": 2}'
 
@@ -43,7 +43,7 @@ def test_lines_are_types_and_fields_or_objects() -> None:
 
 def test_no_request_has_a_field_that_means_something_here() -> None:
     assert "WAIT" not in REQUEST_TYPES
-    assert not any({"as", "type", "message"} & set(row.request.__struct_fields__) for row in REQUEST_TYPES.values())
+    assert not any({"as", "type", "message"} & set(one.__struct_fields__) for one in REQUEST_TYPES.values())
 
 
 @pytest.mark.parametrize(

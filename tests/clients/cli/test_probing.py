@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec, pages
 from kvferry.clients.cli.main import main
-from kvferry.protocol.model_identity import ModelIdentity
-from kvferry.protocol.requests import REQUEST_TYPES
+from kvferry.protocol.envelope import REQUEST_TYPES
+from kvferry.protocol.ids import ModelIdentity
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import COMMAND, run_kvferry
 

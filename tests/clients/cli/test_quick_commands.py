@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from kvferry.clients.cli.main import DAEMON, MODULES, PURPOSES
-from kvferry.protocol.release import VERSION
+from kvferry.protocol import VERSION
 from tests.daemons import DaemonProcess
 from tests.kvferry_command import run_kvferry
 

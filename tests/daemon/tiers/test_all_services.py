@@ -26,13 +26,20 @@ from hypothesis.stateful import (
 from kvferry.daemon.control.dispatch import Call
 from kvferry.daemon.services.receive_to_host import HostReceive
 from kvferry.pools.tiers.index import OPERATOR
-from kvferry.protocol.base import PageList
-from kvferry.protocol.cache_messages import CacheEvict, CacheEvicted, CachePin, CachePinned, Lookup, Unpin
+from kvferry.protocol.base import ErrorReply, PageList
 from kvferry.protocol.errors import DeadlineError, InternalError, KvferryError, raised
-from kvferry.protocol.events import Finished, Settled
+from kvferry.protocol.events import Finished, Settled, TierDone
 from kvferry.protocol.pool_messages import DeletePool
-from kvferry.protocol.requests import ErrorReply
-from kvferry.protocol.tier_messages import CancelOperation, DropSnapshot, TierDone
+from kvferry.protocol.tier_messages import (
+    CacheEvict,
+    CacheEvicted,
+    CachePin,
+    CachePinned,
+    CancelOperation,
+    DropSnapshot,
+    Lookup,
+    Unpin,
+)
 from kvferry.protocol.transfer_messages import Receive
 from tests.daemon.tiers.tier_harness import POOL, Engine, Harness, names, new_pool, settle, tiers_config, until
 from tests.devices import DEVICE

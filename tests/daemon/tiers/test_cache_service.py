@@ -8,20 +8,6 @@ import pytest
 
 from kvferry.daemon.control.dispatch import Call
 from kvferry.daemon.services import cache_reports, prefix_cache
-from kvferry.protocol.cache_messages import (
-    CacheChanges,
-    CacheEvents,
-    CacheEvict,
-    CacheEvicted,
-    CacheList,
-    CacheListed,
-    CachePin,
-    CachePinned,
-    Found,
-    Lookup,
-    Unpin,
-    Unpinned,
-)
 from kvferry.protocol.errors import (
     CacheMissError,
     CancelledError,
@@ -30,7 +16,21 @@ from kvferry.protocol.errors import (
     PageBusyError,
     UnknownLeaseError,
 )
-from kvferry.protocol.tier_messages import CancelOperation
+from kvferry.protocol.tier_messages import (
+    CacheChanges,
+    CacheEvents,
+    CacheEvict,
+    CacheEvicted,
+    CacheList,
+    CacheListed,
+    CachePin,
+    CachePinned,
+    CancelOperation,
+    Found,
+    Lookup,
+    Unpin,
+    Unpinned,
+)
 from tests.daemon.tiers.tier_harness import POOL, UNIT, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio

@@ -14,8 +14,8 @@ from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.pools.tiers.block_file import DiskFailedError, DiskFullError
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.pools.tiers.disk import DiskStore
-from kvferry.protocol.cache_messages import CacheEvict, CacheEvicted
 from kvferry.protocol.errors import CacheMissError
+from kvferry.protocol.tier_messages import CacheEvict, CacheEvicted
 from tests.daemon.tiers.tier_harness import UNIT, Engine, Harness, harness, names, settle, until
 
 pytestmark = pytest.mark.anyio

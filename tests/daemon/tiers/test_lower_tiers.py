@@ -14,8 +14,8 @@ from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace
-from kvferry.protocol.cache_messages import Found, Lookup
 from kvferry.protocol.errors import DeadlineError
+from kvferry.protocol.tier_messages import Found, Lookup
 from tests.daemon.tiers.tier_harness import UNIT, Engine, Harness, harness, names, settle, until
 from tests.scripted.scripted_store import ScriptedStore
 

@@ -11,18 +11,19 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from kvferry.protocol.cache_messages import (
+from kvferry.protocol.errors import LayoutMismatchError, ModelMismatchError, NoModelError, PoolExistsError
+from kvferry.protocol.ids import ModelIdentity
+from kvferry.protocol.pool_messages import CreatePool, PoolCreated
+from kvferry.protocol.tier_messages import (
     CacheChanges,
     CachedBlockStatus,
     CacheEvents,
     CacheList,
     CacheListed,
     Lookup,
+    OperationStarted,
+    Restore,
 )
-from kvferry.protocol.errors import LayoutMismatchError, ModelMismatchError, NoModelError, PoolExistsError
-from kvferry.protocol.model_identity import ModelIdentity
-from kvferry.protocol.pool_messages import CreatePool, PoolCreated
-from kvferry.protocol.tier_messages import OperationStarted, Restore
 from tests.daemon.tiers.tier_harness import MODEL, POOL, SPEC, Engine, Harness, harness, names, new_pool, settle, until
 
 pytestmark = pytest.mark.anyio

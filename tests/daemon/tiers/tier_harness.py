@@ -38,18 +38,16 @@ from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
-from kvferry.protocol.base import PageList
-from kvferry.protocol.cache_messages import Found, Load, Lookup, Store
+from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import KvferryError, OverloadedError, raised
-from kvferry.protocol.ids import new_boot_id
+from kvferry.protocol.events import EventBody, TierDone
+from kvferry.protocol.ids import ModelIdentity, new_boot_id
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import MhaSpec, PoolSpec
-from kvferry.protocol.model_identity import ModelIdentity
 from kvferry.protocol.pool_messages import Allocate, CreatePool, Free
-from kvferry.protocol.requests import Busy, ErrorReply, EventBody, RequestBody
-from kvferry.protocol.tier_messages import Offload, Offloading, OperationStarted, Restore, TierDone
+from kvferry.protocol.tier_messages import Found, Load, Lookup, Offload, Offloading, OperationStarted, Restore, Store
 from tests.scripted.scripted_copier import ScriptedCopier
 from tests.scripted.scripted_store import ScriptedStore
 

@@ -30,8 +30,7 @@ from kvferry.protocol.errors import (
     UnknownTransferError,
 )
 from kvferry.protocol.peer_messages import Confirm, Confirmed
-from kvferry.protocol.session_messages import RegionFollows, RegionRequest, SessionRefused
-from kvferry.protocol.session_stream import pack
+from kvferry.protocol.session_stream import RegionFollows, RegionRequest, SessionRefused, pack
 from tests.daemon.transports.network_harness import ManualExecutor, NetworkHarness, Said, turns
 from tests.scripted.scripted_transport import ScriptedTransport
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.pools.devices.npu import NpuVendor
 from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError
-from kvferry.protocol.shares import TorchShare, VmmShare
+from kvferry.protocol.session_stream import TorchShare, VmmShare
 from tests.cann_simulator.child import Child, ChildError
 from tests.cann_simulator.simulator import NPU_PYTHON, Simulator
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.device_only  # it starts processes of its own on the si
 
 PREPARED = """
 from kvferry.pools.devices.npu import NpuVendor
-from kvferry.protocol.shares import TorchShare, VmmShare
+from kvferry.protocol.session_stream import TorchShare, VmmShare
 import msgspec
 vendor = NpuVendor(); vendor.load()
 def filled(value):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvferry.pools.tiers.cached_block import Namespace, identity_of
-from kvferry.protocol.model_identity import ModelIdentity
+from kvferry.protocol.ids import ModelIdentity
 
 MODEL = ModelIdentity(name="some/model", revision="1", adapter="sql", salt="pepper")
 FORM = "0f" * 16
