@@ -19,16 +19,15 @@ from kvferry.daemon.control.hub import EndpointsChanged, EventHub, InstanceEnded
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import SessionRegistry
-from kvferry.daemon.devices.registry import CHECK_S, Devices
+from kvferry.daemon.devices import CHECK_S, Devices
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import DEVICE_POOLS_FILE, RuntimeDirectory
 from kvferry.daemon.process.memory import keep_freed_memory
 from kvferry.daemon.process.service_manager import ServiceManager
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.lost_pools import LostPools
 from kvferry.daemon.services.peer_transfers import PeerTransferService
-from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import PoolService
 from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
@@ -37,7 +36,7 @@ from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.transfer.kept import KeptPayloads, Tombstones
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transports.local import LocalTransport, best_copy
-from kvferry.daemon.transports.network import NetworkMemory, open_network
+from kvferry.daemon.transports.network_memory import NetworkMemory, open_network
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport, fetch_region
@@ -182,19 +181,14 @@ class Daemon:
     ) -> tuple[NetworkReceiver, NetworkSender]:
         """Return both halves of transfers between hosts."""
         hub.subscribe(PoolRemoved, lambda event: network.drop_pool(event.pool))
-        receiver = NetworkReceiver(
-            self._links.send, network.engine, network.bounce_buffers, self._executor, self.counters, network.pages
-        )
+        receiver = NetworkReceiver(self._links.send, network, self._executor, self.counters)
         sender = NetworkSender(
             self._links.send,
-            network.engine,
-            network.staging,
-            network.config.bounce_buffer_bytes,
+            network,
             self._executor,
             state_machine.peers,
             lambda: hub.publish(EndpointsChanged()),
             self.counters,
-            network.config.write_timeout_s,
         )
         return receiver, sender
 
@@ -327,7 +321,7 @@ class Daemon:
             counters=self.counters.snapshot(),
             addresses=tuple(self._links.addresses.values()),
             peers=self._peers.status(),
-            network=self._network.status(self._remote.receiver) if self._network and self._remote.receiver else None,
+            network=self._remote.receiver.status() if self._remote.receiver else None,
             devices=tuple(self._devices.status()),
             tables=tuple(self._tables.status()),
             tiers=tuple(self._tiers.status()),

@@ -1,17 +1,99 @@
-"""The registry of pools, in which every other service looks them up."""
+"""The registry of pools, in which every other service looks them up: live and lost ones, and who holds their pages."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from kvferry.daemon.control.hub import EventHub, PoolRemoved
-from kvferry.daemon.services.holders import in_words
-from kvferry.daemon.services.lost_pools import LostPools
+from kvferry.daemon.control.sessions import Session, SessionRegistry
+from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.base import Region
+from kvferry.pools.planning.manifest import bytes_per_page
 from kvferry.pools.pool import Pool
-from kvferry.protocol.errors import PoolLostError, UnknownPoolError
+from kvferry.protocol.errors import PoolFullError, PoolLostError, UnknownPoolError
+from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
 from kvferry.protocol.session_stream import RegionRequest
+
+MAX_REMEMBERED: Final = 1024
+"""How many lost pools are remembered."""
+
+NAMED: Final = 4
+"""How many holders, or pools, a text names; the others are counted."""
+
+
+class _Pool(msgspec.Struct, frozen=True):
+    tenant: int
+    name: str
+    device: str
+
+
+class LostPools:
+    """The live device pools, and the lost ones with the reason, until a pool of that name is made again.
+
+    A request for a lost pool fails with POOL_LOST, also after a restart. Kept in a small file in the runtime directory:
+    names and reasons, nothing else. If the file is lost, such requests fail with UNKNOWN_POOL instead.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Read the previous daemon's file ``path``: its live pools are lost now. None: remember nothing."""
+        self._path = path
+        self._live: dict[tuple[int, str], str] = {}
+        self._lost: dict[tuple[int, str], str] = {}
+        self._before = {(one.tenant, one.name): one.device for one in self._read()}
+        for (tenant, name), device in self._before.items():
+            self._lost[tenant, name] = f"was on {device} and was lost when the daemon restarted"
+
+    def __repr__(self) -> str:
+        """Show how many pools are live and lost."""
+        return f"<LostPools live={len(self._live)} lost={len(self._lost)}>"
+
+    def why(self, tenant: int, name: str) -> str | None:
+        """Return why a pool is lost, or None."""
+        return self._lost.get((tenant, name))
+
+    def made(self, tenant: int, name: str, device: str) -> None:
+        """Record a new device pool; a lost one of that name is forgotten."""
+        self._lost.pop((tenant, name), None)
+        self._live[tenant, name] = device
+        self._write()
+
+    def deleted(self, tenant: int, name: str) -> None:
+        """Forget a pool that was deleted on purpose."""
+        known = (tenant, name) in self._live or (tenant, name) in self._lost
+        self._live.pop((tenant, name), None)
+        self._lost.pop((tenant, name), None)  # a pool of that name was lost, and then registered or made on the host
+        if known:
+            self._write()
+
+    def lose(self, tenant: int, name: str, why: str) -> None:
+        """Record that a pool's memory is gone, and why."""
+        self._live.pop((tenant, name), None)
+        while len(self._lost) >= MAX_REMEMBERED:
+            del self._lost[next(iter(self._lost))]
+        self._lost[tenant, name] = why
+        self._write()
+
+    def _read(self) -> list[_Pool]:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=list[_Pool]) if self._path else []
+        except (OSError, msgspec.MsgspecError):
+            return []
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        still_lost = {key: device for key, device in self._before.items() if key in self._lost}
+        pools = [_Pool(*key, device) for key, device in (still_lost | self._live).items()]
+        with contextlib.suppress(OSError):  # see the class
+            new = self._path.with_suffix(".new")
+            new.write_bytes(msgspec.json.encode(pools))
+            new.replace(self._path)
 
 
 class PoolRegistry:
@@ -77,3 +159,88 @@ class PoolRegistry:
             for allocator in pool.allocators.values():
                 owned.update(allocator.pages_by_owner())
         return owned
+
+
+def status_of(pool: Pool) -> PoolStatus:
+    """Return a pool as STATUS shows it."""
+    spaces = tuple(
+        SpaceStatus(
+            space=space,
+            page_bytes=bytes_per_page(pool.manifest, space),
+            pages=allocator.capacity,
+            free=allocator.free_count,
+            busy=allocator.busy_count,
+        )
+        for space, allocator in pool.allocators.items()
+    )
+    return PoolStatus(
+        pool=pool.name,
+        tenant=pool.tenant,
+        layout_digest=pool.manifest.layout_digest,
+        region_bytes=pool.manifest.region_bytes,
+        page_bytes=spaces[0].page_bytes,
+        pages=spaces[0].pages,
+        free=spaces[0].free,
+        busy=spaces[0].busy,
+        spaces=spaces if len(spaces) > 1 else (),
+        device=pool.region.device,
+        registered_by=pool.registered_by,
+        lifetime="daemon" if pool.ends_with is None else "instance",
+        ends_with=pool.ends_with,
+        model=pool.model.public if pool.model else None,
+        max_payload_bytes=pool.max_payload_bytes,
+    )
+
+
+# -- texts that say who holds pages, for errors that are raised because of them
+
+
+def in_words(parts: Iterable[str]) -> str:
+    """Return the first ``NAMED`` parts, joined, and how many more there are."""
+    every = list(parts)
+    more = f" and {len(every) - NAMED} more" if len(every) > NAMED else ""
+    return ", ".join(every[:NAMED]) + more
+
+
+def session_text(sessions: SessionRegistry, session_id: int, asking: int) -> str:
+    """Return a session's number, engine name and process; ``asking`` is the session whose request is refused."""
+    session = sessions.get(session_id)
+    known = _text_of(session) if session else "an engine that is gone"
+    return f"{known}, the caller" if session_id == asking else known
+
+
+def owner_text(sessions: SessionRegistry, owner_id: int, asking: int) -> str:
+    """Return an instance's name, if any, and its sessions; ``asking`` is the instance whose request is refused."""
+    its = sessions.of_instance(owner_id)
+    known = in_words(map(_text_of, its)) or "an engine that is gone"
+    if its and its[0].instance:
+        known = f"instance {its[0].instance!r} ({known})"
+    return f"{known}, the caller" if owner_id == asking else known
+
+
+def _text_of(session: Session) -> str:
+    return f"session {session.session_id} {session.name!r} of process {session.peer.pid}"
+
+
+def holders_text(sessions: SessionRegistry, allocators: Iterable[PageAllocator], asking: int) -> str:
+    """Return which instances hold how many pages, largest count first; empty where none holds any."""
+    held: dict[int, int] = {}
+    in_flight = 0
+    for allocator in allocators:
+        owned = allocator.pages_by_owner()
+        for owner, count in owned.items():
+            held[owner] = held.get(owner, 0) + count
+        in_flight += allocator.capacity - allocator.free_count - sum(owned.values())
+    parts = [
+        f"{count} held by {owner_text(sessions, owner, asking)}"
+        for owner, count in sorted(held.items(), key=lambda one: -one[1])
+    ]
+    if in_flight:
+        parts.append(f"{in_flight} freed and still in flight")
+    return in_words(parts)
+
+
+def pool_full(error: PoolFullError, sessions: SessionRegistry, pool: Pool, space: str, asking: int) -> PoolFullError:
+    """Return the error with the pool's name and the holders of its pages added."""
+    holders = holders_text(sessions, (pool.space(space),), asking)
+    return PoolFullError(f"pool {pool.name!r}: {error.detail}{holders and f'; {holders}'}", field=error.field)

@@ -13,18 +13,24 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
-from kvferry.daemon.devices.registry import Devices
+from kvferry.daemon.devices import Devices
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.holders import holders_text, pool_full, session_text
-from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.pool_reports import (
+from kvferry.daemon.services.pool_checks import (
+    MemoryInUse,
+    PoolTraits,
     check_same,
-    check_same_lifetime,
-    check_same_model,
-    check_same_payload,
+    placed_in,
+    registered_segments,
+    traits_of,
+)
+from kvferry.daemon.services.pool_registry import (
+    PoolRegistry,
+    holders_text,
+    owner_text,
+    pool_full,
+    session_text,
     status_of,
 )
-from kvferry.daemon.services.registered_memory import MemoryInUse, placed_in, registered_segments
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -44,7 +50,7 @@ from kvferry.protocol.errors import (
     TooLargeError,
 )
 from kvferry.protocol.ids import HOST, ModelIdentity
-from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
+from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.pool_messages import (
     Allocate,
@@ -75,14 +81,14 @@ log = structlog.get_logger(__name__)
 class _Creation(msgspec.Struct):
     """A pool whose memory is being allocated or imported, and the requests that wait for it, oldest first."""
 
-    manifest: Manifest
-    device: str
+    traits: PoolTraits
     waiting: list[Call]
-    registered_by: int | None = None
-    model: ModelIdentity | None = None
-    max_payload_bytes: int = MAX_PAYLOAD_BYTES
-    ends_with: int | None = None
     registered: HostRegion | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """Return the pool's manifest."""
+        return self.traits.manifest
 
 
 class PoolService:
@@ -161,58 +167,50 @@ class PoolService:
     def _create(self, call: Call) -> Answer | None:
         body = expect(call, CreatePool)
         self._check_payload_bound(body.max_payload_bytes)
-        manifest = manifest_of(body.spec)
-        key = (call.session.tenant, body.pool)
-        creation = self._creations.get(key)
-        existing = self._pools.find(*key)
-        if creation is not None and not creation.registered_by and not self._is_wanted(creation):
-            raise OverloadedError(f"pool {body.pool!r} of an instance that has ended is still being populated")
-        if (creation is not None and creation.registered_by) or (existing is not None and existing.registered_by):
-            owner = (existing and existing.registered_by) or (creation and creation.registered_by) or 0
-            holder = session_text(self._dispatcher.sessions, owner, call.session.session_id)
-            raise PoolExistsError(
-                f"pool {body.pool!r} is registered by {holder}: it ends with that session", field="pool"
-            )
-        if creation is not None or existing is not None:
-            known = existing.manifest if existing else creation.manifest if creation else manifest
-            device = existing.region.device if existing else creation.device if creation else body.device
-            held = self._holders(existing, call)
-            check_same(known, manifest, body.pool, device, body.device, held)
-            model = existing.model if existing else creation.model if creation else body.model
-            check_same_model(model, body.model, body.pool)
-            ends_with = existing.ends_with if existing else creation.ends_with if creation else None
-            check_same_lifetime(self._dispatcher.sessions, ends_with, call.session, body)
-            bound = (existing or creation or body).max_payload_bytes
-            check_same_payload(bound, body.max_payload_bytes, body.pool)
-            if creation is None:
-                return Answer(PoolCreated(pool=body.pool, created=False, manifest=known))
-            creation.waiting.append(call)
-            return None
-        self._creations[key] = _Creation(
-            manifest,
+        wanted = PoolTraits(
+            manifest_of(body.spec),
             body.device,
-            [call],
-            model=body.model,
-            max_payload_bytes=body.max_payload_bytes,
+            body.model,
+            body.max_payload_bytes,
             ends_with=call.session.owner_id if body.lifetime == "instance" else None,
         )
-        try:
-            if body.device == HOST:
-                self._check_budget(manifest)
-                region = HostRegion.create(f"{key[0]}:{key[1]}", manifest.region_bytes)
-                self._fetch(key, self._executor, self._populated, region)
-            else:
-                self._fetch(key, self._device_executor, self._devices.allocate, body.device, manifest.region_bytes)
-        except BaseException:
-            del self._creations[key]
-            raise
+        key = (call.session.tenant, body.pool)
+        existing, creation = self._pools.find(*key), self._creations.get(key)
+        if existing is not None:
+            self._check_found(call, body.pool, traits_of(existing), wanted, self._holders(existing, call))
+            return Answer(PoolCreated(pool=body.pool, created=False, manifest=existing.manifest))
+        if creation is not None:
+            if creation.traits.registered_by is None and not self._is_wanted(creation):
+                raise OverloadedError(f"pool {body.pool!r} of an instance that has ended is still being populated")
+            self._check_found(call, body.pool, creation.traits, wanted)
+            creation.waiting.append(call)
+            return None
+        creation, size_bytes = _Creation(wanted, [call]), wanted.manifest.region_bytes
+        if body.device == HOST:
+            self._check_budget(wanted.manifest)
+            region = HostRegion.create(f"{key[0]}:{key[1]}", size_bytes)
+            self._begin(key, creation, self._executor, self._populated, region)
+        else:
+            self._begin(key, creation, self._device_executor, self._devices.allocate, body.device, size_bytes)
         return None
+
+    def _check_found(self, call: Call, name: str, found: PoolTraits, wanted: PoolTraits, held: str = "") -> None:
+        """Check that a pool that exists, or is being made, is the one that CREATE_POOL asks for.
+
+        Raises:
+            PoolExistsError: it is another one, or an engine's.
+        """
+        sessions = self._dispatcher.sessions
+        if found.registered_by is not None:
+            holder = session_text(sessions, found.registered_by, call.session.session_id)
+            raise PoolExistsError(f"pool {name!r} is registered by {holder}: it ends with that session", field="pool")
+        end = "the daemon" if found.ends_with is None else owner_text(sessions, found.ends_with, call.session.owner_id)
+        check_same(name, found, wanted, held=held, end=end)
 
     def _register(self, call: Call) -> Answer | None:
         body = expect(call, RegisterPool)
-        key = (call.session.tenant, body.pool)
         if body.device == HOST:
-            self._register_memory(call, body, key)
+            self._register_memory(call, body)
             return None
         shares = self._session_socket.take_share(call.session, call.message_id).shares
         self._check_payload_bound(body.max_payload_bytes)
@@ -221,30 +219,14 @@ class PoolService:
                 f"{len(shares)} shares came over the session socket, REGISTER_POOL names {len(body.arrays)} arrays",
                 field="arrays",
             )
-        self._check_new(key, call)
+        key = self._check_new(call, body.pool)
         manifest = manifest_of(body.spec)
-        registered = registered_segments(manifest, body.arrays, shares)
-        self._creations[key] = _Creation(
-            manifest, body.device, [call], call.session.session_id, body.model, body.max_payload_bytes
-        )
-        self._fetch(key, self._device_executor, self._devices.register, body.device, registered, manifest.region_bytes)
+        segments = registered_segments(manifest, body.arrays, shares)
+        creation, size_bytes = _Creation(_registered(call, body, manifest), [call]), manifest.region_bytes
+        self._begin(key, creation, self._device_executor, self._devices.register, body.device, segments, size_bytes)
         return None
 
-    def _check_payload_bound(self, wanted_bytes: int) -> None:
-        if wanted_bytes > self._largest_payload_bytes:
-            raise TooLargeError(
-                f"payloads of {wanted_bytes} bytes; at most {self._largest_payload_bytes}, half of "
-                "limits.max_frame_bytes",
-                field="max_payload_bytes",
-            )
-
-    def _check_new(self, key: tuple[int, str], call: Call) -> None:
-        existing = self._pools.find(*key)
-        if key in self._creations or existing is not None:
-            held = self._holders(existing, call)
-            raise PoolExistsError(f"pool {key[1]!r} exists{held and f'; {held}'}", field="pool")
-
-    def _register_memory(self, call: Call, body: RegisterPool, key: tuple[int, str]) -> None:
+    def _register_memory(self, call: Call, body: RegisterPool) -> None:
         """Register a pool in an engine's host memory; answered in the loop's next turn."""
         fd = self._session_socket.take_memory(call.session, call.message_id)
         if fd is None:
@@ -256,30 +238,40 @@ class PoolService:
         region = HostRegion.registered(fd)
         try:
             self._check_payload_bound(body.max_payload_bytes)
-            self._check_new(key, call)
+            key = self._check_new(call, body.pool)
             manifest = placed_in(region, manifest_of(body.spec), body.arrays, self._memory_in_use())
             self._check_budget(manifest)
-            self._creations[key] = _Creation(
-                manifest,
-                HOST,
-                [call],
-                call.session.session_id,
-                body.model,
-                body.max_payload_bytes,
-                registered=region,
-            )
         except BaseException:
             region.close()
             raise
         made: asyncio.Future[Region] = asyncio.get_running_loop().create_future()
         made.set_result(region)
-        made.add_done_callback(lambda done: self._fetched(key, done))
+        self._await(key, _Creation(_registered(call, body, manifest), [call], region), made)
+
+    def _check_payload_bound(self, wanted_bytes: int) -> None:
+        if wanted_bytes > self._largest_payload_bytes:
+            raise TooLargeError(
+                f"payloads of {wanted_bytes} bytes; at most {self._largest_payload_bytes}, half of "
+                "limits.max_frame_bytes",
+                field="max_payload_bytes",
+            )
+
+    def _check_new(self, call: Call, name: str) -> tuple[int, str]:
+        """Return the key of a pool that does not exist.
+
+        Raises:
+            PoolExistsError: it does.
+        """
+        key = (call.session.tenant, name)
+        existing = self._pools.find(*key)
+        if key in self._creations or existing is not None:
+            held = self._holders(existing, call) if existing else ""
+            raise PoolExistsError(f"pool {name!r} exists{held and f'; {held}'}", field="pool")
+        return key
 
     def _memory_in_use(self) -> list[MemoryInUse]:
         """Return the regions of all pools: being registered, live, or removed with pages still in flight."""
-        coming = [
-            MemoryInUse(one.registered, one.manifest) for one in self._creations.values() if one.registered is not None
-        ]
+        coming = [MemoryInUse(one.registered, one.manifest) for one in self._creations.values() if one.registered]
         return [*coming, *(MemoryInUse(pool.region, pool.manifest) for pool in (*self._pools, *self._leaving))]
 
     def _populated(self, region: HostRegion) -> HostRegion:
@@ -290,12 +282,22 @@ class PoolService:
             raise
         return region
 
-    def _fetch(self, key: tuple[int, str], executor: Executor, make: Callable[..., Region], *arguments: object) -> None:
+    def _begin(
+        self,
+        key: tuple[int, str],
+        creation: _Creation,
+        executor: Executor,
+        make: Callable[..., Region],
+        *arguments: object,
+    ) -> None:
         """Make a pool's region by ``make(*arguments)`` on a thread that may block, then the pool."""
-        fetched = asyncio.get_running_loop().run_in_executor(executor, make, *arguments)
-        fetched.add_done_callback(lambda done: self._fetched(key, done))
+        self._await(key, creation, asyncio.get_running_loop().run_in_executor(executor, make, *arguments))
 
-    def _fetched(self, key: tuple[int, str], done: asyncio.Future[Region]) -> None:
+    def _await(self, key: tuple[int, str], creation: _Creation, made: asyncio.Future[Region]) -> None:
+        self._creations[key] = creation
+        made.add_done_callback(lambda done: self._made(key, done))
+
+    def _made(self, key: tuple[int, str], done: asyncio.Future[Region]) -> None:
         creation = self._creations.pop(key)
         failed = None if done.cancelled() else done.exception()
         if done.cancelled() or failed is not None:
@@ -303,43 +305,45 @@ class PoolService:
             for call in creation.waiting:
                 self._dispatcher.answer_error(call.session, call.message_id, error)
             return
+        traits, is_registered = creation.traits, creation.traits.registered_by is not None
         pool = Pool(
             *key,
-            creation.manifest,
+            traits.manifest,
             done.result(),
-            registered_by=creation.registered_by,
-            owner_id=creation.waiting[0].session.owner_id if creation.registered_by is not None else None,
-            ends_with=creation.ends_with,
-            model=creation.model,
-            max_payload_bytes=creation.max_payload_bytes,
+            registered_by=traits.registered_by,
+            owner_id=creation.waiting[0].session.owner_id if is_registered else None,
+            ends_with=traits.ends_with,
+            model=traits.model,
+            max_payload_bytes=traits.max_payload_bytes,
         )
         if not self._is_wanted(creation):
             self._close_pool(pool)
             return
         self._pools.add(pool)
-        if creation.device != HOST and creation.registered_by is None:
-            self._pools.lost.made(*key, creation.device)
+        if traits.device != HOST and not is_registered:
+            self._pools.lost.made(*key, traits.device)
         log.info(
-            "pool registered" if creation.registered_by is not None else "pool created",
+            "pool registered" if is_registered else "pool created",
             pool=key[1],
             tenant=key[0],
-            device=creation.device,
+            device=traits.device,
             pages=pool.manifest.pages,
             region_bytes=pool.manifest.region_bytes,
             model=pool.model.label if pool.model else "",
         )
         for number, call in enumerate(creation.waiting):
             reply: ReplyBody = PoolCreated(pool=key[1], created=number == 0, manifest=pool.manifest)
-            if creation.registered_by is not None:
+            if is_registered:
                 reply = PoolRegistered(pool=key[1], manifest=pool.manifest)
             self._dispatcher.answer(call.session, call.message_id, Answer(reply))
 
     def _is_wanted(self, creation: _Creation) -> bool:
         """Return whether a new pool's owner still lives; for a registered pool, also that its request is unanswered."""
-        if creation.registered_by is not None:
+        if creation.traits.registered_by is not None:
             call = creation.waiting[0]
             return self._session_socket.is_connected(call.session) and call.session.is_pending(call.message_id)
-        return creation.ends_with is None or bool(self._dispatcher.sessions.of_instance(creation.ends_with))
+        ends_with = creation.traits.ends_with
+        return ends_with is None or bool(self._dispatcher.sessions.of_instance(ends_with))
 
     def _remove(self, pool: Pool) -> None:
         """Remove a pool; its memory is freed once none of its pages is in flight."""
@@ -437,21 +441,23 @@ class PoolService:
         freed = pool.space(body.space).free(call.session.owner_id, call.ids[0])
         return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
 
-    def _holders(self, pool: Pool | None, call: Call) -> str:
+    def _holders(self, pool: Pool, call: Call) -> str:
         """Return a text saying who holds pages of a pool; empty where nobody does."""
-        if pool is None:
-            return ""
         return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.owner_id)
 
     def _check_budget(self, manifest: Manifest) -> None:
-        made = [(pool.region.device, pool.manifest) for pool in (*self._pools, *self._leaving)]
-        coming = [(one.device, one.manifest) for one in self._creations.values() if one.manifest is not manifest]
-        used = sum(total_bytes(one) for device, one in (*made, *coming) if device == HOST)
+        made = [pool.manifest for pool in (*self._pools, *self._leaving) if pool.region.device == HOST]
+        coming = [one.manifest for one in self._creations.values() if one.traits.device == HOST]
+        used = sum(map(total_bytes, (*made, *coming)))
         wanted = total_bytes(manifest)
         if used + wanted > self._max_bytes:
             raise OutOfMemoryError(
                 f"the pool needs {wanted} bytes; {used} of {self._max_bytes} are taken", field="spec"
             )
+
+
+def _registered(call: Call, body: RegisterPool, manifest: Manifest) -> PoolTraits:
+    return PoolTraits(manifest, body.device, body.model, body.max_payload_bytes, registered_by=call.session.session_id)
 
 
 def _public(pool: Pool) -> ModelIdentity | None:

@@ -29,7 +29,7 @@ from kvferry.daemon.transfer.peer_transfers import TransferActivity
 from kvferry.daemon.transfer.registry import Effect, Notify, ReportBug, StartOp, StopOp, WarnTrimmed
 from kvferry.daemon.transfer.state_machine import Sender, TransferStateMachine
 from kvferry.daemon.transfer.transitions import State
-from kvferry.daemon.transports.base import Transport
+from kvferry.daemon.transports.local import Transport
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol.errors import (
     InternalError,
@@ -161,7 +161,6 @@ class TransferService:
     def _op_done(self, op_id: int, error: KvferryError | None) -> None:
         """Handle the end of a transfer op, reported by its transport."""
         self._op_ended(op_id)
-        self._remote.forget(op_id)
         if op_id not in self._state_machine.endpoints.ops:  # it was ended by _not_started, as its transport raised
             self._counters.add("transfers.ops_over")
             return
@@ -384,7 +383,6 @@ class TransferService:
         with contextlib.suppress(Exception):  # the transport may have begun it before it raised
             self._stop(op_id)
         self._op_ended(op_id)
-        self._remote.forget(op_id)
         self._state_machine.op_done(op_id, error, time.monotonic())
 
     def _op_ended(self, op_id: int) -> None:

@@ -1,5 +1,6 @@
-"""The local transport: copies within this process's mappings, on a few threads that release the GIL.
+"""The protocol of transports, and the local one, which copies within this process's mappings.
 
+It copies on a few threads that release the GIL.
 Transfer ops take turns: a thread copies one chunk of the transfer op at the head of the queue and puts it back at the
 tail, so that a large transfer does not delay a small one. Plans are expanded into blocks on the threads as well. Slices
 of pages, which unequal tensor parallelism exchanges, go through a staging buffer small enough to stay in a cache. So do
@@ -11,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ import structlog
 from kvferry.daemon.control.metrics import about
 from kvferry.daemon.transfer.endpoints import RemotePool, SourcePool
 from kvferry.daemon.transfer.registry import StartOp
-from kvferry.daemon.transports.base import OnOpDone
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
@@ -45,6 +45,25 @@ STAGING_BYTES: Final = 4 << 20
 
 log = structlog.get_logger(__name__)
 
+OnOpDone = Callable[[int, KvferryError | None], None]
+"""Called on the control loop, once per transfer op, with its id and its error."""
+
+
+class Transport(Protocol):
+    """Copies transfer ops in the background. Methods are called on the control loop and return at once.
+
+    ``StartOp`` is what is copied within this daemon; transports from other daemons take the ``TransferOp`` itself.
+    """
+
+    def start(self, op: StartOp, on_done: OnOpDone) -> None:
+        """Start copying; ``on_done`` is called exactly once, when no byte of the transfer op can move any more."""
+
+    def stop(self, op_id: int) -> None:
+        """Stop at the next copy chunk, if the transfer op is still running; ``on_done`` is called in any case."""
+
+    def close(self) -> None:
+        """Stop everything and wait until no byte moves; nothing is reported after that."""
+
 
 def best_copy() -> CopyBlocks:
     """Return the fastest copy function that works here; warn where that is not the vectored one."""
@@ -58,12 +77,6 @@ def best_copy() -> CopyBlocks:
     return copy_one_by_one
 
 
-class _WholePages(NamedTuple):
-    """A copy chunk of whole pages, as blocks of absolute addresses."""
-
-    blocks: Blocks
-
-
 class _Staged(NamedTuple):
     """A copy chunk of a plan's segments that goes through staging: slices, and everything on a device."""
 
@@ -73,7 +86,8 @@ class _Staged(NamedTuple):
     size_bytes: int
 
 
-_CopyChunk = _WholePages | _Staged
+_CopyChunk = Blocks | _Staged
+"""A copy chunk: whole pages as blocks of absolute addresses, or what goes through staging."""
 
 
 class _Job:
@@ -176,10 +190,10 @@ class LocalTransport:
                 job.expanded = True
                 if len(job.chunks) == 1:  # a small transfer op takes one turn, on one thread
                     chunk = job.chunks.popleft()
-            if isinstance(chunk, _WholePages):
-                self._copy(chunk.blocks)
-            elif chunk is not None:
+            if isinstance(chunk, _Staged):
                 self._copy_staged(job.op, chunk)
+            elif chunk is not None:
+                self._copy(chunk)
         except KvferryError as error:
             return error
         except Exception as error:  # a thread that dies would leave its transfer op unsettled forever
@@ -247,7 +261,7 @@ def _whole_chunks(
     blocks[:, 0] += np.uint64(source_address)
     blocks[:, 1] += np.uint64(destination_address)
     blocks = split_blocks(blocks, MAX_BLOCK_BYTES)
-    return [_WholePages(blocks[first:stop]) for first, stop in pairwise(chunk_bounds(blocks, chunk_bytes).tolist())]
+    return [blocks[first:stop] for first, stop in pairwise(chunk_bounds(blocks, chunk_bytes).tolist())]
 
 
 def _region(pool: SourcePool) -> Region:

@@ -17,41 +17,38 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import structlog
 import xxhash
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
 from kvferry.daemon.transfer.peer_transfers import op_of
-from kvferry.daemon.transports.base import OnOpDone
-from kvferry.daemon.transports.bounce_buffers import BounceBuffers
-from kvferry.daemon.transports.direct_pages import DirectPages
-from kvferry.daemon.transports.fence_watch import Fence, FenceWatch, State
+from kvferry.daemon.transports.local import OnOpDone
+from kvferry.daemon.transports.network_memory import NetworkMemory, Target
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import copy_by_size
 from kvferry.pools.planning.gather import CopyChunk, cut_copy_chunks, memory_runs
 from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import MAX_RUNS, Grant, OpEnded, PeerBody, Written
+from kvferry.protocol.session_messages import NetworkStatus
 
 GRANTS_PER_OP = 8
 """Concurrent grants of one transfer op: enough for its source to have the next one when a staging buffer is free."""
 
+CHECK_INTERVAL_S = 0.5
+"""How often quarantined memory is looked at."""
+
 SendToPeer = Callable[[Incarnation, PeerBody], bool]
-
-
-class _Target(NamedTuple):
-    """What a grant allows a peer to write: bounce buffer ``number``, or pages (``runs``) under that number."""
-
-    number: int
-    address: int
-    runs: tuple[tuple[int, int], ...] = ()
+State = Literal["ready", "draining", "fencing", "broken"]
+log = structlog.get_logger(__name__)
 
 
 class _Grant(NamedTuple):
     incoming: _IncomingOp
-    target: _Target
+    target: Target
     segment: int
     copy_chunk: CopyChunk
 
@@ -60,7 +57,8 @@ class _IncomingOp:
     """One transfer op: copy chunks not granted yet, grants in flight, and the first error.
 
     ``direct`` are the segments whose pages are written directly, ``in_pages`` counts their grants that may still land.
-    ``queued``: it is in the queue of ops that wait for a bounce buffer.
+    ``scattering``: the grants that were written and are being verified and scattered. ``queued``: it is in the queue of
+    ops that wait for a bounce buffer.
     """
 
     def __init__(self, op: TransferOp, peer: Incarnation, on_done: OnOpDone) -> None:
@@ -71,7 +69,7 @@ class _IncomingOp:
         self.direct: set[int] = set()
         self.in_pages = 0
         self.granted = 0
-        self.scattering = 0
+        self.scattering: set[int] = set()
         self.error: KvferryError | None = None
         self.queued = False
         self.failed_s = 0.0
@@ -94,34 +92,27 @@ class NetworkReceiver:
     def __init__(
         self,
         send: SendToPeer,
-        fence: Fence,
-        bounce_buffers: BounceBuffers,
+        memory: NetworkMemory,
         executor: Executor,
         counters: Counters,
-        pages: DirectPages | None = None,
     ) -> None:
-        """Verify and scatter on ``executor``, which is shut down before the memory of the bounce buffers is unmapped.
-
-        With ``pages``, whole pages are written directly.
-        """
+        """Verify and scatter on ``executor``, which is shut down before ``memory`` is closed."""
         self._send = send
-        self._fence = fence
-        self._bounce_buffers = bounce_buffers
+        self._engine = memory.engine
+        self._bounce_buffers = memory.bounce_buffers
+        self._pages = memory.pages
         self._executor = executor
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._incoming: dict[int, _IncomingOp] = {}
         self._grants: dict[int, _Grant] = {}
-        self._scattering: set[int] = set()  # grants that were written and are being verified and scattered
         self._grant_ids = itertools.count(1)
         self._queue: deque[_IncomingOp] = deque()
-        self._watch = FenceWatch(fence, bounce_buffers, self, counters)
-        self._silence_s = bounce_buffers.bounds.quarantined_s
-        self._pages = pages
+        self._watch = FenceWatch(memory, self, counters)
         self._quarantined_pages: dict[int, _IncomingOp] = {}  # by the number of the pages that may still be written
         self._closed = False
-        if pages is not None:
-            pages.subscribe(self._on_pages_changed)
+        if self._pages is not None:
+            self._pages.subscribe(self._on_pages_changed)
 
     def __repr__(self) -> str:
         """Show what is in flight."""
@@ -164,14 +155,13 @@ class NetworkReceiver:
     def written(self, peer: Incarnation, message: Written) -> None:
         """Process a peer's answer to a grant."""
         grant = self._grants.get(message.grant)
-        if grant is None or grant.incoming.peer != peer or message.grant in self._scattering:
+        if grant is None or grant.incoming.peer != peer or message.grant in grant.incoming.scattering:
             self._counters.add("network.unknown_grants")
             return
         incoming = grant.incoming
         incoming.granted -= 1
         if message.error is None and incoming.error is None:
-            incoming.scattering += 1
-            self._scattering.add(message.grant)
+            incoming.scattering.add(message.grant)
             scattering = self._loop.run_in_executor(self._executor, self._verify_and_scatter, grant, message.checksum)
             scattering.add_done_callback(lambda done: self._on_scattered(message.grant, grant, done))
             return
@@ -198,28 +188,37 @@ class NetworkReceiver:
         self._queue.clear()
         self._watch.close()
 
-    @property
-    def state(self) -> State:
-        """Return the state of the bounce buffers; see ``FenceWatch``."""
-        return self._watch.state
+    def status(self) -> NetworkStatus:
+        """Return the bounce buffers, and the peers that have not answered grants, as STATUS shows them."""
+        buffers = self._bounce_buffers
+        return NetworkStatus(
+            session=self._engine.session_name,
+            bounce_buffer_bytes=buffers.bounce_buffer_bytes,
+            bounce_buffers=buffers.count,
+            free=buffers.free,
+            granted=buffers.granted,
+            quarantined=buffers.quarantined,
+            quarantined_bytes=buffers.quarantined_bytes,
+            direct=self._pages is not None,
+            state=self._watch.state,
+            held_by=dict(Counter(grant.incoming.peer.address for grant in self._grants.values())),
+        )
 
-    def held_by(self) -> dict[str, int]:
-        """Return the number of unanswered grants by the peer's address."""
-        return dict(Counter(grant.incoming.peer.address for grant in self._grants.values()))
+    # -- for the fence watch
 
     @property
     def unanswered(self) -> bool:
-        """See ``Grants``."""
+        """Return whether grants of failed transfer ops are unanswered."""
         return any(grant.incoming.error is not None for grant in self._grants.values())
 
     def quarantine_unanswered(self, now_s: float) -> None:
-        """See ``Grants``. A live but silent peer must not hold memory forever."""
+        """Quarantine what is unanswered for too long: a live but silent peer must not hold memory forever."""
         silent = {
             number: grant
             for number, grant in self._grants.items()
             if grant.incoming.error is not None
-            and number not in self._scattering
-            and now_s - grant.incoming.failed_s > self._silence_s
+            and number not in grant.incoming.scattering
+            and now_s - grant.incoming.failed_s > self._bounce_buffers.bounds.quarantined_s
         }
         for number, grant in silent.items():
             incoming = grant.incoming
@@ -229,14 +228,14 @@ class NetworkReceiver:
             self._forget(silent)
 
     def fail_ops(self, numbers: set[int], error: KvferryError) -> None:
-        """See ``Grants``. Writes already reported are scattered all the same."""
+        """Fail the ops whose bounce buffers or pages were quarantined; what is already reported is scattered."""
         ended = {number: grant for number, grant in self._grants.items() if grant.target.number in numbers}
-        self._forget({number: grant for number, grant in ended.items() if number not in self._scattering})
+        self._forget({number: grant for number, grant in ended.items() if number not in grant.incoming.scattering})
         for grant in ended.values():
             self._fail(grant.incoming, error)
 
     def on_fenced(self) -> None:
-        """See ``Grants``."""
+        """Release what was quarantined: no old write can land any more."""
         quarantined, self._quarantined_pages = self._quarantined_pages, {}
         for incoming in quarantined.values():
             incoming.in_pages -= 1
@@ -268,7 +267,7 @@ class NetworkReceiver:
             self._enqueue(incoming)
         self.pump()
 
-    def _grant(self, incoming: _IncomingOp, number: int, target: _Target) -> None:
+    def _grant(self, incoming: _IncomingOp, number: int, target: Target) -> None:
         segment, copy_chunk = incoming.copy_chunks.popleft()
         grant = Grant(
             op=incoming.op.op_id,
@@ -276,7 +275,7 @@ class NetworkReceiver:
             segment=segment,
             first=copy_chunk.first,
             stop=copy_chunk.stop,
-            session=self._fence.session_name,
+            session=self._engine.session_name,
             address=target.address,
             size_bytes=copy_chunk.size_bytes,
             runs=target.runs,
@@ -295,7 +294,7 @@ class NetworkReceiver:
             return False
         return self._pages.state(incoming.op.receive_request.pool) == "pending"
 
-    def _allocate(self, incoming: _IncomingOp, number: int) -> _Target | None:
+    def _allocate(self, incoming: _IncomingOp, number: int) -> Target | None:
         """Return the memory for the op's next copy chunk; None where it has to wait."""
         segment, copy_chunk = incoming.copy_chunks[0]
         pool = incoming.op.receive_request.pool
@@ -304,10 +303,8 @@ class NetworkReceiver:
             assert isinstance(pool.region, HostRegion), pool
             runs = memory_runs(side, pool.region.address, copy_chunk.first, copy_chunk.stop)
             if len(runs) <= MAX_RUNS:
-                taken = self._bounce_buffers.take_pages(incoming.boot_id, number, copy_chunk.size_bytes)
-                return None if taken is None else _Target(taken, runs[0][0], tuple(runs))
-        bounce_buffer = self._bounce_buffers.take(incoming.boot_id, number)
-        return None if bounce_buffer is None else _Target(bounce_buffer.number, bounce_buffer.address)
+                return self._bounce_buffers.take_pages(incoming.boot_id, number, tuple(runs))
+        return self._bounce_buffers.take(incoming.boot_id, number)
 
     def _verify_and_scatter(self, grant: _Grant, checksum: int) -> None:
         """On a thread: verify the checksum of the received bytes and scatter them into their pages."""
@@ -327,8 +324,7 @@ class NetworkReceiver:
 
     def _on_scattered(self, number: int, grant: _Grant, done: asyncio.Future[None]) -> None:
         incoming = grant.incoming
-        incoming.scattering -= 1
-        self._scattering.discard(number)
+        incoming.scattering.discard(number)
         self._release(number, grant)
         error = None if done.cancelled() else done.exception()
         if error is not None:
@@ -381,3 +377,75 @@ class NetworkReceiver:
             self._send(incoming.peer, OpEnded(op=incoming.op.op_id))
         if not self._closed:
             self._loop.call_soon(incoming.on_done, incoming.op.op_id, incoming.error)
+
+
+class FenceWatch:
+    """Decides when to fence, and fences: runs while anything is quarantined. For the control loop.
+
+    A fence rebuilds the network engine, which also aborts this daemon's own writes, so that their homes would have to
+    fence in turn. So while a fence waits for live grants, no write begins, and it waits for the writes in flight as
+    well.
+    """
+
+    def __init__(self, memory: NetworkMemory, receiver: NetworkReceiver, counters: Counters) -> None:
+        self._engine = memory.engine
+        self._bounce_buffers = memory.bounce_buffers
+        self._receiver = receiver
+        self._counters = counters
+        self._watching: asyncio.Task[None] | None = None
+        self._state: State = "ready"
+        self._closed = False
+
+    @property
+    def state(self) -> State:
+        """Return the state for STATUS; ``broken``: the engine could not be rebuilt, and nothing can be received."""
+        return "draining" if self._state == "ready" and self._bounce_buffers.draining else self._state
+
+    def start_if_needed(self) -> None:
+        """Start watching if anything is quarantined or unanswered."""
+        if self._watching is None and not self._closed and self._needed:
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed = True
+        if self._watching is not None:
+            self._watching.cancel()
+
+    @property
+    def _needed(self) -> bool:
+        return self._state != "broken" and bool(self._bounce_buffers.quarantined_bytes or self._receiver.unanswered)
+
+    async def _watch(self) -> None:
+        try:
+            while self._needed:
+                self._receiver.quarantine_unanswered(time.monotonic())
+                due = self._bounce_buffers.fence_due(time.monotonic(), writing=self._engine.writing)
+                self._engine.hold(held=self._bounce_buffers.draining)
+                if due:
+                    await self._do_fence()
+                    self._engine.hold(held=self._bounce_buffers.draining)
+                self._receiver.pump()
+                await asyncio.sleep(CHECK_INTERVAL_S)
+        finally:
+            self._engine.hold(held=False)
+            self._watching = None
+
+    async def _do_fence(self) -> None:
+        self._state = "fencing"
+        numbers = set(self._bounce_buffers.fence_begins(time.monotonic()))
+        self._receiver.fail_ops(numbers, TransferFailedError("its bounce buffer was fenced during the transfer"))
+        try:
+            await self._engine.rebuild()
+        except KvferryError as error:
+            self._state = "broken"
+            log.exception(
+                "the fence failed: bounce buffers stay quarantined, nothing is received; restart this daemon",
+                cause=str(error),
+            )
+            return
+        self._state = "ready"
+        freed = self._bounce_buffers.fenced()
+        self._receiver.on_fenced()
+        self._counters.add("network.fences")
+        log.warning("bounce buffers fenced", freed=freed)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 import xxhash
@@ -21,10 +21,10 @@ import xxhash
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
-from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate, WriteFailedError
+from kvferry.daemon.transports.mooncake import WriteFailedError
+from kvferry.daemon.transports.network_memory import NetworkMemory
 from kvferry.daemon.transports.network_receiver import SendToPeer
 from kvferry.pools.devices.base import Region
-from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import copy_by_size
 from kvferry.pools.planning.gather import total_segments
 from kvferry.pools.planning.heads import Heads
@@ -45,23 +45,6 @@ MAX_REFUSED = 1024
 log = structlog.get_logger(__name__)
 
 
-class Writer(Protocol):
-    """Writes to peers' memory; see ``MooncakeEngine.write``."""
-
-    def write(
-        self,
-        session_name: str,
-        local_address: int,
-        remote_address: int,
-        size_bytes: int,
-        on_done: OnWriteDone,
-        *,
-        timeout_s: float,
-        on_late: OnWriteLate | None = None,
-    ) -> int:
-        """Begin a write; ``on_done`` is called exactly once."""
-
-
 class _Key(NamedTuple):
     peer: Incarnation
     op: int
@@ -80,13 +63,13 @@ class _Sending:
 
 
 class _Writing:
-    """The writes of one grant: one into a bounce buffer, or several into pages."""
+    """A grant with a staging buffer, and its writes: one into a bounce buffer, or several into pages."""
 
-    def __init__(self, key: _Key, grant: Grant, buffer: int, checksum: int) -> None:
+    def __init__(self, key: _Key, grant: Grant, buffer: int) -> None:
         self.key = key
         self.grant = grant
         self.buffer = buffer
-        self.checksum = checksum
+        self.checksum = 0
         self.in_flight = 0
         self.error: KvferryError | None = None
 
@@ -102,28 +85,25 @@ class NetworkSender:
     def __init__(
         self,
         send: SendToPeer,
-        writer: Writer,
-        staging: HostRegion,
-        staging_bytes: int,
+        memory: NetworkMemory,
         executor: Executor,
         state_machine: PeerTransfers,
         on_settled: Callable[[], None],
         counters: Counters,
-        timeout_s: float,
     ) -> None:
-        """Cut ``staging`` into buffers of ``staging_bytes``; gather on ``executor``.
+        """Gather on ``executor``, which is shut down before ``memory`` is closed.
 
         ``on_settled`` is called after the state machine was notified that a transfer op is over.
         """
         self._send = send
-        self._writer = writer
-        self._staging_bytes = staging_bytes
-        self._free = [staging.address + at for at in range(0, staging.size_bytes, staging_bytes)]
+        self._engine = memory.engine
+        self._staging_bytes = memory.config.bounce_buffer_bytes
+        self._free = [memory.staging.address + at for at in range(0, memory.staging.size_bytes, self._staging_bytes)]
+        self._timeout_s = memory.config.write_timeout_s
         self._executor = executor
         self._state_machine = state_machine
         self._on_settled = on_settled
         self._counters = counters
-        self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._sendings: dict[_Key, _Sending] = {}
         self._queue: deque[_Key] = deque()  # one per waiting grant; some are stale
@@ -216,25 +196,25 @@ class NetworkSender:
             sending = self._sendings.get(key)
             if sending is None or not sending.waiting:
                 continue
-            grant, buffer = sending.waiting.popleft(), self._free.pop()
-            gathering = self._loop.run_in_executor(self._executor, _gather, sending, grant, buffer)
-            gathering.add_done_callback(functools.partial(self._on_gathered, key, grant, buffer))
+            writing = _Writing(key, sending.waiting.popleft(), self._free.pop())
+            gathering = self._loop.run_in_executor(self._executor, _gather, sending, writing.grant, writing.buffer)
+            gathering.add_done_callback(functools.partial(self._on_gathered, writing))
 
-    def _on_gathered(self, key: _Key, grant: Grant, buffer: int, done: asyncio.Future[int]) -> None:
+    def _on_gathered(self, writing: _Writing, done: asyncio.Future[int]) -> None:
         failed = done.exception()
-        try:
-            if failed is not None:
-                raise failed if isinstance(failed, KvferryError) else InternalError(f"gathering failed: {failed}")
-            self._write(_Writing(key, grant, buffer, done.result()))
-        except KvferryError as error:
-            self._finish_grant(key, grant, buffer, 0, error)
+        if failed is None:
+            writing.checksum = done.result()
+            self._write(writing)
+        else:
+            writing.error = failed if isinstance(failed, KvferryError) else InternalError(f"gathering failed: {failed}")
+            self._finish(writing)
 
     def _write(self, writing: _Writing) -> None:
         grant, address = writing.grant, writing.buffer
         writing.in_flight = 1  # one count for this loop, until all writes have begun
         for remote_address, size_bytes in grant.runs or ((grant.address, grant.size_bytes),):
             try:
-                self._writer.write(
+                self._engine.write(
                     grant.session,
                     address,
                     remote_address,
@@ -255,17 +235,18 @@ class NetworkSender:
             writing.failed(error)
         writing.in_flight -= 1
         if not writing.in_flight:
-            self._finish_grant(writing.key, writing.grant, writing.buffer, writing.checksum, writing.error)
+            self._finish(writing)
 
-    def _finish_grant(self, key: _Key, grant: Grant, buffer: int, checksum: int, error: KvferryError | None) -> None:
-        self._free.append(buffer)
+    def _finish(self, writing: _Writing) -> None:
+        key, grant, error = writing.key, writing.grant, writing.error
+        sending = self._sendings[key]
+        self._free.append(writing.buffer)
         if error is None:
             self._counters.add("network.sent_bytes", grant.size_bytes)
         else:
-            context = about(self._sendings[key].remote_endpoint)
+            context = about(sending.remote_endpoint)
             log.warning("a grant was not written", home=key.peer.address, cause=str(error), **context)
-        self._answer(key.peer, grant, error, checksum)
-        sending = self._sendings[key]
+        self._answer(key.peer, grant, error, writing.checksum)
         sending.in_flight -= 1
         self._check_settled(key, sending)
         self._pump()

@@ -6,7 +6,7 @@ The peer's address selects the transport: ``ipc://`` is this host.
 from __future__ import annotations
 
 from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint, TransferOp
-from kvferry.daemon.transports.base import OnOpDone
+from kvferry.daemon.transports.local import OnOpDone
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport
@@ -29,7 +29,6 @@ class RemoteTransports:
         self._pull = pull
         self.receiver = receiver
         self.sender = sender
-        self._network: set[int] = set()
 
     def __repr__(self) -> str:
         """Show the transports."""
@@ -46,19 +45,13 @@ class RemoteTransports:
             self._pull.start(op, on_done)
         else:
             assert self.receiver is not None, op
-            self._network.add(op.op_id)
             self.receiver.start(op, on_done)
 
     def stop(self, op_id: int) -> None:
-        """See ``Transport.stop``; unknown transfer ops are ignored."""
-        if op_id in self._network and self.receiver is not None:
+        """See ``Transport.stop``; both transports ignore the ops that they do not have."""
+        self._pull.stop(op_id)
+        if self.receiver is not None:
             self.receiver.stop(op_id)
-        else:
-            self._pull.stop(op_id)
-
-    def forget(self, op_id: int) -> None:
-        """Forget a transfer op that is over."""
-        self._network.discard(op_id)
 
     def written(self, peer: Incarnation, message: Written) -> None:
         """Pass on a source's answer to a grant."""

@@ -15,11 +15,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.daemon.transports.bounce_buffers import BounceBuffer, BounceBuffers, FenceBounds
+from kvferry.daemon.transports.network_memory import BounceBuffers, FenceBounds, Target
 from kvferry.protocol.ids import BootId
 
 BASE, BOUNCE_BUFFER_BYTES, COUNT = 1 << 20, 4096, 5
 A, B = BootId("a" * 32), BootId("b" * 32)
+PAGE_RUNS = ((BASE, 1000), (BASE + 5000, 2000))
 PAGES_BYTES = 3000
 BOUNDS = FenceBounds(quarantined_bytes=2 * BOUNCE_BUFFER_BYTES, quarantined_s=10.0, drain_timeout_s=3.0)
 
@@ -28,7 +29,7 @@ def bounce_buffers(count: int = COUNT) -> BounceBuffers:
     return BounceBuffers(BASE, BOUNCE_BUFFER_BYTES, count, BOUNDS)
 
 
-def taken(network: BounceBuffers, peer: BootId, grant_id: int) -> BounceBuffer:
+def taken(network: BounceBuffers, peer: BootId, grant_id: int) -> Target:
     bounce_buffer = network.take(peer, grant_id)
     assert bounce_buffer is not None
     return bounce_buffer
@@ -49,7 +50,6 @@ def test_bounce_buffers_tile_the_region() -> None:
     assert [bounce_buffer.address for bounce_buffer in granted] == [
         BASE + number * BOUNCE_BUFFER_BYTES for number in range(COUNT)
     ]
-    assert {bounce_buffer.size_bytes for bounce_buffer in granted} == {BOUNCE_BUFFER_BYTES}
     assert network.take(A, COUNT) is None
 
 
@@ -218,10 +218,12 @@ class NetworkMachine(RuleBasedStateMachine):
     def take_pages(self, peer: BootId) -> MultipleResults[tuple[int, BootId, int]] | tuple[int, BootId, int]:
         """Take pages, of which there are always some."""
         self.next_grant += 1
-        number = self.network.take_pages(peer, self.next_grant, PAGES_BYTES)
-        assert (number is not None) == self.may_grant
-        if number is None:
+        target = self.network.take_pages(peer, self.next_grant, PAGE_RUNS)
+        assert (target is not None) == self.may_grant
+        if target is None:
             return multiple()
+        number = target.number
+        assert (target.address, target.runs) == (BASE, PAGE_RUNS)
         assert number >= COUNT
         assert number not in self.states
         self.states[number] = ("granted", peer, self.next_grant, 0.0)

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.clients import Client, MhaSpec
 from kvferry.daemon.config.schema import Config, DevicesConfig
-from kvferry.daemon.devices.registry import Devices
+from kvferry.daemon.devices import Devices
 from kvferry.protocol.errors import DeviceLostError, DeviceUnavailableError, InvalidFieldError, UnknownPoolError
 from tests.daemons import running_daemon
 

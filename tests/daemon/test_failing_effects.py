@@ -17,8 +17,7 @@ from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.logs import configure_logs
 from kvferry.daemon.transfer.registry import StartOp
-from kvferry.daemon.transports.base import OnOpDone
-from kvferry.daemon.transports.local import LocalTransport
+from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.services.lost_pools import MAX_REMEMBERED, LostPools
+from kvferry.daemon.services.pool_registry import MAX_REMEMBERED, LostPools
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any, Final, cast
 
+import msgspec
 import pytest
 
 from kvferry.daemon.config.schema import DevicesConfig
@@ -14,21 +15,21 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
-from kvferry.daemon.devices.registry import Devices
+from kvferry.daemon.devices import Devices
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.lost_pools import LostPools
-from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.services.pool_checks import PoolTraits, check_same
+from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import PoolService
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.protocol.base import Body
-from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError
+from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError, PoolExistsError
+from kvferry.protocol.ids import HOST
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.manifests import MhaSpec
+from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, Manifest, MhaSpec
 from kvferry.protocol.pool_messages import Allocate, CreatePool, PoolCreated
 
-pytestmark = pytest.mark.anyio
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
 POOL_BYTES = total_bytes(manifest_of(SPEC))
 WAIT_S = 20.0
@@ -104,6 +105,7 @@ async def pools(monkeypatch: pytest.MonkeyPatch, anyio_backend: object) -> Async
     await asyncio.to_thread(one.service.close)
 
 
+@pytest.mark.anyio
 async def test_a_name_whose_instance_ended_while_it_was_populated_is_busy_and_then_free(pools: Pools) -> None:
     gone, successor = pools.engine("engine"), pools.engine("successor")
     pools.create(gone)
@@ -124,6 +126,7 @@ async def test_a_name_whose_instance_ended_while_it_was_populated_is_busy_and_th
     assert [pool.ends_with for pool in pools.registry] == [successor.owner_id]
 
 
+@pytest.mark.anyio
 async def test_a_removed_pool_is_counted_while_its_pages_are_in_flight(pools: Pools) -> None:
     gone, successor = pools.engine("engine"), pools.engine("successor")
     pools.may_populate.set()
@@ -138,3 +141,64 @@ async def test_a_removed_pool_is_counted_while_its_pages_are_in_flight(pools: Po
     with pytest.raises(OutOfMemoryError, match=f"{POOL_BYTES} of {POOL_BYTES} are taken"):
         pools.create(successor)
     pool.allocator.end_read(answer.ids[0])
+
+
+# -- a pool that exists is the one that is asked for, or the answer says in what it is another one
+
+DRAFTED: Final = MhaSpec(
+    layers=2, tokens=8, page_size=4, kv_heads=1, head_dim=4, dtype="float8_e4m3fn", k_scale=0.5, v_scale=0.5,
+    draft=DraftSpec(layers=1),
+)  # fmt: skip
+
+
+def check(existing: Manifest, wanted: Manifest) -> None:
+    """Check two pools that differ in their manifests only."""
+    check_same("decode", PoolTraits(existing, HOST), PoolTraits(wanted, HOST))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layers": 3}, "main/k/2 is not in the pool"),
+        ({"layers": 1}, "main/k/1 is only in the pool"),
+        ({"dtype": "float8_e5m2"}, "dtype of main/k/0 is float8_e4m3fn, asked for float8_e5m2"),
+        ({"k_scale": 0.25}, r"scales of main/k/0 is \(0.5,\), asked for \(0.25,\)"),
+        ({"tokens": 12}, "3 pages.*asked for 4"),
+        ({"optional_components": ()}, "a transfer may leave out draft, asked for one that may leave out nothing"),
+    ],
+)
+def test_another_pool_is_refused(changes: dict[str, Any], said: str) -> None:
+    existing, wanted = manifest_of(DRAFTED), manifest_of(msgspec.structs.replace(DRAFTED, **changes))
+    with pytest.raises(PoolExistsError, match=said) as caught:
+        check(existing, wanted)
+    assert caught.value.field == "spec"
+
+
+def test_a_pool_of_another_window_is_refused() -> None:
+    spec = HybridSwaSpec(
+        full_layers=(0,), window_layers=(1,), tokens=8, window_tokens=8, window=4, page_size=4, kv_heads=1, head_dim=4,
+        dtype="float16",
+    )  # fmt: skip
+    existing, wanted = manifest_of(spec), manifest_of(msgspec.structs.replace(spec, window=8))
+    assert existing.layout_digest == wanted.layout_digest, "pages of one are pages of the other"
+    with pytest.raises(PoolExistsError, match="a window of 4 tokens in swa, asked for with a window of 8") as caught:
+        check(existing, wanted)
+    assert caught.value.field == "spec"
+    stage = msgspec.structs.replace(spec, window_layers=())
+    check_same(
+        "decode",
+        PoolTraits(manifest_of(stage), HOST),
+        PoolTraits(manifest_of(msgspec.structs.replace(stage, window=8)), HOST),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"view": "fia"}, {"k_scale": ((0.5,), (0.5,))}, {"optional_components": ("draft",)}], ids=str
+)
+def test_what_makes_no_other_bytes_makes_no_other_pool(changes: dict[str, Any]) -> None:
+    spec = msgspec.structs.replace(DRAFTED, draft=None, optional_components=())
+    check_same(
+        "decode",
+        PoolTraits(manifest_of(spec), HOST),
+        PoolTraits(manifest_of(msgspec.structs.replace(spec, **changes)), HOST),
+    )

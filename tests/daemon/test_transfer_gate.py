@@ -19,8 +19,7 @@ from kvferry.daemon.process.logs import configure_logs
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.registry import StartOp
-from kvferry.daemon.transports.base import OnOpDone
-from kvferry.daemon.transports.local import LocalTransport
+from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol.errors import InternalError
 from tests.scripted.recording_service_manager import RecordingServiceManager
 from tests.transfer.test_peer_outcomes import Transfer

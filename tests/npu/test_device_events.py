@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvferry.daemon.devices.device_events import DeviceEvents
+from kvferry.daemon.services.event_rings import DeviceEvents
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import KvferryError
 from tests.cann_simulator.child import Child

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.daemon.transfer.registry import StartOp
-from kvferry.daemon.transports.base import OnOpDone
+from kvferry.daemon.transports.local import OnOpDone
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.gather import total_segments
 from kvferry.protocol.errors import KvferryError

@@ -20,12 +20,11 @@ from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Peer, SessionRegistry
-from kvferry.daemon.devices.registry import Devices
+from kvferry.daemon.devices import Devices
 from kvferry.daemon.services.cache_reports import CacheReports
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.lost_pools import LostPools
 from kvferry.daemon.services.offload import OffloadService
-from kvferry.daemon.services.pool_registry import PoolRegistry
+from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import PoolService
 from kvferry.daemon.services.prefix_cache import Lookups, PrefixCacheService
 from kvferry.daemon.services.receive_to_host import HostReceives

@@ -9,16 +9,19 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import xxhash
 
+from kvferry.daemon.config.schema import NetworkConfig
 from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
+from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate
+from kvferry.daemon.transports.network_memory import FenceBounds, NetworkMemory
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.pool import Pool
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.peer_messages import Announce, Grant, PeerBody, PeerSend
 from tests.region_bytes import read_region
 from tests.transfer.peer_harness import PeerHarness
@@ -27,6 +30,8 @@ from tests.transfer.transfer_harness import PAGE_BYTES
 PAGES = 3
 SEGMENTS = PAGES * 4
 BYTES = SEGMENTS * PAGE_BYTES
+WRITE_TIMEOUT_S = 7.0
+NEVER = FenceBounds(quarantined_bytes=1 << 30, quarantined_s=1e9, drain_timeout_s=1e9)
 TURNS = 10
 """More than any report takes to come through the loop."""
 
@@ -90,6 +95,110 @@ class Said:
     def of(self, kind: type[T]) -> list[T]:
         """Return what was said of one kind."""
         return [body for _, body in self.all if isinstance(body, kind)]
+
+
+class Begun(NamedTuple):
+    """A write that was begun."""
+
+    session_name: str
+    content: bytes
+    remote_address: int
+    on_done: OnWriteDone
+    on_late: OnWriteLate | None
+
+
+class ScriptedNetwork:
+    """A network engine whose writes, registrations and rebuilds end when the test says so; see ``NetworkEngine``.
+
+    Attributes:
+        may_rebuild, may_register: set to let it.
+        error: what rebuilding or registering raises.
+        registered: what peers may write, by address.
+        begun: the writes.
+        refuse_after: so many writes begin, and no more.
+        rebuilds: how many were begun.
+    """
+
+    def __init__(self) -> None:
+        self.session_name = "session 1"
+        self.writing = False
+        self.held = False
+        self.may_rebuild, self.may_register, self.forgotten = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.error: TransferFailedError | None = None
+        self.registered: dict[int, int] = {}
+        self.begun: list[Begun] = []
+        self.refuse_after: int | None = None
+        self.rebuilds = 0
+
+    def hold(self, *, held: bool) -> None:
+        """Begin no write while ``held``."""
+        self.held = held
+
+    async def rebuild(self) -> str:
+        """Be another engine."""
+        self.rebuilds += 1
+        await self._wait(self.may_rebuild)
+        self.session_name = f"session {self.rebuilds + 1}"
+        return self.session_name
+
+    async def register(self, address: int, size_bytes: int) -> None:
+        """Let peers write."""
+        await self._wait(self.may_register)
+        assert address not in self.registered
+        self.registered[address] = size_bytes
+
+    async def unregister(self, address: int) -> None:
+        """Let peers write no more."""
+        await self._wait(self.may_register)
+        del self.registered[address]
+        self.forgotten.set()
+
+    def write(
+        self,
+        session_name: str,
+        local_address: int,
+        remote_address: int,
+        size_bytes: int,
+        on_done: OnWriteDone,
+        *,
+        timeout_s: float,
+        on_late: OnWriteLate | None = None,
+    ) -> int:
+        """Begin a write, which moves nothing."""
+        assert timeout_s == WRITE_TIMEOUT_S
+        if len(self.begun) == self.refuse_after:
+            raise TransferFailedError("the engine is closed")
+        self.begun.append(Begun(session_name, bytes_at(local_address, size_bytes), remote_address, on_done, on_late))
+        return len(self.begun)
+
+    async def close(self) -> None:
+        """End it."""
+
+    async def _wait(self, may: asyncio.Event) -> None:
+        await may.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def network_memory(
+    *,
+    buffer_bytes: int,
+    bounce_buffers: int = 8,
+    staging: int = 2,
+    bounds: FenceBounds = NEVER,
+    direct: bool = False,
+) -> tuple[ScriptedNetwork, NetworkMemory]:
+    """Return the memory of a daemon that other hosts may write, and the engine that they would write it by."""
+    engine = ScriptedNetwork()
+    config = NetworkConfig(
+        bounce_buffers=bounce_buffers,
+        bounce_buffer_bytes=buffer_bytes,
+        staging=staging,
+        direct=direct,
+        write_timeout_s=WRITE_TIMEOUT_S,
+        **bounds._asdict(),
+    )
+    return engine, NetworkMemory(config, engine, region(bounce_buffers * buffer_bytes), region(staging * buffer_bytes))
 
 
 class NetworkHarness:

@@ -7,49 +7,24 @@ import weakref
 
 import pytest
 
-from kvferry.daemon.transports.direct_pages import DirectPages
+from kvferry.daemon.transports.network_memory import DirectPages
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import TransferFailedError
 from kvferry.protocol.manifests import MhaSpec
+from tests.daemon.transports.network_harness import ScriptedNetwork
 
 pytestmark = pytest.mark.anyio
 SPEC = MhaSpec(layers=1, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
-
-
-class ScriptedRegistrar:
-    """Answers when the test says so."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-        self.may_answer = asyncio.Event()
-        self.forgotten = asyncio.Event()
-        self.error: TransferFailedError | None = None
-
-    async def register(self, address: int, size_bytes: int) -> None:
-        """Register a pool's memory."""
-        assert size_bytes == manifest_of(SPEC).region_bytes
-        await self._answer("register", address)
-
-    async def unregister(self, address: int) -> None:
-        """Forget it."""
-        await self._answer("unregister", address)
-        self.forgotten.set()
-
-    async def _answer(self, call: str, address: int) -> None:
-        await self.may_answer.wait()
-        if self.error is not None:
-            raise self.error
-        self.calls.append((call, address))
 
 
 class Harness:
     """A pool, and who is told of changes."""
 
     def __init__(self) -> None:
-        self.registrar = ScriptedRegistrar()
-        self.pages = DirectPages(self.registrar)
+        self.engine = ScriptedNetwork()
+        self.pages = DirectPages(self.engine)
         self.changed = asyncio.Event()
         self.pages.subscribe(self.changed.set)
         manifest = manifest_of(SPEC)
@@ -59,7 +34,7 @@ class Harness:
 
     async def until_changed(self) -> None:
         """Let the registrar answer and wait for the news."""
-        self.registrar.may_answer.set()
+        self.engine.may_register.set()
         await asyncio.wait_for(self.changed.wait(), 10)
 
 
@@ -68,18 +43,18 @@ async def test_a_pool_is_registered_once_when_it_is_first_wanted() -> None:
     assert [harness.pages.state(harness.pool) for _ in range(3)] == ["pending"] * 3
     await harness.until_changed()
     assert harness.pages.state(harness.pool) == "ready"
-    assert harness.registrar.calls == [("register", harness.address)]
+    assert harness.engine.registered == {harness.address: manifest_of(SPEC).region_bytes}
 
 
 async def test_a_pool_that_cannot_be_registered_is_refused_and_not_asked_for_again() -> None:
     harness = Harness()
-    harness.registrar.error = TransferFailedError("it overlaps")
+    harness.engine.error = TransferFailedError("it overlaps")
     harness.pages.state(harness.pool)
     await harness.until_changed()
     assert [harness.pages.state(harness.pool) for _ in range(2)] == ["refused", "refused"]
     harness.pages.drop(harness.pool)
     await harness.pages.close()
-    assert harness.registrar.calls == []
+    assert harness.engine.registered == {}
 
 
 async def test_memory_stays_mapped_until_the_engine_has_forgotten_it() -> None:
@@ -87,15 +62,15 @@ async def test_memory_stays_mapped_until_the_engine_has_forgotten_it() -> None:
     harness.pages.state(harness.pool)
     await harness.until_changed()
     mapping = harness.mapping
-    harness.registrar.may_answer.clear()
+    harness.engine.may_register.clear()
     harness.pages.drop(harness.pool)
     harness.pool.close()
     del harness.pool
     await asyncio.sleep(0)
     assert mapping() is not None
-    harness.registrar.may_answer.set()
-    await asyncio.wait_for(harness.registrar.forgotten.wait(), 10)
-    assert harness.registrar.calls[1] == ("unregister", harness.address)
+    harness.engine.may_register.set()
+    await asyncio.wait_for(harness.engine.forgotten.wait(), 10)
+    assert harness.engine.registered == {}
     await harness.pages.close()
     assert mapping() is None
 
@@ -104,13 +79,13 @@ async def test_a_pool_deleted_while_it_is_being_registered_is_forgotten_afterwar
     harness = Harness()
     harness.pages.state(harness.pool)
     harness.pages.drop(harness.pool)
-    harness.registrar.may_answer.set()
-    await asyncio.wait_for(harness.registrar.forgotten.wait(), 10)
-    assert [call for call, _ in harness.registrar.calls] == ["register", "unregister"]
+    harness.engine.may_register.set()
+    await asyncio.wait_for(harness.engine.forgotten.wait(), 10)
+    assert harness.engine.registered == {}
 
 
 async def test_an_unknown_pool_may_be_dropped() -> None:
     harness = Harness()
     harness.pages.drop(harness.pool)
     await harness.pages.close()
-    assert harness.registrar.calls == []
+    assert harness.engine.registered == {}

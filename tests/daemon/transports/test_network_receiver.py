@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncIterator, Callable
-from typing import Literal
+from collections.abc import AsyncIterator
 
 import pytest
 from structlog.testing import capture_logs
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import TransferOp
-from kvferry.daemon.transports import fence_watch, network_receiver
-from kvferry.daemon.transports.bounce_buffers import BounceBuffers, FenceBounds
-from kvferry.daemon.transports.direct_pages import DirectPages
+from kvferry.daemon.transports import network_receiver
+from kvferry.daemon.transports.network_memory import FenceBounds
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.pools.planning.copies import copy_one_by_one
-from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import Grant, OpEnded, OpRequest, Written
 from tests.daemon.transports.network_harness import (
     BYTES,
+    NEVER,
     PAGES,
     SEGMENTS,
     ManualExecutor,
@@ -31,6 +29,7 @@ from tests.daemon.transports.network_harness import (
     bytes_at,
     checksum_at,
     content_at_home,
+    network_memory,
     region,
     turns,
     write,
@@ -41,50 +40,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.any_device]
 GRANTS = 4
 """How many a transfer op may have at a time in these tests."""
 
-NEVER = FenceBounds(quarantined_bytes=1 << 30, quarantined_s=1e9, drain_timeout_s=1e9)
 AT_ONCE = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=1e9)
 IMPATIENT = FenceBounds(quarantined_bytes=0, quarantined_s=1e9, drain_timeout_s=0.0)
 FAILED = DeadlineError("the write failed").info()
-
-
-class ScriptedFence:
-    """Rebuilds when the test says so."""
-
-    def __init__(self) -> None:
-        self.session_name = "session 1"
-        self.writing = False
-        self.held = False
-        self.may_go_on = asyncio.Event()
-        self.error: TransferFailedError | None = None
-        self.begun = 0
-
-    def hold(self, *, held: bool) -> None:
-        """See ``Fence.hold``."""
-        self.held = held
-
-    async def rebuild(self) -> str:
-        """See ``Fence.rebuild``."""
-        self.begun += 1
-        await self.may_go_on.wait()
-        if self.error is not None:
-            raise self.error
-        self.session_name = f"session {self.begun + 1}"
-        return self.session_name
-
-
-class AllDirect(DirectPages):
-    """Pools that are all registered."""
-
-    def __init__(self) -> None:  # nothing of the real one is needed
-        pass
-
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """See ``DirectPages.subscribe``: nothing changes."""
-
-    def state(self, pool: Pool) -> Literal["pending", "ready", "refused"]:
-        """See ``DirectPages.state``."""
-        del pool
-        return "ready"
 
 
 class Home:
@@ -99,22 +57,24 @@ class Home:
         direct: bool = False,
     ) -> None:
         self.harness = NetworkHarness()
-        self.said, self.executor, self.fence, self.counters = Said(), ManualExecutor(), ScriptedFence(), Counters()
-        self.region = region(bounce_buffers * bounce_buffer_bytes)
-        self.bounce_buffers = BounceBuffers(self.region.address, bounce_buffer_bytes, bounce_buffers, bounds)
-        self.receiver = NetworkReceiver(
-            self.said,
-            self.fence,
-            self.bounce_buffers,
-            self.executor,
-            self.counters,
-            AllDirect() if direct else None,
+        self.said, self.executor, self.counters = Said(), ManualExecutor(), Counters()
+        self.engine, memory = network_memory(
+            buffer_bytes=bounce_buffer_bytes, bounce_buffers=bounce_buffers, bounds=bounds, direct=direct
         )
+        self.engine.may_register.set()
+        self.memory, self.bounce_buffers = memory, memory.bounce_buffers
+        self.receiver = NetworkReceiver(self.said, memory, self.executor, self.counters)
 
     def start(self) -> TransferOp:
         """Start a transfer op."""
         op = self.harness.op()
         self.receiver.start(op, self.harness.report)
+        return op
+
+    async def start_direct(self) -> TransferOp:
+        """Start a transfer op whose pages are written directly: its pool is registered first."""
+        op = self.start()
+        await turns()
         return op
 
     def grants(self, op: TransferOp) -> list[Grant]:
@@ -391,79 +351,93 @@ async def test_a_peer_that_cannot_be_told_of_a_grant_gives_the_bounce_buffer_bac
 # -- fences
 
 
+@pytest.fixture
+def _checks_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_receiver, "CHECK_INTERVAL_S", 0.0)
+
+
 async def test_a_write_that_may_still_land_lets_its_bounce_buffer_rest_until_a_fence(homes: list[Home]) -> None:
     home = home_of(homes, bounce_buffer_bytes=BYTES, bounce_buffers=1, bounds=AT_ONCE)
+    assert (home.receiver.status().state, home.engine.rebuilds) == ("ready", 0)
     op, (grant,) = (found := home.start()), home.grants(found)
     before = content_at_home(op)
     home.notify(Written(grant=grant.grant, error=FAILED, may_still_land=True))
     await turns()
     assert home.harness.outcomes == [(op.op_id, "DEADLINE")]
-    assert home.fence.begun == 1
+    assert (home.engine.rebuilds, home.engine.held, home.receiver.status().state) == (1, True, "fencing")
     other = home.start()
     assert not home.grants(other), "it may still be written"
     write(home.harness, op, grant)
     assert content_at_home(op) == before
-    home.fence.may_go_on.set()
-    with capture_logs():
+    home.engine.may_rebuild.set()
+    with capture_logs() as logs:
         await turns()
+    assert [(one["event"], one["freed"]) for one in logs] == [("bounce buffers fenced", 1)]
     assert (home.bounce_buffers.free + home.bounce_buffers.granted, home.counted("network.fences")) == (1, 1)
+    assert (home.engine.held, home.receiver.status().state) == (False, "ready")
     assert [one.session for one in home.grants(other)] == ["session 2"]
     await home.land_all(other)
     assert home.harness.arrived(other)
 
 
-async def test_a_fence_waits_for_live_grants(homes: list[Home], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fence_watch, "CHECK_INTERVAL_S", 0.0)
+@pytest.mark.usefixtures("_checks_all_the_time")
+@pytest.mark.parametrize("own", [False, True], ids=["grants", "own writes"])
+async def test_a_fence_waits_for_grants_and_for_own_writes(homes: list[Home], *, own: bool) -> None:
     home = home_of(homes, bounce_buffer_bytes=6 * PAGE_BYTES, bounce_buffers=3, bounds=AT_ONCE)
     bad = home.start()
     doomed, alive = home.grants(bad)
     home.notify(Written(grant=doomed.grant, error=FAILED, may_still_land=True))
+    home.engine.writing = own
+    if own:
+        home.notify(Written(grant=alive.grant))
     await turns()
-    assert (home.fence.begun, home.fence.held) == (0, True)
-    home.fence.writing = True
-    home.notify(Written(grant=alive.grant))
+    assert (home.engine.rebuilds, home.engine.held, home.receiver.status().state) == (0, True, "draining")
+    if not own:
+        home.notify(Written(grant=alive.grant))
+    home.engine.writing = False
+    home.engine.may_rebuild.set()
     await turns()
-    assert home.fence.begun == 0, "this daemon's own writes would end"
-    home.fence.writing = False
-    await turns()
-    assert home.fence.begun == 1
+    assert (home.engine.rebuilds, home.engine.held, home.receiver.status().state) == (1, False, "ready")
+    assert home.bounce_buffers.free == 3
 
 
-async def test_a_peer_that_lives_and_says_nothing_does_not_hold_bounce_buffers_for_ever(
-    homes: list[Home], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fence_watch, "CHECK_INTERVAL_S", 0.0)
+@pytest.mark.usefixtures("_checks_all_the_time")
+async def test_a_peer_that_lives_and_says_nothing_does_not_hold_bounce_buffers_for_ever(homes: list[Home]) -> None:
     home = home_of(homes, bounce_buffers=GRANTS, bounds=FenceBounds(0, 0.0, 0.0))
     op = home.start()
     assert home.bounce_buffers.free == 0
+    assert list(home.receiver.status().held_by.values()) == [GRANTS]
     home.receiver.stop(op.op_id)
-    home.fence.may_go_on.set()
+    home.engine.may_rebuild.set()
     async with asyncio.timeout(10):
         while home.bounce_buffers.free < GRANTS:
             await turns()
     assert home.harness.outcomes == [(op.op_id, "CANCELLED")]
-    assert home.fence.begun >= 1
+    assert home.engine.rebuilds >= 1
+    assert (home.counted("network.unanswered_grants"), home.receiver.status().held_by) == (GRANTS, {})
 
 
 async def test_a_fence_that_waits_no_longer_fails_what_is_under_way(homes: list[Home]) -> None:
     home = home_of(homes, bounce_buffer_bytes=BYTES, bounce_buffers=3, bounds=IMPATIENT)
     bad, good = home.start(), home.start()
+    home.engine.writing = True
     home.notify(Written(grant=home.grants(bad)[0].grant, error=FAILED, may_still_land=True))
     await turns()
-    assert home.fence.begun == 1
+    assert home.engine.rebuilds == 1
     assert home.harness.outcomes == [(bad.op_id, "DEADLINE"), (good.op_id, "TRANSFER_FAILED")]
     home.into(good, home.grants(good)[0])
     assert home.counted("network.unknown_grants") == 1
-    home.fence.may_go_on.set()
+    home.engine.may_rebuild.set()
     await turns()
     assert home.bounce_buffers.free == home.bounce_buffers.count
 
 
-async def test_a_fence_that_fails_frees_nothing(homes: list[Home]) -> None:
+@pytest.mark.usefixtures("_checks_all_the_time")
+async def test_a_fence_that_fails_frees_nothing_and_is_not_tried_again(homes: list[Home]) -> None:
     home = home_of(homes, bounce_buffer_bytes=BYTES, bounce_buffers=2, bounds=AT_ONCE)
     op = home.start()
-    home.fence.error = TransferFailedError("no engine")
-    home.fence.may_go_on.set()
+    home.engine.error = TransferFailedError("no engine")
+    home.engine.may_rebuild.set()
     with capture_logs() as logs:
         home.notify(Written(grant=home.grants(op)[0].grant, error=FAILED, may_still_land=True))
         await turns()
@@ -473,6 +447,16 @@ async def test_a_fence_that_fails_frees_nothing(homes: list[Home]) -> None:
     other = home.start()
     await turns()
     assert home.harness.outcomes[1:] == [(other.op_id, "TRANSFER_FAILED")], "it must not wait for ever"
+    assert (home.engine.rebuilds, home.receiver.status().state) == (1, "broken")
+
+
+async def test_nothing_is_fenced_after_the_end(homes: list[Home]) -> None:
+    home = home_of(homes, bounce_buffer_bytes=BYTES, bounds=AT_ONCE)
+    (grant,) = home.grants(home.start())
+    home.receiver.close()
+    home.notify(Written(grant=grant.grant, error=FAILED, may_still_land=True))
+    await turns()
+    assert (home.bounce_buffers.quarantined, home.engine.rebuilds) == (1, 0)
 
 
 async def test_nothing_is_reported_after_the_end(homes: list[Home]) -> None:
@@ -502,14 +486,16 @@ def write_pages(home: Home, op: TransferOp, grant: Grant) -> int:
 @pytest.mark.host_only
 async def test_pages_written_directly_are_checked_in_place(homes: list[Home]) -> None:
     home = home_of(homes, bounce_buffer_bytes=BYTES, direct=True)
-    op = home.start()
+    op = await home.start_direct()
     (grant,) = home.grants(op)
     assert sum(size for _, size in grant.runs) == grant.size_bytes == BYTES
     home.notify(Written(grant=grant.grant, checksum=write_pages(home, op, grant)))
     await home.executor.run()
     assert home.harness.outcomes == [(op.op_id, "OK")]
     assert home.harness.arrived(op)
-    assert bytes_at(home.region.address, home.region.size_bytes) == b"\xee" * home.region.size_bytes
+    buffer = home.bounce_buffers.take(BootId("f" * 32), 99)
+    assert buffer is not None
+    assert bytes_at(buffer.address, BYTES) == b"\xee" * BYTES
     assert home.counted("network.direct_bytes") == BYTES
 
 
@@ -517,14 +503,14 @@ async def test_pages_written_directly_are_checked_in_place(homes: list[Home]) ->
 async def test_what_lands_in_the_host_tier_goes_by_bounce_buffers_all_the_same(homes: list[Home]) -> None:
     home = home_of(homes, bounce_buffer_bytes=BYTES, direct=True)
     home.harness.home_pool.lands_as = "0" * 32
-    op = home.start()
+    op = await home.start_direct()
     assert [grant.runs for grant in home.grants(op)] == [()]
 
 
 @pytest.mark.host_only
 async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(homes: list[Home]) -> None:
     home = home_of(homes, direct=True)
-    op = home.start()
+    op = await home.start_direct()
     *grants, last = home.grants(op)
     home.receiver.stop(op.op_id)
     assert home.said.of(OpEnded) == [OpEnded(op=op.op_id)]
@@ -541,13 +527,14 @@ async def test_a_stopped_op_whose_pages_are_written_is_over_when_they_are(homes:
 @pytest.mark.parametrize("how", ["may still land", "lost"])
 async def test_pages_in_which_something_may_land_are_held_until_a_fence(homes: list[Home], how: str) -> None:
     home = home_of(homes, bounce_buffer_bytes=BYTES, bounds=AT_ONCE, direct=True)
-    op, (grant,) = (found := home.start()), home.grants(found)
+    op = await home.start_direct()
+    (grant,) = home.grants(op)
     if how == "lost":
         home.receiver.peer_lost(home.harness.to_source, "its connection closed")
     else:
         home.notify(Written(grant=grant.grant, error=FAILED, may_still_land=True))
     await turns()
-    assert (home.harness.reports, home.fence.begun) == ([], 1)
-    home.fence.may_go_on.set()
+    assert (home.harness.reports, home.engine.rebuilds) == ([], 1)
+    home.engine.may_rebuild.set()
     await turns()
     assert home.harness.outcomes == [(op.op_id, "PEER_LOST" if how == "lost" else "DEADLINE")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,9 +13,9 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import TransferOp
 from kvferry.daemon.transfer.peer_transfers import op_of
 from kvferry.daemon.transfer.transitions import State
-from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate, WriteFailedError
+from kvferry.daemon.transports.mooncake import WriteFailedError
 from kvferry.daemon.transports.network_sender import NetworkSender
-from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, TransferFailedError, UnknownTransferError
+from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, UnknownTransferError
 from kvferry.protocol.peer_messages import Grant, OpRequest, Written
 from tests.daemon.transports.network_harness import (
     BYTES,
@@ -24,9 +24,8 @@ from tests.daemon.transports.network_harness import (
     ManualExecutor,
     NetworkHarness,
     Said,
-    bytes_at,
     content_at_source,
-    region,
+    network_memory,
 )
 from tests.transfer.transfer_harness import PAGE_BYTES
 
@@ -36,60 +35,21 @@ BOUNCE_BUFFER = 1 << 20
 """Where the bounce buffers of the home are, as far as it says."""
 
 
-class Begun(NamedTuple):
-    """A write that was begun."""
-
-    session_name: str
-    content: bytes
-    remote_address: int
-    on_done: OnWriteDone
-    on_late: OnWriteLate | None
-
-
-class ScriptedWriter:
-    """Writes nothing; the test ends each write."""
-
-    def __init__(self) -> None:
-        self.begun: list[Begun] = []
-        self.refuse_after: int | None = None
-
-    def write(
-        self,
-        session_name: str,
-        local_address: int,
-        remote_address: int,
-        size_bytes: int,
-        on_done: OnWriteDone,
-        *,
-        timeout_s: float,
-        on_late: OnWriteLate | None = None,
-    ) -> int:
-        """See ``MooncakeEngine.write``."""
-        assert timeout_s == 7.0
-        if len(self.begun) == self.refuse_after:
-            raise TransferFailedError("the engine is closed")
-        self.begun.append(Begun(session_name, bytes_at(local_address, size_bytes), remote_address, on_done, on_late))
-        return len(self.begun)
-
-
 class Source:
     """A sender, and what is around it."""
 
     def __init__(self, *, buffers: int = 2, staging_bytes: int = BYTES) -> None:
         self.harness = NetworkHarness()
-        self.said, self.executor, self.writer, self.counters = Said(), ManualExecutor(), ScriptedWriter(), Counters()
+        self.said, self.executor, self.counters = Said(), ManualExecutor(), Counters()
         self.settled = 0
-        self.staging = region(buffers * staging_bytes)
+        self.writer, self.memory = network_memory(buffer_bytes=staging_bytes, staging=buffers)
         self.sender = NetworkSender(
             self.said,
-            self.writer,
-            self.staging,
-            staging_bytes,
+            self.memory,
             self.executor,
             self.harness.source.state_machine.peers,
             self._settled,
             self.counters,
-            7.0,
         )
 
     def _settled(self) -> None:

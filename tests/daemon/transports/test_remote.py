@@ -9,7 +9,6 @@ import pytest
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.pull import PullTransport
 from kvferry.daemon.transports.remote import RemoteTransports
-from kvferry.protocol.errors import KvferryError
 from tests.daemon.transports.network_harness import NetworkHarness
 from tests.scripted.scripted_transport import ScriptedTransport
 
@@ -27,17 +26,12 @@ class Ways:
             cast("PullTransport", self.by["ipc"]), cast("NetworkReceiver", self.by["tcp"])
         )
 
-    def over(self, op_id: int, error: KvferryError | None) -> None:
-        """Take the end of a transfer op."""
-        del error
-        self.transports.forget(op_id)
-
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_op_is_stopped_on_the_way_that_it_took(way: str) -> None:
     ways = Ways()
     for one in WAYS:
-        ways.transports.start(ways.harnesses[one].op(), ways.over)
+        ways.transports.start(ways.harnesses[one].op(), ways.harnesses["ipc"].report)
     [op_id] = ways.by[way].under_way
     ways.transports.stop(op_id)
     assert {one: sorted(transport.stopped) for one, transport in ways.by.items()} == {
@@ -49,7 +43,7 @@ def test_where_there_is_no_transport_between_hosts_ops_of_this_host_are_stopped_
     ways = Ways()
     ways.transports.receiver = None
     op = ways.harnesses["ipc"].op()
-    ways.transports.start(op, ways.over)
+    ways.transports.start(op, ways.harnesses["ipc"].report)
     ways.transports.stop(op.op_id)
     assert ways.by["ipc"].stopped == {op.op_id}
     assert not ways.transports.can_reach(ways.harnesses["tcp"].source.tcp)

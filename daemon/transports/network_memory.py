@@ -1,0 +1,438 @@
+"""The memory that daemons of other hosts may write: bounce buffers, and pages where ``network.direct`` is on.
+
+A bounce buffer is free, granted to one (peer, grant), or quarantined: its grant is over, but a write of the peer may
+still land. Quarantine ends for a single bounce buffer when the peer reports that its writes have ended, or for all at
+once by a fence: this daemon destroys and rebuilds its network engine, after which no old write can land. As a fence
+aborts the writes of live grants too, it waits for them to end, with no new grants meanwhile, for at most
+``drain_timeout_s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import Final, Literal, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvferry.daemon.config.schema import Config, NetworkConfig
+from kvferry.daemon.transports.mooncake import MooncakeEngine, OnWriteDone, OnWriteLate
+from kvferry.daemon.transports.mooncake_native import MooncakeSettings
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import ConfigError, KvferryError
+from kvferry.protocol.ids import BootId
+
+log = structlog.get_logger(__name__)
+
+State = Literal["pending", "ready", "refused"]
+
+
+class NetworkEngine(Protocol):
+    """What writes to and lets write other hosts; see ``MooncakeEngine``, which has the contract of each method."""
+
+    session_name: str
+
+    @property
+    def writing(self) -> bool:
+        """Return whether this daemon has writes in flight."""
+
+    def hold(self, *, held: bool) -> None:
+        """Begin no write while ``held``."""
+
+    def write(
+        self,
+        session_name: str,
+        local_address: int,
+        remote_address: int,
+        size_bytes: int,
+        on_done: OnWriteDone,
+        *,
+        timeout_s: float,
+        on_late: OnWriteLate | None = None,
+    ) -> int:
+        """Begin a write; ``on_done`` is called exactly once."""
+
+    async def register(self, address: int, size_bytes: int) -> None:
+        """Allow peers to write this memory."""
+
+    async def unregister(self, address: int) -> None:
+        """Refuse new writes to this memory."""
+
+    async def rebuild(self) -> str:
+        """Destroy and rebuild the engine; no old write lands afterwards."""
+
+    async def close(self) -> None:
+        """Destroy the engine; afterwards no byte is read or lands here."""
+
+
+class FenceBounds(NamedTuple):
+    """When a fence is due.
+
+    Attributes:
+        quarantined_bytes: more quarantined bytes than this require a fence.
+        quarantined_s: a bounce buffer that is quarantined for longer requires a fence.
+        drain_timeout_s: how long a fence that is due waits for live grants to end.
+    """
+
+    quarantined_bytes: int
+    quarantined_s: float
+    drain_timeout_s: float
+
+
+class Target(NamedTuple):
+    """What a grant allows a peer to write.
+
+    Attributes:
+        number: identifies it: a bounce buffer's index, 0 to ``count - 1``, or for pages a higher number.
+        address: the first byte in this process, by which the peer's writes address it.
+        runs: the address and bytes of each run of pages; () for a bounce buffer.
+    """
+
+    number: int
+    address: int
+    runs: tuple[tuple[int, int], ...] = ()
+
+
+class _Granted(NamedTuple):
+    peer: BootId
+    grant_id: int
+    size_bytes: int
+    quarantined_since_s: float = 0.0
+
+
+class BounceBuffers:
+    """``count`` contiguous buffers of ``bounce_buffer_bytes`` each, from ``base_address``, in memory of the caller.
+
+    Pages that peers write directly are tracked as bounce buffers that exist while they are granted or quarantined.
+    Knows nothing of sockets, engines or clocks: times are seconds of any clock that the caller reads.
+    """
+
+    def __init__(self, base_address: int, bounce_buffer_bytes: int, count: int, bounds: FenceBounds) -> None:
+        assert base_address > 0, base_address
+        assert bounce_buffer_bytes > 0, bounce_buffer_bytes
+        assert count > 0, count
+        self.bounce_buffer_bytes: Final = bounce_buffer_bytes
+        self.count: Final = count
+        self._base_address = base_address
+        self.bounds: Final = bounds
+        self._free = list(range(count - 1, -1, -1))  # a stack: lowest first, then the last one returned
+        self._granted: dict[int, _Granted] = {}
+        self._quarantined: dict[int, _Granted] = {}  # oldest first
+        self._quarantined_bytes = 0
+        self._page_numbers = itertools.count(count)
+        self._draining_since_s: float | None = None
+        self._fencing = False
+
+    def __repr__(self) -> str:
+        """Show the number of bounce buffers in each state."""
+        state = " draining" if self.draining else ""
+        return (
+            f"<BounceBuffers free={len(self._free)} granted={len(self._granted)} "
+            f"quarantined={len(self._quarantined)} bounce_buffer_bytes={self.bounce_buffer_bytes}{state}>"
+        )
+
+    @property
+    def free(self) -> int:
+        """Return the number of free bounce buffers, grantable unless a fence is due."""
+        return len(self._free)
+
+    @property
+    def granted(self) -> int:
+        """Return the number of live grants, of bounce buffers and of pages."""
+        return len(self._granted)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Return the number of quarantined bytes, of bounce buffers and of pages."""
+        return self._quarantined_bytes
+
+    @property
+    def quarantined(self) -> int:
+        """Return the number of quarantined bounce buffers, not counting pages."""
+        return sum(number < self.count for number in self._quarantined)
+
+    @property
+    def draining(self) -> bool:
+        """Return whether a fence waits for live grants to end or is in progress: nothing is granted."""
+        return self._fencing or self._draining_since_s is not None
+
+    def oldest_quarantine_s(self, now_s: float) -> float:
+        """Return the age in seconds of the oldest quarantine; 0 where there is none."""
+        for quarantined in self._quarantined.values():
+            return now_s - quarantined.quarantined_since_s
+        return 0.0
+
+    def take(self, peer: BootId, grant_id: int) -> Target | None:
+        """Grant a bounce buffer to a peer; None where none is free or a fence is due."""
+        if self.draining or not self._free:
+            return None
+        number = self._free.pop()
+        self._granted[number] = _Granted(peer, grant_id, self.bounce_buffer_bytes)
+        return Target(number, self._base_address + number * self.bounce_buffer_bytes)
+
+    def take_pages(self, peer: BootId, grant_id: int, runs: tuple[tuple[int, int], ...]) -> Target | None:
+        """Grant runs of pages, by address and bytes, to a peer; None where a fence is due."""
+        if self.draining:
+            return None
+        number = next(self._page_numbers)
+        self._granted[number] = _Granted(peer, grant_id, sum(size_bytes for _, size_bytes in runs))
+        return Target(number, runs[0][0], runs)
+
+    def give_back(self, number: int, peer: BootId, grant_id: int) -> bool:
+        """Free the buffer of a grant whose writes have ended. Return False where the grant is over already.
+
+        Ends a quarantine as well, so a late report of ended writes counts. A report that comes after a fence and a new
+        grant of the same buffer does not match that grant and changes nothing.
+        """
+        if self._matches(self._granted.get(number), peer, grant_id):
+            del self._granted[number]
+        elif self._matches(quarantined := self._quarantined.get(number), peer, grant_id):
+            assert quarantined is not None
+            del self._quarantined[number]
+            self._quarantined_bytes -= quarantined.size_bytes
+        else:
+            return False
+        self._put_back(number)
+        return True
+
+    def quarantine(self, number: int, peer: BootId, grant_id: int, now_s: float) -> bool:
+        """Quarantine the buffer of a grant whose writes may still land.
+
+        Return False where the grant is over already.
+        """
+        if not self._matches(self._granted.get(number), peer, grant_id):
+            return False
+        granted = self._granted.pop(number)
+        self._quarantined[number] = granted._replace(quarantined_since_s=now_s)
+        self._quarantined_bytes += granted.size_bytes
+        return True
+
+    def quarantine_peer(self, peer: BootId, now_s: float) -> list[int]:
+        """End all grants of a lost peer; return the numbers that are quarantined by this."""
+        lost = [(number, granted.grant_id) for number, granted in self._granted.items() if granted.peer == peer]
+        for number, grant_id in lost:
+            self.quarantine(number, peer, grant_id, now_s)
+        return [number for number, _ in lost]
+
+    def fence_due(self, now_s: float, *, writing: bool = False) -> bool:
+        """Return whether to fence now. Where a bound is exceeded but grants are live, start draining and return False.
+
+        ``writing``: this daemon has writes in flight, which a fence would abort, so it waits for those too.
+        Draining ends without a fence when quarantine falls below its bounds again. False while a fence is in progress.
+        """
+        if self._fencing or not self._bounds_exceeded(now_s):
+            self._draining_since_s = None
+            return False
+        if self._draining_since_s is None:
+            self._draining_since_s = now_s
+        idle = not self._granted and not writing
+        return idle or now_s - self._draining_since_s >= self.bounds.drain_timeout_s
+
+    def fence_begins(self, now_s: float) -> list[int]:
+        """Quarantine what is still granted, just before the engine is destroyed; return the numbers.
+
+        Nothing is granted until ``fenced``, also where the engine cannot be rebuilt and ``fenced`` is never called.
+        """
+        self._fencing = True
+        peers = {granted.peer for granted in self._granted.values()}
+        ended = [number for peer in peers for number in self.quarantine_peer(peer, now_s)]
+        assert not self._granted, "a grant outlived its engine"
+        return ended
+
+    def fenced(self) -> int:
+        """Free everything quarantined, after the engine was rebuilt; return how many bounce buffers and page grants.
+
+        Nothing is granted after ``fence_begins``, so everything quarantined was granted before the fence.
+        """
+        assert self._fencing, "fenced() without fence_begins()"
+        assert not self._granted, "granted while the engine was being rebuilt"
+        freed = list(self._quarantined)
+        self._quarantined.clear()
+        self._quarantined_bytes = 0
+        for number in freed:
+            self._put_back(number)
+        self._draining_since_s = None
+        self._fencing = False
+        return len(freed)
+
+    def check(self) -> None:
+        """Check that each bounce buffer is in exactly one state.
+
+        Raises:
+            AssertionError: a bug in this module; the process must not continue.
+        """
+        states = sorted([*self._free, *self._granted, *self._quarantined])
+        bounce_buffers = [number for number in states if number < self.count]
+        assert bounce_buffers == list(range(self.count)), f"a bounce buffer is lost or in two states: {self!r}"
+        assert len(set(states)) == len(states), f"pages are in two states: {self!r}"
+        quarantined = sum(one.size_bytes for one in self._quarantined.values())
+        assert quarantined == self._quarantined_bytes, f"{quarantined} bytes are quarantined: {self!r}"
+
+    @staticmethod
+    def _matches(state: _Granted | None, peer: BootId, grant_id: int) -> bool:
+        return state is not None and state[:2] == (peer, grant_id)
+
+    def _put_back(self, number: int) -> None:
+        if number < self.count:
+            self._free.append(number)
+
+    def _bounds_exceeded(self, now_s: float) -> bool:
+        return (
+            self.quarantined_bytes > self.bounds.quarantined_bytes
+            or self.oldest_quarantine_s(now_s) > self.bounds.quarantined_s
+        )
+
+
+class _Registered:
+    """One pool's memory, kept mapped by the view."""
+
+    def __init__(self, view: npt.NDArray[np.uint8]) -> None:
+        self.view = view
+        self.address = int(view.ctypes.data)
+        self.state: State = "pending"
+        self.registering: asyncio.Task[None]
+
+
+class DirectPages:
+    """The pools whose pages peers write directly: registered on first use, until they are deleted. For the loop.
+
+    Everybody who reaches the engine's port can write any byte of a registered pool, and a late write lands in a page.
+    So this is optional, the receiver holds pages until nothing can land in them, and a pool's memory stays mapped until
+    it is unregistered.
+    """
+
+    def __init__(self, engine: NetworkEngine) -> None:
+        self._listeners: list[Callable[[], None]] = []
+        self._engine = engine
+        self._pools: dict[Pool, _Registered] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    def __repr__(self) -> str:
+        """Show the number of pools in each state."""
+        states = [registered.state for registered in self._pools.values()]
+        return f"<DirectPages ready={states.count('ready')} pending={states.count('pending')}>"
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever a pool stops being pending."""
+        self._listeners.append(listener)
+
+    def state(self, pool: Pool) -> State:
+        """Return whether peers may write the pool's pages; start registering it if it is new."""
+        registered = self._pools.get(pool)
+        if registered is None:
+            assert isinstance(pool.region, HostRegion), pool
+            registered = self._pools[pool] = _Registered(pool.region.view())
+            registered.registering = self._run(self._register(pool, registered))
+        return registered.state
+
+    def drop(self, pool: Pool) -> None:
+        """Unregister a pool that has no writes in flight; its memory stays mapped until that is done."""
+        registered = self._pools.pop(pool, None)
+        if registered is not None:
+            self._run(self._unregister(registered))
+
+    async def close(self) -> None:
+        """Cancel what is in progress. Called after the engine was closed."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _run(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _register(self, pool: Pool, registered: _Registered) -> None:
+        try:
+            await self._engine.register(registered.address, registered.view.nbytes)
+        except KvferryError as error:
+            registered.state = "refused"
+            log.warning("pages are not written directly, but through bounce buffers", pool=pool.name, cause=str(error))
+        else:
+            registered.state = "ready"
+        for listener in self._listeners:
+            listener()
+
+    async def _unregister(self, registered: _Registered) -> None:
+        await asyncio.wait([registered.registering])
+        if registered.state == "ready":
+            with contextlib.suppress(KvferryError):  # the engine is closed, which unregisters everything
+                await self._engine.unregister(registered.address)
+
+
+class NetworkMemory:
+    """The engine that writes between hosts and the memory that it may access. Made by ``open_network``.
+
+    Attributes:
+        engine: the network engine; it listens.
+        bounce_buffers: the memory that peers write.
+        staging: the memory that outgoing bytes are gathered in, in buffers of ``bounce_buffer_bytes``.
+        pages: whole pages that peers may write directly; None where the configuration does not allow it.
+    """
+
+    def __init__(self, config: NetworkConfig, engine: NetworkEngine, buffers: HostRegion, staging: HostRegion) -> None:
+        bounds = FenceBounds(
+            buffers.size_bytes // 2 if config.quarantined_bytes is None else config.quarantined_bytes,
+            config.quarantined_s,
+            config.drain_timeout_s,
+        )
+        self.config = config
+        self.engine = engine
+        self.staging = staging
+        self.bounce_buffers = BounceBuffers(buffers.address, config.bounce_buffer_bytes, config.bounce_buffers, bounds)
+        self.pages = DirectPages(engine) if config.direct else None
+        self._regions = (buffers, staging)
+
+    def __repr__(self) -> str:
+        """Show its session name and buffers."""
+        return f"<NetworkMemory {self.engine.session_name} {self.bounce_buffers!r}>"
+
+    def drop_pool(self, pool: Pool) -> None:
+        """Unregister a pool's pages, if peers may write them."""
+        if self.pages is not None:
+            self.pages.drop(pool)
+
+    async def stop(self) -> None:
+        """Stop listening; no write lands afterwards."""
+        await self.engine.close()
+        if self.pages is not None:
+            await self.pages.close()
+
+    def close(self) -> None:
+        """Unmap the memory; no thread may gather or scatter any more."""
+        for region in self._regions:
+            region.close()
+
+
+async def open_network(config: Config) -> NetworkMemory | None:
+    """Start listening for writes of other hosts; None where no transport between hosts is configured.
+
+    Raises:
+        ConfigError: no address to listen on, or Mooncake is not installed.
+        OutOfMemoryError: no memory for bounce buffers or staging.
+        TransferFailedError: Mooncake could not start.
+    """
+    network = config.network
+    if network.transport == "none":
+        return None
+    address = network.address or (urlsplit(config.peers.listen).hostname if config.peers.listen else None)
+    if not address:
+        raise ConfigError("set the address to listen at, or peers.listen", field="network.address")
+    engine = MooncakeEngine(MooncakeSettings(address=address, protocol=network.protocol))
+    buffers = HostRegion.create("network", network.bounce_buffers * network.bounce_buffer_bytes)
+    staging = HostRegion.create("staging", network.staging * network.bounce_buffer_bytes)
+    await engine.__aenter__()
+    # Peers may write whatever is registered, so only this is, unless pages are written directly.
+    await engine.register(buffers.address, buffers.size_bytes)
+    log.info(
+        "network ready", transport=network.transport, session=engine.session_name, bounce_buffers=network.bounce_buffers
+    )
+    return NetworkMemory(network, engine, buffers, staging)
