@@ -31,8 +31,8 @@ _live_lock = threading.Lock()
 class SharedMemory(OfOneProcess):
     """Zeroed host memory of a fixed size, by a descriptor that can be passed on.
 
-    Arrays are taken from it one after another, by ``array`` or ``tensor``, or cut out of ``view`` by hand. They keep
-    the memory mapped; a forked child does not have it.
+    Arrays are taken from it one after another, by ``array`` or ``tensor``, or cut out of ``view`` by hand. They hold
+    it; a forked child does not have it.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -59,7 +59,9 @@ class SharedMemory(OfOneProcess):
 
     def view(self) -> npt.NDArray[np.uint8]:
         """Return all of it as ``(size_bytes,)`` uint8, without a copy."""
-        return self.region.view()
+        view = self.region.view()
+        weakref.finalize(view, _let_go, self).atexit = False  # numpy's views of this one are its, too
+        return view
 
     def array(self, shape: Sequence[int], dtype: str) -> npt.NDArray[Any]:
         """Return an array of the next bytes; of a dtype that numpy has not, its bits, as ``AttachedPool.array`` does.
@@ -85,7 +87,10 @@ class SharedMemory(OfOneProcess):
         return made
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes once no array of it is left. Registered pools stay registered."""
+        """Give the descriptor back: no array can be registered any more. The memory itself goes with the last one.
+
+        Registered pools stay registered. Without this the descriptor goes with the last array, too.
+        """
         with _live_lock:
             _live.discard(self)
         self.region.close()
@@ -100,6 +105,10 @@ class SharedMemory(OfOneProcess):
             )
         self._used = start + wanted
         return self.view()[start : start + wanted], sizes
+
+
+def _let_go(memory: SharedMemory) -> None:
+    """Do nothing: until then an array holds the memory."""
 
 
 def memory_at(start: int, stop: int) -> SharedMemory | None:

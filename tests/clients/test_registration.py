@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -10,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.clients import AttachedPool, DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
-from kvferry.clients.registration import registered_tensors
+from kvferry.clients import AttachedPool, DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, SharedMemory
+from kvferry.clients.registration import registered_memory, registered_tensors
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, TorchMissingError, UncoveredEntryError
@@ -197,6 +200,30 @@ def test_without_torch_nothing_can_be_registered(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torch", None)  # what an import of it finds
     with pytest.raises(TorchMissingError, match="not installed"):
         registered_tensors(MHA, arrays)
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_shared_memory_is_held_by_its_arrays(kind: str) -> None:
+    """Whoever made it need not keep it: its descriptor is there as long as one of them is."""
+    shape = (2, 5, 16, 2, 8)
+    spec = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=2, head_dim=8, dtype="float16")
+    arrays: dict[tuple[Any, ...], Any] = {}
+    take = getattr(SharedMemory(1 << 16), kind)
+    arrays["main", "k"] = take(shape, "float16")
+    arrays["main", "v"] = take((2, *shape), "float16")[1]
+    del take
+    gc.collect()
+    _, memory = registered_memory(spec, arrays)
+    fd = memory.region.fd
+    os.fstat(fd)
+    gone = weakref.ref(memory)
+    del memory, arrays["main", "k"]
+    assert gone() is not None
+    arrays.clear()
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 @pytest.mark.parametrize("bit", ["neg", "conj"])
