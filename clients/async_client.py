@@ -12,7 +12,8 @@ from typing import NoReturn, Self, cast
 import zmq
 
 from kvferry.clients.async_requests import AsyncRequests
-from kvferry.clients.connection import LAST_WORDS_MS, Connection, given_back_with, open_control_socket
+from kvferry.clients.connection import Connection, given_back_with
+from kvferry.clients.daemon_socket import LAST_WORDS_MS, open_control_socket
 from kvferry.clients.exclusive_use import check_process
 from kvferry.protocol.client_core import BatchAnswered, News, Outgoing, ReplyArrived
 from kvferry.protocol.errors import (

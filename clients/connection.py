@@ -13,21 +13,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, NoReturn, ParamS
 import zmq
 
 from kvferry.clients import arguments, daemon_socket
-from kvferry.clients.daemon_socket import LAST_WORDS_MS, REPLY_MARGIN_S, open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.errors import MisuseError
-
-__all__ = [
-    "LAST_WORDS_MS",
-    "REPLY_MARGIN_S",
-    "Connecting",
-    "Connection",
-    "connecting",
-    "find_runtime_dir",
-    "given_back_with",
-    "milliseconds",
-    "open_control_socket",
-]
 
 
 class Closable(Protocol):
@@ -63,15 +50,6 @@ def find_runtime_dir(runtime_dir: str | os.PathLike[str] | None) -> str:
         return daemon_socket.find_runtime_dir(runtime_dir)
     except (TypeError, ValueError):  # bytes of its own making, a NUL, half a surrogate pair
         raise arguments.wrong_kind(runtime_dir, "path", "runtime_dir") from None
-
-
-def milliseconds(deadline_s: float) -> int:
-    """Return a deadline as it travels: at least 1 ms.
-
-    Raises:
-        InvalidFieldError: it is no number of seconds.
-    """
-    return max(1, round(arguments.seconds(deadline_s, "deadline_s") * 1000))
 
 
 def given_back_with(

@@ -21,7 +21,7 @@ from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import PoolAttached
-from kvferry.protocol.session_stream import MAX_SHARED_EVENTS, MAX_SHARES, SharedEvents, ShareFollows
+from kvferry.protocol.session_stream import MAX_SHARED_EVENTS, MAX_SHARES, RegionFollows, SharedEvents, ShareFollows
 
 if TYPE_CHECKING:
     import torch
@@ -138,9 +138,10 @@ def attached_pool(
     """
     size_bytes = attached.manifest.region_bytes
     if attached.device == HOST:
-        [fd] = channel.take_fds(message_id)
+        _, [fd] = channel.take(message_id, RegionFollows)
         return AttachedPool(name, attached.manifest, HostRegion(fd, size_bytes), attached.model)
-    region = devices.map(attached.device, channel.take_share(message_id), size_bytes)
+    share, _ = channel.take(message_id, ShareFollows)
+    region = devices.map(attached.device, share, size_bytes)
     return AttachedPool(name, attached.manifest, region, attached.model)
 
 

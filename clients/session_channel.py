@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvferry.protocol.errors import AccessDeniedError, DaemonLostError, MalformedError, OverloadedError, raised
 from kvferry.protocol.session_stream import (
@@ -18,6 +19,7 @@ from kvferry.protocol.session_stream import (
     MemoryFollows,
     RegionFollows,
     SessionEnd,
+    SessionFrame,
     SessionOpen,
     SessionOpened,
     SessionRefused,
@@ -31,7 +33,18 @@ from kvferry.protocol.settings import SESSION_SOCKET
 OPENING_TIMEOUT_S = 10.0
 _RECEIVE_BYTES = 4096
 _MAX_FDS = 8
-FDS_OF_FRAME = {RegionFollows: 1, EventsFollow: 2, TablesFollow: 1}
+
+Following: TypeAlias = RegionFollows | EventsFollow | ShareFollows | TablesFollow
+"""What the daemon says of a request before it replies."""
+
+FollowingT = TypeVar("FollowingT", RegionFollows, EventsFollow, ShareFollows, TablesFollow)
+
+
+class Followed(NamedTuple):
+    """A frame that came for a request, and its descriptors."""
+
+    frame: Following | None
+    fds: list[int]
 
 
 class SessionChannel:
@@ -44,9 +57,7 @@ class SessionChannel:
         self._kept = kept
         self._frames = FrameSplitter()
         self._fds: deque[int] = deque()
-        self._passed: dict[int, list[int]] = {}
-        self._shares: dict[int, ShareFollows] = {}
-        self._tables: dict[int, TablesFollow] = {}
+        self._followed: dict[int, Followed] = {}
         self._saying = threading.Lock()
 
     @classmethod
@@ -99,48 +110,21 @@ class SessionChannel:
                 raise DaemonLostError("the daemon closed the session")
             for frame in self._frames.feed(data):
                 message = unpack_frame(frame)
-                if isinstance(message, ShareFollows):
-                    self._shares[message.message_id] = message
-                if isinstance(message, TablesFollow):
-                    self._tables[message.message_id] = message
-                count = FDS_OF_FRAME.get(type(message), 0)
-                if isinstance(message, TablesFollow) and message.share is None:
-                    count = 2
-                if isinstance(message, RegionFollows | EventsFollow | TablesFollow) and len(self._fds) >= count:
-                    self._passed[message.message_id] = [self._fds.popleft() for _ in range(count)]
+                count = _fds_of(message)
+                if isinstance(message, Following) and len(self._fds) >= count:
+                    fds = [self._fds.popleft() for _ in range(count)]
+                    self._followed[message.message_id] = Followed(message, fds)
 
-    def take_fds(self, message_id: int) -> list[int]:
-        """Return the descriptors that came for a request; the caller owns them.
+    def take(self, message_id: int, kind: type[FollowingT]) -> tuple[FollowingT, list[int]]:
+        """Return what came for a request, and its descriptors, which the caller owns.
 
         Raises:
-            MalformedError: none came: the daemon sends them before the reply.
+            MalformedError: no such frame came, or without its descriptors: the daemon sends them before the reply.
         """
-        fds = self._passed.pop(message_id, None)
-        if fds is None:
-            raise MalformedError(f"no descriptor came with the reply to message {message_id}")
-        return fds
-
-    def take_share(self, message_id: int) -> ShareFollows:
-        """Return the share that came for a request.
-
-        Raises:
-            MalformedError: none came: the daemon says it before the reply.
-        """
-        share = self._shares.pop(message_id, None)
-        if share is None:
-            raise MalformedError(f"no share came with the reply to message {message_id}")
-        return share
-
-    def take_tables(self, message_id: int) -> TablesFollow:
-        """Return what came for a CREATE_TABLES; its descriptors by ``take_fds``.
-
-        Raises:
-            MalformedError: nothing came.
-        """
-        tables = self._tables.pop(message_id, None)
-        if tables is None:
-            raise MalformedError(f"no tables came with the reply to message {message_id}")
-        return tables
+        frame, fds = self._followed.pop(message_id, Followed(None, []))
+        if not isinstance(frame, kind):
+            raise MalformedError(f"no {kind.__name__} came with the reply to message {message_id}")
+        return frame, fds
 
     def send(self, frames: Sequence[ShareFollows | MemoryFollows], fds: Sequence[int] = ()) -> None:
         """Say what a request registers, before the request; waits where the daemon is slow to read.
@@ -179,10 +163,17 @@ class SessionChannel:
     def close(self) -> None:
         """Give this process's descriptors back. Closing twice does nothing."""
         self.socket.close()
-        for fd in (*self._fds, *(fd for fds in self._passed.values() for fd in fds)):
+        for fd in (*self._fds, *(fd for one in self._followed.values() for fd in one.fds)):
             os.close(fd)
         self._fds.clear()
-        self._passed.clear()
+        self._followed.clear()
+
+
+def _fds_of(message: SessionFrame) -> int:
+    """Return how many descriptors come with a frame."""
+    if isinstance(message, TablesFollow):
+        return 2 if message.share is None else 1
+    return {RegionFollows: 1, EventsFollow: 2}.get(type(message), 0)
 
 
 def _opened(channel: socket.socket, opening: SessionOpen) -> SessionOpened:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from kvferry.clients import calls
 from kvferry.clients.arguments import checked, page_ids, seconds, sequence, wrong_kind
 from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, joined, page_lists
-from kvferry.clients.connection import REPLY_MARGIN_S, Connection, milliseconds
+from kvferry.clients.connection import Connection
+from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.clients.devices import EngineDevices
 from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.clients.session_channel import SessionChannel
@@ -542,7 +543,7 @@ class Submissions(Submitting, OfOneProcess):
         if deadline_s is None:
             return limits.default_deadline_ms / 1000, 0
         deadline_s = seconds(deadline_s, "deadline_s")
-        deadline_ms = milliseconds(deadline_s)
+        deadline_ms = max(1, round(deadline_s * 1000))
         if self.welcome and self._channel and deadline_ms > limits.max_deadline_ms:  # without a session none is kept to
             raise InvalidFieldError(
                 f"{deadline_s:g} seconds; this daemon takes at most {limits.max_deadline_ms / 1000:g}, as its "

@@ -16,7 +16,8 @@ from typing import NoReturn, Self
 
 import zmq
 
-from kvferry.clients.connection import LAST_WORDS_MS, Connection, given_back_with, open_control_socket
+from kvferry.clients.connection import Connection, given_back_with
+from kvferry.clients.daemon_socket import LAST_WORDS_MS, open_control_socket
 from kvferry.clients.exclusive_use import ExclusiveUse
 from kvferry.clients.sync_requests import SyncRequests
 from kvferry.protocol.client_core import Outgoing

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from kvferry.clients import calls
 from kvferry.clients.arguments import device_names, pool_spec, seconds, sequence, truth, whole
 from kvferry.clients.calls import Call
-from kvferry.clients.connection import REPLY_MARGIN_S, Connection, find_runtime_dir
+from kvferry.clients.connection import Connection, find_runtime_dir
+from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
 from kvferry.clients.events import COUNTER_BYTES, EventRing, RingEvent
 from kvferry.clients.pool import AttachedPool
@@ -37,7 +38,7 @@ from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.session_messages import StatusReport
-from kvferry.protocol.session_stream import MemoryFollows, ShareFollows
+from kvferry.protocol.session_stream import EventsFollow, MemoryFollows, ShareFollows
 from kvferry.protocol.table_messages import CreateTables
 from kvferry.protocol.tier_messages import (
     CacheChanges,
@@ -239,7 +240,7 @@ class SyncRequests(Submissions):
             number, opened = self._exchange(calls.open_events(device), deadline_s=deadline_s, said=said)
             channel = self._open_channel()
             channel.receive()
-            counters, eventfd = channel.take_fds(number)
+            _, (counters, eventfd) = channel.take(number, EventsFollow)
         return EventRing(HostRegion(counters, opened.slots * COUNTER_BYTES), eventfd, made)
 
     def delete_pool(self, name: str) -> None:

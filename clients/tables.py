@@ -29,7 +29,7 @@ from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
 from kvferry.protocol.ids import HOST
-from kvferry.protocol.session_stream import ShareFollows
+from kvferry.protocol.session_stream import ShareFollows, TablesFollow
 from kvferry.protocol.table_messages import TablesCreated
 
 if TYPE_CHECKING:
@@ -175,8 +175,7 @@ def mapped_tables(
     created: TablesCreated, max_batch: int, message_id: int, channel: SessionChannel, devices: EngineDevices
 ) -> Tables:
     """Return the tables of a CREATE_TABLES reply, mapped by the descriptors received over the session socket."""
-    follows = channel.take_tables(message_id)
-    fds = channel.take_fds(message_id)
+    follows, fds = channel.take(message_id, TablesFollow)
     host = HostRegion(fds.pop(0), created.host_bytes, writable=False)
     if created.device == HOST:
         return Tables(created, max_batch, HostRegion(fds.pop(0), created.region_bytes), host, None)

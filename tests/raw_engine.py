@@ -15,7 +15,7 @@ import zmq
 
 from kvferry.clients import calls
 from kvferry.clients.calls import Call
-from kvferry.clients.connection import open_control_socket
+from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.base import RequestBody
 from kvferry.protocol.client_core import ClientCore, ReplyArrived

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,11 +13,14 @@ import pytest
 import torch
 
 from kvferry.clients import AttachedPool, DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, SharedMemory
-from kvferry.clients.registration import registered_memory, registered_tensors
+from kvferry.clients.registration import registered
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, TorchMissingError, UncoveredEntryError
+from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import PoolSpec
+from kvferry.protocol.pool_messages import RegisteredArrays
+from kvferry.protocol.session_stream import ShareFollows
 
 MHA: Final = MhaSpec(
     layers=2, first_layer=4, tokens=64, page_size=16, kv_heads=2, head_dim=16, v_head_dim=32, dtype="bfloat16"
@@ -69,6 +71,22 @@ SPECS: Final[dict[str, PoolSpec]] = {
         state_layers=(0, 1), slots=3, conv_window=3, conv_channels=8, ssm_shape=(2, 4, 4), dtype="bfloat16"
     ),
 }
+
+
+def registered_tensors(
+    spec: PoolSpec, tensors: Mapping[tuple[Any, ...], Any]
+) -> tuple[tuple[RegisteredArrays, ...], dict[str, torch.Tensor]]:
+    """Return what is said of tensors, and those that are exported, by name."""
+    exported: dict[str, torch.Tensor] = {}
+
+    def export(name: str, by_name: Mapping[str, torch.Tensor], _: int) -> Sequence[ShareFollows]:
+        assert name == "npu:0"
+        exported.update(by_name)
+        return ()
+
+    found = registered(spec, tensors, "npu:0", export)
+    found.said(1)
+    return found.arrays, exported
 
 
 def tensors_of(spec: PoolSpec, *, layer_by_layer: bool) -> dict[tuple[Any, ...], torch.Tensor]:
@@ -213,15 +231,12 @@ def test_shared_memory_is_held_by_its_arrays(kind: str) -> None:
     arrays["main", "v"] = take((2, *shape), "float16")[1]
     del take
     gc.collect()
-    _, memory = registered_memory(spec, arrays)
-    fd = memory.region.fd
+    [fd] = registered(spec, arrays, HOST, lambda *_: ()).fds
+    del arrays["main", "k"]
+    gc.collect()
     os.fstat(fd)
-    gone = weakref.ref(memory)
-    del memory, arrays["main", "k"]
-    assert gone() is not None
     arrays.clear()
     gc.collect()
-    assert gone() is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 

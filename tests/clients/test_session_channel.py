@@ -63,7 +63,7 @@ def test_what_arrives_is_taken_at_once_while_another_thread_says_much(ends: Ends
         assert read(ends.daemon, 200) == [1] * 200
         saying.result(SOON_S)
     assert took_s < SOON_S / 2
-    assert ends.client.take_share(7).message_id == 7
+    assert ends.client.take(7, ShareFollows)[0].message_id == 7
 
 
 def test_what_two_threads_say_at_a_time_does_not_mix(ends: Ends) -> None:

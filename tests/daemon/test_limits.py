@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from kvferry.clients import Client, MhaSpec, Transfer, calls, new_request_id, pages
-from kvferry.clients.connection import open_control_socket
+from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.base import Busy, PageList, RequestBody
 from kvferry.protocol.codec import PageIds, decode_from_daemon, encode

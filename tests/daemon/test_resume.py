@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
-from kvferry.clients.connection import open_control_socket
+from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.client_core import ClientCore
 from kvferry.protocol.errors import DaemonLostError, NoSessionError

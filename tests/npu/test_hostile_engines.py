@@ -113,7 +113,7 @@ def open_events(raw: RawEngine, device: str, *handles: bytes) -> None:
 def test_what_is_no_share_costs_nobody_the_device(client: Client, raw: RawEngine, device: str) -> None:
     said, _ = raw.numbered(calls.attach_pool("pool", "", None))
     raw.channel.receive()
-    [real] = raw.channel.take_share(said).shares
+    [real] = raw.channel.take(said, ShareFollows)[0].shares
     assert isinstance(real, VmmShare)
     torch_share = TorchShare(
         handle=bytes(64),
