@@ -114,11 +114,18 @@ class KvferryError(Exception):
         if "code" in vars(cls):
             cls.by_code[cls.code] = cls
 
-    def __init__(self, detail: str, *, field: str = "") -> None:
+    def __init__(
+        self, detail: str, *, field: str = "", retryable: bool | None = None, remedy: str | None = None
+    ) -> None:
+        """``retryable`` and ``remedy``: where the class's do not fit this case."""
         super().__init__(detail)
         self.detail = detail
         self.field = field
         self.request_id = ""
+        if retryable is not None:
+            self.retryable = retryable
+        if remedy is not None:
+            self.remedy = remedy
 
     def __str__(self) -> str:
         where = f"{self.field and f' [{self.field}]'}{self.request_id and f' request {self.request_id}'}"
@@ -138,20 +145,6 @@ class KvferryError(Exception):
 
 class CallerError(KvferryError):
     """The message or its sender is wrong; sending it again unchanged does not help."""
-
-
-class PeerError(KvferryError):
-    """The other side of a transfer failed it."""
-
-
-class BusyError(KvferryError):
-    """The message is valid and may succeed later, unchanged."""
-
-    retryable = True
-
-
-class DaemonError(KvferryError):
-    """The daemon or its host failed."""
 
 
 class MalformedError(CallerError):
@@ -258,237 +251,6 @@ class NotOwnerError(CallerError):
 
     code = "NOT_OWNER"
     remedy = "list only pages that ALLOCATE gave this session and that it has not freed"
-
-
-class ConfigError(CallerError):
-    """The daemon's configuration is wrong."""
-
-    code = "CONFIG"
-    remedy = "correct the named key"
-
-
-class PeerLostError(PeerError):
-    """The other side's engine died, or its daemon is gone."""
-
-    code = "PEER_LOST"
-    retryable = True
-    remedy = "after SETTLED, RECEIVE again with the same pages and another source, or free them"
-
-
-class PeerCancelledError(PeerError):
-    """The other side cancelled."""
-
-    code = "PEER_CANCELLED"
-    remedy = "free the pages after SETTLED"
-
-
-class DeadlineError(PeerError):
-    """The time allowed ran out."""
-
-    code = "DEADLINE"
-    retryable = True
-    remedy = "check which side was missing; allow more time or abandon the request"
-
-
-class PoolFullError(BusyError):
-    """Fewer free pages than asked for."""
-
-    code = "POOL_FULL"
-    remedy = "free pages, ask for fewer, or wait; kvferry status shows which sessions hold them"
-
-
-class PageBusyError(BusyError):
-    """A page has a reader or writer that excludes this use."""
-
-    code = "PAGE_BUSY"
-    remedy = "wait for the SETTLED event of the transfer that uses the page"
-
-
-class OverloadedError(BusyError):
-    """A bound on requests in flight is reached."""
-
-    code = "BUSY"
-    remedy = "wait for retry_after_ms, acknowledge events, keep fewer requests in flight"
-
-
-class ShuttingDownError(BusyError):
-    """The daemon is draining and accepts no new requests."""
-
-    code = "SHUTTING_DOWN"
-    remedy = "connect again once the daemon is back"
-
-
-class OutOfMemoryError(DaemonError):
-    """The host or the device cannot give the memory."""
-
-    code = "OUT_OF_MEMORY"
-    remedy = "make the pool smaller, delete another, or raise pools.max_bytes"
-
-
-class TransferFailedError(DaemonError):
-    """A copy failed."""
-
-    code = "TRANSFER_FAILED"
-    retryable = True
-    remedy = "transfer again; the daemon's log has the cause"
-
-
-class DaemonLostError(DaemonError):
-    """No daemon answers, or its connection closed."""
-
-    code = "DAEMON_LOST"
-    retryable = True
-    remedy = "start it with kvferry daemon or systemctl, or name its folder in KVFERRY_RUNTIME_DIR"
-
-
-class InternalError(DaemonError):
-    """A bug in the daemon, or an error code from a newer one."""
-
-    code = "INTERNAL"
-    remedy = "report it with the traceback in the daemon's log"
-
-
-class ClientClosedError(CallerError):
-    """The client was closed, possibly while the call was waiting; or an object that it mapped was closed separately."""
-
-    code = "CLIENT_CLOSED"
-    remedy = (
-        "connect again: a closed client's pages and transfers were released; if the client is open, attach the pool, "
-        "or create the tables or the ring, again"
-    )
-
-
-class ConcurrentUseError(CallerError):
-    """A client is used by two threads at a time, or outside its event loop. Nothing was sent."""
-
-    code = "CONCURRENT_USE"
-    remedy = "give each thread or event loop its own client, or let one thread at a time call this one"
-
-
-class ForkedError(CallerError):
-    """A client, or memory that it mapped, is used in a process forked from its owner."""
-
-    code = "FORKED"
-    remedy = "connect and attach the pools in this process; the parent's client is not affected"
-
-
-class MisuseError(CallerError):
-    """A call that is not valid in the current state."""
-
-    code = "MISUSE"
-    remedy = "see docs/engines.md and the examples"
-
-
-class UnknownTablesError(CallerError):
-    """No graph tables of that name in this session."""
-
-    code = "UNKNOWN_TABLES"
-    remedy = "create them first: tables live as long as their session"
-
-
-class TablesExistError(CallerError):
-    """The session already has graph tables of that name."""
-
-    code = "TABLES_EXIST"
-    remedy = "use another name, or delete the old tables; captured graphs keep the addresses they were captured with"
-
-
-class TablesBusyError(BusyError):
-    """An update of these tables is already waiting."""
-
-    code = "TABLES_BUSY"
-    remedy = "let the waiting update complete: record the replay event it waits for, then send the next one"
-
-
-class TorchMissingError(CallerError):
-    """A tensor was requested, but torch is missing or too old for its dtype; raised by the client, never sent."""
-
-    code = "TORCH_MISSING"
-    remedy = "on the host use array(), which needs only numpy; or install torch, or a newer version"
-
-
-class DeviceUnavailableError(DaemonError):
-    """No such device on this host, or its driver or software is missing."""
-
-    code = "DEVICE_UNAVAILABLE"
-    remedy = "run kvferry doctor: it reports what is missing and how to get it"
-
-
-class DeviceLostError(DaemonError):
-    """A device failed, or a call to it never returned: its contents can no longer be trusted."""
-
-    code = "DEVICE_LOST"
-    remedy = "the daemon exits and is restarted; create the pools again and capture graphs again"
-
-
-class PoolLostError(DaemonError):
-    """The pool's memory was lost with its device, the previous daemon, or the engine that registered it."""
-
-    code = "POOL_LOST"
-    remedy = "create or register it again, recompute its contents, and capture graphs again"
-
-
-class TableOverflowError(CallerError):
-    """A row needs more pages than the graph tables have columns."""
-
-    code = "TABLE_OVERFLOW"
-    remedy = "create the tables for the longest request, all draft tokens and the width of the engine's own token map"
-
-
-class TableHoleError(CallerError):
-    """A row's length needs a page that the row was never given."""
-
-    code = "TABLE_HOLE"
-    remedy = "send the page as an entry, or the row as a whole, at the latest with the length that needs it"
-
-
-class UnknownSnapshotError(CallerError):
-    """No snapshot of that name for this tenant."""
-
-    code = "UNKNOWN_SNAPSHOT"
-    remedy = "SNAPSHOTS lists the existing ones; a snapshot whose session has ended is dropped after a while"
-
-
-class UnknownLeaseError(CallerError):
-    """No lease of that number in this session."""
-
-    code = "UNKNOWN_LEASE"
-    remedy = "LOOKUP again: a lease ends with UNPIN or the session"
-
-
-class UnknownOperationError(CallerError):
-    """No operation of that number in this session."""
-
-    code = "UNKNOWN_OPERATION"
-    remedy = "operations are known until their TIER_DONE is acknowledged"
-
-
-class NoModelError(CallerError):
-    """The pool has no model identity, so its blocks cannot be distinguished from another model's."""
-
-    code = "NO_MODEL"
-    remedy = "create or register the pool with model=ModelIdentity(name=…, revision=…)"
-
-
-class TierOffError(CallerError):
-    """The daemon has no such tier."""
-
-    code = "TIER_OFF"
-    remedy = "configure the named tier under [tiers], and restart the daemon"
-
-
-class CacheMissError(DaemonError):
-    """Cached blocks were evicted or damaged before they were loaded."""
-
-    code = "CACHE_MISS"
-    remedy = "recompute the tokens from the named block on; the pages of the blocks before it are filled"
-
-
-class SnapshotDamagedError(DaemonError):
-    """A checksum does not match: the bytes are not those that were offloaded."""
-
-    code = "SNAPSHOT_DAMAGED"
-    remedy = "recompute the request's tokens, and check the host's memory: the target pages are unchanged"
 
 
 class LengthMismatchError(CallerError):
@@ -624,22 +386,267 @@ class UnknownTransferError(CallerError):
     remedy = "results are kept until they are acknowledged; check request_id, pool and side"
 
 
+class TableOverflowError(CallerError):
+    """A row needs more pages than the graph tables have columns."""
+
+    code = "TABLE_OVERFLOW"
+    remedy = "create the tables for the longest request, all draft tokens and the width of the engine's own token map"
+
+
+class TableHoleError(CallerError):
+    """A row's length needs a page that the row was never given."""
+
+    code = "TABLE_HOLE"
+    remedy = "send the page as an entry, or the row as a whole, at the latest with the length that needs it"
+
+
 class CancelledError(CallerError):
     """Cancelled by its own side."""
 
     code = "CANCELLED"
 
 
+class UnknownTablesError(CallerError):
+    """No graph tables of that name in this session."""
+
+    code = "UNKNOWN_TABLES"
+    remedy = "create them first: tables live as long as their session"
+
+
+class TablesExistError(CallerError):
+    """The session already has graph tables of that name."""
+
+    code = "TABLES_EXIST"
+    remedy = "use another name, or delete the old tables; captured graphs keep the addresses they were captured with"
+
+
+class TorchMissingError(CallerError):
+    """A tensor was requested, but torch is missing or too old for its dtype; raised by the client, never sent."""
+
+    code = "TORCH_MISSING"
+    remedy = "on the host use array(), which needs only numpy; or install torch, or a newer version"
+
+
+class ConfigError(CallerError):
+    """The daemon's configuration is wrong."""
+
+    code = "CONFIG"
+    remedy = "correct the named key"
+
+
+class UnknownSnapshotError(CallerError):
+    """No snapshot of that name for this tenant."""
+
+    code = "UNKNOWN_SNAPSHOT"
+    remedy = "SNAPSHOTS lists the existing ones; a snapshot whose session has ended is dropped after a while"
+
+
+class UnknownLeaseError(CallerError):
+    """No lease of that number in this session."""
+
+    code = "UNKNOWN_LEASE"
+    remedy = "LOOKUP again: a lease ends with UNPIN or the session"
+
+
+class UnknownOperationError(CallerError):
+    """No operation of that number in this session."""
+
+    code = "UNKNOWN_OPERATION"
+    remedy = "operations are known until their TIER_DONE is acknowledged"
+
+
+class TierOffError(CallerError):
+    """The daemon has no such tier."""
+
+    code = "TIER_OFF"
+    remedy = "configure the named tier under [tiers], and restart the daemon"
+
+
+class ClientClosedError(CallerError):
+    """The client was closed, possibly while the call was waiting; or an object that it mapped was closed separately."""
+
+    code = "CLIENT_CLOSED"
+    remedy = (
+        "connect again: a closed client's pages and transfers were released; if the client is open, attach the pool, "
+        "or create the tables or the ring, again"
+    )
+
+
+class ConcurrentUseError(CallerError):
+    """A client is used by two threads at a time, or outside its event loop. Nothing was sent."""
+
+    code = "CONCURRENT_USE"
+    remedy = "give each thread or event loop its own client, or let one thread at a time call this one"
+
+
+class ForkedError(CallerError):
+    """A client, or memory that it mapped, is used in a process forked from its owner."""
+
+    code = "FORKED"
+    remedy = "connect and attach the pools in this process; the parent's client is not affected"
+
+
+class MisuseError(CallerError):
+    """A call that is not valid in the current state."""
+
+    code = "MISUSE"
+    remedy = "see docs/engines.md and the examples"
+
+
+class NoModelError(CallerError):
+    """The pool has no model identity, so its blocks cannot be distinguished from another model's."""
+
+    code = "NO_MODEL"
+    remedy = "create or register the pool with model=ModelIdentity(name=…, revision=…)"
+
+
+class PeerError(KvferryError):
+    """The other side of a transfer failed it."""
+
+
+class PeerLostError(PeerError):
+    """The other side's engine died, or its daemon is gone."""
+
+    code = "PEER_LOST"
+    retryable = True
+    remedy = "after SETTLED, RECEIVE again with the same pages and another source, or free them"
+
+
+class PeerCancelledError(PeerError):
+    """The other side cancelled."""
+
+    code = "PEER_CANCELLED"
+    remedy = "free the pages after SETTLED"
+
+
+class DeadlineError(PeerError):
+    """The time allowed ran out."""
+
+    code = "DEADLINE"
+    retryable = True
+    remedy = "check which side was missing; allow more time or abandon the request"
+
+
+class BusyError(KvferryError):
+    """The message is valid and may succeed later, unchanged."""
+
+    retryable = True
+
+
+class PoolFullError(BusyError):
+    """Fewer free pages than asked for."""
+
+    code = "POOL_FULL"
+    remedy = "free pages, ask for fewer, or wait; kvferry status shows which sessions hold them"
+
+
+class PageBusyError(BusyError):
+    """A page has a reader or writer that excludes this use."""
+
+    code = "PAGE_BUSY"
+    remedy = "wait for the SETTLED event of the transfer that uses the page"
+
+
+class TablesBusyError(BusyError):
+    """An update of these tables is already waiting."""
+
+    code = "TABLES_BUSY"
+    remedy = "let the waiting update complete: record the replay event it waits for, then send the next one"
+
+
+class OverloadedError(BusyError):
+    """A bound on requests in flight is reached."""
+
+    code = "BUSY"
+    remedy = "wait for retry_after_ms, acknowledge events, keep fewer requests in flight"
+
+
+class ShuttingDownError(BusyError):
+    """The daemon is draining and accepts no new requests."""
+
+    code = "SHUTTING_DOWN"
+    remedy = "connect again once the daemon is back"
+
+
+class DaemonError(KvferryError):
+    """The daemon or its host failed."""
+
+
+class OutOfMemoryError(DaemonError):
+    """The host or the device cannot give the memory."""
+
+    code = "OUT_OF_MEMORY"
+    remedy = "make the pool smaller, delete another, or raise pools.max_bytes"
+
+
+class DeviceUnavailableError(DaemonError):
+    """No such device on this host, or its driver or software is missing."""
+
+    code = "DEVICE_UNAVAILABLE"
+    remedy = "run kvferry doctor: it reports what is missing and how to get it"
+
+
+class DeviceLostError(DaemonError):
+    """A device failed, or a call to it never returned: its contents can no longer be trusted."""
+
+    code = "DEVICE_LOST"
+    remedy = "the daemon exits and is restarted; create the pools again and capture graphs again"
+
+
+class PoolLostError(DaemonError):
+    """The pool's memory was lost with its device, the previous daemon, or the engine that registered it."""
+
+    code = "POOL_LOST"
+    remedy = "create or register it again, recompute its contents, and capture graphs again"
+
+
+class TransferFailedError(DaemonError):
+    """A copy failed."""
+
+    code = "TRANSFER_FAILED"
+    retryable = True
+    remedy = "transfer again; the daemon's log has the cause"
+
+
+class CacheMissError(DaemonError):
+    """Cached blocks were evicted or damaged before they were loaded."""
+
+    code = "CACHE_MISS"
+    remedy = "recompute the tokens from the named block on; the pages of the blocks before it are filled"
+
+
+class SnapshotDamagedError(DaemonError):
+    """A checksum does not match: the bytes are not those that were offloaded."""
+
+    code = "SNAPSHOT_DAMAGED"
+    remedy = "recompute the request's tokens, and check the host's memory: the target pages are unchanged"
+
+
+class DaemonLostError(DaemonError):
+    """No daemon answers, or its connection closed."""
+
+    code = "DAEMON_LOST"
+    retryable = True
+    remedy = "start it with kvferry daemon or systemctl, or name its folder in KVFERRY_RUNTIME_DIR"
+
+
+class InternalError(DaemonError):
+    """A bug in the daemon, or an error code from a newer one."""
+
+    code = "INTERNAL"
+    remedy = "report it with the traceback in the daemon's log"
+
+
 def raised(info: ErrorInfo) -> KvferryError:
     """Return the exception that ``info`` describes, of the code's class, or InternalError for an unknown code."""
-    error = KvferryError.by_code.get(info.code, InternalError)(info.detail, field=info.field)
-    error.code, error.retryable, error.remedy = info.code, info.retryable, info.remedy or error.remedy
+    kind = KvferryError.by_code.get(info.code, InternalError)
+    error = kind(info.detail, field=info.field, retryable=info.retryable, remedy=info.remedy or None)
+    error.code = info.code
     error.request_id = info.request_id
     return error
 
 
 # -- msgspec's validation errors as typed errors: which field is wrong, and what it should be.
-
 
 ENVELOPE: Final = ("message_id", "boot_id", "secret", "deadline_ms", "acknowledged")
 """The fields of a request's envelope by index; the body follows them."""

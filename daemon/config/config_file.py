@@ -33,11 +33,11 @@ def read_file(path: Path, section: type[_S]) -> _S:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as cause:
-        raise ConfigError(f"{path}: {cause.strerror}") from cause
+        raise ConfigError(f"{path}: {cause.strerror}", remedy="name a file that this user can read") from cause
     except ValueError as cause:  # also invalid UTF-8
-        raise ConfigError(f"{path}: {cause}") from cause
+        raise ConfigError(f"{path}: {cause}", remedy="correct the file: it is TOML in UTF-8") from cause
     except RecursionError as cause:
-        raise ConfigError(f"{path}: nested too deeply") from cause
+        raise ConfigError(f"{path}: nested too deeply", remedy="correct the file") from cause
     return _table(path, "", section, table)
 
 

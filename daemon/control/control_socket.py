@@ -136,9 +136,12 @@ class ControlSocket:
         except zmq.ZMQError as cause:
             self._socket.close(0)
             self._context.term()
-            error = ConfigError(f"cannot listen on {address}: {cause.strerror}", field="peers.listen")
-            error.retryable = True  # the process that listens there may end, and the address may come up
-            raise error from cause
+            raise ConfigError(
+                f"cannot listen on {address}: {cause.strerror}",
+                field="peers.listen",
+                retryable=True,  # the process that listens there may end, and the address may come up
+                remedy="see what listens there (ss -lptn), or name another address of this host",
+            ) from cause
 
     def _schedule_drain(self) -> None:
         """Schedule a drain if a message has arrived without a signal."""

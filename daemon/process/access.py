@@ -117,11 +117,11 @@ class RuntimeDirectory:
         except BlockingIOError:
             holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock_fd)
-            error = ConfigError(
-                f"another daemon (pid {holder}) runs in {self.path}: stop it, or use another directory",
+            raise ConfigError(
+                f"another daemon (pid {holder}) runs in {self.path}",
                 field="runtime_dir",
-            )
-            error.retryable = True
-            raise error from None
+                retryable=True,
+                remedy="stop it, or use another directory",
+            ) from None
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)

@@ -79,9 +79,8 @@ def lock_root(root: Path) -> int:
         _check(root)
         fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as cause:
-        error = ConfigError(f"{root}: {cause.strerror}", field=CONFIG_KEY)
-        error.retryable = isinstance(cause, FileNotFoundError)  # its file system may not be mounted yet
-        raise error from cause
+        unmounted = isinstance(cause, FileNotFoundError)  # its file system may be mounted later
+        raise ConfigError(f"{root}: {cause.strerror}", field=CONFIG_KEY, retryable=unmounted) from cause
     try:
         _lock(fd, root)
     except BaseException:
@@ -111,12 +110,12 @@ def _lock(fd: int, root: Path) -> None:
         os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     except BlockingIOError:
         holder = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "of unknown pid"
-        error = ConfigError(
-            f"another daemon ({holder}) keeps its blocks in {root}: stop it, or use another directory",
+        raise ConfigError(
+            f"another daemon ({holder}) keeps its blocks in {root}",
             field=CONFIG_KEY,
-        )
-        error.retryable = True
-        raise error from None
+            retryable=True,
+            remedy="stop it, or use another directory",
+        ) from None
     except OSError as cause:
         raise ConfigError(f"{root / LOCK_FILE}: {cause.strerror}", field=CONFIG_KEY) from cause
 
