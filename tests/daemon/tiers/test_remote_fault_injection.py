@@ -6,6 +6,7 @@ Also what is damaged there, and what a caller may not ask for.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -179,6 +180,14 @@ async def test_a_node_that_leaves_takes_its_blocks_along(master: Master) -> None
             os.kill(pid, 0)
         assert await stays.store.exists(["a"]) == [False]
         assert await leaves.store.exists(["a"]) == [False]
+
+
+def test_mooncakes_own_pair_of_clients_takes_no_memory_of_ours(binary: Path) -> None:
+    """Fails once it does: then look again at what else it must do, see ``store_process``."""
+    del binary
+    command = [sys.executable, "-m", "tests.daemon.tiers.mooncake_pair", "--memory"]
+    tried = subprocess.run(command, capture_output=True, check=True, timeout=WAIT_S)
+    assert json.loads(tried.stdout) == {"takes our memory": False}
 
 
 async def test_a_daemon_that_is_killed_leaves_no_process(master: Master) -> None:
