@@ -211,7 +211,7 @@ class Daemon:
             await self._stopping.wait()
             manager.stopping()
             self._transfers.drain()
-            self._tiers.drain()
+            self._tiers.operations.drain()
             await self._drain()
         finally:
             self._leave_if_a_device_is_lost()
@@ -236,7 +236,7 @@ class Daemon:
         try:
             async with asyncio.timeout(self._config.service.drain_timeout_s):
                 await self._transfers.drained()
-                await self._tiers.drained()
+                await self._tiers.operations.drained()
         except TimeoutError:
             log.warning("transfers cut off", live=len(self._transfers.status()))
 
@@ -325,7 +325,7 @@ class Daemon:
             devices=tuple(self._devices.status()),
             tables=tuple(self._tables.status()),
             tiers=tuple(self._tiers.status()),
-            operations=tuple(self._tiers.operations()),
+            operations=tuple(self._tiers.operations.status()),
         )
 
 

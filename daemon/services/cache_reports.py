@@ -178,14 +178,13 @@ class CacheReports:
             self._dispatcher.answer(one.call.session, one.call.message_id, answer)
 
     def _status(self, block: CachedBlock) -> CachedBlockStatus:
-        there = (("host", block.in_host), ("disk", block.on_disk), ("remote", block.in_remote))
         return CachedBlockStatus(
             hash=block.hash.hex(),
             layout_digest=block.namespace.layout_digest,
             space=block.namespace.space,
             block_pages=block.namespace.block_pages,
             size_bytes=block.size_bytes,
-            tiers=tuple(name for name, present in there if present),
+            tiers=tuple(tier.value for tier in block.tiers),
             parent=block.parent.hex() if block.parent else "",
             pinned_by=tuple(sorted(map(holder_name, block.pins))),
             identity=block.namespace.identity,

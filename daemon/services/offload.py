@@ -15,7 +15,7 @@ from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier
-from kvferry.daemon.tiers.operations import Ending, JobStarter, Operation, Operations
+from kvferry.daemon.tiers.operations import Ending, Operation, Operations
 from kvferry.daemon.tiers.snapshots import (
     Snapshot,
     SnapshotRegistry,
@@ -79,7 +79,6 @@ class OffloadService:
         rings: EventRings,
         host: HostTier,
         operations: Operations,
-        jobs: JobStarter,
         *,
         grace_s: float,
     ) -> None:
@@ -87,7 +86,6 @@ class OffloadService:
         self._pools = pools
         self._host = host
         self._operations = operations
-        self._jobs = jobs
         self._grace_s = grace_s
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[Operation, _Restoring]] = deque()
@@ -143,11 +141,7 @@ class OffloadService:
     def filling(self, snapshot: Snapshot, pool: Pool, ids: Sequence[PageIds]) -> BlockJob:
         """Return a job that copies pages of a pool into a snapshot; call ``filled`` when it has ended."""
         segments = _block_segments(snapshot, pool, ids)
-        return BlockJob("offload", segments, self._host.region, checksums=self._jobs.checksums)
-
-    def start(self, operation: Operation, job: BlockJob) -> None:
-        """Start an operation's job."""
-        self._jobs.start(operation, job)
+        return BlockJob("offload", segments, self._host.region, checksums=self._host.checksums)
 
     def filled(self, snapshot: Snapshot, job: BlockJob | None, error: KvferryError | None) -> None:
         """Mark a snapshot as ready when its job has ended, or remove it on ``error``."""
@@ -192,7 +186,7 @@ class OffloadService:
             return Ending(done)
 
         operation = self._operations.begin(call, "offload", pool.name, snapshot.pages, finish)
-        self.start(operation, job)
+        self._operations.start(operation, job)
         return Answer(Offloading(operation=operation.number, snapshot=snapshot.name))
 
     # -- RESTORE
@@ -313,7 +307,7 @@ class OffloadService:
         segments = _block_segments(snapshot, pool, restoring.ids)
         digests = [segment.digests for segment in snapshot.segments if segment.digests is not None]
         known = digests if len(digests) == len(segments) else None
-        self._jobs.start(operation, BlockJob("restore", segments, self._host.region, digests=known))
+        self._operations.start(operation, BlockJob("restore", segments, self._host.region, digests=known))
 
     def _restored(self, operation: Operation, restoring: _Restoring, error: KvferryError | None) -> Ending:
         snapshot, body = restoring.snapshot, restoring.body

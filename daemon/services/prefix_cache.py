@@ -23,7 +23,7 @@ from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import LOOKUPS, OPERATIONS, HostTier
 from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
-from kvferry.daemon.tiers.operations import Ending, JobStarter, Operation, Operations
+from kvferry.daemon.tiers.operations import Ending, Operation, Operations
 from kvferry.daemon.tiers.snapshots import PageHold
 from kvferry.pools.planning.runs import PageIds
 from kvferry.pools.pool import Pool
@@ -302,7 +302,6 @@ class PrefixCacheService:
         rings: EventRings,
         host: HostTier,
         operations: Operations,
-        jobs: JobStarter,
         lower: LowerTiers,
         lookups: Lookups,
         counters: Counters,
@@ -310,7 +309,6 @@ class PrefixCacheService:
         self._pools = pools
         self._host = host
         self._operations = operations
-        self._jobs = jobs
         self._lower = lower
         self._lookups = lookups
         self._counters = counters
@@ -351,7 +349,7 @@ class PrefixCacheService:
             hold.release()
             raise
         segment = BlockSegment(pool.region, BlockPages(layout, ids[at].reshape(-1), offsets.reshape(-1)))
-        job = BlockJob("offload", [segment], region, checksums=self._jobs.checksums)
+        job = BlockJob("offload", [segment], region, checksums=self._host.checksums)
 
         def finish(operation: Operation, error: KvferryError | None) -> Ending:
             hold.release()
@@ -373,7 +371,7 @@ class PrefixCacheService:
 
         operation = self._operations.begin(call, "store", pool.name, len(fresh) * body.block_pages, finish)
         if fresh:
-            self._jobs.start(operation, job)
+            self._operations.start(operation, job)
         else:
             asyncio.get_running_loop().call_soon(self._operations.nothing_to_do, operation)
         return Answer(OperationStarted(operation=operation.number))
@@ -462,9 +460,9 @@ class PrefixCacheService:
         segment = BlockSegment(
             loading.pool.region, BlockPages(layout, loading.ids[: len(there) * pages], np.concatenate(offsets))
         )
-        known = all(one.digests for one in there) and self._jobs.checksums
+        known = all(one.digests for one in there) and self._host.checksums
         digests = [np.array([one.digests for one in there], np.uint64).reshape(-1)] if known else None
-        self._jobs.start(operation, BlockJob("restore", [segment], self._host.region, digests=digests))
+        self._operations.start(operation, BlockJob("restore", [segment], self._host.region, digests=digests))
 
     def _loaded(self, operation: Operation, loading: _Loading, error: KvferryError | None) -> Ending:
         self._host.free_all(self._host.index.unpin(loading.blocks, loading.holder))

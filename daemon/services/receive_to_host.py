@@ -139,7 +139,7 @@ class HostReceives:
         operation = self._operations.begin_quietly(
             host_receive.session, "offload", host_receive.pool.name, host_receive.snapshot.pages, finish
         )
-        self._service.start(operation, job)
+        self._operations.start(operation, job)
 
     def _free(self, host_receive: HostReceive) -> None:
         self._host.release(host_receive.pool.tenant, np.array([host_receive.offset]), host_receive.size_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import Executor
 
 import structlog
@@ -23,12 +22,12 @@ from kvferry.daemon.tiers.copier import TierCopier
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
-from kvferry.daemon.tiers.operations import JobStarter, Operations
+from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.session_messages import OperationStatus, TierStatus
+from kvferry.protocol.session_messages import TierStatus
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +37,7 @@ class Tiers:
 
     Attributes:
         host_receives: handles RECEIVEs into the host tier.
+        operations: all live operations.
     """
 
     def __init__(
@@ -58,22 +58,21 @@ class Tiers:
         self._scheduler = scheduler
         self._host = HostTier(config.tiers, counters)
         self._copier = TierCopier(asyncio.get_running_loop(), scheduler, threads=config.tiers.copy_threads)
-        self._operations = Operations(dispatcher, hub, sessions, counters, self._copier)
-        jobs = JobStarter(self._operations, self._host, executor, checksums=config.tiers.checksums)
+        self.operations = Operations(dispatcher, hub, sessions, counters, self._copier, self._host, executor)
         self._service = OffloadService(
-            dispatcher, hub, pools, rings, self._host, self._operations, jobs, grace_s=config.tiers.snapshot_grace_s
+            dispatcher, hub, pools, rings, self._host, self.operations, grace_s=config.tiers.snapshot_grace_s
         )
-        self.host_receives = HostReceives(self._host, self._service, self._operations)
+        self.host_receives = HostReceives(self._host, self._service, self.operations)
         self._lower = LowerTiers(self._host, self._disk(), self._remote(config), counters)
         self._lookups = Lookups(dispatcher, pools, sessions, self._host, self._lower, counters)
         self._cache = PrefixCacheService(
-            dispatcher, pools, rings, self._host, self._operations, jobs, self._lower, self._lookups, counters
+            dispatcher, pools, rings, self._host, self.operations, self._lower, self._lookups, counters
         )
         self._reports = CacheReports(dispatcher, self._host, self._lower)
 
     def __repr__(self) -> str:
         """Show the live counts."""
-        return f"<Tiers {self._host!r} {self._operations!r} {self._lower!r}>"
+        return f"<Tiers {self._host!r} {self.operations!r} {self._lower!r}>"
 
     async def start(self) -> None:
         """Start the lower tiers, and allocate the first host tier memory.
@@ -86,7 +85,7 @@ class Tiers:
 
     def session_lost(self, session_id: int) -> None:
         """Stop a session's operations, and forget its CACHE_EVENTS."""
-        self._operations.session_lost(session_id)
+        self.operations.session_lost(session_id)
         self._reports.session_lost(session_id)
 
     def instance_lost(self, owner_id: int) -> None:
@@ -94,25 +93,9 @@ class Tiers:
         self._lookups.instance_lost(owner_id)
         self._service.instance_lost(owner_id)
 
-    def drain(self) -> None:
-        """Refuse new operations."""
-        self._operations.drain()
-
-    async def drained(self) -> None:
-        """Return once no operation is live."""
-        await self._operations.drained()
-
-    def operations_of(self, session_id: int) -> int:
-        """Return how many operations of a session are live, or done and not acknowledged."""
-        return self._operations.live(session_id)
-
     def status(self) -> list[TierStatus]:
         """Return the tiers as STATUS shows them."""
         return [self._host.status(len(self._service.snapshots)), *self._lower.status()]
-
-    def operations(self) -> Iterator[OperationStatus]:
-        """Yield the live operations as STATUS shows them."""
-        return self._operations.status()
 
     async def close(self) -> None:
         """End all operations and threads; no byte moves afterwards."""

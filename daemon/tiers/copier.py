@@ -190,7 +190,7 @@ class BlockJob:
 
     Attributes:
         kind: the direction.
-        operation_class: by default RESTORE for a restore, OFFLOAD for an offload.
+        operation_class: RESTORE for a restore, OFFLOAD for an offload.
         segments: one per page space; a region may occur several times.
         arena: the memory that holds the blocks.
         checksums: whether an offload computes checksums.
@@ -206,7 +206,6 @@ class BlockJob:
         *,
         checksums: bool = True,
         digests: Sequence[Digests] | None = None,
-        operation_class: OperationClass | None = None,
     ) -> None:
         """Check the lengths and ranges of the lists again.
 
@@ -218,8 +217,7 @@ class BlockJob:
         self.arena = arena
         self.checksums = checksums
         self.digests = None if digests is None else tuple(digests)
-        default = OperationClass.RESTORE if kind == "restore" else OperationClass.OFFLOAD
-        self.operation_class = default if operation_class is None else operation_class
+        self.operation_class = OperationClass.RESTORE if kind == "restore" else OperationClass.OFFLOAD
         for segment in self.segments:
             segment.pages.check(arena.size_bytes)
         counts = [len(digests) for digests in self.digests or ()]

@@ -23,9 +23,8 @@ from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError, file_bytes
-from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests
+from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Tier
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
-from kvferry.pools.tiers.journal import Tier
 from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
 from kvferry.protocol.session_messages import TierStatus
 
@@ -116,7 +115,7 @@ class DiskTier:
         buffers = self._buffers(offsets, page_bytes)
         loop = asyncio.get_running_loop()
         try:
-            digests = await loop.run_in_executor(self._reader, self._read, _key(block), buffers)
+            digests = await loop.run_in_executor(self._reader, self._read, block.key, buffers)
         except (MissingBlockError, DamagedBlockError) as error:
             damaged = isinstance(error, DamagedBlockError)
             self._counters.add("tiers.disk.damaged_blocks" if damaged else "tiers.disk.missing_blocks")
@@ -131,7 +130,7 @@ class DiskTier:
 
     def remove(self, blocks: Sequence[CachedBlock]) -> None:
         """Delete the files of blocks, before any block that is queued after this call is written."""
-        keys = [_key(block) for block in blocks if self._discard(block)]
+        keys = [block.key for block in blocks if self._discard(block)]
         if keys and not self._closing.is_set():
             asyncio.get_running_loop().run_in_executor(self._writer, self._remove_all, keys)
 
@@ -226,7 +225,7 @@ class DiskTier:
             self._host.free_all(self._host.index.unpin([block], DEMOTION))
         if not written:
             return
-        if self._host.index.set_on_disk(block, present=True):
+        if self._host.index.set_tier(block, Tier.DISK, present=True):
             self._add(block, size_bytes)
             self._counters.add("tiers.disk.written_blocks")
             self._resumed()
@@ -243,7 +242,7 @@ class DiskTier:
 
     def _write(self, block: CachedBlock, buffers: list[memoryview], model: str) -> bool:
         """On the writing thread: write a block in steps that the scheduler allows; False where the daemon is ending."""
-        with self._store.begin_write(_key(block), buffers, block.digests, block.parent, model) as writer:
+        with self._store.begin_write(block.key, buffers, block.digests, block.parent, model) as writer:
             written = False
             while not written:
                 if not self._scheduler.begin(OperationClass.DEMOTION, STEP_BYTES, self._closing.is_set):
@@ -278,14 +277,14 @@ class DiskTier:
             if block.pins and not block.in_host:
                 continue
             self._discard(block)
-            self._host.index.set_on_disk(block, present=False)
+            self._host.index.set_tier(block, Tier.DISK, present=False)
             self._counters.add("tiers.disk.evicted_blocks")
             await self._unlink(block)
         return self._used_bytes + size_bytes <= self._max_bytes
 
     async def _unlink(self, block: CachedBlock) -> None:
         try:
-            await asyncio.get_running_loop().run_in_executor(self._writer, self._store.remove, _key(block))
+            await asyncio.get_running_loop().run_in_executor(self._writer, self._store.remove, block.key)
         except DiskError as error:
             self._pause(error)
 
@@ -305,7 +304,7 @@ class DiskTier:
 
     def _forget(self, block: CachedBlock) -> None:
         self._discard(block)
-        self._host.index.set_on_disk(block, present=False)
+        self._host.index.set_tier(block, Tier.DISK, present=False)
 
     def _pause(self, error: DiskError) -> None:
         """Pause writing for a while; log that once, not for every block."""
@@ -328,7 +327,3 @@ class DiskTier:
     def _buffers(self, offsets: Offsets, page_bytes: int) -> list[memoryview]:
         memory = memoryview(self._host.region.buffer)
         return [memory[at : at + page_bytes] for at in offsets.tolist()]
-
-
-def _key(block: CachedBlock) -> BlockKey:
-    return BlockKey(block.namespace, block.hash)

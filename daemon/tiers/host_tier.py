@@ -52,9 +52,11 @@ class HostTier:
         arena: which bytes are free.
         page_bytes: per namespace, the bytes of one page in a block, as in memory and in files.
         models: the model's label for each identity, for people.
+        checksums: whether blocks get checksums.
     """
 
     def __init__(self, config: TiersConfig, counters: Counters) -> None:
+        self.checksums = config.checksums
         self._counters = counters
         size_bytes = config.host_tier_bytes
         self.arena = Arena(size_bytes)

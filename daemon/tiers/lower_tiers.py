@@ -73,7 +73,7 @@ class LowerTiers:
         self._remote = remote
         self._counters = counters
         self._promotions: dict[CachedBlock, asyncio.Task[bool]] = {}
-        self._removals: set[asyncio.Task[None]] = set()
+        self._removals = Background("a removal from the remote tier")
         self._promotion_slots = asyncio.Semaphore(MAX_PROMOTIONS)
 
     def __repr__(self) -> str:
@@ -99,10 +99,11 @@ class LowerTiers:
 
     async def close(self) -> None:
         """Stop; blocks that are not demoted by then are lost."""
-        tasks = [*self._promotions.values(), *self._removals]
+        tasks = list(self._promotions.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._removals.close()
         if self._disk is not None:
             await self._disk.close()
         if self._remote is not None:
@@ -154,9 +155,7 @@ class LowerTiers:
             self._disk.remove(blocks)
         in_remote = [block for block in blocks if block.in_remote]
         if self._remote is not None and in_remote:
-            task = asyncio.create_task(self._remote.remove(in_remote))
-            self._removals.add(task)
-            task.add_done_callback(self._removals.discard)
+            self._removals.spawn(self._remote.remove(in_remote))
 
     def status(self) -> list[TierStatus]:
         """Return the tiers as STATUS shows them."""

@@ -194,7 +194,11 @@ Finish = Callable[[Operation, KvferryError | None], Ending]
 
 
 class Operations:
-    """All live operations. For the control loop."""
+    """All live operations. For the control loop.
+
+    A job starts once the devices that hold its pages have registered the host tier; one that cannot register so much
+    memory copies through its driver's buffers, which is slower.
+    """
 
     def __init__(
         self,
@@ -203,13 +207,19 @@ class Operations:
         sessions: SessionRegistry,
         counters: Counters,
         copier: Copier,
+        host: HostTier,
+        executor: Executor,
         transitions: Transitions = TRANSITIONS,
     ) -> None:
+        """Register memory on ``executor``, since that may block."""
         self._transitions = transitions
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._counters = counters
         self._copier = copier
+        self._host = host
+        self._executor = executor
+        self._registered: dict[str, asyncio.Future[None]] = {}
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._live: dict[int, Operation] = {}
@@ -263,8 +273,27 @@ class Operations:
         self._idle.clear()
         return operation
 
-    def run(self, operation: Operation, job: BlockJob) -> None:
+    def start(self, operation: Operation, job: BlockJob) -> None:
         """Run an operation's job, which ends the operation. Ignored for one that has ended meanwhile."""
+        devices = {
+            segment.region.accelerator.name: segment.region.accelerator
+            for segment in job.segments
+            if isinstance(segment.region, AcceleratorRegion)
+        }
+        for device in devices.values():
+            registration = self._registered.get(device.name)
+            if registration is None:
+                registration = self._loop.run_in_executor(self._executor, self._register, device)
+                self._registered[device.name] = registration
+            if not registration.done():
+                operation.waits_for = f"{device.name} to register the host tier"
+                registration.add_done_callback(partial(self._on_registered, operation, job))
+                return
+            cause = CancelledError("the daemon is ending") if registration.cancelled() else registration.exception()
+            if cause is not None:
+                error = cause if isinstance(cause, KvferryError) else InternalError(f"{device.name}: {cause!r}")
+                self._loop.call_soon(self.give_up, operation, error)
+                return
         self._apply(operation, Event.BEGIN)
         if operation.state is not State.COPYING:
             return
@@ -273,6 +302,22 @@ class Operations:
         operation.job = job
         self._by_job[job] = operation
         self._copier.start(job, self._on_job_done)
+
+    def _register(self, device: Accelerator) -> None:
+        try:
+            device.register_host(self._host.region)
+        except OutOfMemoryError as cause:
+            log.warning(
+                "the host tier is not registered with the device: copies go through the driver's buffers",
+                device=device.name,
+                cause=cause.detail,
+                remedy="raise LimitMEMLOCK of the unit, or make tiers.host_bytes smaller",
+            )
+
+    def _on_registered(self, operation: Operation, job: BlockJob, done: asyncio.Future[None]) -> None:
+        del done
+        if operation.stopped is None:
+            self.start(operation, job)
 
     def _on_job_done(self, job: BlockJob, error: KvferryError | None) -> None:
         operation = self._by_job.pop(job)
@@ -345,10 +390,6 @@ class Operations:
         """Wait until no operation is live."""
         await self._idle.wait()
 
-    def live(self, session_id: int) -> int:
-        """Return how many operations of a session are live or unacknowledged."""
-        return self._unacknowledged[session_id]
-
     def status(self) -> Iterator[OperationStatus]:
         """Yield the live operations as STATUS shows them."""
         now = time.monotonic()
@@ -417,61 +458,3 @@ class Operations:
 
 
 log = structlog.get_logger(__name__)
-
-
-class JobStarter:
-    """Starts jobs, once the devices that hold their pages have registered the host tier.
-
-    A device that cannot register so much memory copies through its driver's buffers, which is slower.
-
-    Attributes:
-        checksums: whether offloads compute checksums.
-    """
-
-    def __init__(self, operations: Operations, host: HostTier, executor: Executor, *, checksums: bool) -> None:
-        """Register memory on ``executor``, since that may block."""
-        self.checksums = checksums
-        self._operations = operations
-        self._host = host
-        self._executor = executor
-        self._registered: dict[str, asyncio.Future[None]] = {}
-
-    def start(self, operation: Operation, job: BlockJob) -> None:
-        """Run an operation's job once the devices of its pages have registered the arena."""
-        devices = {
-            segment.region.accelerator.name: segment.region.accelerator
-            for segment in job.segments
-            if isinstance(segment.region, AcceleratorRegion)
-        }
-        for device in devices.values():
-            registration = self._registered.get(device.name)
-            if registration is None:
-                registration = self._registered[device.name] = asyncio.get_running_loop().run_in_executor(
-                    self._executor, self._register, device
-                )
-            if not registration.done():
-                operation.waits_for = f"{device.name} to register the host tier"
-                registration.add_done_callback(partial(self._on_registered, operation, job))
-                return
-            cause = CancelledError("the daemon is ending") if registration.cancelled() else registration.exception()
-            if cause is not None:
-                error = cause if isinstance(cause, KvferryError) else InternalError(f"{device.name}: {cause!r}")
-                asyncio.get_running_loop().call_soon(self._operations.give_up, operation, error)
-                return
-        self._operations.run(operation, job)
-
-    def _on_registered(self, operation: Operation, job: BlockJob, done: asyncio.Future[None]) -> None:
-        del done
-        if operation.stopped is None:
-            self.start(operation, job)
-
-    def _register(self, device: Accelerator) -> None:
-        try:
-            device.register_host(self._host.region)
-        except OutOfMemoryError as cause:
-            log.warning(
-                "the host tier is not registered with the device: copies go through the driver's buffers",
-                device=device.name,
-                cause=cause.detail,
-                remedy="raise LimitMEMLOCK of the unit, or make tiers.host_bytes smaller",
-            )

@@ -20,8 +20,7 @@ from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
 from kvferry.daemon.tiers.remote_store import RemoteStore, remote_name
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.tiers.arena import Offsets, whole_units
-from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Namespace
-from kvferry.pools.tiers.journal import Tier
+from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Namespace, Tier
 from kvferry.protocol.session_messages import TierStatus
 
 MAX_WAITING: Final = 4096
@@ -138,7 +137,7 @@ class RemoteTier:
             await self._store.remove([name])
         else:
             self._counters.add("tiers.remote.missing_blocks")
-        self._host.index.set_in_remote(block, present=False)
+        self._host.index.set_tier(block, Tier.REMOTE, present=False)
         return None
 
     async def remove(self, blocks: Sequence[CachedBlock]) -> None:
@@ -181,7 +180,7 @@ class RemoteTier:
                 self._scheduler.end(OperationClass.DEMOTION, block.size_bytes)
         finally:
             self._host.free_all(self._host.index.unpin([block], DEMOTION))
-        if stored and self._host.index.set_in_remote(block, present=True):
+        if stored and self._host.index.set_tier(block, Tier.REMOTE, present=True):
             self._counters.add("tiers.remote.written_blocks")
             self._remember(block)
         elif stored:  # it was dropped meanwhile
@@ -195,11 +194,11 @@ class RemoteTier:
             if oldest.pins:
                 self._known.append(oldest)
             elif oldest.state is BlockState.READY:
-                self._host.index.set_in_remote(oldest, present=False)
+                self._host.index.set_tier(oldest, Tier.REMOTE, present=False)
 
     def _digests(self, offsets: Offsets, page_bytes: int) -> Digests:
         memory = memoryview(self._host.region.buffer)
         return tuple(xxhash.xxh3_64_intdigest(memory[at : at + page_bytes]) for at in offsets.tolist())
 
     def _name(self, block: CachedBlock) -> str:
-        return remote_name(BlockKey(block.namespace, block.hash), shared=self._shared)
+        return remote_name(block.key, shared=self._shared)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -49,6 +49,14 @@ def identity_of(model: ModelIdentity) -> str:
 
 Digests: TypeAlias = tuple[int, ...]
 """The XXH3-64 of each page's bytes, in order; () if checksums are off."""
+
+
+class Tier(StrEnum):
+    """A tier that a cached block is in."""
+
+    HOST = "host"
+    DISK = "disk"
+    REMOTE = "remote"
 
 
 class BlockState(Enum):
@@ -106,12 +114,19 @@ class CachedBlock:
 
     def __repr__(self) -> str:
         """Show the start of the hash, which reveals no tokens, and the state."""
-        tiers = [
-            name
-            for name, there in (("host", self.in_host), ("disk", self.on_disk), ("remote", self.in_remote))
-            if there
-        ]
-        return f"<CachedBlock {self.hash[:4].hex()} {self.state.name} {'+'.join(tiers) or 'nowhere'} pins={self.pins}>"
+        where = "+".join(self.tiers) or "nowhere"
+        return f"<CachedBlock {self.hash[:4].hex()} {self.state.name} {where} pins={self.pins}>"
+
+    @property
+    def key(self) -> BlockKey:
+        """Return its name."""
+        return BlockKey(self.namespace, self.hash)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Return the tiers that have it, the nearest first."""
+        there = ((Tier.HOST, self.in_host), (Tier.DISK, self.on_disk), (Tier.REMOTE, self.in_remote))
+        return tuple(tier for tier, present in there if present)
 
     @property
     def in_host(self) -> bool:

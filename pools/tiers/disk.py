@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -273,9 +272,7 @@ class DiskStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the store."""
         self.close()
 

@@ -11,8 +11,8 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvferry.pools.tiers.arena import Freed, Offsets
-from kvferry.pools.tiers.cached_block import BlockListing, BlockState, CachedBlock, Digests, ListPage, Namespace
-from kvferry.pools.tiers.journal import CacheJournal, Tier
+from kvferry.pools.tiers.cached_block import BlockListing, BlockState, CachedBlock, Digests, ListPage, Namespace, Tier
+from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
 
 
@@ -256,11 +256,11 @@ class BlockIndex:
         assert tier is not Tier.HOST, "blocks in host memory are stored by commit"
         block = self.get(namespace, block_hash) or self._writing.get((namespace, block_hash))
         if block is not None:
-            self._set_tier(block, tier, present=True)
+            self.set_tier(block, tier, present=True)
             return block
         block = CachedBlock(namespace, block_hash, parent, size_bytes)
         block.digests = digests
-        self._set_tier(block, tier, present=True)
+        self.set_tier(block, tier, present=True)
         self._publish(block)
         return block
 
@@ -293,17 +293,24 @@ class BlockIndex:
         self._forget_if_nowhere(block)
         return freed
 
-    def set_on_disk(self, block: CachedBlock, *, present: bool) -> bool:
-        """Record that the disk tier has a block, or no longer has it; a block in no tier is gone.
+    def set_tier(self, block: CachedBlock, tier: Tier, *, present: bool) -> bool:
+        """Record that the disk or the remote tier has a block, or no longer has it; a block in no tier is gone.
 
         Returns:
-            False if the block was removed before: the caller must delete it from the disk.
+            False if the block was removed before: the caller must delete it from that tier.
         """
-        return self._set_tier(block, Tier.DISK, present=present)
-
-    def set_in_remote(self, block: CachedBlock, *, present: bool) -> bool:
-        """Do the same for the remote tier."""
-        return self._set_tier(block, Tier.REMOTE, present=present)
+        if block.state not in {BlockState.READY, BlockState.WRITING}:
+            return False
+        flag = "on_disk" if tier is Tier.DISK else "in_remote"
+        changed = getattr(block, flag) is not present
+        setattr(block, flag, present)
+        if block.state is BlockState.READY and changed:
+            if present:
+                self._journal.stored(tier, block.namespace, block.hash, block.parent)
+            else:
+                self._journal.evicted(tier, block.namespace, block.hash)
+                self._forget_if_nowhere(block)
+        return True
 
     def remove(self, block: CachedBlock) -> list[Freed]:
         """Remove a block from all tiers; one that is being written, or is gone, is left alone.
@@ -315,7 +322,7 @@ class BlockIndex:
         """
         if block.state is not BlockState.READY:
             return []
-        for tier in _tiers(block):
+        for tier in block.tiers:
             self._journal.evicted(tier, block.namespace, block.hash)
         if block.offsets is not None:
             self._leave(block)
@@ -399,7 +406,7 @@ class BlockIndex:
         assert all(self._ready.values()), "an empty namespace"
         assert all(self._held.values()), "a holder of nothing"
         assert len(self) == len(ready), "blocks that are visible"
-        assert all(block.state is BlockState.READY and any(_tiers(block)) for block in ready), "a visible block"
+        assert all(block.state is BlockState.READY and block.tiers for block in ready), "a visible block"
         assert all(block.state is BlockState.WRITING for block in self._writing.values()), "a block being written"
         for holder, blocks in self._held.items():
             assert all(block.pins[holder] > 0 for block in blocks), f"pins of {holder}"
@@ -424,7 +431,7 @@ class BlockIndex:
         self._ready.setdefault(block.namespace, {})[block.hash] = block
         block.state = BlockState.READY
         self._listing.add(block)
-        for tier in _tiers(block):
+        for tier in block.tiers:
             self._journal.stored(tier, block.namespace, block.hash, block.parent)
 
     def _enter(self, block: CachedBlock) -> None:
@@ -448,22 +455,8 @@ class BlockIndex:
         block.offsets = None
         return freed
 
-    def _set_tier(self, block: CachedBlock, tier: Tier, *, present: bool) -> bool:
-        if block.state not in {BlockState.READY, BlockState.WRITING}:
-            return False
-        flag = "on_disk" if tier is Tier.DISK else "in_remote"
-        changed = getattr(block, flag) is not present
-        setattr(block, flag, present)
-        if block.state is BlockState.READY and changed:
-            if present:
-                self._journal.stored(tier, block.namespace, block.hash, block.parent)
-            else:
-                self._journal.evicted(tier, block.namespace, block.hash)
-                self._forget_if_nowhere(block)
-        return True
-
     def _forget_if_nowhere(self, block: CachedBlock) -> None:
-        if not any(_tiers(block)):
+        if not block.tiers:
             self._forget(block)
 
     def _forget(self, block: CachedBlock) -> None:
@@ -486,8 +479,3 @@ class BlockIndex:
         elif block.state is BlockState.DOOMED and not block.pins:
             block.state = BlockState.GONE
             freed.append(self._give_up(block))
-
-
-def _tiers(block: CachedBlock) -> list[Tier]:
-    there = ((Tier.HOST, block.offsets is not None), (Tier.DISK, block.on_disk), (Tier.REMOTE, block.in_remote))
-    return [tier for tier, present in there if present]

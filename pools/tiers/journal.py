@@ -10,18 +10,10 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from kvferry.pools.tiers.cached_block import Namespace
+from kvferry.pools.tiers.cached_block import Namespace, Tier
 
 MAX_HASHES: Final = 256
 """Most hashes of one change."""
-
-
-class Tier(StrEnum):
-    """A tier that a cached block is in."""
-
-    HOST = "host"
-    DISK = "disk"
-    REMOTE = "remote"
 
 
 class ChangeKind(StrEnum):

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -54,11 +54,17 @@ class Site:
         assert reported is job
         return error
 
-    def job(self, region: Any, blocks: int = PAGES - 1, first: int = 1, **options: Any) -> BlockJob:  # noqa: ANN401
-        """Return an offload of so many blocks of ``LAYOUT``, without checksums."""
+    def job(
+        self,
+        region: Any,  # noqa: ANN401  a scripted one, or a real one
+        blocks: int = PAGES - 1,
+        first: int = 1,
+        kind: Literal["offload", "restore"] = "offload",
+    ) -> BlockJob:
+        """Return a job of so many blocks of ``LAYOUT``, without checksums."""
         ids = np.arange(first, first + blocks)
         pages = BlockPages(LAYOUT, ids, (ids - 1) * BLOCK_BYTES)
-        return BlockJob("offload", [BlockSegment(region, pages)], self.arena, checksums=False, **options)
+        return BlockJob(kind, [BlockSegment(region, pages)], self.arena, checksums=False)
 
     def done(self, job: BlockJob, error: KvferryError | None) -> None:
         """Take a job's end."""

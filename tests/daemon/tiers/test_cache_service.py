@@ -8,6 +8,7 @@ import pytest
 
 from kvferry.daemon.control.dispatch import Call
 from kvferry.daemon.services import cache_reports, prefix_cache
+from kvferry.pools.tiers.cached_block import Tier
 from kvferry.protocol.errors import (
     CacheMissError,
     CancelledError,
@@ -268,7 +269,7 @@ async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: Harnes
     engine = far.engine()
     await put_away(far, engine, 1)
     for block in far.host.index.page(0, 10).blocks:
-        far.host.index.set_in_remote(block, present=False)  # as if another node had put it there
+        far.host.index.set_tier(block, Tier.REMOTE, present=False)  # as if another node had put it there
     await stored(far, engine, 2)  # its way to the store is held up
     assert far.store is not None
     far.store.holds = False

@@ -232,7 +232,7 @@ async def test_jobs_of_one_class_take_turns_and_a_higher_one_overtakes() -> None
         one.copier.start(one.job(first, 39), one.done)
         await gate.entered()
         one.copier.start(one.job(second, 39), one.done)
-        one.copier.start(one.job(urgent, 39, operation_class=OperationClass.RESTORE), one.done)
+        one.copier.start(one.job(urgent, 39, kind="restore"), one.done)
         gate.open()
         reports = await one.reported(3)
         assert [id(job.segments[0].region) for job, _ in reports] == [id(urgent), id(first), id(second)]
@@ -247,7 +247,7 @@ async def test_a_restore_is_not_kept_waiting_by_threads_that_wait_for_an_offload
         assert one.scheduler.try_begin(OperationClass.OFFLOAD, 64 * MIB)
         offload, restore = ScriptedRegion(), ScriptedRegion()
         one.copier.start(one.job(offload, 3), one.done)
-        assert await one.run(one.job(restore, 3, operation_class=OperationClass.RESTORE)) is None
+        assert await one.run(one.job(restore, 3, kind="restore")) is None
         assert not offload.log
         one.scheduler.end(OperationClass.OFFLOAD, 64 * MIB)
         assert len(await one.reported(2)) == 2

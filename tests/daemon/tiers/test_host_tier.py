@@ -10,9 +10,8 @@ import pytest
 from kvferry.daemon.config.tiers import TiersConfig
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import DEMOTION, LOOKUPS, OPERATIONS, HostTier, holder_name
-from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
+from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR
-from kvferry.pools.tiers.journal import Tier
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
 from tests.daemon.tiers.tier_harness import UNIT, names, tiers_config
 
@@ -147,7 +146,7 @@ def test_what_the_index_gives_back_is_freed_at_once_whatever_its_size(host: Host
 
 def test_a_block_that_is_on_disk_is_evicted_but_not_lost(host: HostTier, counters: Counters) -> None:
     first, second = cache(host, 1, 2)
-    host.index.set_on_disk(first, present=True)
+    host.index.set_tier(first, Tier.DISK, present=True)
     host.reserve(MINE, 6, UNIT)
     assert counters.snapshot()["tiers.host.evicted_blocks"] == 2
     assert counters.snapshot()["tiers.host.lost_blocks"] == 1

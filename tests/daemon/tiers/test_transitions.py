@@ -82,7 +82,7 @@ class Tiers:
         self.copy()
         (job,) = self.tiers.copier.under_way
         self.end_job()
-        self.tiers.operations.run(self._live(), job)
+        self.tiers.operations.start(self._live(), job)
         assert not self.tiers.copier.under_way
 
     def _live(self) -> Operation:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from kvferry.pools.tiers.cached_block import Tier
 from kvferry.protocol.errors import LayoutMismatchError, ModelMismatchError, NoModelError, PoolExistsError
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.pool_messages import CreatePool, PoolCreated
@@ -125,7 +126,7 @@ async def test_in_the_store(difference: str) -> None:
         await settle()
         for block in list(tiers.host.index.host_victims()):
             tiers.host.free_all([tiers.host.index.drop_host(block)])
-            tiers.host.index.set_in_remote(block, present=False)
+            tiers.host.index.set_tier(block, Tier.REMOTE, present=False)
         assert not len(tiers.host.index), "the store alone has them"
         assert await found(engine, OTHER, 1, 2) == 0
         assert await found(engine, SAME, 1, 2) == 2

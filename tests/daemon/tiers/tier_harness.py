@@ -31,7 +31,7 @@ from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
-from kvferry.daemon.tiers.operations import TRANSITIONS, JobStarter, Operations, Transitions
+from kvferry.daemon.tiers.operations import TRANSITIONS, Operations, Transitions
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
@@ -102,10 +102,11 @@ class Harness:
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
         self.host = HostTier(config, self.counters)
         self.copier = ScriptedCopier()
-        self.operations = Operations(self.dispatcher, hub, self.sessions, self.counters, self.copier, transitions)
-        jobs = JobStarter(self.operations, self.host, self.executor, checksums=config.checksums)
+        self.operations = Operations(
+            self.dispatcher, hub, self.sessions, self.counters, self.copier, self.host, self.executor, transitions
+        )
         self.service = OffloadService(
-            self.dispatcher, hub, self.pools, rings, self.host, self.operations, jobs, grace_s=config.snapshot_grace_s
+            self.dispatcher, hub, self.pools, rings, self.host, self.operations, grace_s=config.snapshot_grace_s
         )
         self.host_receives = HostReceives(self.host, self.service, self.operations)
         self.store = ScriptedStore(self.host.region) if remote else None
@@ -122,7 +123,6 @@ class Harness:
             rings,
             self.host,
             self.operations,
-            jobs,
             self.lower,
             self.lookups,
             self.counters,

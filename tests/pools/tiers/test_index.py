@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.pools.tiers.arena import Freed
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR, BlockIndex
-from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind, Tier
+from kvferry.pools.tiers.journal import CacheJournal, Change, ChangeKind
 from tests.devices import DEVICE
 
 SPACES = [
@@ -209,9 +209,8 @@ class IndexAgainstDictionaries(RuleBasedStateMachine):
     def set_tier(self, data: st.DataObject, tier: Tier, *, present: bool) -> None:
         """Write a block to a lower tier, or lose it there."""
         known = data.draw(st.sampled_from(self.known()))
-        call = self.index.set_on_disk if tier is Tier.DISK else self.index.set_in_remote
         live = known not in self.gone
-        assert call(known.block, present=present) is live
+        assert self.index.set_tier(known.block, tier, present=present) is live
         if not live:
             return
         (known.tiers.add if present else known.tiers.discard)(tier)
@@ -528,6 +527,6 @@ def test_the_list_forgets_what_left_and_goes_on_where_it_was() -> None:
 def test_what_is_shown_says_nothing_of_tokens() -> None:
     index, _ = new_index()
     (block,) = store(index, [bytes(range(16))])
-    index.set_on_disk(block, present=True)
+    index.set_tier(block, Tier.DISK, present=True)
     assert repr(block) == "<CachedBlock 00010203 READY host+disk pins={}>"
     assert repr(index).startswith("<BlockIndex blocks=1 writing=0 <HostAccounts tenants=1 used_bytes=128")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.tiers.cached_block import Namespace
-from kvferry.pools.tiers.journal import MAX_HASHES, CacheJournal, Change, ChangeKind, Changes, Tier
+from kvferry.pools.tiers.cached_block import Namespace, Tier
+from kvferry.pools.tiers.journal import MAX_HASHES, CacheJournal, Change, ChangeKind, Changes
 
 SPACE = Namespace(1, "d", "i" * 32, "main", 1)
 OTHER = Namespace(2, "d", "i" * 32, "main", 1)
