@@ -137,6 +137,15 @@ class Dispatcher:
         if session.answered(message_id, frames) and session.identity is not None:
             self._send(session.identity, frames)
 
+    def run_held(self, call: Call, handle: Handler) -> None:
+        """Run the handler of a request that was held back, and answer the request where that returns its reply."""
+        try:
+            answer = handle(call)
+        except Exception as error:  # noqa: BLE001  a bug must not block the requests held after it
+            answer = Answer(self._refusal(call.body, error))
+        if answer is not None:
+            self.answer(call.session, call.message_id, answer)
+
     def answer_error(self, session: Session, message_id: int, error: KvferryError) -> None:
         """Refuse a request that a handler deferred."""
         self.answer(session, message_id, Answer(_error_body(error)))

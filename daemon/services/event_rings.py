@@ -23,7 +23,6 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler, expect
 from kvferry.daemon.control.hub import DeviceEventsReached, EventHub
-from kvferry.daemon.control.metrics import about
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.devices import Devices
 from kvferry.pools.devices.accelerator import Accelerator
@@ -31,7 +30,6 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import (
     CancelledError,
-    InternalError,
     InvalidFieldError,
     KvferryError,
     OutOfMemoryError,
@@ -191,23 +189,6 @@ class EventRings:
             raise InvalidFieldError("the session has no event ring: OPEN_EVENTS first", field=field)
         return ring
 
-    def _handle_held(self, held: _Waiting) -> None:
-        call = held.call
-        if not held.is_pending:
-            return
-        try:
-            answer = held.handle(call)
-        except KvferryError as error:
-            self._dispatcher.answer_error(call.session, call.message_id, error)
-        except Exception as error:  # a bug must not block the requests held after it
-            name = type(call.body).__name__
-            log.exception("request failed", type=name, **about(call.body))
-            internal = InternalError(f"{name} failed: {type(error).__name__}")
-            self._dispatcher.answer_error(call.session, call.message_id, internal)
-        else:
-            if answer is not None:
-                self._dispatcher.answer(call.session, call.message_id, answer)
-
     def _open(self, call: Call) -> Answer | None:
         body = expect(call, OpenEvents)
         ring = self._rings.get(call.session.session_id)
@@ -291,7 +272,8 @@ class EventRings:
         waiting, ring.waiting = ring.waiting, []
         for one in waiting:
             if (recorded if one.recorded else done)[one.device_event.event] >= one.device_event.value:
-                self._handle_held(one)
+                if one.is_pending:
+                    self._dispatcher.run_held(one.call, one.handle)
             else:
                 ring.waiting.append(one)
 

@@ -85,11 +85,6 @@ class _Creation(msgspec.Struct):
     waiting: list[Call]
     registered: HostRegion | None = None
 
-    @property
-    def manifest(self) -> Manifest:
-        """Return the pool's manifest."""
-        return self.traits.manifest
-
 
 class PoolService:
     """Creates, registers and deletes pools, and allocates pages.
@@ -271,8 +266,9 @@ class PoolService:
 
     def _memory_in_use(self) -> list[MemoryInUse]:
         """Return the regions of all pools: being registered, live, or removed with pages still in flight."""
-        coming = [MemoryInUse(one.registered, one.manifest) for one in self._creations.values() if one.registered]
-        return [*coming, *(MemoryInUse(pool.region, pool.manifest) for pool in (*self._pools, *self._leaving))]
+        coming = ((one.registered, one.traits.manifest) for one in self._creations.values())
+        made = ((pool.region, pool.manifest) for pool in (*self._pools, *self._leaving))
+        return [MemoryInUse(region, manifest) for region, manifest in (*coming, *made) if region is not None]
 
     def _populated(self, region: HostRegion) -> HostRegion:
         try:
@@ -447,7 +443,7 @@ class PoolService:
 
     def _check_budget(self, manifest: Manifest) -> None:
         made = [pool.manifest for pool in (*self._pools, *self._leaving) if pool.region.device == HOST]
-        coming = [one.manifest for one in self._creations.values() if one.traits.device == HOST]
+        coming = [one.traits.manifest for one in self._creations.values() if one.traits.device == HOST]
         used = sum(map(total_bytes, (*made, *coming)))
         wanted = total_bytes(manifest)
         if used + wanted > self._max_bytes:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import structlog
 
 from kvferry.daemon.control.metrics import about
-from kvferry.daemon.transfer.endpoints import RemotePool, SourcePool
+from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, SourcePool
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
@@ -38,6 +38,7 @@ from kvferry.pools.planning.gather import cut_copy_chunks
 from kvferry.pools.planning.plan import Blocks, Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError
+from kvferry.protocol.peer_messages import PeerBody
 
 MAX_BLOCK_BYTES = 1 << 20
 STAGING_BYTES: Final = 4 << 20
@@ -47,6 +48,9 @@ log = structlog.get_logger(__name__)
 
 OnOpDone = Callable[[int, KvferryError | None], None]
 """Called on the control loop, once per transfer op, with its id and its error."""
+
+SendToPeer = Callable[[Incarnation, PeerBody], bool]
+"""Sends another daemon a message; returns False if it is gone."""
 
 
 class Transport(Protocol):

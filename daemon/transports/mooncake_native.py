@@ -23,6 +23,7 @@ INSTALL: Final = (
     "install kvferry[mooncake] (on NPUs: mooncake-transfer-engine-npu) and Debian's libibverbs1, libnuma1 and libcurl4"
 )
 P2P: Final = "P2PHANDSHAKE"
+ALL_DEVICES: Final = ""
 _ACCEPT_TIMEOUT_US = 2000
 _WAKE_TIMEOUT_S = 1.0
 log = structlog.get_logger(__name__)
@@ -34,7 +35,6 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         address: an address of this host, without a port, by which peers reach it.
         protocol: ``tcp``, or ``ascend`` on NPUs.
-        device_names: the devices to use, separated by commas; empty for all.
         max_bytes_in_flight_per_peer: further writes wait, in order. A single larger write goes alone. The default is
             two bounce buffers, fewer than Mooncake's connections to a peer, so that the writes to a hanging peer fail
             together and not one progress timeout after the other.
@@ -44,7 +44,6 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str
     protocol: str = "tcp"
-    device_names: str = ""
     max_bytes_in_flight_per_peer: int = 16 << 20
     contact_timeout_s: float = 2.0
     progress_timeout_s: int = 5
@@ -106,7 +105,7 @@ def create(settings: MooncakeSettings) -> NativeEngine:
     except ImportError as error:
         raise ConfigError(f"Mooncake cannot be loaded: {error}; {INSTALL}", field="transport") from error
     engine: NativeEngine = TransferEngine()
-    status = engine.initialize(settings.address, P2P, settings.protocol, settings.device_names)
+    status = engine.initialize(settings.address, P2P, settings.protocol, ALL_DEVICES)
     if status:
         raise TransferFailedError(
             f"Mooncake did not start at {settings.address} with protocol {settings.protocol!r}: {status}"

@@ -124,7 +124,6 @@ class BounceBuffers:
         self._free = list(range(count - 1, -1, -1))  # a stack: lowest first, then the last one returned
         self._granted: dict[int, _Granted] = {}
         self._quarantined: dict[int, _Granted] = {}  # oldest first
-        self._quarantined_bytes = 0
         self._page_numbers = itertools.count(count)
         self._draining_since_s: float | None = None
         self._fencing = False
@@ -150,7 +149,7 @@ class BounceBuffers:
     @property
     def quarantined_bytes(self) -> int:
         """Return the number of quarantined bytes, of bounce buffers and of pages."""
-        return self._quarantined_bytes
+        return sum(one.size_bytes for one in self._quarantined.values())
 
     @property
     def quarantined(self) -> int:
@@ -190,28 +189,20 @@ class BounceBuffers:
         Ends a quarantine as well, so a late report of ended writes counts. A report that comes after a fence and a new
         grant of the same buffer does not match that grant and changes nothing.
         """
-        if self._matches(self._granted.get(number), peer, grant_id):
-            del self._granted[number]
-        elif self._matches(quarantined := self._quarantined.get(number), peer, grant_id):
-            assert quarantined is not None
-            del self._quarantined[number]
-            self._quarantined_bytes -= quarantined.size_bytes
-        else:
-            return False
-        self._put_back(number)
-        return True
+        was_held = any(_take_out(states, number, peer, grant_id) for states in (self._granted, self._quarantined))
+        if was_held:
+            self._put_back(number)
+        return was_held
 
     def quarantine(self, number: int, peer: BootId, grant_id: int, now_s: float) -> bool:
         """Quarantine the buffer of a grant whose writes may still land.
 
         Return False where the grant is over already.
         """
-        if not self._matches(self._granted.get(number), peer, grant_id):
-            return False
-        granted = self._granted.pop(number)
-        self._quarantined[number] = granted._replace(quarantined_since_s=now_s)
-        self._quarantined_bytes += granted.size_bytes
-        return True
+        granted = _take_out(self._granted, number, peer, grant_id)
+        if granted is not None:
+            self._quarantined[number] = granted._replace(quarantined_since_s=now_s)
+        return granted is not None
 
     def quarantine_peer(self, peer: BootId, now_s: float) -> list[int]:
         """End all grants of a lost peer; return the numbers that are quarantined by this."""
@@ -254,29 +245,11 @@ class BounceBuffers:
         assert not self._granted, "granted while the engine was being rebuilt"
         freed = list(self._quarantined)
         self._quarantined.clear()
-        self._quarantined_bytes = 0
         for number in freed:
             self._put_back(number)
         self._draining_since_s = None
         self._fencing = False
         return len(freed)
-
-    def check(self) -> None:
-        """Check that each bounce buffer is in exactly one state.
-
-        Raises:
-            AssertionError: a bug in this module; the process must not continue.
-        """
-        states = sorted([*self._free, *self._granted, *self._quarantined])
-        bounce_buffers = [number for number in states if number < self.count]
-        assert bounce_buffers == list(range(self.count)), f"a bounce buffer is lost or in two states: {self!r}"
-        assert len(set(states)) == len(states), f"pages are in two states: {self!r}"
-        quarantined = sum(one.size_bytes for one in self._quarantined.values())
-        assert quarantined == self._quarantined_bytes, f"{quarantined} bytes are quarantined: {self!r}"
-
-    @staticmethod
-    def _matches(state: _Granted | None, peer: BootId, grant_id: int) -> bool:
-        return state is not None and state[:2] == (peer, grant_id)
 
     def _put_back(self, number: int) -> None:
         if number < self.count:
@@ -287,6 +260,12 @@ class BounceBuffers:
             self.quarantined_bytes > self.bounds.quarantined_bytes
             or self.oldest_quarantine_s(now_s) > self.bounds.quarantined_s
         )
+
+
+def _take_out(states: dict[int, _Granted], number: int, peer: BootId, grant_id: int) -> _Granted | None:
+    """Remove and return the state of a grant; None where the buffer is another grant's or in another state."""
+    granted = states.get(number)
+    return states.pop(number) if granted is not None and granted[:2] == (peer, grant_id) else None
 
 
 class _Registered:

@@ -15,7 +15,6 @@ import ctypes
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Literal, NamedTuple
 
@@ -25,14 +24,14 @@ import xxhash
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
 from kvferry.daemon.transfer.peer_transfers import op_of
-from kvferry.daemon.transports.local import OnOpDone
+from kvferry.daemon.transports.local import OnOpDone, SendToPeer
 from kvferry.daemon.transports.network_memory import NetworkMemory, Target
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import copy_by_size
 from kvferry.pools.planning.gather import CopyChunk, cut_copy_chunks, memory_runs
 from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.peer_messages import MAX_RUNS, Grant, OpEnded, PeerBody, Written
+from kvferry.protocol.peer_messages import MAX_RUNS, Grant, OpEnded, Written
 from kvferry.protocol.session_messages import NetworkStatus
 
 GRANTS_PER_OP = 8
@@ -41,12 +40,12 @@ GRANTS_PER_OP = 8
 CHECK_INTERVAL_S = 0.5
 """How often quarantined memory is looked at."""
 
-SendToPeer = Callable[[Incarnation, PeerBody], bool]
 State = Literal["ready", "draining", "fencing", "broken"]
 log = structlog.get_logger(__name__)
 
 
 class _Grant(NamedTuple):
+    number: int
     incoming: _IncomingOp
     target: Target
     segment: int
@@ -155,17 +154,17 @@ class NetworkReceiver:
     def written(self, peer: Incarnation, message: Written) -> None:
         """Process a peer's answer to a grant."""
         grant = self._grants.get(message.grant)
-        if grant is None or grant.incoming.peer != peer or message.grant in grant.incoming.scattering:
+        if grant is None or grant.incoming.peer != peer or grant.number in grant.incoming.scattering:
             self._counters.add("network.unknown_grants")
             return
         incoming = grant.incoming
         incoming.granted -= 1
         if message.error is None and incoming.error is None:
-            incoming.scattering.add(message.grant)
+            incoming.scattering.add(grant.number)
             scattering = self._loop.run_in_executor(self._executor, self._verify_and_scatter, grant, message.checksum)
-            scattering.add_done_callback(lambda done: self._on_scattered(message.grant, grant, done))
+            scattering.add_done_callback(lambda done: self._on_scattered(grant, done))
             return
-        self._release(message.grant, grant, may_still_land=message.may_still_land)
+        self._release(grant, may_still_land=message.may_still_land)
         if message.error is not None:
             self._fail(incoming, raised(message.error))
         else:  # it has failed already, and may have waited for this answer
@@ -213,25 +212,26 @@ class NetworkReceiver:
 
     def quarantine_unanswered(self, now_s: float) -> None:
         """Quarantine what is unanswered for too long: a live but silent peer must not hold memory forever."""
-        silent = {
-            number: grant
-            for number, grant in self._grants.items()
+        silent = [
+            grant
+            for grant in self._grants.values()
             if grant.incoming.error is not None
-            and number not in grant.incoming.scattering
+            and grant.number not in grant.incoming.scattering
             and now_s - grant.incoming.failed_s > self._bounce_buffers.bounds.quarantined_s
-        }
-        for number, grant in silent.items():
+        ]
+        for grant in silent:
             incoming = grant.incoming
-            self._bounce_buffers.quarantine(grant.target.number, incoming.boot_id, number, incoming.failed_s)
-        if silent:
-            self._counters.add("network.unanswered_grants", len(silent))
-            self._forget(silent)
+            self._bounce_buffers.quarantine(grant.target.number, incoming.boot_id, grant.number, incoming.failed_s)
+            self._counters.add("network.unanswered_grants")
+            self._forget(grant)
 
     def fail_ops(self, numbers: set[int], error: KvferryError) -> None:
         """Fail the ops whose bounce buffers or pages were quarantined; what is already reported is scattered."""
-        ended = {number: grant for number, grant in self._grants.items() if grant.target.number in numbers}
-        self._forget({number: grant for number, grant in ended.items() if number not in grant.incoming.scattering})
-        for grant in ended.values():
+        ended = [grant for grant in self._grants.values() if grant.target.number in numbers]
+        for grant in ended:
+            if grant.number not in grant.incoming.scattering:
+                self._forget(grant)
+        for grant in ended:
             self._fail(grant.incoming, error)
 
     def on_fenced(self) -> None:
@@ -284,7 +284,7 @@ class NetworkReceiver:
             self._bounce_buffers.give_back(target.number, incoming.boot_id, number)
             self._fail(incoming, PeerLostError(f"the daemon at {incoming.peer.address} is gone"))
             return
-        self._grants[number] = _Grant(incoming, target, segment, copy_chunk)
+        self._grants[number] = _Grant(number, incoming, target, segment, copy_chunk)
         incoming.granted += 1
         incoming.in_pages += bool(target.runs)
 
@@ -322,39 +322,38 @@ class NetworkReceiver:
             plan.destination, grant.copy_chunk.first, grant.copy_chunk.stop, grant.target.address, copy_by_size
         )
 
-    def _on_scattered(self, number: int, grant: _Grant, done: asyncio.Future[None]) -> None:
+    def _on_scattered(self, grant: _Grant, done: asyncio.Future[None]) -> None:
         incoming = grant.incoming
-        incoming.scattering.discard(number)
-        self._release(number, grant)
+        incoming.scattering.discard(grant.number)
+        self._release(grant)
         error = None if done.cancelled() else done.exception()
         if error is not None:
             self._counters.add("network.refused")
-            known = isinstance(error, KvferryError)
-            self._fail(incoming, error if known else TransferFailedError(f"scattering failed: {error}"))  # type: ignore[arg-type]
+            failure = error if isinstance(error, KvferryError) else TransferFailedError(f"scattering failed: {error}")
+            self._fail(incoming, failure)
         elif grant.target.runs:
             self._counters.add("network.direct_bytes", grant.copy_chunk.size_bytes)
         self._check_done(incoming)
         self._enqueue(incoming)
         self.pump()
 
-    def _release(self, number: int, grant: _Grant, *, may_still_land: bool = False) -> None:
-        self._grants.pop(number, None)
+    def _release(self, grant: _Grant, *, may_still_land: bool = False) -> None:
+        """End a grant: its memory is free, or quarantined where a write may still land in it."""
         target, incoming = grant.target, grant.incoming
         if may_still_land:
-            self._bounce_buffers.quarantine(target.number, incoming.boot_id, number, time.monotonic())
-            if target.runs:
-                self._quarantined_pages[target.number] = incoming
+            self._bounce_buffers.quarantine(target.number, incoming.boot_id, grant.number, time.monotonic())
+            self._forget(grant)
             self._watch.start_if_needed()
         else:
-            self._bounce_buffers.give_back(target.number, incoming.boot_id, number)
+            self._grants.pop(grant.number, None)
+            self._bounce_buffers.give_back(target.number, incoming.boot_id, grant.number)
             incoming.in_pages -= bool(target.runs)
 
-    def _forget(self, grants: dict[int, _Grant]) -> None:
-        """Forget grants whose bounce buffers or pages are quarantined."""
-        for number, grant in grants.items():
-            del self._grants[number]
-            if grant.target.runs:
-                self._quarantined_pages[grant.target.number] = grant.incoming
+    def _forget(self, grant: _Grant) -> None:
+        """Forget a grant whose bounce buffer or pages are quarantined."""
+        self._grants.pop(grant.number, None)
+        if grant.target.runs:
+            self._quarantined_pages[grant.target.number] = grant.incoming
 
     def _fail(self, incoming: _IncomingOp, error: KvferryError) -> None:
         if incoming.error is None:

@@ -21,9 +21,9 @@ import xxhash
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
+from kvferry.daemon.transports.local import SendToPeer
 from kvferry.daemon.transports.mooncake import WriteFailedError
 from kvferry.daemon.transports.network_memory import NetworkMemory
-from kvferry.daemon.transports.network_receiver import SendToPeer
 from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.copies import copy_by_size
 from kvferry.pools.planning.gather import total_segments

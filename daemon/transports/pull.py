@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from kvferry.daemon.transfer.endpoints import Incarnation, RemotePool, TransferOp
 from kvferry.daemon.transfer.registry import StartOp
-from kvferry.daemon.transports.local import OnOpDone, Transport
-from kvferry.daemon.transports.network_receiver import SendToPeer
+from kvferry.daemon.transports.local import OnOpDone, SendToPeer, Transport
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     AccessDeniedError,

@@ -164,14 +164,6 @@ def test_it_shows_its_state() -> None:
     assert repr(network) == "<BounceBuffers free=1 granted=1 quarantined=3 bounce_buffer_bytes=4096 draining>"
 
 
-def test_the_integrity_check_finds_a_lost_bounce_buffer() -> None:
-    network = bounce_buffers()
-    network.check()
-    network.count += 1  # type: ignore[misc]  # the fault: a slot that is in no state
-    with pytest.raises(AssertionError, match="lost or in two states"):
-        network.check()
-
-
 class NetworkMachine(RuleBasedStateMachine):
     """Against a plain list of what each bounce buffer holds; writes land only where the model says they may."""
 
@@ -301,7 +293,6 @@ class NetworkMachine(RuleBasedStateMachine):
     @invariant()
     def same_as_the_model(self) -> None:
         """Compare all that can be seen."""
-        self.network.check()
         assert self.network.free == COUNT - sum(number < COUNT for number in self.states)
         assert self.network.granted == len(self.held("granted"))
         since = [held[3] for held in self.states.values() if held[0] == "quarantined"]

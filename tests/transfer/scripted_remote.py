@@ -14,8 +14,7 @@ import numpy as np
 from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint, RemotePool, TransferOp
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.transitions import State
-from kvferry.daemon.transports.local import OnOpDone
-from kvferry.daemon.transports.network_receiver import SendToPeer
+from kvferry.daemon.transports.local import OnOpDone, SendToPeer
 from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.planning.gather import total_segments
