@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvferry.clients import calls
 from kvferry.clients.arguments import device_names, pool_spec, seconds, sequence, truth, whole
-from kvferry.clients.calls import Call
+from kvferry.clients.calls import NAME, TABLES, Call, asked, joined
 from kvferry.clients.connection import Connection, connecting, find_runtime_dir
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
@@ -36,25 +36,35 @@ from kvferry.protocol.events import Finished, TierDone
 from kvferry.protocol.ids import HOST, MAIN, ModelIdentity, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
-from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.session_messages import StatusReport
+from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, Freed, RegisterPool
+from kvferry.protocol.session_messages import OpenEvents, Ping, Status, StatusReport
 from kvferry.protocol.session_stream import EventsFollow, MemoryFollows, ShareFollows
-from kvferry.protocol.table_messages import CreateTables
+from kvferry.protocol.table_messages import CreateTables, DeleteTables
 from kvferry.protocol.tier_messages import (
     CacheChanges,
     CachedBlockStatus,
+    CacheEvents,
+    CacheEvict,
     CacheEvicted,
+    CacheList,
+    CachePin,
+    CancelOperation,
+    DropSnapshot,
     Found,
+    Lookup,
     OperationCancelled,
     SnapshotDropped,
+    Snapshots,
     SnapshotStatus,
+    Unpin,
 )
-from kvferry.protocol.transfer_messages import Abandoned, Cancelled, Direction, TransferResult
+from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cancelled, Direction, Result, TransferResult
 
 if TYPE_CHECKING:
     import torch
 
 LIST_LIMIT: Final = 1000
+PING: Final = asked(Ping())
 
 T = TypeVar("T")
 
@@ -119,12 +129,12 @@ class AsyncRequests(Submissions):
     async def ping(self) -> float:
         """Return the seconds of one round trip."""
         started = time.perf_counter()
-        await self.call(calls.ping())
+        await self.call(PING)
         return time.perf_counter() - started
 
     async def status(self) -> StatusReport:
         """Return what the daemon holds and does."""
-        return await self.call(calls.status())
+        return await self.call(asked(Status()))
 
     # -- pools and pages
 
@@ -159,11 +169,13 @@ class AsyncRequests(Submissions):
             OutOfMemoryError: the host or the device cannot give it.
             DeviceUnavailableError: no such device, or what drives it is missing, there or here.
         """
-        created = await self.call(
-            calls.create_pool(name, spec, device, model, lifetime, max_payload_bytes), deadline_s=deadline_s
+        spec = pool_spec(spec)
+        body = CreatePool(
+            pool=name, spec=spec, device=device, model=model, lifetime=lifetime, max_payload_bytes=max_payload_bytes
         )
+        created = await self.call(asked(body, NAME), deadline_s=deadline_s)
         pool = await self.attach_pool(name, created.manifest.layout_digest)
-        return seen_as(pool, pool_spec(spec))
+        return seen_as(pool, spec)
 
     async def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
         """Map a pool of this user.
@@ -173,9 +185,9 @@ class AsyncRequests(Submissions):
             LayoutMismatchError: it has another layout than the digest given.
             PoolLostError: it was on a device, and its memory is gone.
         """
-        call = calls.attach_pool(name, layout_digest, self._devices.process_id())
+        body = AttachPool(pool=name, layout_digest=layout_digest, device_pid=self._devices.process_id())
         with self._use:  # whole: what another thread asks may not come between the reply and its descriptors
-            number, attached = await self._exchange(call)
+            number, attached = await self._exchange(asked(body, NAME))
             channel = self._open_channel()
             channel.receive()
             return await asyncio.to_thread(attached_pool, name, attached, number, channel, self._devices)
@@ -211,7 +223,15 @@ class AsyncRequests(Submissions):
             DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
         """
         arrays, said, fds = registered(spec, tensors, device, self._devices.export)
-        call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
+        body = RegisterPool(
+            pool=name,
+            spec=pool_spec(spec),
+            device=device,
+            arrays=arrays,
+            model=model,
+            max_payload_bytes=max_payload_bytes,
+        )
+        call = asked(body, NAME | {"arrays": "tensors"})
         with self._use:
             _, made = await self._exchange(call, deadline_s=deadline_s, said=said, fds=fds)
         return made.manifest
@@ -238,7 +258,8 @@ class AsyncRequests(Submissions):
             return (frame,)
 
         with self._use:
-            number, opened = await self._exchange(calls.open_events(device), deadline_s=deadline_s, said=said)
+            call = asked(OpenEvents(device=device))
+            number, opened = await self._exchange(call, deadline_s=deadline_s, said=said)
             channel = self._open_channel()
             channel.receive()
             _, (counters, eventfd) = channel.take(number, EventsFollow)
@@ -250,7 +271,7 @@ class AsyncRequests(Submissions):
         Raises:
             PoolInUseError: pages are owned or in flight.
         """
-        await self.call(calls.delete_pool(name))
+        await self.call(asked(DeletePool(pool=name), NAME))
 
     async def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
         """Return ``count`` pages for this session, ascending, ``(count,)`` int64.
@@ -288,7 +309,8 @@ class AsyncRequests(Submissions):
         """
         self._check_transfer(transfer)
         key = transfer.key
-        return await self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
+        body = Cancel(request_id=key.request_id, pool=key.pool, direction=key.direction, wait=wait)
+        return await self.call(asked(body), deadline_s=deadline_s)
 
     async def abandon(
         self,
@@ -312,7 +334,9 @@ class AsyncRequests(Submissions):
             reason: what the error says, up to 256 characters.
             deadline_s: for the daemon's reply.
         """
-        return await self.call(calls.abandon(request_id, direction, daemons, reason), deadline_s=deadline_s)
+        every = sequence(daemons, "addresses", "daemons")
+        body = Abandon(request_id=request_id, direction=direction, daemons=every, reason=reason)
+        return await self.call(asked(body), deadline_s=deadline_s)
 
     async def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
         """Return a side's state by the daemon's word.
@@ -320,7 +344,7 @@ class AsyncRequests(Submissions):
         Raises:
             UnknownTransferError: neither live nor unacknowledged.
         """
-        return await self.call(calls.result(pool, request_id, direction))
+        return await self.call(asked(Result(request_id=request_id, pool=pool, direction=direction)))
 
     async def poll(self, timeout_s: float = 0.0) -> list[Transfer | TierOperation]:
         """Take what has arrived; wait for the first change up to ``timeout_s``, not at all by default.
@@ -401,18 +425,18 @@ class AsyncRequests(Submissions):
             device_pid=self._devices.process_id(),
         )
         with self._use:
-            number, created = await self._exchange(calls.create_tables(body), deadline_s=deadline_s)
+            number, created = await self._exchange(asked(body, TABLES), deadline_s=deadline_s)
             channel = self._open_channel()
             try:
                 channel.receive()
                 return await asyncio.to_thread(mapped_tables, created, max_batch, number, channel, self._devices)
             except BaseException:
-                self._begin(calls.delete_tables(name))  # nobody here can use them
+                self._begin(asked(DeleteTables(tables=name)))  # nobody here can use them
                 raise
 
     async def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
-        await self.call(calls.delete_tables(tables_name(tables)))
+        await self.call(asked(DeleteTables(tables=tables_name(tables))))
         tables.close()
 
     # -- offload and restore
@@ -453,7 +477,7 @@ class AsyncRequests(Submissions):
         number = operation.number
         if number is None:  # answered and done at once
             return OperationCancelled(was_done=True)
-        return await self.call(calls.cancel_operation(number), deadline_s=deadline_s)
+        return await self.call(asked(CancelOperation(operation=number)), deadline_s=deadline_s)
 
     async def drop_snapshot(self, snapshot: str) -> SnapshotDropped:
         """Give a snapshot up; restores that are under way go on.
@@ -461,11 +485,11 @@ class AsyncRequests(Submissions):
         Raises:
             UnknownSnapshotError: this user has none of that name.
         """
-        return await self.call(calls.drop_snapshot(snapshot))
+        return await self.call(asked(DropSnapshot(snapshot=snapshot)))
 
     async def snapshots(self) -> tuple[SnapshotStatus, ...]:
         """Return this user's snapshots, oldest first."""
-        reply = await self.call(calls.snapshots())
+        reply = await self.call(asked(Snapshots()))
         return reply.snapshots
 
     # -- the prefix cache
@@ -492,8 +516,8 @@ class AsyncRequests(Submissions):
             pin: keep what is found until ``unpin`` or the session's end.
             deadline_s: for the reply; lower tiers may be asked.
         """
-        call = calls.lookup(pool, hashes, space, block_pages, lease, pin=pin)
-        return await self.call(call, deadline_s=deadline_s)
+        body = Lookup(pool=pool, hashes=joined(hashes), space=space, block_pages=block_pages, lease=lease, pin=pin)
+        return await self.call(asked(body), deadline_s=deadline_s)
 
     async def unpin(self, lease: int) -> int:
         """End a lease; return how many blocks it had.
@@ -501,14 +525,14 @@ class AsyncRequests(Submissions):
         Raises:
             UnknownLeaseError: this session has none of that number.
         """
-        reply = await self.call(calls.unpin(lease))
+        reply = await self.call(asked(Unpin(lease=lease)))
         return reply.blocks
 
     async def cached_blocks(self) -> AsyncIterator[CachedBlockStatus]:
         """Yield this user's cached blocks, asking for a page of the list at a time."""
         position: int | None = 0
         while position is not None:
-            listed = await self.call(calls.cache_list(position, LIST_LIMIT))
+            listed = await self.call(asked(CacheList(position=position, limit=LIST_LIMIT)))
             for one in listed.blocks:
                 yield one
             position = listed.position
@@ -520,21 +544,22 @@ class AsyncRequests(Submissions):
         blocks, and goes on from that cursor.
         """
         seconds(timeout_s, "timeout_s")
-        return await self.call(calls.cache_events(cursor, limit), deadline_s=timeout_s)
+        return await self.call(asked(CacheEvents(cursor=cursor, limit=limit)), deadline_s=timeout_s)
 
     async def cache_cursor(self) -> int:
         """Return the cursor of the next change."""
-        reply = await self.call(calls.cache_list(0, 1))
+        reply = await self.call(asked(CacheList(position=0, limit=1)))
         return reply.cursor
 
     async def pin_cached(self, hashes: Sequence[bytes], *, pinned: bool = True) -> int:
         """Keep blocks whatever happens, or no longer; return how many were found. For operators."""
-        reply = await self.call(calls.cache_pin(hashes, pinned=pinned))
+        reply = await self.call(asked(CachePin(hashes=joined(hashes), pinned=pinned)))
         return reply.blocks
 
     async def evict_cached(self, hashes: Sequence[bytes] | None = None) -> CacheEvicted:
         """Drop blocks from every tier, by default all; pinned ones stay. For operators."""
-        return await self.call(calls.cache_evict(hashes))
+        body = CacheEvict(hashes=joined(() if hashes is None else hashes), everything=hashes is None)
+        return await self.call(asked(body))
 
     # -- replies
 

@@ -3,74 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.clients.arguments import checked, mapping, page_ids, pool_spec, sequence, shown, whole, wrong_kind
-from kvferry.protocol.base import Body, DeviceEvent, PageList, RequestBody
+from kvferry.clients.arguments import checked, mapping, page_ids, sequence, shown, whole, wrong_kind
+from kvferry.protocol.base import AnsweredBy, DeviceEvent, PageList, ReplyT, RequestBody
 from kvferry.protocol.client_core import ReplyArrived
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError, LengthMismatchError, MalformedError
-from kvferry.protocol.ids import MAIN, ModelIdentity, PoolLifetime
-from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, PROTOCOL_MAX, PROTOCOL_MIN
-from kvferry.protocol.manifests import PoolSpec
-from kvferry.protocol.pool_messages import (
-    Allocate,
-    Allocated,
-    AttachPool,
-    CreatePool,
-    DeletePool,
-    Free,
-    Freed,
-    PoolAttached,
-    PoolCreated,
-    PoolDeleted,
-    PoolRegistered,
-    RegisteredArrays,
-    RegisterPool,
-)
-from kvferry.protocol.session_messages import EventsOpened, Hello, OpenEvents, Ping, Pong, Status, StatusReport, Welcome
+from kvferry.protocol.ids import MAIN
+from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN
+from kvferry.protocol.pool_messages import Allocate, Free, Freed
+from kvferry.protocol.session_messages import Hello, Welcome
 from kvferry.protocol.session_stream import SessionOpen
-from kvferry.protocol.table_messages import (
-    CreateTables,
-    DeleteTables,
-    TablesCreated,
-    TablesDeleted,
-    TablesUpdated,
-    UpdateTables,
-)
-from kvferry.protocol.tier_messages import (
-    HASH_BYTES,
-    CacheChanges,
-    CacheEvents,
-    CacheEvict,
-    CacheEvicted,
-    CacheList,
-    CacheListed,
-    CachePin,
-    CachePinned,
-    CancelOperation,
-    DropSnapshot,
-    Found,
-    Lookup,
-    OperationCancelled,
-    SnapshotDropped,
-    SnapshotReport,
-    Snapshots,
-    Unpin,
-    Unpinned,
-)
-from kvferry.protocol.transfer_messages import (
-    Abandon,
-    Abandoned,
-    Cancel,
-    Cancelled,
-    Direction,
-    Result,
-    TransferResult,
-)
+from kvferry.protocol.table_messages import TablesUpdated, UpdateTables
+from kvferry.protocol.tier_messages import HASH_BYTES
 
 NAME: Final = {"pool": "name"}
 TABLES: Final = {"tables": "name"}
@@ -78,7 +27,6 @@ IDS: Final = {"pages": "ids"}
 """What the clients' calls name otherwise than the messages do."""
 
 T_co = TypeVar("T_co", covariant=True)
-BodyT = TypeVar("BodyT", bound=Body)
 
 
 class Call(NamedTuple, Generic[T_co]):
@@ -87,6 +35,28 @@ class Call(NamedTuple, Generic[T_co]):
     body: RequestBody
     ids: tuple[PageIds, ...]
     read: Callable[[ReplyArrived], T_co]
+
+
+def asked(
+    body: AnsweredBy[ReplyT], names: Mapping[str, str] | None = None, ids: tuple[PageIds, ...] = ()
+) -> Call[ReplyT]:
+    """Return a request whose reply is read as it is.
+
+    Args:
+        body: built from a caller's arguments.
+        names: the caller's argument for a field, if the names differ.
+        ids: its page lists.
+
+    Raises:
+        InvalidFieldError: a field is invalid; names the argument.
+    """
+
+    def read(reply: ReplyArrived) -> ReplyT:
+        if not isinstance(reply.body, body.reply):
+            raise MalformedError(f"the daemon answered with {type(reply.body).__name__}, not {body.reply.__name__}")
+        return cast("ReplyT", reply.body)
+
+    return Call(checked(body, names), ids, read)
 
 
 class Pages(NamedTuple):
@@ -176,11 +146,7 @@ def joined(hashes: Sequence[bytes]) -> bytes:
 
 def hello(client: str) -> Call[Welcome]:
     """Agree on the protocol version."""
-    return Call(
-        checked(Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=client), {"client": "name"}),
-        (),
-        reply_body(Welcome),
-    )
+    return asked(Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=client), {"client": "name"})
 
 
 def session_open(name: str, instance: str = "", *, keep: bool = False, resume: bytes = b"") -> SessionOpen:
@@ -201,87 +167,22 @@ def session_open(name: str, instance: str = "", *, keep: bool = False, resume: b
     )
 
 
-def ping() -> Call[Pong]:
-    """Ask whether the control loop answers."""
-    return Call(Ping(), (), reply_body(Pong))
-
-
-def status() -> Call[StatusReport]:
-    """Ask what the daemon holds and does."""
-    return Call(Status(), (), reply_body(StatusReport))
-
-
-def open_events(device: str) -> Call[EventsOpened]:
-    """Ask for the session's event ring."""
-    return Call(checked(OpenEvents(device=device)), (), reply_body(EventsOpened))
-
-
-def create_pool(
-    pool: str,
-    spec: PoolSpec,
-    device: str,
-    model: ModelIdentity | None = None,
-    lifetime: PoolLifetime = "daemon",
-    max_payload_bytes: int = MAX_PAYLOAD_BYTES,
-) -> Call[PoolCreated]:
-    """Create a pool, or find it as it was created before."""
-    body = CreatePool(
-        pool=pool,
-        spec=pool_spec(spec),
-        device=device,
-        model=model,
-        lifetime=lifetime,
-        max_payload_bytes=max_payload_bytes,
-    )
-    return Call(checked(body, NAME), (), reply_body(PoolCreated))
-
-
-def attach_pool(pool: str, layout_digest: str, device_pid: int | None) -> Call[PoolAttached]:
-    """Ask for a pool's region."""
-    body = AttachPool(pool=pool, layout_digest=layout_digest, device_pid=device_pid)
-    return Call(checked(body, NAME), (), reply_body(PoolAttached))
-
-
-def register_pool(
-    pool: str,
-    spec: PoolSpec,
-    device: str,
-    arrays: tuple[RegisteredArrays, ...],
-    model: ModelIdentity | None = None,
-    max_payload_bytes: int = MAX_PAYLOAD_BYTES,
-) -> Call[PoolRegistered]:
-    """Register a pool that this process owns."""
-    body = RegisterPool(
-        pool=pool,
-        spec=pool_spec(spec),
-        device=device,
-        arrays=arrays,
-        model=model,
-        max_payload_bytes=max_payload_bytes,
-    )
-    return Call(checked(body, NAME | {"arrays": "tensors"}), (), reply_body(PoolRegistered))
-
-
-def delete_pool(pool: str) -> Call[PoolDeleted]:
-    """Delete a pool."""
-    return Call(checked(DeletePool(pool=pool), NAME), (), reply_body(PoolDeleted))
-
-
 def allocate(pool: str, count: int, space: str) -> Call[PageIds]:
     """Take pages."""
-    return Call(checked(Allocate(pool=pool, count=count, space=space)), (), _ids_of_allocated)
+    asking = asked(Allocate(pool=pool, count=count, space=space))
+
+    def read(reply: ReplyArrived) -> PageIds:
+        asking.read(reply)
+        return reply.ids[0].copy()  # the received bytes are read-only
+
+    return Call(asking.body, (), read)
 
 
 def free(pool: str, ids: npt.ArrayLike, space: str, after: DeviceEvent | None) -> Call[Freed]:
     """Give pages back."""
     array = page_ids(ids, "ids")
     body = Free(pool=pool, pages=len(array), space=space, after=after)
-    return Call(checked(body, IDS), (array,), reply_body(Freed))
-
-
-def create_tables(body: CreateTables) -> Call[TablesCreated]:
-    """Ask for graph tables."""
-    return Call(checked(body, TABLES | {"pool": "pool"}), (), reply_body(TablesCreated))
+    return asked(body, IDS, (array,))
 
 
 def update_tables(
@@ -334,93 +235,4 @@ def update_tables(
         bound=len(given[-2]),
         after=after,
     )
-    return Call(checked(body, {"batch": "lengths"}), (np.concatenate(given),), reply_body(TablesUpdated))
-
-
-def delete_tables(tables: str) -> Call[TablesDeleted]:
-    """Give graph tables up."""
-    return Call(checked(DeleteTables(tables=tables), TABLES), (), reply_body(TablesDeleted))
-
-
-def cancel(pool: str, request_id: str, direction: Direction, *, wait: bool = True) -> Call[Cancelled]:
-    """Give up a side of a transfer."""
-    body = Cancel(request_id=request_id, pool=pool, direction=direction, wait=wait)
-    return Call(checked(body), (), reply_body(Cancelled))
-
-
-def abandon(request_id: str, direction: Direction, daemons: Sequence[str], reason: str) -> Call[Abandoned]:
-    """Say that a half of a request does not come."""
-    body = Abandon(
-        request_id=request_id, direction=direction, daemons=sequence(daemons, "addresses", "daemons"), reason=reason
-    )
-    return Call(checked(body), (), reply_body(Abandoned))
-
-
-def result(pool: str, request_id: str, direction: Direction) -> Call[TransferResult]:
-    """Ask for a side's state."""
-    return Call(checked(Result(request_id=request_id, pool=pool, direction=direction)), (), reply_body(TransferResult))
-
-
-def lookup(
-    pool: str, hashes: Sequence[bytes], space: str, block_pages: int, lease: int | None, *, pin: bool
-) -> Call[Found]:
-    """Ask for the longest cached prefix."""
-    body = Lookup(pool=pool, hashes=joined(hashes), space=space, block_pages=block_pages, lease=lease, pin=pin)
-    return Call(checked(body), (), reply_body(Found))
-
-
-def unpin(lease: int) -> Call[Unpinned]:
-    """End a lease."""
-    return Call(checked(Unpin(lease=lease)), (), reply_body(Unpinned))
-
-
-def drop_snapshot(snapshot: str) -> Call[SnapshotDropped]:
-    """Give a snapshot up."""
-    return Call(checked(DropSnapshot(snapshot=snapshot)), (), reply_body(SnapshotDropped))
-
-
-def snapshots() -> Call[SnapshotReport]:
-    """Ask for the user's snapshots."""
-    return Call(Snapshots(), (), reply_body(SnapshotReport))
-
-
-def cancel_operation(number: int) -> Call[OperationCancelled]:
-    """Give up an operation."""
-    return Call(CancelOperation(operation=number), (), reply_body(OperationCancelled))
-
-
-def cache_list(position: int, limit: int) -> Call[CacheListed]:
-    """Ask for a page of the list of cached blocks."""
-    return Call(checked(CacheList(position=position, limit=limit)), (), reply_body(CacheListed))
-
-
-def cache_pin(hashes: Sequence[bytes], *, pinned: bool) -> Call[CachePinned]:
-    """Pin blocks by hand, or unpin them."""
-    return Call(checked(CachePin(hashes=joined(hashes), pinned=pinned)), (), reply_body(CachePinned))
-
-
-def cache_evict(hashes: Sequence[bytes] | None) -> Call[CacheEvicted]:
-    """Drop blocks from every tier; None for all."""
-    body = CacheEvict(hashes=joined(() if hashes is None else hashes), everything=hashes is None)
-    return Call(checked(body), (), reply_body(CacheEvicted))
-
-
-def cache_events(cursor: int, limit: int) -> Call[CacheChanges]:
-    """Ask for the changes after a cursor."""
-    return Call(checked(CacheEvents(cursor=cursor, limit=limit)), (), reply_body(CacheChanges))
-
-
-def reply_body(kind: type[BodyT]) -> Callable[[ReplyArrived], BodyT]:
-    """Return the reading of a reply that must be of this kind."""
-
-    def read(reply: ReplyArrived) -> BodyT:
-        if not isinstance(reply.body, kind):
-            raise MalformedError(f"the daemon answered with {type(reply.body).__name__}, not {kind.__name__}")
-        return reply.body
-
-    return read
-
-
-def _ids_of_allocated(reply: ReplyArrived) -> PageIds:
-    reply_body(Allocated)(reply)
-    return reply.ids[0].copy()  # the received bytes are read-only
+    return asked(body, {"batch": "lengths"}, (np.concatenate(given),))

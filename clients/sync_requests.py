@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvferry.clients import calls
 from kvferry.clients.arguments import device_names, pool_spec, seconds, sequence, truth, whole
-from kvferry.clients.calls import Call
+from kvferry.clients.calls import NAME, TABLES, Call, asked, joined
 from kvferry.clients.connection import Connection, find_runtime_dir
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.clients.devices import RING_EVENTS, attached_pool, seen_as
@@ -36,25 +36,35 @@ from kvferry.protocol.events import Finished, TierDone
 from kvferry.protocol.ids import HOST, MAIN, ModelIdentity, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
-from kvferry.protocol.pool_messages import Freed
-from kvferry.protocol.session_messages import StatusReport
+from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, Freed, RegisterPool
+from kvferry.protocol.session_messages import OpenEvents, Ping, Status, StatusReport
 from kvferry.protocol.session_stream import EventsFollow, MemoryFollows, ShareFollows
-from kvferry.protocol.table_messages import CreateTables
+from kvferry.protocol.table_messages import CreateTables, DeleteTables
 from kvferry.protocol.tier_messages import (
     CacheChanges,
     CachedBlockStatus,
+    CacheEvents,
+    CacheEvict,
     CacheEvicted,
+    CacheList,
+    CachePin,
+    CancelOperation,
+    DropSnapshot,
     Found,
+    Lookup,
     OperationCancelled,
     SnapshotDropped,
+    Snapshots,
     SnapshotStatus,
+    Unpin,
 )
-from kvferry.protocol.transfer_messages import Abandoned, Cancelled, Direction, TransferResult
+from kvferry.protocol.transfer_messages import Abandon, Abandoned, Cancel, Cancelled, Direction, Result, TransferResult
 
 if TYPE_CHECKING:
     import torch
 
 LIST_LIMIT: Final = 1000
+PING: Final = asked(Ping())
 
 T = TypeVar("T")
 
@@ -118,12 +128,12 @@ class SyncRequests(Submissions):
     def ping(self) -> float:
         """Return the seconds of one round trip."""
         started = time.perf_counter()
-        self.call(calls.ping())
+        self.call(PING)
         return time.perf_counter() - started
 
     def status(self) -> StatusReport:
         """Return what the daemon holds and does."""
-        return self.call(calls.status())
+        return self.call(asked(Status()))
 
     # -- pools and pages
 
@@ -158,11 +168,13 @@ class SyncRequests(Submissions):
             OutOfMemoryError: the host or the device cannot give it.
             DeviceUnavailableError: no such device, or what drives it is missing, there or here.
         """
-        created = self.call(
-            calls.create_pool(name, spec, device, model, lifetime, max_payload_bytes), deadline_s=deadline_s
+        spec = pool_spec(spec)
+        body = CreatePool(
+            pool=name, spec=spec, device=device, model=model, lifetime=lifetime, max_payload_bytes=max_payload_bytes
         )
+        created = self.call(asked(body, NAME), deadline_s=deadline_s)
         pool = self.attach_pool(name, created.manifest.layout_digest)
-        return seen_as(pool, pool_spec(spec))
+        return seen_as(pool, spec)
 
     def attach_pool(self, name: str, layout_digest: str = "") -> AttachedPool:
         """Map a pool of this user.
@@ -172,9 +184,9 @@ class SyncRequests(Submissions):
             LayoutMismatchError: it has another layout than the digest given.
             PoolLostError: it was on a device, and its memory is gone.
         """
-        call = calls.attach_pool(name, layout_digest, self._devices.process_id())
+        body = AttachPool(pool=name, layout_digest=layout_digest, device_pid=self._devices.process_id())
         with self._use:  # whole: what another thread asks may not come between the reply and its descriptors
-            number, attached = self._exchange(call)
+            number, attached = self._exchange(asked(body, NAME))
             channel = self._open_channel()
             channel.receive()
             return attached_pool(name, attached, number, channel, self._devices)
@@ -210,7 +222,15 @@ class SyncRequests(Submissions):
             DeviceUnavailableError: the daemon cannot use the device, or not map the memory.
         """
         arrays, said, fds = registered(spec, tensors, device, self._devices.export)
-        call = calls.register_pool(name, spec, device, arrays, model, max_payload_bytes)
+        body = RegisterPool(
+            pool=name,
+            spec=pool_spec(spec),
+            device=device,
+            arrays=arrays,
+            model=model,
+            max_payload_bytes=max_payload_bytes,
+        )
+        call = asked(body, NAME | {"arrays": "tensors"})
         with self._use:
             _, made = self._exchange(call, deadline_s=deadline_s, said=said, fds=fds)
         return made.manifest
@@ -237,7 +257,8 @@ class SyncRequests(Submissions):
             return (frame,)
 
         with self._use:
-            number, opened = self._exchange(calls.open_events(device), deadline_s=deadline_s, said=said)
+            call = asked(OpenEvents(device=device))
+            number, opened = self._exchange(call, deadline_s=deadline_s, said=said)
             channel = self._open_channel()
             channel.receive()
             _, (counters, eventfd) = channel.take(number, EventsFollow)
@@ -249,7 +270,7 @@ class SyncRequests(Submissions):
         Raises:
             PoolInUseError: pages are owned or in flight.
         """
-        self.call(calls.delete_pool(name))
+        self.call(asked(DeletePool(pool=name), NAME))
 
     def allocate(self, pool: str, count: int, space: str = MAIN) -> PageIds:
         """Return ``count`` pages for this session, ascending, ``(count,)`` int64.
@@ -285,7 +306,8 @@ class SyncRequests(Submissions):
         """
         self._check_transfer(transfer)
         key = transfer.key
-        return self.call(calls.cancel(key.pool, key.request_id, key.direction, wait=wait), deadline_s=deadline_s)
+        body = Cancel(request_id=key.request_id, pool=key.pool, direction=key.direction, wait=wait)
+        return self.call(asked(body), deadline_s=deadline_s)
 
     def abandon(
         self,
@@ -309,7 +331,9 @@ class SyncRequests(Submissions):
             reason: what the error says, up to 256 characters.
             deadline_s: for the daemon's reply.
         """
-        return self.call(calls.abandon(request_id, direction, daemons, reason), deadline_s=deadline_s)
+        every = sequence(daemons, "addresses", "daemons")
+        body = Abandon(request_id=request_id, direction=direction, daemons=every, reason=reason)
+        return self.call(asked(body), deadline_s=deadline_s)
 
     def result(self, pool: str, request_id: str, direction: Direction) -> TransferResult:
         """Return a side's state by the daemon's word.
@@ -317,7 +341,7 @@ class SyncRequests(Submissions):
         Raises:
             UnknownTransferError: neither live nor unacknowledged.
         """
-        return self.call(calls.result(pool, request_id, direction))
+        return self.call(asked(Result(request_id=request_id, pool=pool, direction=direction)))
 
     def poll(self, timeout_s: float = 0.0) -> list[Transfer | TierOperation]:
         """Take what has arrived; wait for the first change up to ``timeout_s``, not at all by default.
@@ -398,18 +422,18 @@ class SyncRequests(Submissions):
             device_pid=self._devices.process_id(),
         )
         with self._use:
-            number, created = self._exchange(calls.create_tables(body), deadline_s=deadline_s)
+            number, created = self._exchange(asked(body, TABLES), deadline_s=deadline_s)
             channel = self._open_channel()
             try:
                 channel.receive()
                 return mapped_tables(created, max_batch, number, channel, self._devices)
             except BaseException:
-                self._begin(calls.delete_tables(name))  # nobody here can use them
+                self._begin(asked(DeleteTables(tables=name)))  # nobody here can use them
                 raise
 
     def delete_tables(self, tables: Tables) -> None:
         """Give tables up and unmap them; graphs captured over them may not be replayed any more."""
-        self.call(calls.delete_tables(tables_name(tables)))
+        self.call(asked(DeleteTables(tables=tables_name(tables))))
         tables.close()
 
     # -- offload and restore
@@ -446,7 +470,7 @@ class SyncRequests(Submissions):
         number = operation.number
         if number is None:  # answered and done at once
             return OperationCancelled(was_done=True)
-        return self.call(calls.cancel_operation(number), deadline_s=deadline_s)
+        return self.call(asked(CancelOperation(operation=number)), deadline_s=deadline_s)
 
     def drop_snapshot(self, snapshot: str) -> SnapshotDropped:
         """Give a snapshot up; restores that are under way go on.
@@ -454,11 +478,11 @@ class SyncRequests(Submissions):
         Raises:
             UnknownSnapshotError: this user has none of that name.
         """
-        return self.call(calls.drop_snapshot(snapshot))
+        return self.call(asked(DropSnapshot(snapshot=snapshot)))
 
     def snapshots(self) -> tuple[SnapshotStatus, ...]:
         """Return this user's snapshots, oldest first."""
-        reply = self.call(calls.snapshots())
+        reply = self.call(asked(Snapshots()))
         return reply.snapshots
 
     # -- the prefix cache
@@ -485,8 +509,8 @@ class SyncRequests(Submissions):
             pin: keep what is found until ``unpin`` or the session's end.
             deadline_s: for the reply; lower tiers may be asked.
         """
-        call = calls.lookup(pool, hashes, space, block_pages, lease, pin=pin)
-        return self.call(call, deadline_s=deadline_s)
+        body = Lookup(pool=pool, hashes=joined(hashes), space=space, block_pages=block_pages, lease=lease, pin=pin)
+        return self.call(asked(body), deadline_s=deadline_s)
 
     def unpin(self, lease: int) -> int:
         """End a lease; return how many blocks it had.
@@ -494,14 +518,14 @@ class SyncRequests(Submissions):
         Raises:
             UnknownLeaseError: this session has none of that number.
         """
-        reply = self.call(calls.unpin(lease))
+        reply = self.call(asked(Unpin(lease=lease)))
         return reply.blocks
 
     def cached_blocks(self) -> Iterator[CachedBlockStatus]:
         """Yield this user's cached blocks, asking for a page of the list at a time."""
         position: int | None = 0
         while position is not None:
-            listed = self.call(calls.cache_list(position, LIST_LIMIT))
+            listed = self.call(asked(CacheList(position=position, limit=LIST_LIMIT)))
             yield from listed.blocks
             position = listed.position
 
@@ -512,21 +536,22 @@ class SyncRequests(Submissions):
         blocks, and goes on from that cursor.
         """
         seconds(timeout_s, "timeout_s")
-        return self.call(calls.cache_events(cursor, limit), deadline_s=timeout_s)
+        return self.call(asked(CacheEvents(cursor=cursor, limit=limit)), deadline_s=timeout_s)
 
     def cache_cursor(self) -> int:
         """Return the cursor of the next change."""
-        reply = self.call(calls.cache_list(0, 1))
+        reply = self.call(asked(CacheList(position=0, limit=1)))
         return reply.cursor
 
     def pin_cached(self, hashes: Sequence[bytes], *, pinned: bool = True) -> int:
         """Keep blocks whatever happens, or no longer; return how many were found. For operators."""
-        reply = self.call(calls.cache_pin(hashes, pinned=pinned))
+        reply = self.call(asked(CachePin(hashes=joined(hashes), pinned=pinned)))
         return reply.blocks
 
     def evict_cached(self, hashes: Sequence[bytes] | None = None) -> CacheEvicted:
         """Drop blocks from every tier, by default all; pinned ones stay. For operators."""
-        return self.call(calls.cache_evict(hashes))
+        body = CacheEvict(hashes=joined(() if hashes is None else hashes), everything=hashes is None)
+        return self.call(asked(body))
 
     # -- replies
 

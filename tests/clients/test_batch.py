@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, calls, new_request_id, pages
+from kvferry.clients.calls import Call
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.envelope import MAX_BATCH
 from kvferry.protocol.errors import (
@@ -16,6 +17,8 @@ from kvferry.protocol.errors import (
     NotOwnerError,
     PageOutOfRangeError,
 )
+from kvferry.protocol.pool_messages import AttachPool
+from kvferry.protocol.session_messages import OpenEvents, Ping
 from tests.clients.tier_pools import MODEL, SPEC, Filled, hashes
 from tests.daemons import DaemonProcess
 
@@ -123,9 +126,9 @@ def test_a_block_that_raises_sends_nothing(client: Client, name: str) -> None:
 def test_what_cannot_be_in_a_batch(client: Client, name: str) -> None:
     before = requests_of(client)
     with client.batched() as step:
-        for call in (calls.attach_pool(name, "", None), calls.open_events("host"), calls.ping()):
+        for body in (AttachPool(pool=name), OpenEvents(device="host"), Ping()):
             with pytest.raises(InvalidFieldError, match="cannot be in a BATCH") as refused:
-                step.begin(call)
+                step.begin(Call(body, (), lambda reply: reply))
             assert refused.value.field == "call"
     assert requests_of(client) == before + 1, "nothing to send"
 

@@ -26,7 +26,7 @@ from kvferry.protocol.errors import (
     UnknownComponentError,
     UnknownLeaseError,
 )
-from kvferry.protocol.tier_messages import HASH_BYTES
+from kvferry.protocol.tier_messages import HASH_BYTES, CacheEvents
 from tests.clients.tier_pools import HYBRID, LARGER, MODEL, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry
@@ -302,7 +302,7 @@ def test_a_router_follows_the_cache(client: Client, pool: Filled) -> None:
 @pytest.mark.host_only
 def test_a_change_answers_who_waits_for_it(daemon: DaemonProcess, client: Client, pool: Filled) -> None:
     with Client.connect(daemon.runtime_dir, name="router") as router:
-        waiting = router.begin(calls.cache_events(router.cache_cursor(), 10))
+        waiting = router.begin(calls.asked(CacheEvents(cursor=router.cache_cursor(), limit=10)))
         assert not router.is_ready(waiting)
         client.wait_done(client.store(pool.name, hashes(1), client.allocate(pool.name, 1)))
         assert router.wait(waiting).changes[0].hashes == hashes(1)[0]

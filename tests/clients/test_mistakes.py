@@ -40,7 +40,7 @@ from kvferry.clients import (
     pages_wanted,
     slots_from_pages,
 )
-from kvferry.clients.calls import ping
+from kvferry.clients.calls import asked
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import (
     ClientClosedError,
@@ -374,9 +374,11 @@ MISTAKES: Final[dict[str, Mistake]] = {
     "a deadline beyond floats": wrong(
         lambda w: w.client.send(w.p, RID, [pages([1])], deadline_s=10**400), "deadline_s", "inf seconds; give from 0"
     ),
-    "a deadline far below 0": wrong(lambda w: w.client.call(ping(), deadline_s=-(10**400)), "deadline_s", "-inf"),
+    "a deadline far below 0": wrong(
+        lambda w: w.client.call(asked(Ping()), deadline_s=-(10**400)), "deadline_s", "-inf"
+    ),
     "a time-out beyond floats": wrong(lambda w: w.client.poll(10**400), "timeout_s", "inf seconds"),
-    "a text for a margin": wrong(lambda w: w.client.call(ping(), margin_s="x"), "margin_s", "'x' is no number"),
+    "a text for a margin": wrong(lambda w: w.client.call(asked(Ping()), margin_s="x"), "margin_s", "'x' is no number"),
     "a negative time-out": wrong(lambda w: w.client.wait_finished(w.transfer, -0.5), "timeout_s", "-0.5 seconds"),
     "None for a time-out": wrong(lambda w: w.client.wait_settled(w.transfer, None), "timeout_s", "None is no number"),
     "polling for None": wrong(lambda w: w.client.poll(None), "timeout_s", "None is no number"),
@@ -620,8 +622,8 @@ def test_numbers_of_numpy_and_torch_are_numbers(harness: Harness) -> None:
 
 
 SECONDS: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    "call": lambda w, time_s: w.client.call(ping(), deadline_s=time_s, margin_s=time_s),
-    "begin": lambda w, time_s: w.client.wait(w.client.begin(ping(), deadline_s=time_s)),
+    "call": lambda w, time_s: w.client.call(asked(Ping()), deadline_s=time_s, margin_s=time_s),
+    "begin": lambda w, time_s: w.client.wait(w.client.begin(asked(Ping()), deadline_s=time_s)),
     "create_pool": lambda w, time_s: w.client.create_pool(w.p, SPEC, deadline_s=time_s),
     "open_events": lambda w, time_s: w.client.open_events(deadline_s=time_s),
     "cache_events": lambda w, time_s: w.client.cache_events(1, timeout_s=time_s * 0),

@@ -16,7 +16,8 @@ from kvferry.protocol.errors import (
     TooLargeError,
 )
 from kvferry.protocol.manifests import MhaSpec
-from kvferry.protocol.pool_messages import RegisteredArrays
+from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
+from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import ShareFollows, TorchShare
 from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import raw_engine
@@ -83,7 +84,9 @@ def test_all_that_an_engine_said_before_a_message_is_taken(daemon: DaemonProcess
     with raw_engine(daemon.runtime_dir) as engine:
         for _ in range(5):
             with pytest.raises(KvferryError) as refused:
-                engine.call(calls.register_pool("registered", SPEC, "npu:0", arrays), said)
+                engine.call(
+                    calls.asked(RegisterPool(pool="registered", spec=SPEC, device="npu:0", arrays=arrays)), said
+                )
             assert "shares came" not in refused.value.detail
 
 
@@ -107,4 +110,4 @@ def test_a_ring_on_the_host_is_not_taken_for_one_on_a_device(client: Client) -> 
     again = client.open_events()
     again.record_event()
     with pytest.raises(InvalidFieldError):
-        client.call(calls.open_events("npu:0"))
+        client.call(calls.asked(OpenEvents(device="npu:0")))

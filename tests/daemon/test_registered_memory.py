@@ -39,7 +39,7 @@ from kvferry.protocol.errors import (
     TooLargeError,
 )
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
-from kvferry.protocol.pool_messages import RegisteredArrays
+from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_stream import (
     FrameSplitter,
     MemoryFollows,
@@ -351,7 +351,7 @@ def register(engine: RawEngine, name: str, claim: Claim) -> None:
         arrays = (said("k", 0, shape=shape, strides=strides), said("v", size, shape=shape, strides=strides))
     fd = memfd() if claim.make is None else claim.make()
     try:
-        call = calls.register_pool(name, claim.spec, "host", arrays)
+        call = calls.asked(RegisterPool(pool=name, spec=claim.spec, device="host", arrays=arrays))
         engine.call(call, lambda message_id: [MemoryFollows(message_id=message_id)], fds=(fd,))
     finally:
         os.close(fd)

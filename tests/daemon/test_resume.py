@@ -23,9 +23,10 @@ from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.client_core import ClientCore
 from kvferry.protocol.errors import DaemonLostError, NoSessionError
 from kvferry.protocol.ids import BootId
+from kvferry.protocol.session_messages import Ping
 from kvferry.protocol.session_stream import SessionOpen, SessionOpened, pack
 from kvferry.protocol.settings import SESSION_SOCKET
-from kvferry.protocol.transfer_messages import Accepted, Receive
+from kvferry.protocol.transfer_messages import Accepted, Receive, Result
 from tests.daemons import DaemonProcess, running_daemon
 from tests.raw_engine import RawEngine, raw_engine
 from tests.started import started
@@ -118,8 +119,11 @@ def test_pages_transfers_and_events_go_on(daemon: DaemonProcess, other: Client) 
             assert connected(other)["keeper"]
             opened, before = again.channel.opened, engine.channel.opened
             assert (opened.session, opened.secret, opened.resumed) == (before.session, before.secret, True)
-            assert opened.last_message == engine.core.request(calls.ping().body).message_id - 1
-            assert again.call(calls.result(POOL, request_id, "receive")).state == "settled"
+            assert opened.last_message == engine.core.request(Ping()).message_id - 1
+            assert (
+                again.call(calls.asked(Result(request_id=request_id, pool=POOL, direction="receive"))).state
+                == "settled"
+            )
             assert again.call(calls.free(POOL, ids, "main", None)).freed == 4
         assert soon(lambda: "keeper" not in connected(other)), "it did not ask to be kept again"
 
@@ -137,7 +141,7 @@ def test_unacknowledged_events_are_sent_again(daemon: DaemonProcess, other: Clie
         lose_socket(engine, other)
         with resumed(daemon, engine) as again:
             known, _ = again.core.transfer(body, lists)  # as an engine that remembers its transfers
-            again.control.send_multipart(again.core.request(calls.ping().body).frames)
+            again.control.send_multipart(again.core.request(Ping()).frames)
             while not known.is_settled:
                 assert again.control.poll(SOON_MS)
                 again.core.feed(again.control.recv_multipart())

@@ -14,7 +14,7 @@ import pytest
 from kvferry.clients import Client, MhaSpec, calls
 from kvferry.daemon.control.attachments import MAX_MESSAGES_SHARED
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, MalformedError
-from kvferry.protocol.pool_messages import RegisteredArrays
+from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_stream import (
     MAX_SHARED_EVENTS,
     MAX_SHARES,
@@ -154,7 +154,7 @@ def register(engine: RawEngine, arrays: tuple[RegisteredArrays, ...], frames: li
     def said(message_id: int) -> list[ShareFollows]:
         return [msgspec.structs.replace(one, message_id=message_id) for one in frames]
 
-    engine.call(calls.register_pool("registered", SPEC, "npu:0", arrays), said)
+    engine.call(calls.asked(RegisterPool(pool="registered", spec=SPEC, device="npu:0", arrays=arrays)), said)
 
 
 # -- handles are secrets

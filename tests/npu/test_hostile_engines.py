@@ -14,7 +14,8 @@ from kvferry.clients import Client, calls, new_request_id, pages
 from kvferry.clients.tables import Tables
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError, PoolExistsError
 from kvferry.protocol.manifests import MhaSpec
-from kvferry.protocol.pool_messages import RegisteredArrays
+from kvferry.protocol.pool_messages import AttachPool, RegisteredArrays, RegisterPool
+from kvferry.protocol.session_messages import OpenEvents
 from kvferry.protocol.session_stream import Share, SharedEvents, ShareFollows, TorchShare, VmmShare
 from tests.cann_simulator.simulator import Simulator
 from tests.daemons import DaemonProcess, running_daemon
@@ -63,7 +64,7 @@ def made(client: Client) -> Tables:
 
 def register(engine: RawEngine, device: str, *shares: Share) -> None:
     """Register a pool by these shares, whatever they are."""
-    operation = calls.register_pool("registered", SPEC, device, ARRAYS)
+    operation = calls.asked(RegisterPool(pool="registered", spec=SPEC, device=device, arrays=ARRAYS))
     engine.call(operation, lambda message_id: [ShareFollows(message_id=message_id, shares=shares)])
 
 
@@ -107,11 +108,11 @@ def test_tables_that_are_given_up_stay_mapped_until_their_copies_are_done(
 def open_events(raw: RawEngine, device: str, *handles: bytes) -> None:
     """Say that these are handles of events."""
     events = SharedEvents(handles=handles)
-    raw.call(calls.open_events(device), lambda number: [ShareFollows(message_id=number, events=events)])
+    raw.call(calls.asked(OpenEvents(device=device)), lambda number: [ShareFollows(message_id=number, events=events)])
 
 
 def test_what_is_no_share_costs_nobody_the_device(client: Client, raw: RawEngine, device: str) -> None:
-    said, _ = raw.numbered(calls.attach_pool("pool", "", None))
+    said, _ = raw.numbered(calls.asked(AttachPool(pool="pool")))
     raw.channel.receive()
     [real] = raw.channel.take(said, ShareFollows)[0].shares
     assert isinstance(real, VmmShare)

@@ -17,7 +17,7 @@ from kvferry.clients.cli.doctor.findings import Finding
 from kvferry.clients.cli.doctor.host import Host
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.errors import AccessDeniedError, KvferryError, VersionMismatchError
-from kvferry.protocol.session_messages import StatusReport
+from kvferry.protocol.session_messages import Status, StatusReport
 from kvferry.protocol.settings import CONTROL_SOCKET, default_runtime_dir
 
 RESTART = "systemctl restart kvferry@NAME, once engines no longer need its pools: they are lost"
@@ -43,7 +43,7 @@ def ask_daemon(
     directory = host.path(Path(runtime_dir or configured or default_runtime_dir(host.environ)).absolute())
     try:
         with Client.connect(directory, name="doctor", session=False, timeout_s=timeout_s) as client:
-            report = client.call(calls.status(), deadline_s=timeout_s, margin_s=0.0)
+            report = client.call(calls.asked(Status()), deadline_s=timeout_s, margin_s=0.0)
     except KvferryError as error:
         return Running(directory, error=error)
     return Running(directory, report, pid=process_behind(directory / CONTROL_SOCKET, report.pid, timeout_s))
