@@ -22,7 +22,7 @@ from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
 from kvferry.protocol.errors import InternalError
 from tests.scripted.recording_service_manager import RecordingServiceManager
-from tests.transfer.test_peer_outcomes import Transfer
+from tests.transfer.peer_harness import Transfer
 
 pytestmark = pytest.mark.anyio
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
@@ -178,7 +178,7 @@ async def test_a_source_says_when_it_writes_to_another_daemon(way: str) -> None:
     wrote = way == "tcp"  # a home of the same host reads by itself, and its own service counts the transfer op
     assert both.source.activity == ["began"] * wrote
     both.harness.run()
-    assert both.told() == (["OK", "settled"], ["OK", "settled"])
+    both.check_over("OK", "OK")
     assert both.source.activity == ["began", "ended"] * wrote
 
 
@@ -188,4 +188,4 @@ async def test_a_writing_that_is_cut_off_is_over_once() -> None:
     both.harness.pass_time(31)
     both.harness.run()
     assert both.source.activity == ["began", "ended"]
-    assert both.held() == (0, 0)
+    assert both.held == (0, 0)

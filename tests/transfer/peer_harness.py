@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sized
-from typing import cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 from kvferry.daemon.control.hub import EndpointsChanged, EventHub
 from kvferry.daemon.control.metrics import Counters
@@ -21,7 +21,7 @@ from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import PeerBody
 from tests.transfer.peer_network import Connection, Network, ScriptedLinks
 from tests.transfer.scripted_remote import ScriptedRemote, SendingKey
-from tests.transfer.transfer_harness import TransferHarness
+from tests.transfer.transfer_harness import PAGE_BYTES, Engine, TransferHarness
 
 
 class Node(TransferHarness):
@@ -287,3 +287,112 @@ class PeerHarness:
             for connection in sender.links.connections.values()
             if receiver.links.is_own(connection.address)
         ]
+
+
+Way: TypeAlias = Literal["here", "ipc", "tcp"]
+WAYS: Final[tuple[Way, ...]] = ("here", "ipc", "tcp")
+"""Within one daemon, by mapping as between daemons of one host, and by bounce buffers as between hosts."""
+PAGES: Final = 3
+BYTES: Final = PAGES * 4 * PAGE_BYTES
+
+
+class Transfer:
+    """An engine that sends and one that receives, at one daemon or at two.
+
+    Attributes:
+        source: the daemon of ``prefill``.
+        home: that of ``decode``.
+        third: a daemon that has nothing to do with them, until a test says so.
+    """
+
+    def __init__(self, way: Way = "here", transitions: Transitions = TRANSITIONS) -> None:
+        self.way = way
+        names = ("here", "third") if way == "here" else ("source", "home", "third")
+        self.harness = PeerHarness(*names, transitions=transitions)
+        self.source, self.third = self.harness.nodes[names[0]], self.harness.nodes["third"]
+        self.home = self.source if way == "here" else self.harness.nodes["home"]
+        self.prefill, self.decode = self.source.engine("prefill"), self.home.engine("decode")
+
+    # -- what happens
+
+    def address(self, node: Node) -> str:
+        """Return how the others reach a daemon."""
+        return node.ipc if self.way == "ipc" else node.tcp
+
+    def greet(self) -> None:
+        """Let the home and the source know each other."""
+        self.home.links.connect(self.address(self.source))
+        self.harness.deliver_all()
+
+    def send(self, *arguments: int, **more: Any) -> None:  # noqa: ANN401  what ``Engine.send`` takes
+        """SEND the pages of prefill."""
+        self.prefill.send(*arguments, **more)
+
+    def receive(self, *daemons: Node, into: Engine | None = None, **more: Any) -> int:  # noqa: ANN401  what ``Engine.receive`` takes
+        """RECEIVE into the pages of decode, from these daemons, by default the source; return the generation."""
+        into = into or self.decode
+        named = daemons or (self.source,)
+        addresses = tuple(self.address(one) for one in named if one is not into.harness)
+        return into.receive(source_daemons=addresses, **more).generation
+
+    def begin(self, first: str = "send", **more: Any) -> None:  # noqa: ANN401  what ``Engine.send`` takes
+        """Let both speak, in this order, and hear all that is said; ``more`` is of the SEND."""
+        for direction in ("send", "receive") if first == "send" else ("receive", "send"):
+            if direction == "send":
+                self.send(**more)
+            else:
+                self.receive()
+            self.harness.deliver_all()
+
+    def meet(self, first: str = "send", *, last: bool = True) -> None:
+        """Bring both sides together: one copy is under way; without ``last`` of the first page."""
+        self.begin(first, stop=PAGES if last else 1, last=last)
+        assert self.under_way()
+
+    def under_way(self) -> tuple[Node, str, object]:
+        """Return the one copy or write that is under way."""
+        (step,) = self.harness.steps()
+        return step
+
+    def end_copy(self, error: KvferryError | None = None) -> None:
+        """End the one copy that is under way."""
+        self.harness.step(*self.under_way(), error)
+
+    def lose_daemon(self, lost: Node, other: Node) -> None:
+        """Let a daemon die, and the other one notice."""
+        self.harness.end(lost)
+        self.harness.notice(other, lost)
+
+    # -- what can be seen
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """Return what prefill and decode were told."""
+        return self.prefill.told, self.decode.told
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Return how many pages are held of prefill and of decode."""
+        return self.prefill.held, self.decode.held
+
+    @property
+    def waits_for(self) -> str:
+        """Return what the receive request waits for."""
+        (receive_request,) = self.home.state_machine.endpoints.receive_requests.values()
+        return receive_request.waits_for()
+
+    def ends(self, sender: str, receiver: str) -> None:
+        """Let all go on to its end: both are told this and that it has settled, and nothing is left."""
+        self.harness.run()
+        self.check_over(sender, receiver)
+
+    def check_over(self, sender: str, receiver: str) -> None:
+        """Check that both were told this and that it has settled, and that nothing is left."""
+        assert self.told == tuple(f"{outcome} settled" if outcome else "" for outcome in (sender, receiver))
+        self.harness.check_nothing_left()
+        assert self.held == (0, 0)
+
+    def succeeds(self) -> None:
+        """Let all go on to its end, which is success."""
+        self.ends("OK", "OK")
+        assert self.decode.content == self.prefill.content

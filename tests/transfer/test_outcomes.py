@@ -1,7 +1,8 @@
-"""What happens to both sides of a transfer: a test for each row of the table in ``transfer.transitions``.
+"""What both sides of a transfer are told, and when their pages are free: within a daemon and between daemons.
 
-Each is tried with SEND before RECEIVE and after it, before the copy begins and while it is under way: the outcome is
-known at once, but pages are held, and nobody is told ``settled``, until the copy has ended.
+The outcome is known at once, but nobody is told ``settled``, and no page is free, while a byte of it may move. Within a
+daemon both sides wait for the copy. Between daemons of one host (``ipc``) the home copies: its pages may be written
+until the copy has ended. Between hosts (``tcp``) the source writes to a slot, which is no page: only the source waits.
 """
 
 from __future__ import annotations
@@ -9,294 +10,389 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final
 
+import msgspec
 import pytest
 
-from kvferry.pools.planning.runs import PageIds
-from kvferry.pools.pool import Pool
+from kvferry.daemon.transfer import admission, peer_transfers
+from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     CancelledError,
     NotOwnerError,
     PageBusyError,
+    TransferExistsError,
     TransferFailedError,
+    UnexpectedSourceError,
     UnknownTransferError,
 )
-from tests.transfer.transfer_harness import TransferHarness
+from kvferry.protocol.manifests import Component
+from kvferry.protocol.peer_messages import (
+    Announce,
+    Confirm,
+    Confirmed,
+    Grant,
+    PeerSend,
+    ReceiveClosed,
+    SendRefused,
+    SendWithdrawn,
+    StepReady,
+    Written,
+)
+from kvferry.protocol.transfer_messages import LayerStep
+from tests.transfer.peer_harness import BYTES, PAGES, WAYS, Transfer
+from tests.transfer.transfer_harness import Engine, TransferHarness, layers
 
 pytestmark = pytest.mark.any_device
 
+OTHER: Final = "f" * 32
+FAILED: Final = TransferFailedError("scripted")
 FIRST = pytest.mark.parametrize("first", ["send", "receive"])
+STEPS = (LayerStep(first_layer=0, layers=1, event=0, value=1), LayerStep(first_layer=1, layers=1, event=1, value=1))
 
 
-class OutcomeHarness(NamedTuple):
-    """A harness with one transfer between two pools."""
+@pytest.fixture(params=WAYS)
+def both(request: pytest.FixtureRequest) -> Transfer:
+    """Return a transfer that has not begun, by each way."""
+    return Transfer(request.param)
 
-    harness: TransferHarness
-    prefill: int
-    decode: int
-    source: Pool
-    destination: Pool
-    source_pages: PageIds
-    destination_pages: PageIds
 
-    def send(self, *, last: bool = True) -> None:
-        """SEND the source's pages."""
-        self.harness.send(self.prefill, self.source, self.source_pages, last=last)
-
-    def receive(self) -> None:
-        """RECEIVE into the destination's pages."""
-        self.harness.receive(self.decode, self.destination, self.destination_pages)
-
-    def begin(self, first: str) -> int:
-        """Bring both sides together, in either order; return the copy that is under way now."""
-        for step in (self.send, self.receive) if first == "send" else (self.receive, self.send):
-            step()
-        (op,) = self.harness.transport.under_way
-        return op
-
-    def told(self) -> tuple[list[str], list[str]]:
-        """Return what prefill and decode were told; () for the dead."""
-        return self.outcomes(self.prefill), self.outcomes(self.decode)
-
-    def outcomes(self, session: int) -> list[str]:
-        """Return what a session was told; a dead one nothing."""
-        return self.harness.outcomes(session) if session in self.harness.told else []
-
-    def same_bytes(self) -> bool:
-        """Return whether the destination's pages hold what the source's hold."""
-        return self.harness.content(self.source, self.source_pages) == self.harness.content(
-            self.destination, self.destination_pages
-        )
-
-    def held(self) -> tuple[int, int]:
-        """Return how many pages are held at the source and at the destination."""
-        return self.source.allocator.busy_count, self.destination.allocator.busy_count
+@pytest.fixture(params=["ipc", "tcp"])
+def apart(request: pytest.FixtureRequest) -> Transfer:
+    """Return a transfer between daemons."""
+    return Transfer(request.param)
 
 
 @pytest.fixture
-def both() -> OutcomeHarness:
-    """Return a harness with pages filled on the source side and allocated on the destination side."""
-    harness = TransferHarness()
-    prefill, decode = harness.session(), harness.session()
-    source, destination = harness.pool("prefill"), harness.pool("decode")
-    source.allocator.allocate(prefill, 2)  # so that the page numbers differ
-    source_pages, destination_pages = harness.filled(source, prefill, 3), harness.filled(destination, decode, 3)
-    return OutcomeHarness(harness, prefill, decode, source, destination, source_pages, destination_pages)
+def here() -> Transfer:
+    """Return a transfer within a daemon."""
+    return Transfer()
+
+
+@pytest.fixture
+def mapped() -> Transfer:
+    """Return a transfer between daemons of one host."""
+    return Transfer("ipc")
+
+
+@pytest.fixture
+def by_slots() -> Transfer:
+    """Return a transfer between hosts."""
+    return Transfer("tcp")
 
 
 # -- success
 
 
 @FIRST
-def test_a_transfer(both: OutcomeHarness, first: str) -> None:
-    op = both.begin(first)
-    assert both.told() == ([], [])
-    assert both.held() == (3, 3)
-    both.harness.transport.finish(op)
-    assert both.told() == (["OK", "settled"], ["OK", "settled"])
-    assert both.held() == (0, 0)
-    assert both.same_bytes()
-
-
-def test_the_events_count_pages_bytes_and_time(both: OutcomeHarness) -> None:
-    both.harness.send(both.prefill, both.source, both.source_pages, first_token=5, payload=b"more")
-    both.harness.pass_time(2.0)
-    both.receive()
-    both.harness.pass_time(0.5)
-    both.harness.transport.finish_all()
-    sent, received = both.harness.finished(both.prefill), both.harness.finished(both.decode)
-    for event in (sent, received):
-        assert (event.pages, event.moved_bytes, event.moved_us) == (3, 3 * 4 * 8, 500_000)
-    assert (sent.waited_us, received.waited_us) == (2_000_000, 0)
+def test_a_transfer(both: Transfer, first: str) -> None:
+    both.begin(first, first_token=5, payload=b"more")
+    assert both.told == ("", ""), "nothing has moved"
+    assert both.held == (PAGES, PAGES)
+    both.succeeds()
+    sent, received = both.prefill.finished, both.decode.finished
+    assert (sent.moved_bytes, received.moved_bytes) == (BYTES, BYTES)
+    assert (sent.pages, received.pages) == (PAGES, PAGES)
     assert (received.first_token, received.payload) == (5, b"more")
     assert (sent.first_token, sent.payload) == (None, b"")
 
 
-def test_bytes_of_a_failed_copy_are_not_counted(both: OutcomeHarness) -> None:
-    op = both.begin("send")
-    both.harness.transport.copy(op)
-    both.harness.transport.end(op, TransferFailedError("no"))
-    assert both.harness.finished(both.decode).moved_bytes == 0
+def test_the_events_count_the_time(here: Transfer) -> None:
+    here.send()
+    here.harness.pass_time(2.0)
+    here.receive()
+    here.harness.pass_time(0.5)
+    here.succeeds()
+    sent, received = here.prefill.finished, here.decode.finished
+    assert (sent.waited_us, received.waited_us) == (2_000_000, 0)
+    assert (sent.moved_us, received.moved_us) == (500_000, 500_000)
 
 
-# -- what can end a transfer, and what both sides are told then
+def test_nothing_moves_without_an_announcement(apart: Transfer) -> None:
+    apart.send()
+    apart.receive(apart.third)
+    apart.harness.run()
+    assert apart.told == ("", "")
+    assert not apart.source.state_machine.endpoints.remote_endpoints
 
 
-def sender_cancels(both: OutcomeHarness) -> None:
-    both.harness.cancel(both.prefill, both.source, "send")
+def test_a_source_says_what_it_has_in_order(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    apart.send(0, 1, last=False)
+    apart.send(1)
+    said = [apart.harness.deliver(apart.source, apart.home) for _ in range(2)]
+    assert [one.chunk for one in said if isinstance(one, PeerSend)] == [0, 1]
+    assert [one.manifest is None for one in said if isinstance(one, PeerSend)] == [False, True]
+    apart.succeeds()
 
 
-def receiver_cancels(both: OutcomeHarness) -> None:
-    both.harness.cancel(both.decode, both.destination, "receive")
+def test_layers_move_when_their_events_have_come(apart: Transfer) -> None:
+    apart.begin(steps=STEPS)
+    assert not list(apart.harness.steps())
+    apart.source.events(apart.prefill.session, 1, 0)
+    apart.harness.deliver_until(apart.source, apart.home, StepReady)
+    apart.harness.run()
+    assert apart.told == ("", "")
+    pairs = list(zip(apart.prefill.content, apart.decode.content, strict=True))
+    assert {name for ours, theirs in pairs for name in ours if ours[name] != theirs[name]} == {"main/k/1", "main/v/1"}
+    apart.source.events(apart.prefill.session, 1, 1)
+    apart.succeeds()
 
 
-def sender_dies(both: OutcomeHarness) -> None:
-    both.harness.lose(both.prefill)
+def test_an_announcement_that_is_said_again_changes_nothing(apart: Transfer) -> None:
+    apart.greet()
+    apart.receive()
+    apart.send()
+    apart.harness.deliver_until(apart.home, apart.source, Announce)
+    peer = apart.home.links.connect(apart.address(apart.source))
+    assert peer is not None
+    apart.home.links.told.on_up(peer)
+    apart.succeeds()
 
 
-def receiver_dies(both: OutcomeHarness) -> None:
-    both.harness.lose(both.decode)
+def test_one_send_fills_receives_of_two_daemons(apart: Transfer) -> None:
+    second = apart.third.engine("decode")
+    apart.send(destinations=2)
+    apart.receive()
+    apart.harness.run()
+    assert apart.told == ("", "OK settled")
+    assert apart.held == (PAGES, 0), "the source waits for its second receive request"
+    apart.receive(into=second)
+    apart.succeeds()
+    assert second.told == "OK settled"
+    assert second.content == apart.prefill.content
+    assert apart.prefill.finished.moved_bytes == 2 * BYTES
 
 
-def time_runs_out(both: OutcomeHarness) -> None:
-    both.harness.pass_time(30.0)
+def test_a_receive_takes_stages_of_two_daemons(apart: Transfer) -> None:
+    apart.receive(apart.source, apart.third, sources=2)
+    apart.harness.deliver_all()
+    stages = [node.engine("stage", layers(1, first=n)) for n, node in enumerate((apart.source, apart.third))]
+    for stage in stages:
+        assert apart.decode.told == ""
+        stage.send()
+        apart.harness.run()
+    apart.check_over("", "OK")
+    for stage in stages:
+        assert stage.told == "OK settled"
+        assert all(
+            ours.items() <= theirs.items() for ours, theirs in zip(stage.content, apart.decode.content, strict=True)
+        )
 
 
-Ending = Callable[[OutcomeHarness], None]
-ENDINGS: list[tuple[Ending, list[str], list[str]]] = [
-    (sender_cancels, ["CANCELLED"], ["PEER_CANCELLED"]),
-    (receiver_cancels, ["PEER_CANCELLED"], ["CANCELLED"]),
-    (time_runs_out, ["DEADLINE"], ["DEADLINE"]),
-    (receiver_dies, ["PEER_LOST"], []),
-]
-
-
-@FIRST
-@pytest.mark.parametrize(("ending", "sender_notified", "receiver_notified"), ENDINGS)
-def test_an_end_while_a_copy_is_under_way(
-    both: OutcomeHarness, first: str, ending: Ending, sender_notified: list[str], receiver_notified: list[str]
-) -> None:
-    op = both.begin(first)
-    ending(both)
-    assert both.told() == (sender_notified, receiver_notified)
-    assert both.held() == (3, 3)
-    assert both.harness.transport.stopped == {op}
-    both.harness.transport.copy(op)  # its last bytes still land
-    both.harness.transport.end(op, CancelledError("stopped"))
-    assert both.told() == ([*sender_notified, "settled"], [*receiver_notified, "settled"] if receiver_notified else [])
-    assert both.held() == (0, 0)
-
-
-@FIRST
-@pytest.mark.parametrize(("ending", "sender_notified", "receiver_notified"), ENDINGS)
-def test_a_copy_that_was_done_when_it_was_stopped_changes_nothing(
-    both: OutcomeHarness, first: str, ending: Ending, sender_notified: list[str], receiver_notified: list[str]
-) -> None:
-    op = both.begin(first)
-    ending(both)
-    both.harness.transport.finish(op)
-    assert both.told() == ([*sender_notified, "settled"], [*receiver_notified, "settled"] if receiver_notified else [])
-
-
-@FIRST
 @pytest.mark.parametrize(
-    ("ending", "sender_notified", "receiver_notified"), [*ENDINGS, (sender_dies, [], ["PEER_LOST"])]
+    ("said", "of_first"),
+    [([(0, 0, 3), (1, 0, 3)], PAGES), ([(0, 0, 1), (1, 0, 3), (0, 1, 3)], 1)],
+    ids=["the first to come is taken", "chunks that are cut apart come once each"],
 )
-def test_an_end_before_the_last_chunk(
-    both: OutcomeHarness, first: str, ending: Ending, sender_notified: list[str], receiver_notified: list[str]
+def test_replicas_at_two_daemons(apart: Transfer, said: list[tuple[int, int, int]], of_first: int) -> None:
+    apart.receive(apart.source, apart.third, sources=2)
+    apart.harness.deliver_all()
+    entries = [msgspec.structs.replace(one, replicas=2) for one in layers(2)]
+    replicas = [node.engine("replica", entries) for node in (apart.third, apart.source)]
+    for which, first, stop in said:
+        replicas[which].send(first, stop, last=stop == PAGES)
+        apart.harness.deliver_all()
+    apart.harness.run()
+    apart.check_over("", "OK")
+    one, other = replicas
+    assert apart.decode.content == [*one.content[:of_first], *other.content[of_first:]]
+    assert [one.told, other.told] == ["OK settled"] * 2
+    moved = [one.finished.moved_bytes, other.finished.moved_bytes]
+    assert moved == [BYTES // PAGES * of_first, BYTES // PAGES * (PAGES - of_first)]
+
+
+def test_both_sides_are_told_how_many_pages_were_trimmed(apart: Transfer) -> None:
+    apart.greet()
+    window = [Component(name="swa", space="swa", pages=9, kind="window")]
+    engines = []
+    for node, count in ((apart.source, 3), (apart.home, 2)):
+        one = node.engine("windows", layers(1, component="swa"), pages=9, components=window, count=0)
+        ids = one.pool.allocator_of("swa").allocate(one.session, count)
+        engines.append((one, [(PageList(component="swa", first_page=None, pages=count), ids)]))
+    (prefill, sent), (decode, wanted) = engines
+    prefill.send(ids=sent)
+    apart.receive(into=decode, ids=wanted)
+    apart.harness.run()
+    assert (prefill.told, decode.told) == ("OK settled", "OK settled")
+    assert (prefill.finished.trimmed_pages, decode.finished.trimmed_pages) == (1, 1)
+
+
+# -- ends while a copy is under way
+
+
+Ending = Callable[[Transfer], None]
+ENDINGS: Final[dict[str, tuple[Ending, str, str]]] = {
+    "the sender cancels": (lambda both: both.prefill.cancel("send"), "CANCELLED", "PEER_CANCELLED"),
+    "the receiver cancels": (lambda both: both.decode.cancel("receive"), "PEER_CANCELLED", "CANCELLED"),
+    "time runs out": (lambda both: both.harness.pass_time(30.0), "DEADLINE", "DEADLINE"),
+    "the receiver dies": (lambda both: both.decode.lose(), "PEER_LOST", ""),
+    "the sender dies": (lambda both: both.prefill.lose(), "", "PEER_LOST"),
+}
+
+
+def check_under_way(both: Transfer, sender: str, receiver: str, sent: int = PAGES) -> None:
+    """Check who is told, and whose pages are held, while a copy of a transfer that has failed is under way."""
+    if both.way == "here":
+        assert (both.told, both.held) == ((sender, receiver), (sent, PAGES))
+    elif both.way == "ipc":  # nothing is read at the source that matters
+        assert (both.told, both.held) == ((f"{sender} settled" if sender else "", receiver), (0, PAGES))
+    else:  # the source's bytes are being read
+        assert (both.told, both.held) == ((sender, f"{receiver} settled" if receiver else ""), (sent, 0))
+
+
+@FIRST
+@pytest.mark.parametrize("error", [None, CancelledError("stopped")], ids=["done", "stopped"])
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [(end, last) for end in ENDINGS for last in (True, False) if end != "the sender dies" or not last],
+)
+def test_an_end_while_a_copy_is_under_way(
+    both: Transfer, first: str, end: str, error: CancelledError | None, *, last: bool
 ) -> None:
-    if first == "receive":
-        both.receive()
-    both.send(last=False)
-    if first == "send":
-        both.receive()
-    (op,) = both.harness.transport.under_way
+    ending, sender, receiver = ENDINGS[end]
+    both.meet(first, last=last)
+    step = both.under_way()
     ending(both)
-    assert both.told() == (sender_notified, receiver_notified)
-    both.harness.transport.end(op, CancelledError("stopped"))
-    assert both.told() == (
-        [*sender_notified, "settled"] if sender_notified else [],
-        [*receiver_notified, "settled"] if receiver_notified else [],
-    )
-    assert both.held() == (0, 0)
+    both.harness.deliver_all()
+    check_under_way(both, sender, receiver, PAGES if last else 1)
+    if both.way == "here":
+        assert both.home.transport.stopped == {step[2]}
+    both.harness.step(*step, error)
+    both.ends(sender, receiver)
+    assert both.prefill.pool.allocator.idle == (end == "the sender dies")
 
 
-@pytest.mark.parametrize(("ending", "told"), [(sender_cancels, "CANCELLED"), (time_runs_out, "DEADLINE")])
-def test_a_send_that_no_one_waits_for(both: OutcomeHarness, ending: Ending, told: str) -> None:
-    both.send()
-    assert both.held() == (3, 0)
-    ending(both)
-    assert both.told() == ([told, "settled"], [])
-    assert both.held() == (0, 0)
+@FIRST
+def test_a_copy_fails(both: Transfer, first: str) -> None:
+    both.meet(first)
+    both.end_copy(FAILED)
+    both.ends("TRANSFER_FAILED", "TRANSFER_FAILED")
+    assert both.decode.finished.moved_bytes == 0
 
 
-@pytest.mark.parametrize(("ending", "told"), [(receiver_cancels, "CANCELLED"), (time_runs_out, "DEADLINE")])
-def test_a_receive_that_no_one_sends_to(both: OutcomeHarness, ending: Ending, told: str) -> None:
+def test_one_of_two_copies_fails(here: Transfer) -> None:
+    here.receive()
+    here.send(0, 1, last=False)
+    here.send(1)
+    first, second = here.home.transport.under_way
+    here.home.transport.end(first, FAILED)
+    assert here.told == ("TRANSFER_FAILED", "TRANSFER_FAILED")
+    assert here.home.transport.stopped == {second}
+    here.home.transport.end(second, FAILED)
+    here.check_over("TRANSFER_FAILED", "TRANSFER_FAILED")
+
+
+def test_pages_of_a_dead_receiver_are_not_reused_while_a_copy_may_land(here: Transfer) -> None:
+    here.meet()
+    here.decode.lose()
+    pool = here.decode.pool
+    taken = here.home.filled(pool, here.home.session(), pool.allocator.free_count)
+    before = here.home.content(pool, taken)
+    here.end_copy()
+    assert here.home.content(pool, taken) == before
+    assert pool.allocator.free_count == PAGES
+
+
+def test_what_lands_in_a_slot_after_the_receive_is_over_touches_no_page(by_slots: Transfer) -> None:
+    by_slots.meet()
+    by_slots.decode.cancel("receive")
+    by_slots.harness.deliver_all()
+    before = by_slots.decode.content
+    by_slots.harness.run()
+    assert by_slots.decode.content == before
+
+
+def test_what_was_read_after_its_send_had_ended_does_not_count(mapped: Transfer) -> None:
+    mapped.meet()
+    mapped.prefill.cancel("send")  # the home does not know it yet
+    mapped.source.fill(mapped.prefill.pool, mapped.prefill.pages)  # the pages are used anew
+    mapped.end_copy()
+    mapped.harness.deliver_until(mapped.home, mapped.source, Confirm)
+    mapped.harness.deliver_until(mapped.source, mapped.home, Confirmed)
+    mapped.ends("CANCELLED", "PEER_CANCELLED")
+
+
+def test_a_send_that_ends_while_its_grant_is_on_its_way(by_slots: Transfer) -> None:
+    by_slots.greet()
+    by_slots.send()
+    by_slots.receive()
+    by_slots.harness.deliver_until(by_slots.home, by_slots.source, Announce)
+    by_slots.harness.deliver_until(by_slots.source, by_slots.home, PeerSend)
+    by_slots.prefill.cancel("send")
+    assert by_slots.prefill.told == "CANCELLED settled", "nothing has been asked for"
+    by_slots.harness.deliver_until(by_slots.home, by_slots.source, Grant)
+    assert not by_slots.source.remote.sending
+    by_slots.harness.deliver_until(by_slots.source, by_slots.home, Written)
+    by_slots.ends("CANCELLED", "PEER_CANCELLED")
+
+
+# -- ends of one side alone
+
+
+@pytest.mark.parametrize("end", ["the sender cancels", "time runs out"])
+def test_a_send_that_no_one_waits_for(here: Transfer, end: str) -> None:
+    here.send()
+    assert here.held == (PAGES, 0)
+    ending, outcome, _ = ENDINGS[end]
+    ending(here)
+    here.check_over(outcome, "")
+
+
+@pytest.mark.parametrize("end", ["the receiver cancels", "time runs out"])
+def test_a_receive_that_no_one_sends_to(both: Transfer, end: str) -> None:
     both.receive()
-    assert both.held() == (0, 3)
+    both.harness.deliver_all()
+    assert both.held == (0, PAGES)
+    ending, _, outcome = ENDINGS[end]
     ending(both)
-    assert both.told() == ([], [told, "settled"])
-    assert both.held() == (0, 0)
+    both.ends("", outcome)
 
 
+@pytest.mark.parametrize("steps", [(), STEPS], ids=["last", "steps are not ready"])
 @pytest.mark.parametrize("last", [False, True])
-def test_a_lonely_side_of_a_dead_session(both: OutcomeHarness, *, last: bool) -> None:
-    both.send(last=last)
-    both.harness.lose(both.prefill)
-    # A complete send request waits on for its receiver; another is forgotten with its pages.
-    assert both.held() == ((3, 0) if last else (0, 0))
+def test_a_sender_dies_before_decode_asks(both: Transfer, steps: tuple[LayerStep, ...], *, last: bool) -> None:
+    """A send request that has said all, and of which all is there, goes on; another one is forgotten with its pages."""
+    both.send(last=last, steps=steps)
+    both.prefill.lose()
+    if not last or steps:
+        assert both.prefill.pool.allocator.idle
+        return
+    assert both.held == (PAGES, 0)
     both.receive()
-    both.harness.lose(both.decode)
-    both.harness.transport.finish_all()
-    assert both.source.allocator.idle
-    assert both.destination.allocator.idle
+    both.ends("", "OK")
+    assert both.prefill.pool.allocator.idle
+    both.harness.check_nothing_left()
+
+
+def test_a_sender_dies_before_its_steps_are_ready(both: Transfer) -> None:
+    both.begin(steps=STEPS)
+    both.prefill.lose()
+    both.ends("", "PEER_LOST")
 
 
 @FIRST
-def test_prefill_may_die_after_its_last_send(both: OutcomeHarness, first: str) -> None:
-    op = both.begin(first)
-    sent = both.harness.content(both.source, both.source_pages)
-    both.harness.lose(both.prefill)
-    assert both.told() == ([], [])
-    newcomer = both.harness.session()
-    taken = both.harness.filled(both.source, newcomer, both.source.allocator.free_count)
-    assert not set(taken.tolist()) & set(both.source_pages.tolist())
-    both.harness.transport.finish(op)
-    assert both.told() == ([], ["OK", "settled"])
-    assert both.harness.content(both.destination, both.destination_pages) == sent
-    assert both.source.allocator.free_count == 3
+def test_a_sender_may_die_after_its_last_send(here: Transfer, first: str) -> None:
+    here.meet(first)
+    sent, pool = here.prefill.content, here.prefill.pool
+    here.prefill.lose()
+    assert here.told == ("", "")
+    taken = here.source.filled(pool, here.source.session(), pool.allocator.free_count)
+    assert not set(taken.tolist()) & set(here.prefill.pages.tolist())
+    here.ends("", "OK")
+    assert here.decode.content == sent
+    assert pool.allocator.free_count == PAGES
 
 
-def test_prefill_may_die_before_decode_asks(both: OutcomeHarness) -> None:
-    both.send()
-    both.harness.lose(both.prefill)
-    both.receive()
-    both.harness.transport.finish_all()
-    assert both.told() == ([], ["OK", "settled"])
-    assert both.same_bytes()
-    assert both.source.allocator.idle
-
-
-def test_an_send_of_the_dead_still_has_its_deadline(both: OutcomeHarness) -> None:
-    both.send()
-    both.harness.lose(both.prefill)
-    both.harness.pass_time(29.9)
-    assert both.held() == (3, 0)
-    both.harness.pass_time(0.1)
-    assert both.source.allocator.idle
-
-
-def test_pages_of_a_dead_receiver_are_not_reused_while_a_copy_may_land(both: OutcomeHarness) -> None:
-    op = both.begin("send")
-    both.harness.lose(both.decode)
-    newcomer = both.harness.session()
-    taken = both.harness.filled(both.destination, newcomer, both.destination.allocator.free_count)
-    before = both.harness.content(both.destination, taken)
-    both.harness.transport.finish(op)
-    assert both.harness.content(both.destination, taken) == before
-    assert both.destination.allocator.free_count == 3
-
-
-@FIRST
-def test_a_copy_fails(both: OutcomeHarness, first: str) -> None:
-    op = both.begin(first)
-    both.harness.transport.end(op, TransferFailedError("copying 3 blocks: Bad address"))
-    assert both.told() == (["TRANSFER_FAILED", "settled"], ["TRANSFER_FAILED", "settled"])
-    assert both.held() == (0, 0)
-
-
-def test_one_of_two_copies_fails(both: OutcomeHarness) -> None:
-    both.receive()
-    harness, pages = both.harness, both.source_pages
-    harness.send(both.prefill, both.source, pages[:1], last=False)
-    harness.send(both.prefill, both.source, pages[1:], first_page=1)
-    first, second = harness.transport.under_way
-    harness.transport.end(first, TransferFailedError("no"))
-    assert both.told() == (["TRANSFER_FAILED"], ["TRANSFER_FAILED"])
-    assert harness.transport.stopped == {second}
-    harness.transport.end(second, TransferFailedError("no"))
-    assert both.told() == (["TRANSFER_FAILED", "settled"], ["TRANSFER_FAILED", "settled"])
+def test_a_send_of_the_dead_still_has_its_deadline(here: Transfer) -> None:
+    here.send()
+    here.prefill.lose()
+    here.harness.pass_time(29.9)
+    assert here.held == (PAGES, 0)
+    here.harness.pass_time(0.1)
+    assert here.prefill.pool.allocator.idle
 
 
 # -- deadlines
@@ -304,188 +400,579 @@ def test_one_of_two_copies_fails(both: OutcomeHarness) -> None:
 
 @pytest.mark.parametrize(("send_s", "receive_s"), [(5.0, 50.0), (50.0, 5.0)])
 @FIRST
-def test_the_earlier_deadline_ends_both(both: OutcomeHarness, first: str, send_s: float, receive_s: float) -> None:
-    harness = both.harness
+def test_the_earlier_deadline_ends_both(here: Transfer, first: str, send_s: float, receive_s: float) -> None:
     steps: list[Callable[[], object]] = [
-        lambda: harness.send(both.prefill, both.source, both.source_pages, deadline_s=send_s),
-        lambda: harness.receive(both.decode, both.destination, both.destination_pages, deadline_s=receive_s),
+        lambda: here.send(deadline_s=send_s),
+        lambda: here.receive(deadline_s=receive_s),
     ]
     for step in steps if first == "send" else steps[::-1]:
         step()
-    assert harness.state_machine.next_deadline() == harness.now + 5
-    harness.pass_time(4.9)
-    assert both.told() == ([], [])
-    harness.pass_time(0.1)
-    assert both.told() == (["DEADLINE"], ["DEADLINE"])
-    detail = harness.finished(both.decode).error
-    assert detail is not None
-    assert f"the {'send' if send_s < receive_s else 'receive'} side's deadline passed; missing: copies" in detail.detail
+    assert here.home.state_machine.next_deadline() == here.harness.now + 5
+    here.harness.pass_time(4.9)
+    assert here.told == ("", "")
+    here.harness.pass_time(0.1)
+    assert here.told == ("DEADLINE", "DEADLINE")
+    side = "send" if send_s < receive_s else "receive"
+    assert f"the {side} side's deadline passed; missing: copies" in here.decode.reason
+
+
+@pytest.mark.parametrize("side", ["send", "receive"])
+def test_the_deadline_of_one_side_reaches_the_other_daemon(apart: Transfer, side: str) -> None:
+    """The clock of one daemon is the first to see it."""
+    mine, other = (apart.source, apart.home) if side == "send" else (apart.home, apart.source)
+    apart.send(deadline_s=5.0 if side == "send" else 60.0)
+    apart.receive(deadline_s=60.0 if side == "send" else 5.0)
+    apart.harness.deliver_all()
+    step = apart.under_way()
+    mine.pass_time(5.0)
+    apart.harness.deliver_until(mine, other, SendWithdrawn if side == "send" else ReceiveClosed)
+    assert [one.split()[0] for one in apart.told] == ["DEADLINE", "DEADLINE"]
+    apart.harness.step(*step)
+    apart.ends("DEADLINE", "DEADLINE")
+
+
+def test_the_deadline_of_a_receive_that_nobody_joined(apart: Transfer) -> None:
+    apart.receive(deadline_s=5.0)
+    apart.harness.deliver_all()
+    apart.harness.cut(apart.source, apart.home)  # the receive request's end is lost on the way
+    apart.harness.pass_time(5.0)
+    assert not apart.source.state_machine.endpoints.announcements, "the source has its own clock"
+    apart.check_over("", "DEADLINE")
 
 
 @pytest.mark.parametrize(
-    ("direction", "missing"),
-    [("send", "1 of 1 destinations: no RECEIVE yet"), ("receive", "1 of 1 sources: no SEND yet")],
+    ("begin", "missing"),
+    [
+        (lambda here: here.send(), "1 of 1 destinations: no RECEIVE yet"),
+        (lambda here: here.receive(), "1 of 1 sources: no SEND yet"),
+        (lambda here: here.begin("receive", stop=1, last=False, deadline_s=60.0), "a source's last SEND"),
+    ],
 )
-def test_a_deadline_says_which_side_was_missing(both: OutcomeHarness, direction: str, missing: str) -> None:
-    (both.send if direction == "send" else both.receive)()
-    both.harness.pass_time(30.0)
-    error = both.harness.finished(both.prefill if direction == "send" else both.decode).error
-    assert error is not None
-    assert missing in error.detail
+def test_a_deadline_says_what_was_missing(here: Transfer, begin: Ending, missing: str) -> None:
+    begin(here)
+    here.harness.run()
+    here.harness.pass_time(30.0)
+    assert missing in (here.decode if here.decode.told else here.prefill).reason
 
 
-def test_a_deadline_says_that_the_last_chunk_is_missing(both: OutcomeHarness) -> None:
-    both.receive()
-    both.harness.send(both.prefill, both.source, both.source_pages[:1], last=False, deadline_s=60)
-    both.harness.transport.finish_all()
-    both.harness.pass_time(30.0)
-    error = both.harness.finished(both.decode).error
-    assert error is not None
-    assert "a source's last SEND" in error.detail
+@pytest.mark.parametrize(("first_s", "then_s", "end_s"), [(10, 10, 19), (60, 1, 60)])
+def test_a_chunk_may_extend_the_deadline_but_not_shorten_it(
+    here: Transfer, first_s: float, then_s: float, end_s: float
+) -> None:
+    here.send(0, 1, last=False, deadline_s=first_s)
+    here.harness.pass_time(9)
+    here.send(1, deadline_s=then_s)
+    here.harness.pass_time(end_s - 9.1)
+    assert here.told == ("", "")
+    here.harness.pass_time(0.1)
+    here.check_over("DEADLINE", "")
 
 
-def test_every_chunk_may_extend_the_deadline(both: OutcomeHarness) -> None:
-    harness, pages = both.harness, both.source_pages
-    harness.send(both.prefill, both.source, pages[:1], last=False, deadline_s=10)
-    harness.pass_time(9)
-    harness.send(both.prefill, both.source, pages[1:], first_page=1, deadline_s=10)
-    harness.pass_time(9)
-    assert both.told() == ([], [])
-    both.receive()
-    harness.transport.finish_all()
-    assert both.told() == (["OK", "settled"], ["OK", "settled"])
-
-
-def test_a_chunk_does_not_shorten_the_deadline(both: OutcomeHarness) -> None:
-    harness, pages = both.harness, both.source_pages
-    harness.send(both.prefill, both.source, pages[:1], last=False, deadline_s=60)
-    harness.send(both.prefill, both.source, pages[1:], first_page=1, deadline_s=1)
-    harness.pass_time(59)
-    assert both.told() == ([], [])
-    harness.pass_time(1)
-    assert both.told() == (["DEADLINE", "settled"], [])
-
-
-def test_a_deadline_after_the_end_means_nothing(both: OutcomeHarness) -> None:
-    both.harness.transport.finish(both.begin("send"))
-    assert both.harness.state_machine.next_deadline() is None
-    both.harness.pass_time(1000)
-    assert both.told() == (["OK", "settled"], ["OK", "settled"])
-
-
-# -- the daemon ends
-
-
-def test_draining_fails_what_waits_for_a_message(both: OutcomeHarness) -> None:
-    both.send(last=False)
-    both.receive()
-    other = both.harness.filled(both.source, both.prefill, 1)
-    both.harness.send(both.prefill, both.source, other, request="f" * 32)
-    (op,) = both.harness.transport.under_way
-    both.harness.drain()
-    assert both.told() == (["SHUTTING_DOWN", "SHUTTING_DOWN", "settled"], ["SHUTTING_DOWN"])
-    both.harness.transport.end(op)
-    assert not list(both.harness.state_machine.endpoints)
-
-
-def test_draining_lets_running_transfers_finish(both: OutcomeHarness) -> None:
-    op = both.begin("send")
-    both.harness.drain()
-    assert both.told() == ([], [])
-    both.harness.transport.finish(op)
-    assert both.told() == (["OK", "settled"], ["OK", "settled"])
-
-
-# -- cancelling what is not there, pages in use
-
-
-def test_only_the_owner_cancels(both: OutcomeHarness) -> None:
-    both.send()
-    for session, pool, direction in (
-        (both.decode, both.source, "send"),
-        (both.prefill, both.source, "receive"),
-        (both.prefill, both.destination, "send"),
-    ):
-        with pytest.raises(UnknownTransferError):
-            both.harness.cancel(session, pool, "send" if direction == "send" else "receive")
-    assert both.told() == ([], [])
-
-
-def test_cancelling_twice_is_cancelling_once(both: OutcomeHarness) -> None:
-    op = both.begin("send")
-    receiver_cancels(both)
-    receiver_cancels(both)
-    sender_cancels(both)
-    both.harness.transport.end(op, CancelledError("stopped"))
-    assert both.told() == (["PEER_CANCELLED", "settled"], ["CANCELLED", "settled"])
-
-
-def test_pages_sent_may_not_be_received_into_until_settled(both: OutcomeHarness) -> None:
-    op = both.begin("send")
-    harness = both.harness
-    with pytest.raises(PageBusyError, match="is being read"):
-        harness.receive(both.prefill, both.source, both.source_pages, request="f" * 32)
-    with pytest.raises(PageBusyError, match="is being written"):
-        harness.send(both.decode, both.destination, both.destination_pages, request="f" * 32)
-    with pytest.raises(PageBusyError, match="is being written"):
-        harness.receive(both.decode, both.destination, both.destination_pages, request="f" * 32)
-    receiver_cancels(both)
-    with pytest.raises(PageBusyError):
-        harness.receive(both.decode, both.destination, both.destination_pages, request="f" * 32)
-    harness.transport.end(op, CancelledError("stopped"))
-    harness.receive(both.decode, both.destination, both.destination_pages, request="f" * 32)
-
-
-def test_freeing_busy_pages_is_deferred(both: OutcomeHarness) -> None:
-    op = both.begin("send")
-    free = both.source.allocator.free_count
-    assert both.source.allocator.free(both.prefill, both.source_pages) == (0, 3)
-    assert both.destination.allocator.free(both.decode, both.destination_pages) == (0, 3)
-    with pytest.raises(NotOwnerError):
-        both.harness.send(both.prefill, both.source, both.source_pages, request="f" * 32)
-    both.harness.transport.finish(op)
-    assert both.source.allocator.free_count == free + 3
-    assert both.destination.allocator.idle
-    assert both.same_bytes()
-
-
-def test_shared_source_pages_are_read_by_several_receives(both: OutcomeHarness) -> None:
-    harness = both.harness
-    requests = [letter * 32 for letter in "abc"]
-    for request in requests:
-        harness.send(both.prefill, both.source, both.source_pages, request=request)
-    remote_endpoints = [harness.filled(both.destination, both.decode, 3) for _ in requests]
-    for request, pages in zip(requests, remote_endpoints, strict=True):
-        harness.receive(both.decode, both.destination, pages, request=request)
-    for at, op in enumerate(list(harness.transport.under_way)):
-        assert both.held() == (3, 9 - 3 * at)
-        harness.transport.finish(op)
-    assert both.held() == (0, 0)
-    sent = harness.content(both.source, both.source_pages)
-    assert [harness.content(both.destination, pages) for pages in remote_endpoints] == [sent] * 3
+def test_a_deadline_after_the_end_means_nothing(here: Transfer) -> None:
+    here.meet()
+    here.end_copy()
+    assert here.home.state_machine.next_deadline() is None
+    here.harness.pass_time(1000)
+    here.check_over("OK", "OK")
 
 
 def test_sides_that_are_over_do_not_wait_for_their_deadlines() -> None:
     """One that is due before them and is not over would keep all of them, an hour's worth of pages and cells."""
     harness = TransferHarness()
-    prefill, decode = harness.session(), harness.session()
-    source, destination = harness.pool("prefill"), harness.pool("decode")
-    harness.receive(decode, destination, harness.filled(destination, decode, 1), request="f" * 32, deadline_s=1.0)
-    sent, received = harness.filled(source, prefill, 2), harness.filled(destination, decode, 2)
+    prefill, decode, early = harness.engine("prefill"), harness.engine("decode"), harness.engine("early")
+    early.receive(request=OTHER, deadline_s=1.0)
     receive_requests = []
     for number in range(50):
-        request = f"{number:032x}"
-        harness.receive(decode, destination, received, request=request, deadline_s=3600.0)
-        receive_requests.append(
-            weakref.ref(
-                next(
-                    one
-                    for one in harness.state_machine.endpoints.receive_requests.values()
-                    if one.request_id == request
-                )
-            )
-        )
-        harness.send(prefill, source, sent, request=request, deadline_s=3600.0)
+        decode.receive(request=f"{number:032x}", deadline_s=3600.0)
+        receive_requests.append(weakref.ref(list(harness.state_machine.endpoints.receive_requests.values())[-1]))
+        prefill.send(request=f"{number:032x}", deadline_s=3600.0)
         harness.transport.finish_all()
     gc.collect()
     assert sum(receive_request() is not None for receive_request in receive_requests) < 25
+
+
+# -- the daemon ends
+
+
+def test_draining_fails_what_waits_for_a_message(here: Transfer) -> None:
+    here.meet(last=False)
+    other = here.source.engine("other")
+    other.send(request=OTHER)
+    here.source.drain()
+    assert (here.told, other.told) == (("SHUTTING_DOWN", "SHUTTING_DOWN"), "SHUTTING_DOWN settled")
+    here.ends("SHUTTING_DOWN", "SHUTTING_DOWN")
+
+
+def test_draining_lets_running_transfers_finish(both: Transfer) -> None:
+    both.meet()
+    both.home.drain()
+    assert both.told == ("", "")
+    both.succeeds()
+
+
+# -- cancelling what is not there, pages in use
+
+
+def test_only_the_owner_cancels(here: Transfer) -> None:
+    here.send()
+    prefill, decode = here.prefill, here.decode
+    for session, pool in ((decode.session, prefill.pool), (prefill.session, decode.pool)):
+        with pytest.raises(UnknownTransferError):
+            here.source.cancel(session, pool, "send")
+    with pytest.raises(UnknownTransferError):
+        prefill.cancel("receive")
+    assert here.told == ("", "")
+
+
+def test_cancelling_twice_is_cancelling_once(here: Transfer) -> None:
+    here.meet()
+    for engine, direction in ((here.decode, "receive"), (here.decode, "receive"), (here.prefill, "send")):
+        engine.cancel("send" if direction == "send" else "receive")
+    here.ends("PEER_CANCELLED", "CANCELLED")
+
+
+def test_pages_in_use_may_not_be_used_otherwise_until_settled(here: Transfer) -> None:
+    here.meet()
+    for misuse, what in (
+        (here.prefill.receive, "is being read"),
+        (here.decode.send, "is being written"),
+        (here.decode.receive, "is being written"),
+    ):
+        with pytest.raises(PageBusyError, match=what):
+            misuse(request=OTHER)
+    here.decode.cancel("receive")
+    with pytest.raises(PageBusyError):
+        here.decode.receive(request=OTHER)
+    here.end_copy()
+    here.decode.receive(request=OTHER)
+
+
+def test_pages_that_a_copy_may_still_write_cannot_be_used(mapped: Transfer) -> None:
+    mapped.meet()
+    mapped.decode.cancel("receive")
+    mapped.harness.deliver_all()
+    with pytest.raises(PageBusyError):
+        mapped.decode.send(request=OTHER)
+    mapped.harness.run()
+    mapped.decode.send(request=OTHER)
+
+
+def test_freeing_busy_pages_is_deferred(here: Transfer) -> None:
+    here.meet()
+    prefill, decode = here.prefill, here.decode
+    free = prefill.pool.allocator.free_count
+    for engine in (prefill, decode):
+        assert engine.pool.allocator.free(engine.session, engine.pages) == (0, PAGES)
+    with pytest.raises(NotOwnerError):
+        prefill.send(request=OTHER)
+    here.succeeds()
+    assert prefill.pool.allocator.free_count == free + PAGES
+    assert decode.pool.allocator.idle
+
+
+def test_shared_source_pages_are_read_by_several_receives(here: Transfer) -> None:
+    requests = [letter * 32 for letter in "abc"]
+    for request in requests:
+        here.send(request=request)
+    pages = [here.home.filled(here.decode.pool, here.decode.session, PAGES) for _ in requests]
+    for request, ids in zip(requests, pages, strict=True):
+        here.decode.receive(ids=ids, request=request)
+    for at, op in enumerate(list(here.home.transport.under_way)):
+        assert here.held == (PAGES, PAGES * (3 - at))
+        here.home.transport.finish(op)
+    assert here.held == (0, 0)
+    assert [here.home.content(here.decode.pool, ids) for ids in pages] == [here.prefill.content] * 3
+
+
+# -- SENDs that a home refuses
+
+
+def test_a_first_chunk_that_does_not_fit_fails_alone(apart: Transfer) -> None:
+    apart.receive(apart.source, apart.third)
+    wrong = apart.source.filled(apart.prefill.pool, apart.prefill.session, PAGES + 1)
+    apart.send(ids=wrong)
+    apart.harness.deliver_all()
+    assert apart.told == ("LENGTH_MISMATCH settled", "")
+    assert "refused: " in apart.waits_for
+    another = apart.third.engine("prefill")
+    another.send()
+    apart.ends("LENGTH_MISMATCH", "OK")
+    assert another.content == apart.decode.content
+
+
+def test_a_later_chunk_that_does_not_fit_fails_both(apart: Transfer) -> None:
+    apart.meet(last=False)
+    apart.send(1, ids=apart.source.filled(apart.prefill.pool, apart.prefill.session, PAGES))
+    apart.ends("LENGTH_MISMATCH", "LENGTH_MISMATCH")
+
+
+def test_the_chunks_of_another_daemon_are_bounded(apart: Transfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home counts them by itself, as its peer may be of another version."""
+    apart.receive()
+    apart.harness.deliver_all()
+    for _ in range(3):
+        apart.send(ids={}, last=False)
+    apart.harness.deliver_all()
+    apart.send(ids={}, last=False)
+    monkeypatch.setattr(admission, "MAX_CHUNKS", 3)
+    apart.ends("TOO_LARGE", "TOO_LARGE")
+
+
+def test_a_send_beyond_the_sources_is_refused(apart: Transfer) -> None:
+    another = apart.third.engine("prefill")
+    apart.receive(apart.source, apart.third)
+    apart.harness.deliver_all()
+    apart.send()
+    another.send()
+    apart.succeeds()
+    assert another.told == "UNEXPECTED_SOURCE settled"
+
+
+def test_a_pool_that_covers_too_little_is_refused(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    half = apart.source.engine("half", layers(1))
+    half.send()
+    apart.harness.run()
+    assert (half.told, apart.decode.told) == ("UNCOVERED_ENTRY settled", "")
+
+
+def test_a_refusal_counts_from_a_daemon_that_the_receive_names(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    (receive_request,) = apart.home.state_machine.endpoints.receive_requests.values()
+    name, source = receive_request.name, apart.harness.connection(apart.home, apart.source).peer
+    assert source is not None
+    stranger = source._replace(address=apart.address(apart.third))
+    refusal = SendRefused(receive_request=name, send_request=0, error=FAILED.info())
+    with pytest.raises(UnexpectedSourceError):
+        apart.home.state_machine.peers.refused(stranger, refusal, apart.harness.now)
+    assert receive_request.last_refusal is None, "it has no say in what the receive request waits for"
+    apart.home.state_machine.peers.refused(source, refusal, apart.harness.now)
+    assert receive_request.last_refusal is not None
+    apart.send()
+    apart.succeeds()
+
+
+def test_a_chunk_of_a_daemon_that_the_receive_does_not_name_is_refused(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    (receive_request,) = apart.home.state_machine.endpoints.receive_requests.values()
+    receive_request.source_daemons = ()
+    apart.send()
+    apart.harness.deliver_all()
+    assert apart.told == ("UNEXPECTED_SOURCE settled", "")
+    assert not receive_request.send_requests
+    assert not apart.home.state_machine.peers.remote_pools, "it has no say in what is remembered here"
+
+
+def test_a_receive_of_another_tenant_is_refused_where_the_request_lives(apart: Transfer) -> None:
+    apart.send()
+    foreign = apart.third.engine("foreign", tenant=8)
+    apart.receive(into=foreign)
+    apart.harness.run()
+    assert not apart.source.state_machine.endpoints.announcements
+    (receive_request,) = apart.third.state_machine.endpoints.receive_requests.values()
+    assert "another tenant" in receive_request.waits_for()
+    apart.receive()
+    apart.harness.run()
+    assert apart.told == ("OK settled", "OK settled")
+
+
+def test_a_side_of_another_tenant_is_refused_where_a_receive_is_announced(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    foreign = apart.source.engine("foreign", tenant=8)
+    for speak in (foreign.send, foreign.receive):
+        with pytest.raises(TransferExistsError, match="another tenant"):
+            speak()
+    apart.send()
+    apart.succeeds()
+
+
+def test_too_many_announcements_are_refused(apart: Transfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_transfers, "MAX_ANNOUNCEMENTS", 0)
+    apart.receive()
+    apart.harness.deliver_all()
+    assert not apart.source.state_machine.endpoints.announcements
+    assert "0 receive requests of other daemons are announced here" in apart.waits_for
+
+
+# -- a RECEIVE that begins anew
+
+
+def test_a_receive_is_begun_anew_on_another_source(apart: Transfer) -> None:
+    apart.meet(last=False)
+    step = apart.under_way()
+    apart.prefill.lose()
+    apart.harness.deliver_all()
+    another = apart.third.engine("prefill")
+    if apart.way == "ipc":
+        with pytest.raises(TransferExistsError):
+            apart.receive(apart.third)  # its pages may still be written
+        apart.harness.step(*step)
+        apart.harness.run()
+    assert apart.receive(apart.third) == 2
+    another.send()
+    if apart.way == "tcp":  # the write goes on, into its slot
+        apart.harness.deliver_all()
+        apart.harness.step(*step)
+    apart.ends("", "PEER_LOST settled OK")
+    assert apart.decode.finished.generation == 2
+    assert another.content == apart.decode.content
+
+
+@pytest.mark.parametrize("how", ["generation", "session"])
+def test_what_was_said_to_an_older_receive_is_void(apart: Transfer, how: str) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    apart.send()  # is on its way to the first one
+    newer = apart.decode
+    if how == "generation":
+        newer.cancel("receive")
+    else:
+        newer.lose()
+        session = apart.home.session()
+        newer = Engine(apart.home, session, newer.pool, apart.home.filled(newer.pool, session, PAGES))
+    assert apart.receive(apart.third, into=newer) == (2 if how == "generation" else 1), "each session counts for itself"
+    apart.harness.deliver(apart.source, apart.home)
+    (receive_request,) = apart.home.state_machine.endpoints.receive_requests.values()
+    assert not receive_request.send_requests
+    apart.harness.run()
+    assert newer.told == ("CANCELLED settled" if how == "generation" else "")
+    assert apart.prefill.told == ("PEER_CANCELLED settled" if how == "generation" else "PEER_LOST settled")
+
+
+# -- pools of other daemons
+
+
+def test_a_deleted_pools_memory_is_given_up(mapped: Transfer) -> None:
+    mapped.meet()
+    pools = mapped.home.state_machine.peers.remote_pools
+    ((key, pool),) = pools.items()
+    mapped.harness.run()
+    pool.mapping = region = HostRegion.create("mapped", 4096)
+    mapped.source.peers.pool_removed(mapped.prefill.pool)
+    mapped.harness.run()
+    assert region.fd == -1, "it is closed"
+    assert key not in pools
+
+
+def test_pools_are_not_remembered_for_receives_that_do_not_exist(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    apart.send()
+    apart.decode.cancel("receive")
+    apart.harness.run()
+    assert not apart.home.state_machine.peers.remote_pools
+
+
+# -- a daemon dies
+
+
+def test_the_source_daemon_dies(apart: Transfer) -> None:
+    apart.meet()
+    apart.harness.end(apart.source)
+    assert apart.decode.told == "", "nobody has noticed"
+    apart.harness.notice(apart.home, apart.source)
+    assert (apart.decode.told, apart.decode.held) == (
+        ("PEER_LOST", PAGES) if apart.way == "ipc" else ("PEER_LOST settled", 0)
+    )
+    apart.harness.run()
+    assert apart.decode.told == "PEER_LOST settled"
+    apart.harness.check_nothing_left()
+
+
+def test_the_source_daemon_dies_before_it_has_confirmed(mapped: Transfer) -> None:
+    mapped.meet()
+    mapped.end_copy()
+    mapped.lose_daemon(mapped.source, mapped.home)
+    assert mapped.decode.told == "PEER_LOST settled"
+    mapped.harness.check_nothing_left()
+
+
+def test_the_source_daemon_dies_before_anything_of_it_joined(apart: Transfer) -> None:
+    apart.receive(apart.source, apart.third)
+    apart.harness.deliver_all()
+    apart.lose_daemon(apart.source, apart.home)
+    assert f"no connection to {apart.address(apart.source)}" in apart.waits_for
+    assert apart.address(apart.third) not in apart.waits_for
+    apart.third.engine("prefill").send()
+    apart.harness.run()
+    assert apart.decode.told == "OK settled"
+
+
+def test_the_source_daemon_restarts_and_hears_of_receives_that_still_wait(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    again = apart.harness.restart(apart.source)
+    apart.harness.notice(apart.home, apart.source)
+    apart.harness.heal()
+    prefill = again.engine("prefill")
+    prefill.send()
+    apart.ends("", "OK")
+    assert prefill.content == apart.decode.content
+
+
+def test_the_grants_of_a_source_daemon_that_restarts_are_void(apart: Transfer) -> None:
+    apart.meet()
+    again = apart.harness.restart(apart.source)
+    for connection in apart.harness.network.connections():  # reopened, and the break not noticed before that
+        if connection.broken:
+            connection.reopen()
+    apart.harness.deliver_all()
+    assert apart.decode.told.startswith("PEER_LOST")
+    assert not again.remote.sending
+    apart.harness.run()
+    assert apart.decode.told == "PEER_LOST settled"
+    apart.harness.check_nothing_left()
+
+
+def test_the_destination_daemon_dies(apart: Transfer) -> None:
+    apart.meet()
+    apart.lose_daemon(apart.home, apart.source)
+    if apart.way == "tcp":
+        assert (apart.prefill.told, apart.prefill.held) == ("PEER_LOST", PAGES), "its bytes are being read"
+        apart.end_copy(TransferFailedError("nobody is there"))
+    assert (apart.prefill.told, apart.prefill.held) == ("PEER_LOST settled", 0)
+    apart.harness.check_nothing_left()
+
+
+def test_the_destination_daemon_restarts_and_the_old_grant_is_void(by_slots: Transfer) -> None:
+    by_slots.meet()
+    by_slots.harness.restart(by_slots.home)
+    by_slots.harness.notice(by_slots.source, by_slots.home)
+    by_slots.harness.heal()
+    assert by_slots.prefill.told == "PEER_LOST"
+    by_slots.end_copy()
+    by_slots.harness.run()
+    assert by_slots.prefill.told == "PEER_LOST settled"
+    by_slots.harness.check_nothing_left()
+
+
+# -- partition
+
+
+def test_a_partition_ends_with_the_deadline_on_both_sides(apart: Transfer) -> None:
+    apart.meet()
+    apart.harness.cut(apart.source, apart.home)  # neither notices
+    step = apart.under_way()
+    apart.harness.pass_time(31.0)
+    assert [one.split()[0] for one in apart.told] == ["DEADLINE", "DEADLINE"]
+    apart.harness.step(*step)
+    apart.check_over("DEADLINE", "DEADLINE")
+
+
+def test_a_partition_that_both_notice(apart: Transfer) -> None:
+    apart.meet()
+    apart.harness.cut(apart.source, apart.home)
+    for one, other in ((apart.source, apart.home), (apart.home, apart.source)):
+        apart.harness.notice(one, other)
+    apart.ends("PEER_LOST", "PEER_LOST")
+
+
+@pytest.mark.parametrize("who", ["source", "home"])
+def test_a_break_that_only_one_side_notices_ends_it_on_both(apart: Transfer, who: str) -> None:
+    apart.meet()
+    noticing, other = (apart.source, apart.home) if who == "source" else (apart.home, apart.source)
+    connection = apart.harness.connection(noticing, other)
+    connection.break_off()
+    connection.reopen()
+    apart.ends("PEER_LOST", "PEER_LOST")
+
+
+def test_receives_are_announced_again_when_a_link_is_up_again(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    apart.harness.cut(apart.source, apart.home)
+    apart.send()
+    apart.harness.run()
+    assert apart.told == ("", ""), "the send request is lost on the way"
+    apart.harness.notice(apart.home, apart.source)
+    assert "no connection to" in apart.waits_for
+    apart.harness.heal()
+    assert "no connection to" not in apart.waits_for
+    assert apart.told == ("PEER_LOST settled", ""), "what became of the send request nobody can tell"
+    apart.prefill.acknowledge("send")
+    apart.send()
+    apart.ends("PEER_LOST settled OK", "OK")
+
+
+def test_a_send_after_the_link_is_up_again_is_taken(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    apart.harness.cut(apart.source, apart.home)
+    apart.harness.heal()
+    apart.send()
+    apart.succeeds()
+
+
+# -- daemons that are not there, STATUS
+
+
+def test_an_unreachable_daemon_is_named_at_the_deadline(apart: Transfer) -> None:
+    missing = f"no connection to {apart.address(apart.source)}"
+    apart.harness.end(apart.source)
+    apart.receive()
+    apart.harness.run()
+    assert missing in apart.waits_for
+    (shown,) = apart.home.peers.status()
+    assert (shown.address, shown.state, shown.announced) == (apart.address(apart.source), "down", 1)
+    apart.harness.pass_time(31.0)
+    apart.check_over("", "DEADLINE")
+    assert missing in apart.decode.reason
+    (shown,) = apart.home.peers.status()
+    assert shown.announced == 0
+
+
+def test_status_shows_who_waits_where(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    (at_home,), (at_source,) = apart.home.peers.status(), apart.source.peers.status()
+    assert (at_home.address, at_home.state, at_home.announced) == (apart.address(apart.source), "up", 1)
+    assert (at_source.address, at_source.state, at_source.waiting) == (apart.address(apart.home), "up", 1)
+
+
+def test_a_daemon_is_not_its_own_source(apart: Transfer) -> None:
+    own, other = apart.address(apart.home), apart.address(apart.source)
+    assert apart.home.peers.source_daemons((other, own, other)) == (other,)
+
+
+# -- words that come too late, or from the wrong one
+
+
+def test_the_end_of_a_receive_is_said_to_each_source_daemon(apart: Transfer) -> None:
+    apart.receive(apart.source, apart.third)
+    apart.harness.deliver_all()
+    apart.send()
+    apart.succeeds()
+
+
+def test_a_second_end_changes_nothing(apart: Transfer) -> None:
+    apart.meet()
+    ((home, name),) = apart.source.state_machine.endpoints.announcements
+    apart.harness.run()
+    again = ReceiveClosed(receive_request=name, error=FAILED.info(), moved=((1, BYTES, 0),))
+    apart.source.state_machine.peers.closed(home, again, apart.harness.now)
+    apart.check_over("OK", "OK")
+    assert apart.prefill.finished.moved_bytes == BYTES
+
+
+def test_only_the_home_of_a_receive_may_ask_for_its_send(apart: Transfer) -> None:
+    apart.receive()
+    apart.harness.deliver_all()
+    apart.send()
+    ((number, remote_endpoint),) = apart.source.state_machine.endpoints.remote_endpoints.items()
+    home, name = remote_endpoint.announcement.home, remote_endpoint.announcement.receive_request
+    another = home._replace(boot_id="f" * 32)
+    peers = apart.source.state_machine.peers
+    assert peers.open_remote(home, number, name) is remote_endpoint
+    for wrong in (
+        (another, number, name),
+        (home, number + 1, name),
+        (home, number, msgspec.structs.replace(name, epoch=2)),
+    ):
+        with pytest.raises(UnknownTransferError):
+            peers.open_remote(*wrong)
+    peers.refused(another, SendRefused(receive_request=name, send_request=number, error=FAILED.info()), 0.0)
+    assert apart.told == ("", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -138,6 +138,11 @@ class TransferHarness:
         content = [[next(self._fillings).to_bytes(PAGE_BYTES, "little") for _ in entries] for _ in ids]
         together = b"".join(of_page[entry] for entry in range(len(entries)) for of_page in content)
         write_pages(pool.region, entries, ids, np.frombuffer(together, np.uint8))
+
+    def engine(self, name: str, entries: Sequence[Entry] | None = None, *, count: int = 3, **of_pool: Any) -> Engine:  # noqa: ANN401  what ``pool`` takes
+        """Open a session with a pool, and with pages that are filled."""
+        session, pool = self.session(), self.pool(name, entries, **of_pool)
+        return Engine(self, session, pool, self.filled(pool, session, count) if count else np.empty(0, np.int64))
 
     # -- what happens
 
@@ -335,6 +340,70 @@ class TransferHarness:
             self.matched.append((session_id, event))
         elif session_id in self.told:
             self.told[session_id].append(event)
+
+
+class Engine:
+    """A session with a pool and pages of it. What it sends and receives is all of its pages, or some of them."""
+
+    def __init__(self, harness: TransferHarness, session: int, pool: Pool, pages: PageIds) -> None:
+        self.harness = harness
+        self.session = session
+        self.pool = pool
+        self.pages = pages
+
+    def send(self, first: int = 0, stop: int | None = None, *, ids: Lists | None = None, **more: Any) -> Accepted:  # noqa: ANN401  what the harness takes
+        """SEND its pages from ``first`` to ``stop``, or others."""
+        what = self.pages[first:stop] if ids is None else ids
+        return self.harness.send(self.session, self.pool, what, first_page=first, **more)
+
+    def receive(self, first: int = 0, stop: int | None = None, *, ids: Lists | None = None, **more: Any) -> Accepted:  # noqa: ANN401  what the harness takes
+        """RECEIVE into its pages from ``first`` to ``stop``, or into others; the first one is logical page 0."""
+        return self.harness.receive(self.session, self.pool, self.pages[first:stop] if ids is None else ids, **more)
+
+    def come(self, direction: Direction, *, others: int = 1, **more: Any) -> Accepted:  # noqa: ANN401  what the harness takes
+        """SEND or RECEIVE; ``others``: how many of the other half it expects."""
+        if direction == "send":
+            return self.send(destinations=others, **more)
+        return self.receive(sources=others, **more)
+
+    def cancel(self, direction: Direction, request: str = REQUEST) -> None:
+        """CANCEL."""
+        self.harness.cancel(self.session, self.pool, direction, request)
+
+    def acknowledge(self, direction: Direction, request: str = REQUEST) -> None:
+        """Have seen all events of one side."""
+        self.harness.acknowledge(self.session, self.pool, direction, request)
+
+    def lose(self) -> None:
+        """Die."""
+        self.harness.lose(self.session)
+
+    @property
+    def told(self) -> str:
+        """Return what it was told, in short; nothing if it is dead."""
+        return " ".join(self.harness.outcomes(self.session)) if self.session in self.harness.told else ""
+
+    @property
+    def finished(self) -> Finished:
+        """Return its latest FINISHED."""
+        return self.harness.finished(self.session)
+
+    @property
+    def reason(self) -> str:
+        """Return what the error of its latest FINISHED says."""
+        error = self.finished.error
+        assert error is not None
+        return error.detail
+
+    @property
+    def content(self) -> list[dict[str, bytes]]:
+        """Return what its pages hold, by entry."""
+        return self.harness.content(self.pool, self.pages)
+
+    @property
+    def held(self) -> int:
+        """Return how many pages of its pool are held."""
+        return self.pool.allocator.busy_count
 
 
 def _lists(ids: Lists, first_page: int, tokens: int | None) -> tuple[list[PageList], list[PageIds]]:
