@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.measure import MICROSECONDS, Effort, Row, Target, compare
-from kvferry.daemon.process.memory import keep_freed_memory
+from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.pools.allocator import PageAllocator
 
 POOL_PAGES = 100_000

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare, milliseconds
 from benchmarks.peers import sglang
 from benchmarks.peers.sglang import SGLang
-from kvferry.daemon.process.memory import keep_freed_memory
+from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.pools.planning.runs import PageIds, coalesce
 
 PAGES = 100_000

@@ -18,7 +18,7 @@ import uvloop
 
 from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare, gigabytes_a_second
 from kvferry.daemon.config.schema import Config
-from kvferry.daemon.process.memory import keep_freed_memory
+from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, best_copy
 from kvferry.pools.devices.host import HostRegion

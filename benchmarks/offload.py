@@ -21,7 +21,7 @@ import torch
 from benchmarks.measure import GIGABYTES_A_SECOND, Contender, Effort, Row, Target, compare, gigabytes_a_second
 from benchmarks.processes import running_daemon
 from kvferry.clients import AttachedPool, Client, MhaSpec, pages
-from kvferry.daemon.process.memory import keep_freed_memory
+from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.codec import PageIds
 

@@ -9,7 +9,7 @@ from benchmarks.measure import MICROSECONDS, Effort, Row, Target, compare, micro
 from benchmarks.peers import sglang
 from benchmarks.peers.sglang import SGLang
 from kvferry.clients.calls import page_lists, pages
-from kvferry.daemon.process.memory import keep_freed_memory
+from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Request

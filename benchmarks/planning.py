@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.measure import MILLISECONDS, Effort, Row, Target, compare, milliseconds
 from benchmarks.peers import sglang
 from benchmarks.peers.sglang import Buffers, SGLang, address_lists
-from kvferry.daemon.process.memory import keep_freed_memory
+from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.daemon.transports.local import MAX_BLOCK_BYTES
 from kvferry.pools.planning.copies import chunk_bounds, split_blocks
 from kvferry.pools.planning.manifest import lay_out

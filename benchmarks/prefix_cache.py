@@ -21,7 +21,7 @@ from benchmarks.peers.lmcache import LMCacheClient, Shape
 from benchmarks.processes import running_daemon
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from kvferry.clients.hashing import block_hashes
-from kvferry.daemon.process.memory import keep_freed_memory
+from kvferry.daemon.process.host import keep_freed_memory
 
 MIB = 1 << 20
 POOL = "bench"

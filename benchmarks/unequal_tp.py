@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare, gigabytes_a_second
-from kvferry.daemon.process.memory import keep_freed_memory
+from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.daemon.transports.local import STAGING_BYTES
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.gather import CopyChunk, cut_copy_chunks, gather, scatter

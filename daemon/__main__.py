@@ -6,6 +6,6 @@ from kvferry.daemon.process.signals import hold_back
 
 if __name__ == "__main__":
     hold_back()
-    from kvferry.daemon.command import main
+    from kvferry.daemon.daemon import main
 
     sys.exit(main())

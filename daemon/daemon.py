@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import functools
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
+from pathlib import Path
 
 import structlog
+import uvloop
 
+from kvferry.daemon.config.load import load_config
 from kvferry.daemon.config.schema import Config
 from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.dispatch import Dispatcher
@@ -22,8 +25,7 @@ from kvferry.daemon.control.sessions import SessionRegistry
 from kvferry.daemon.devices import CHECK_S, Devices
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import DEVICE_POOLS_FILE, RuntimeDirectory
-from kvferry.daemon.process.memory import keep_freed_memory
-from kvferry.daemon.process.service_manager import ServiceManager
+from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_freed_memory
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerTransferService
@@ -41,21 +43,18 @@ from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport, fetch_region
 from kvferry.daemon.transports.remote import RemoteTransports
+from kvferry.protocol import VERSION
 from kvferry.protocol.base import Body
-from kvferry.protocol.errors import DeviceLostError, MalformedError
+from kvferry.protocol.errors import ConfigError, DeviceLostError, KvferryError, MalformedError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import FEATURES, agree
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
+from kvferry.protocol.settings import default_runtime_dir
 
 FETCH_THREADS = 2
+EXIT_BAD_INPUT = 2
 EXIT_DEVICE_LOST = 3
 log = structlog.get_logger(__name__)
-
-
-@functools.cache
-def daemon_version() -> str:
-    """Return the installed version of kvferry; looked up in files once."""
-    return metadata.version("kvferry")
 
 
 class Daemon:
@@ -206,7 +205,7 @@ class Daemon:
         self._session_socket.start(self._loop)
         self._watch_devices()
         manager.ready(f"serving, boot id {self.boot_id}")
-        log.info("serving", boot_id=self.boot_id, pid=os.getpid(), version=daemon_version())
+        log.info("serving", boot_id=self.boot_id, pid=os.getpid(), version=VERSION)
         try:
             await self._stopping.wait()
             manager.stopping()
@@ -289,7 +288,7 @@ class Daemon:
             raise MalformedError("no HELLO")
         return Welcome(
             protocol=agree(body.protocol_min, body.protocol_max),
-            daemon_version=daemon_version(),
+            daemon_version=VERSION,
             features=FEATURES,
             limits=self._config.announced,
         )
@@ -297,7 +296,7 @@ class Daemon:
     def _status(self, _body: Body) -> StatusReport:
         owned = self._registry.pages_by_owner()
         return StatusReport(
-            daemon_version=daemon_version(),
+            daemon_version=VERSION,
             pid=os.getpid(),
             uptime_ms=round((time.monotonic() - self._started_at) * 1000),
             draining=self._stopping.is_set(),
@@ -335,3 +334,41 @@ async def run_daemon(config: Config, directory: RuntimeDirectory, manager: Servi
     with answered(asyncio.get_running_loop(), stopping):
         keep_freed_memory()
         await Daemon(config, directory, stopping, await open_network(config)).serve(manager)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the daemon; return its exit status.
+
+    0 after SIGTERM; 1 where it could not start; 2 where arguments or configuration are wrong, which no restart mends;
+    3 after a device was lost.
+    """
+    parser = argparse.ArgumentParser(prog="kvferry daemon", description="Run the daemon of this node.")
+    parser.add_argument("--config", type=Path, help="a TOML file; see systemd/kvferry.toml for every key")
+    parser.add_argument(
+        "--runtime-dir", type=_folder, metavar="DIR", help="where the sockets go; overrides the configuration"
+    )
+    options = parser.parse_args(arguments)
+    # A torch_npu without CANN would make torch itself fail: devices are asked for when a pool needs one.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    try:
+        config = load_config(options.config) if options.config else Config()
+        path = options.runtime_dir or Path(config.runtime_dir or default_runtime_dir(os.environ))
+        runtime_directory = RuntimeDirectory(path.absolute())
+        runtime_directory.check_path()
+    except KvferryError as error:
+        print(f"kvferry daemon: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    try:
+        configure_logs(config.logging)
+        with runtime_directory as directory:
+            uvloop.run(run_daemon(config, directory, ServiceManager()))
+    except KvferryError as error:
+        print(f"kvferry daemon: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT if isinstance(error, ConfigError) and not error.retryable else 1
+    return 0
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path names no directory")
+    return Path(text)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import structlog
 
-from kvferry.daemon.control.batches import OpenBatch
 from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.hub import EventAcknowledged, EventHub
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.protocol.base import Body, Busy, ErrorReply, ReplyBody
-from kvferry.protocol.codec import Frames, IncomingRequest, PageIds, UnreadableRequest, decode_request, encode
-from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Event, Reply, Request
+from kvferry.protocol.codec import (
+    Frames,
+    IncomingRequest,
+    PageIds,
+    UnreadableRequest,
+    decode_request,
+    encode,
+    encoded_bytes,
+)
+from kvferry.protocol.envelope import REQUEST_TYPES, Batch, Batched, Event, Reply, Request
 from kvferry.protocol.errors import (
     DeadlineError,
     InternalError,
@@ -31,6 +38,9 @@ from kvferry.protocol.ids import NO_BOOT, BootId
 from kvferry.protocol.limits import Limits
 
 RETRY_AFTER_MS = 50
+SMALL_BYTES: Final = 1024
+"""A result of up to this size is never left out: the client must learn what its request did."""
+
 BodyT = TypeVar("BodyT", bound=Body)
 log = structlog.get_logger(__name__)
 
@@ -63,6 +73,48 @@ OpenHandler = Callable[[Body], ReplyBody]
 """Handles a type of request that needs no session."""
 
 SendFrames = Callable[[bytes, Frames], bool]
+
+
+class OpenBatch:
+    """A BATCH in progress: collects the results of its requests, within a bound on their total size.
+
+    Attributes:
+        places: the index of each request's result, by the number under which the request runs.
+    """
+
+    def __init__(self, session: Session, message_id: int, count: int, max_bytes: int) -> None:
+        self.session = session
+        self.message_id = message_id
+        self.places: dict[int, int] = {}
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._missing = count
+        self._results: list[tuple[ReplyBody, tuple[PageIds, ...]]] = [(ReplyBody(), ())] * count
+
+    def __repr__(self) -> str:
+        """Show how many results are missing."""
+        return f"<OpenBatch {self.message_id} missing={self._missing}>"
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every request has its result."""
+        return self._missing == 0
+
+    def put(self, part_id: int, body: ReplyBody, ids: tuple[PageIds, ...]) -> None:
+        """Store a request's result; one that makes the reply too large is replaced by TOO_LARGE."""
+        size_bytes = encoded_bytes(body)
+        if size_bytes > SMALL_BYTES and self._bytes + size_bytes > self._max_bytes:
+            too_large = TooLargeError(f"the batch's results exceed {self._max_bytes} bytes: send this request alone")
+            body, ids = ErrorReply(error=too_large.info()), ()
+        else:
+            self._bytes += size_bytes
+        self._results[self.places[part_id]] = (body, ids)
+        self._missing -= 1
+
+    def reply(self) -> tuple[Batched, tuple[PageIds, ...]]:
+        """Return the reply and its page lists."""
+        results = tuple(body for body, _ in self._results)
+        return Batched(results=results), tuple(one for _, ids in self._results for one in ids)
 
 
 class Dispatcher:

@@ -12,16 +12,15 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from kvferry.daemon.control.attachments import Attachments
 from kvferry.daemon.control.hub import EventHub, InstanceEnded, SessionBegan, SessionEnded
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.control.peer_process import peer_of, pidfd_of
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import SOCKET_MODE
 from kvferry.pools.devices.base import Region
@@ -59,10 +58,104 @@ _RECEIVE_BYTES: Final = 4096
 MAX_DESCRIPTORS: Final = 2
 """Descriptors taken by one read: the expected one, and a second to detect surplus ones; the kernel closes the rest."""
 
+MAX_MESSAGES_SHARED: Final = 16
+MAX_SHARES_SAID: Final = 16_384
+_SO_PEERPIDFD: Final = 77
+_CREDENTIALS: Final = struct.Struct("3i")
+
 MAX_BYTES_SAID_AHEAD: Final = 8 << 20
 """More than a socket's buffer holds, so that everything sent before a message is read."""
 
 log = structlog.get_logger(__name__)
+
+
+class Attachments:
+    """The shares and descriptors that came ahead of their messages; owns the descriptors until they are taken."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, ShareFollows] = {}
+        self._fds: list[int] = []  # received, and not named by a frame yet
+        self._memory: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        """Show how many there are; never their contents."""
+        return f"<Attachments shares={len(self._shares)} descriptors={len(self._fds) + len(self._memory)}>"
+
+    @property
+    def unexplained(self) -> int:
+        """Return how many descriptors came that no frame has named yet."""
+        return len(self._fds)
+
+    def take_share(self, message_id: int) -> ShareFollows | None:
+        """Return the shares for a message, or None."""
+        return self._shares.pop(message_id, None)
+
+    def take_memory(self, message_id: int) -> int | None:
+        """Return the descriptor for a message, or None; the caller owns it from now on."""
+        return self._memory.pop(message_id, None)
+
+    def add_descriptors(self, fds: Sequence[int]) -> None:
+        """Add received descriptors."""
+        self._fds += fds
+
+    def note(self, said: ShareFollows | MemoryFollows) -> None:
+        """Keep the contents of a frame for its message.
+
+        Raises:
+            MalformedError: the frame names a descriptor that did not come, or a second one for its message.
+            OverloadedError: too much is kept for messages that have not come.
+        """
+        if isinstance(said, ShareFollows):
+            self._note_share(said)
+        else:
+            self._note_memory(said.message_id)
+
+    def close(self) -> None:
+        """Drop everything and close the descriptors."""
+        for fd in (*self._fds, *self._memory.values()):
+            os.close(fd)
+        self._fds.clear()
+        self._memory.clear()
+        self._shares.clear()
+
+    def _note_share(self, said: ShareFollows) -> None:
+        known = self._shares.get(said.message_id)
+        if known is not None:
+            both = (*known.shares, *said.shares)
+            said = ShareFollows(message_id=said.message_id, shares=both, events=said.events or known.events)
+        elif len(self._shares) >= MAX_MESSAGES_SHARED:
+            raise OverloadedError(f"shares for {MAX_MESSAGES_SHARED} messages that never came")
+        self._shares[said.message_id] = said
+        if sum(len(one.shares) for one in self._shares.values()) > MAX_SHARES_SAID:
+            raise OverloadedError(f"more than {MAX_SHARES_SAID} shares for messages that have not come")
+
+    def _note_memory(self, message_id: int) -> None:
+        if not self._fds or message_id in self._memory:
+            raise MalformedError("each MEMORY frame needs one descriptor, and a message one such frame")
+        if len(self._memory) >= MAX_MESSAGES_SHARED:
+            raise OverloadedError(f"descriptors for {MAX_MESSAGES_SHARED} messages that never came")
+        self._memory[message_id] = self._fds.pop(0)
+
+
+def peer_of(channel: socket.socket) -> Peer:
+    """Return who connected (SO_PEERCRED)."""
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Peer(*_CREDENTIALS.unpack(credentials))
+
+
+def pidfd_of(channel: socket.socket, peer: Peer) -> int:
+    """Return a descriptor that becomes readable when the peer's process ends, or -1 if the kernel gives none.
+
+    SO_PEERPIDFD (Linux 6.5) identifies the process that connected, even if its pid has been reused since.
+    """
+    try:
+        return channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pass
+    try:
+        return os.pidfd_open(peer.pid) if peer.pid > 0 else -1
+    except OSError:
+        return -1
 
 
 class SessionSocket:

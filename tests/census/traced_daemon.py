@@ -42,7 +42,7 @@ def main(folder: Path, arguments: list[str]) -> int:
     recorder = Recorder(folder / "on")
     threading.setprofile(recorder)
     sys.setprofile(recorder)
-    from kvferry.daemon.command import main as run_daemon  # noqa: PLC0415  threads must be born under the recorder
+    from kvferry.daemon.daemon import main as run_daemon  # noqa: PLC0415  threads must be born under the recorder
 
     try:
         return run_daemon(arguments)

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.control.batches import OpenBatch
 from kvferry.daemon.control.control_socket import ReceivedMessage
-from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher
+from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, OpenBatch
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, SessionRegistry

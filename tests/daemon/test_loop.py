@@ -17,9 +17,9 @@ import kvferry.clients
 import kvferry.daemon
 from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
 from kvferry.daemon.config.schema import Config, LoggingConfig, ServiceConfig, TransfersConfig
-from kvferry.daemon.daemon import Daemon, daemon_version
+from kvferry.daemon.daemon import Daemon
 from kvferry.daemon.process.access import RuntimeDirectory
-from kvferry.daemon.process.logs import configure_logs
+from kvferry.daemon.process.host import configure_logs
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from tests.scripted.recording_service_manager import RecordingServiceManager
 
@@ -68,9 +68,8 @@ async def serving() -> AsyncIterator[tuple[Path, RecordingServiceManager, asynci
 
 @pytest.fixture(autouse=True, scope="module")
 def _started() -> None:
-    """Do what blocks and comes before the loop: see ``kvferry.daemon.command``."""
+    """Do what blocks and comes before the loop: see ``kvferry.daemon.daemon``."""
     configure_logs(CONFIG.logging)
-    daemon_version()
 
 
 async def test_a_transfer_from_beginning_to_end() -> None:

@@ -25,7 +25,7 @@ import torch
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, MlaSpec, SharedMemory, calls, new_request_id, pages
 from kvferry.clients.shared_memory import memory_at
-from kvferry.daemon.control.attachments import MAX_MESSAGES_SHARED
+from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.errors import (
     ClientClosedError,

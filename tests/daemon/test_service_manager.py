@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.process.service_manager import ServiceManager
+from kvferry.daemon.process.host import ServiceManager
 
 
 @pytest.fixture(params=["path", "abstract"])

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec, calls
-from kvferry.daemon.control.attachments import MAX_MESSAGES_SHARED
+from kvferry.daemon.control.session_socket import MAX_MESSAGES_SHARED
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, MalformedError
 from kvferry.protocol.pool_messages import RegisteredArrays, RegisterPool
 from kvferry.protocol.session_stream import (

@@ -13,9 +13,9 @@ import pytest
 
 from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
 from kvferry.daemon.config.schema import Config, LoggingConfig, TransfersConfig
-from kvferry.daemon.daemon import Daemon, daemon_version
+from kvferry.daemon.daemon import Daemon
 from kvferry.daemon.process.access import RuntimeDirectory
-from kvferry.daemon.process.logs import configure_logs
+from kvferry.daemon.process.host import configure_logs
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.registry import StartOp
@@ -32,9 +32,8 @@ PATIENCE_S: Final = 20.0
 
 @pytest.fixture(autouse=True, scope="module")
 def _started() -> None:
-    """Do what blocks and comes before the loop: see ``kvferry.daemon.command``."""
+    """Do what blocks and comes before the loop: see ``kvferry.daemon.daemon``."""
     configure_logs(CONFIG.logging)
-    daemon_version()
 
 
 @pytest.fixture(autouse=True)

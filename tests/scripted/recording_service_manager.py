@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.daemon.process.service_manager import ServiceManager
+from kvferry.daemon.process.host import ServiceManager
 
 
 class RecordingServiceManager(ServiceManager):

@@ -13,10 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.daemon.command import EXIT_BAD_INPUT
 from kvferry.daemon.config.load import load_config
 from kvferry.daemon.config.schema import Config
-from kvferry.daemon.daemon import EXIT_DEVICE_LOST
+from kvferry.daemon.daemon import EXIT_BAD_INPUT, EXIT_DEVICE_LOST
 from kvferry.protocol.settings import with_sizes
 
 FOLDER = Path(__file__).parents[2] / "systemd"

@@ -8,7 +8,7 @@ import sys
 from kvferry.daemon.config.remote_tier import RemoteTierConfig
 from kvferry.daemon.config.schema import LoggingConfig
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.process.logs import configure_logs
+from kvferry.daemon.process.host import configure_logs
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.pools.devices.host import HostRegion
 

@@ -1,0 +1,110 @@
+"""What the daemon's process has of its host: its log, the service manager, the allocator.
+
+Logs have one event per line, JSON for machines, coloured for a terminal. Never token ids, secrets or handles. The
+service manager hears of the daemon's state by the sd_notify protocol (see sd_notify(3)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+import structlog
+
+from kvferry.daemon.config.schema import LoggingConfig
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGEST_KEPT_BYTES = 32 << 20  # glibc's maximum
+_KEEP_BYTES = 256 << 20
+log = structlog.get_logger(__name__)
+
+_PRIORITY = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
+"""Syslog priorities, by which journald classifies lines that start with ``<n>``."""
+
+
+_json = structlog.processors.JSONRenderer()
+
+
+def configure_logs(config: LoggingConfig) -> None:
+    """Configure structlog for this process; lines go to standard error while something reads it."""
+    console = config.format == "console" or (config.format == "auto" and sys.stderr.isatty())
+    processors: list[structlog.typing.Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso"),
+    ]
+    if console:
+        processors.append(structlog.dev.ConsoleRenderer())
+    else:
+        journal = bool(os.environ.get("JOURNAL_STREAM"))
+        processors += [structlog.processors.format_exc_info, _journal_line if journal else _json]
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(config.level.upper())),
+        logger_factory=lambda *_: LineLogger(sys.stderr),
+    )
+
+
+class LineLogger:
+    """Writes one line per call. Its reader, a terminal or a pipe, may go away: that must not stop the daemon."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._fd = file.fileno()
+
+    def msg(self, message: str) -> None:
+        """Write one line, unbuffered, so that nothing of a line that failed is kept for the next one."""
+        remaining = f"{message}\n".encode(errors="backslashreplace")
+        with contextlib.suppress(OSError):
+            while remaining:
+                remaining = remaining[os.write(self._fd, remaining) :]
+
+    debug = info = warning = warn = error = critical = fatal = exception = log = msg
+
+
+def _journal_line(
+    logger: structlog.typing.WrappedLogger, method: str, event: structlog.typing.EventDict
+) -> str | bytes:
+    return f"<{_PRIORITY.get(method, 6)}>{_json(logger, method, event)!s}"
+
+
+class ServiceManager:
+    """Sends state lines to ``$NOTIFY_SOCKET``; does nothing where that is not set."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        address = environ.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+
+    def ready(self, status: str) -> None:
+        """Report that the daemon serves."""
+        self._send(f"READY=1\nSTATUS={status}")
+
+    def stopping(self) -> None:
+        """Report that the daemon drains and will end."""
+        self._send("STOPPING=1\nSTATUS=draining")
+
+    def _send(self, state: str) -> None:
+        if not self._address:
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+                channel.sendto(state.encode(), self._address)
+        except OSError as cause:  # the daemon serves in any case; the manager will notice
+            log.warning("service manager not notified", state=state.partition("\n")[0], cause=str(cause))
+
+
+def keep_freed_memory() -> bool:
+    """Make glibc keep freed arrays for the next plan instead of returning each to the kernel.
+
+    Planning makes and drops arrays of megabytes; faulting in their pages anew each time costs several times the
+    planning itself. Return False where the C library has no mallopt; then plans are merely slower.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES))
