@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +18,11 @@ import structlog
 
 from kvferry.daemon.config.tiers import DiskTierConfig
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
+from kvferry.daemon.tiers.host_tier import Demotions, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError, file_bytes
-from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Tier
+from kvferry.pools.tiers.cached_block import BlockKey, CachedBlock, Digests, Tier
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
 from kvferry.protocol.session_messages import TierStatus
@@ -33,7 +32,6 @@ SYNC_EVERY_S: Final = 5.0
 PAUSE_S: Final = 30.0
 """How long nothing is written after the disk was full or failed."""
 
-MAX_WAITING: Final = 4096
 FOLDERS_SHOWN: Final = 8
 log = structlog.get_logger(__name__)
 
@@ -66,9 +64,7 @@ class DiskTier:
         self._policy: EvictionPolicy[CachedBlock] = make_policy(policy)
         self._sizes: dict[CachedBlock, int] = {}
         self._used_bytes = 0
-        self._waiting: deque[CachedBlock] = deque()
-        self._queued: set[CachedBlock] = set()
-        self._wanted = asyncio.Event()
+        self._queue = Demotions(host, Tier.DISK, self._write_block)
         self._paused_until = 0.0
         self._failure = ""
         self._closing = threading.Event()
@@ -78,7 +74,7 @@ class DiskTier:
 
     def __repr__(self) -> str:
         """Show the live counts."""
-        return f"<DiskTier blocks={len(self._sizes)} used={self._used_bytes} waiting={len(self._waiting)}>"
+        return f"<DiskTier blocks={len(self._sizes)} used={self._used_bytes} waiting={len(self._queue)}>"
 
     def start(self) -> None:
         """Scan the folder, then write queued blocks."""
@@ -96,14 +92,8 @@ class DiskTier:
 
     def store(self, block: CachedBlock) -> None:
         """Queue a block of the host tier to be written, unless too many wait."""
-        if block.on_disk or block in self._queued:
-            return
-        if len(self._waiting) >= MAX_WAITING:
+        if not self._queue.add(block):
             self._counters.add("tiers.disk.skipped_blocks")
-            return
-        self._waiting.append(block)
-        self._queued.add(block)
-        self._wanted.set()
 
     def used(self, block: CachedBlock) -> None:
         """Record a use of a block."""
@@ -151,19 +141,7 @@ class DiskTier:
             self._pause(error)
         except Exception as cause:  # blocks on disk are lost to this daemon; new ones can still be written
             log.exception("scanning the disk tier's folder failed", cause=str(cause))
-        while True:
-            await self._wanted.wait()
-            while self._waiting:
-                block = self._waiting.popleft()
-                self._queued.discard(block)
-                if self._clock() < self._paused_until:
-                    self._counters.add("tiers.disk.skipped_blocks")
-                elif block.state is BlockState.READY and block.in_host and not block.on_disk:
-                    try:
-                        await self._write_block(block)
-                    except Exception as cause:  # a bug with one block must not be the end of the tier
-                        log.exception("writing a cached block to disk failed", cause=str(cause))
-            self._wanted.clear()
+        await self._queue.run()
 
     async def _sync(self) -> None:
         while True:
@@ -205,12 +183,14 @@ class DiskTier:
         self._add(block, found.size_bytes)
 
     async def _write_block(self, block: CachedBlock) -> None:
-        """Write a block, evicting others first where needed; the block is pinned meanwhile."""
+        """Write a block, evicting others first where needed."""
         assert block.offsets is not None, block
+        if self._clock() < self._paused_until:
+            self._counters.add("tiers.disk.skipped_blocks")
+            return
         page_bytes = self._host.page_bytes[block.namespace]
         size_bytes = file_bytes(block.namespace, page_bytes)
         buffers = self._buffers(block.offsets, page_bytes)
-        self._host.index.pin([block], DEMOTION)
         try:
             if not await self._evict_for(size_bytes):
                 self._counters.add("tiers.disk.skipped_blocks")
@@ -221,8 +201,6 @@ class DiskTier:
         except DiskError as error:
             self._pause(error)
             return
-        finally:
-            self._host.free_all(self._host.index.unpin([block], DEMOTION))
         if not written:
             return
         if self._host.index.set_tier(block, Tier.DISK, present=True):

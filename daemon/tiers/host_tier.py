@@ -6,8 +6,9 @@ until its owner frees it. A request that does not fit gets BUSY, with the sizes 
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvferry.daemon.config.tiers import TiersConfig
 from kvferry.daemon.control.metrics import Counters
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_units
-from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import BlockIndex, TenantAccount
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
@@ -32,6 +33,9 @@ AHEAD_BYTES = 256 << 20
 JOURNAL_CHANGES = 1 << 16
 MAX_LABELS = 4096
 """Models whose labels are kept; beyond that, blocks of the oldest ones are listed without a label."""
+
+MAX_DEMOTIONS = 4096
+"""Blocks that wait to be copied to one lower tier; others are not."""
 
 DEMOTION = -2
 """The holder of pins on blocks that are being written to a lower tier."""
@@ -223,6 +227,50 @@ class HostTier:
             f"the host tier is full: {wanted} bytes are needed, {why}; snapshots and running operations use: "
             f"{charged or 'nothing'}; cached blocks are pinned: {pinned}"
         )
+
+
+class Demotions:
+    """Blocks of the host tier that wait to be copied to a lower tier: in order, each once, pinned meanwhile."""
+
+    def __init__(self, host: HostTier, tier: Tier, copy: Callable[[CachedBlock], Awaitable[None]]) -> None:
+        """Have ``copy`` called for each block that still has to go down, by ``run``."""
+        self._host = host
+        self._tier = tier
+        self._copy = copy
+        self._waiting: dict[CachedBlock, None] = {}
+        self._wanted = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._waiting)
+
+    def add(self, block: CachedBlock) -> bool:
+        """Queue a block that the tier does not have; False where too many wait."""
+        if self._tier in block.tiers or block in self._waiting:
+            return True
+        if len(self._waiting) >= MAX_DEMOTIONS:
+            return False
+        self._waiting[block] = None
+        self._wanted.set()
+        return True
+
+    async def run(self) -> None:
+        """Copy what is queued, until cancelled."""
+        while True:
+            await self._wanted.wait()
+            while self._waiting:
+                block = next(iter(self._waiting))
+                del self._waiting[block]
+                if block.state is not BlockState.READY or not block.in_host or self._tier in block.tiers:
+                    continue
+                self._host.index.pin([block], DEMOTION)
+                try:
+                    await self._copy(block)
+                except Exception as cause:  # a bug with one block must not be the end of the tier
+                    log.exception("copying a cached block to a lower tier failed", tier=self._tier, cause=str(cause))
+                finally:
+                    self._host.free_all(self._host.index.unpin([block], DEMOTION))
+            self._wanted.clear()
 
 
 def _log_populate_failure(done: Future[None]) -> None:

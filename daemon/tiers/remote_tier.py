@@ -16,14 +16,13 @@ import structlog
 import xxhash
 
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.tiers.host_tier import DEMOTION, HostTier
+from kvferry.daemon.tiers.host_tier import Demotions, HostTier
 from kvferry.daemon.tiers.remote_store import RemoteStore, remote_name
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Namespace, Tier
 from kvferry.protocol.session_messages import TierStatus
 
-MAX_WAITING: Final = 4096
 MAX_NAMES: Final = 4096
 """Names that one lookup asks for; blocks further on count as missing."""
 
@@ -52,10 +51,8 @@ class RemoteTier:
         self._scheduler = scheduler
         self._counters = counters
         self._shared = shared
-        self._waiting: deque[CachedBlock] = deque()
-        self._queued: set[CachedBlock] = set()
+        self._queue = Demotions(host, Tier.REMOTE, self._put)
         self._known: deque[CachedBlock] = deque()
-        self._wanted = asyncio.Event()
         self._hasher = hasher or ThreadPoolExecutor(1, "remote-hash")
         self._task: asyncio.Task[None] | None = None
 
@@ -66,7 +63,7 @@ class RemoteTier:
     @property
     def waiting(self) -> int:
         """Return the number of blocks that wait to be put."""
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def available(self) -> bool:
@@ -80,7 +77,7 @@ class RemoteTier:
             ConfigError: Mooncake is not installed, or the address does not belong to this host.
         """
         await self._store.start()
-        self._task = asyncio.create_task(self._run(), name="remote tier")
+        self._task = asyncio.create_task(self._queue.run(), name="remote tier")
 
     async def close(self) -> None:
         """Leave the store."""
@@ -92,14 +89,8 @@ class RemoteTier:
 
     def store(self, block: CachedBlock) -> None:
         """Queue a block of the host tier to be put, unless the store is away or too many blocks wait."""
-        if block.in_remote or block in self._queued or not self.available:
-            return
-        if len(self._waiting) >= MAX_WAITING:
+        if self.available and not self._queue.add(block):
             self._counters.add("tiers.remote.skipped_blocks")
-            return
-        self._waiting.append(block)
-        self._queued.add(block)
-        self._wanted.set()
 
     async def find(
         self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, page_bytes: int
@@ -148,38 +139,21 @@ class RemoteTier:
         """Return the tier as STATUS shows it; only the store's master knows how full the store is."""
         return TierStatus(tier="remote", state="ready" if self.available else "away", total_bytes=0, used_bytes=0)
 
-    async def _run(self) -> None:
-        while True:
-            await self._wanted.wait()
-            while self._waiting:
-                block = self._waiting.popleft()
-                self._queued.discard(block)
-                if block.state is BlockState.READY and block.in_host and not block.in_remote and self.available:
-                    try:
-                        await self._put(block)
-                    except Exception as cause:  # a bug with one block must not be the end of the tier
-                        log.exception("putting a cached block into the remote tier failed", cause=str(cause))
-            self._wanted.clear()
-
     async def _put(self, block: CachedBlock) -> None:
-        """Put a block once the scheduler allows it; the block is pinned meanwhile."""
+        """Put a block once the scheduler allows it."""
         assert block.offsets is not None, block
+        if not self.available or not await self._scheduler.begin_async(OperationClass.DEMOTION, block.size_bytes):
+            return
         page_bytes = self._host.page_bytes[block.namespace]
-        self._host.index.pin([block], DEMOTION)
         try:
-            if not await self._scheduler.begin_async(OperationClass.DEMOTION, block.size_bytes):
-                return
-            try:
-                loop = asyncio.get_running_loop()
-                digests = block.digests or await loop.run_in_executor(
-                    self._hasher, self._digests, block.offsets, page_bytes
-                )
-                ranges = [(at, page_bytes) for at in block.offsets.tolist()]
-                stored = await self._store.put(self._name(block), ranges, parent=block.parent, digests=digests)
-            finally:
-                self._scheduler.end(OperationClass.DEMOTION, block.size_bytes)
+            loop = asyncio.get_running_loop()
+            digests = block.digests or await loop.run_in_executor(
+                self._hasher, self._digests, block.offsets, page_bytes
+            )
+            ranges = [(at, page_bytes) for at in block.offsets.tolist()]
+            stored = await self._store.put(self._name(block), ranges, parent=block.parent, digests=digests)
         finally:
-            self._host.free_all(self._host.index.unpin([block], DEMOTION))
+            self._scheduler.end(OperationClass.DEMOTION, block.size_bytes)
         if stored and self._host.index.set_tier(block, Tier.REMOTE, present=True):
             self._counters.add("tiers.remote.written_blocks")
             self._remember(block)

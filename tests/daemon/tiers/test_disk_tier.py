@@ -205,7 +205,7 @@ async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(tiers: Harness, m
     monkeypatch.setattr(DiskStore, "begin_write", fails)
     with capture_logs() as logs:
         await stored(tiers, 1)
-        await until(lambda: any(one["event"] == "writing a cached block to disk failed" for one in logs))
+        await until(lambda: any(one["event"] == "copying a cached block to a lower tier failed" for one in logs))
     monkeypatch.setattr(DiskStore, "begin_write", real)
     await written(tiers, 2)
     assert not blocks_of(tiers, 1)[0].pins
