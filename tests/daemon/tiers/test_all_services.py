@@ -116,7 +116,7 @@ class _Machine(RuleBasedStateMachine):
             return made
 
         self.harness = self.run(make())
-        if self.harness.store is not None:
+        if self.harness.remote is not None:
             self.harness.store.holds = True
         return multiple(*(self.connect_as(uid) for uid in (1, 1, 2)))
 
@@ -322,20 +322,20 @@ class _Machine(RuleBasedStateMachine):
         if operations:
             self.guarded(engine, lambda: engine.send(CancelOperation(operation=random.choice(operations))))
 
-    @precondition(lambda self: self.harness.store is not None and bool(self.harness.store.waiting))
+    @precondition(lambda self: self.harness.remote is not None and bool(self.harness.store.waiting))
     @rule(times=st.integers(1, 4))
     def the_store_answers(self, times: int) -> None:
         self.store_answers(times)
 
     def store_answers(self, times: int) -> None:
         for _ in range(times):
-            if self.harness.store is not None:
+            if self.harness.remote is not None:
                 self.run(_now(self.harness.store.let_go))
 
-    @precondition(lambda self: self.harness.store is not None)
+    @precondition(lambda self: self.harness.remote is not None)
     @rule(available=st.booleans())
     def the_store_goes_or_comes(self, *, available: bool) -> None:
-        if self.harness.store is not None:
+        if self.harness.remote is not None:
             self.harness.store.available = available
 
     # -- what has to hold
@@ -377,15 +377,14 @@ class _Machine(RuleBasedStateMachine):
     async def end(self) -> None:
         """Let everything end, and look at what is left: nothing."""
         harness = self.harness
-        harness.copier.finish_all()
-        await settle()
+        await harness.finish()
         for host_receive in self.host_receive:  # as the transfers of a session do that is lost
             for event in transfer_ended(host_receive, DeadlineError("late")):
                 harness.host_receives.on_event(host_receive.session.session_id, event)
         for engine in list(harness.engines.values()):
             harness.lose(engine)
         harness.copier.finish_all()
-        if harness.store is not None:
+        if harness.remote is not None:
             harness.store.holds = False
             while harness.store.let_go():
                 pass
@@ -404,13 +403,11 @@ class _Machine(RuleBasedStateMachine):
             unpinned = operator.send(CachePin(hashes=named, pinned=False))
             await until(lambda: unpinned in operator.replies)  # noqa: B023
             operator.reply(unpinned, CachePinned)
-            evicted = operator.send(CacheEvict(everything=True))
-            await until(lambda: evicted in operator.replies)  # noqa: B023
-            assert operator.reply(evicted, CacheEvicted).kept == 0
+            assert (await operator.answer(CacheEvict(everything=True), CacheEvicted)).kept == 0
             harness.lose(operator)
         await settle()
         harness.check_empty()
-        if harness.store is not None:
+        if harness.remote is not None:
             await until(lambda: not harness.lower.removals)
         await harness.close()
 

@@ -48,39 +48,20 @@ async def tiers() -> AsyncIterator[Harness]:
 async def far() -> AsyncIterator[Harness]:
     """Return the same with a remote tier, whose answers the test lets go."""
     async with harness(8, remote=True) as one:
-        assert one.store is not None
         one.store.holds = True
         yield one
-        one.store.holds = False
-        while one.store.let_go():
-            await settle()
-
-
-async def stored(tiers: Harness, engine: Engine, *numbers: int) -> None:
-    """Store blocks full of their number, from pages that are free again."""
-    ids = engine.allocate(len(numbers))
-    for one, number in zip(ids, numbers, strict=True):
-        engine.write([one], number)
-    operation = engine.store(names(*numbers), ids)
-    tiers.copier.finish_all()
-    await settle()
-    assert engine.error(operation) is None
-    engine.free(ids)
+        await one.let_store_answer()
 
 
 async def put_away(far: Harness, engine: Engine, *numbers: int) -> None:
     """Store blocks and let them go to the remote tier, and out of the host tier."""
-    await stored(far, engine, *numbers)
-    assert far.store is not None
-    far.store.holds = False
-    while far.store.let_go():
-        await settle()
+    await engine.stored(*numbers)
+    await far.let_store_answer()
     values = far.store.values
     await until(lambda: len(values) == len(numbers))
     await settle()
     far.store.holds = True
-    for block in list(far.host.index.host_victims()):
-        far.host.free_all([far.host.index.drop_host(block)])
+    far.empty_memory()
 
 
 def hashes(*numbers: int) -> bytes:
@@ -97,10 +78,8 @@ async def test_a_block_is_found_once_it_is_there_as_a_whole(tiers: Harness) -> N
     assert engine.lookup(names(1)).blocks == 0
     with pytest.raises(PageBusyError):
         engine.load(_lease_of_one(tiers, engine), ids[:1])
-    tiers.copier.finish_all()
-    await settle()
-    done = engine.done(operation)
-    assert done is not None
+    await tiers.finish()
+    done = engine.ended(operation)
     assert (done.stored, done.present) == (2, 0)
     assert engine.lookup(names(1, 2, 3), pin=False).blocks == 2
 
@@ -134,17 +113,15 @@ async def test_a_store_that_comes_to_nothing_leaves_nothing(tiers: Harness, how:
         tiers.copier.end(tiers.copier.under_way[0], OutOfMemoryError("no staging"))
     elif how == "cancelled":
         engine.send(CancelOperation(operation=operation))
-        tiers.copier.finish_all()
-        await settle()
+        await tiers.finish()
         assert engine.error(operation) is CancelledError
     else:
         tiers.lose(engine)
-        tiers.copier.finish_all()
-    await settle()
+        await tiers.finish()
     assert tiers.host.arena.used_bytes == 0
     assert tiers.pool().allocator.busy_count == 0
     other = tiers.engine()
-    await stored(tiers, other, 1, 2)
+    await other.stored(1, 2)
 
 
 async def test_a_store_that_has_no_room_holds_nothing(tiers: Harness) -> None:
@@ -162,14 +139,13 @@ async def test_a_store_that_has_no_room_holds_nothing(tiers: Harness) -> None:
 
 async def stored_here(tiers: Harness, engine: Engine, ids: list[int]) -> None:
     engine.store(names(*range(1, len(ids) + 1)), ids)
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
 
 
 async def test_the_beginning_of_its_own_chain_does_not_go_first(tiers: Harness) -> None:
     engine = tiers.engine()
-    await stored(tiers, engine, 1, 2, 3)
-    await stored(tiers, engine, 11, 12, 13, 14)
+    await engine.stored(1, 2, 3)
+    await engine.stored(11, 12, 13, 14)
     ids = engine.allocate(6)
     engine.store(names(1, 2, 3, 4, 5, 6), ids)
     tiers.copier.finish_all()
@@ -181,7 +157,7 @@ async def test_the_beginning_of_its_own_chain_does_not_go_first(tiers: Harness) 
 
 async def test_pins_end_with_unpin_and_with_the_session(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine()
-    await stored(tiers, engine, 1, 2)
+    await engine.stored(1, 2)
     first, second = engine.lookup(names(1, 2)), engine.lookup(names(1))
     other.lookup(names(2))
     assert engine.ask(Unpin(lease=first.lease), Unpinned).blocks == 2
@@ -198,7 +174,7 @@ async def test_pins_end_with_unpin_and_with_the_session(tiers: Harness) -> None:
 async def test_a_session_may_have_so_many_pins(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "MAX_PINS", 3)
     engine = tiers.engine()
-    await stored(tiers, engine, 1, 2)
+    await engine.stored(1, 2)
     lease = engine.lookup(names(1, 2)).lease
     with pytest.raises(OverloadedError, match="2 blocks; 2 more exceed 3"):
         engine.lookup(names(1, 2), lease=lease)
@@ -208,7 +184,7 @@ async def test_a_session_may_have_so_many_pins(tiers: Harness, monkeypatch: pyte
 
 async def test_another_users_blocks_are_not_there(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine(uid=2)
-    await stored(tiers, engine, 1)
+    await engine.stored(1)
     assert other.lookup(names(1)).blocks == 0
     assert other.ask(CacheList(), CacheListed).blocks == ()
     with pytest.raises(UnknownLeaseError):
@@ -222,8 +198,7 @@ async def test_another_users_blocks_are_not_there(tiers: Harness) -> None:
 
 async def test_a_lease_that_ends_while_the_store_is_asked_pins_nothing(far: Harness) -> None:
     engine = far.engine()
-    await stored(far, engine, 1, 2)
-    assert far.store is not None
+    await engine.stored(1, 2)
     lease = engine.lookup(names(1)).lease
     more = engine.send(Lookup(pool=POOL, hashes=hashes(2, 3), lease=lease))
     assert more not in engine.replies
@@ -237,10 +212,9 @@ async def test_a_lease_that_ends_while_the_store_is_asked_pins_nothing(far: Harn
 
 async def test_a_session_that_dies_while_the_store_is_asked_leaves_no_pin(far: Harness) -> None:
     engine = far.engine()
-    await stored(far, engine, 1, 2)
+    await engine.stored(1, 2)
     engine.send(Lookup(pool=POOL, hashes=hashes(1, 5)))
     far.lose(engine)
-    assert far.store is not None
     while far.store.let_go():
         await settle()
     assert far.host.index.pinned_by() == {}
@@ -249,7 +223,6 @@ async def test_a_session_that_dies_while_the_store_is_asked_leaves_no_pin(far: H
 async def test_what_the_store_has_is_found_and_loaded(far: Harness) -> None:
     engine = far.engine()
     await put_away(far, engine, 1, 2, 3)
-    assert far.store is not None
     far.store.holds = False
     number = engine.send(Lookup(pool=POOL, hashes=hashes(1, 2, 3)))
     found = engine.reply(number, Found)
@@ -257,10 +230,8 @@ async def test_what_the_store_has_is_found_and_loaded(far: Harness) -> None:
     ids = engine.allocate(3)
     operation = engine.load(found.lease, ids)
     await until(lambda: far.copier.under_way)
-    far.copier.finish_all()
-    await settle()
-    done = engine.done(operation)
-    assert done is not None
+    await far.finish()
+    done = engine.ended(operation)
     assert (done.loaded, done.error) == (3, None)
     assert engine.read(ids) == [{1}, {2}, {3}]
 
@@ -270,8 +241,7 @@ async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: Harnes
     await put_away(far, engine, 1)
     for block in far.host.index.page(0, 10).blocks:
         far.host.index.set_tier(block, Tier.REMOTE, present=False)  # as if another node had put it there
-    await stored(far, engine, 2)  # its way to the store is held up
-    assert far.store is not None
+    await engine.stored(2)  # its way to the store is held up
     far.store.holds = False
     number = engine.send(Lookup(pool=POOL, hashes=hashes(1, 2, 3)))
     await settle()
@@ -282,7 +252,6 @@ async def test_a_prefix_goes_on_where_a_near_block_follows_a_far_one(far: Harnes
 async def test_an_operation_that_ends_while_blocks_come_up_leaves_them_to_others(far: Harness) -> None:
     engine, other = far.engine(), far.engine()
     await put_away(far, engine, 1, 2)
-    assert far.store is not None
     lease = other.lookup(names(1, 2)).lease
     operation = engine.load(engine.lookup(names(1, 2)).lease, engine.allocate(2))
     theirs = other.allocate(2)
@@ -292,12 +261,9 @@ async def test_an_operation_that_ends_while_blocks_come_up_leaves_them_to_others
     assert engine.error(operation) is CancelledError
     far.lose(engine)
     assert far.pool().allocator.busy_count == 2
-    far.store.holds = False
-    while far.store.let_go():
-        await settle()
+    await far.let_store_answer()
     await until(lambda: far.copier.under_way)
-    far.copier.finish_all()
-    await settle()
+    await far.finish()
     assert other.error(their_operation) is None
     assert other.read(theirs) == [{1}, {2}]
 
@@ -307,16 +273,13 @@ async def test_an_operation_that_ends_while_blocks_come_up_leaves_them_to_others
 
 async def test_a_load_pins_for_itself(tiers: Harness) -> None:
     engine = tiers.engine()
-    await stored(tiers, engine, 1, 2)
+    await engine.stored(1, 2)
     lease = engine.lookup(names(1, 2)).lease
     ids = engine.allocate(2)
     operation = engine.load(lease, ids)
     engine.ask(Unpin(lease=lease), Unpinned)
-    number = engine.send(CacheEvict(everything=True))
-    await until(lambda: number in engine.replies)
-    assert engine.reply(number, CacheEvicted).kept == 2
-    tiers.copier.finish_all()
-    await settle()
+    assert (await engine.answer(CacheEvict(everything=True), CacheEvicted)).kept == 2
+    await tiers.finish()
     assert engine.error(operation) is None
     assert engine.read(ids) == [{1}, {2}]
     assert tiers.host.index.pinned_by() == {}
@@ -324,15 +287,14 @@ async def test_a_load_pins_for_itself(tiers: Harness) -> None:
 
 async def test_a_damaged_block_is_a_miss_and_goes_and_those_beside_it_stay(tiers: Harness) -> None:
     engine = tiers.engine()
-    await stored(tiers, engine, 1, 2, 3)
+    await engine.stored(1, 2, 3)
     lease = engine.lookup(names(1, 2, 3)).lease
     ids = engine.allocate(3)
     engine.write(ids, 200)
     operation = engine.load(lease, ids)
     memory = tiers.host.region.view()
     memory[tiers.copier.under_way[0].segments[0].pages.offsets[1]] ^= 1
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert engine.error(operation) is CacheMissError
     assert engine.read(ids) == [{200}] * 3
     assert engine.lookup(names(1, 2, 3), pin=False).blocks == 1
@@ -344,21 +306,16 @@ async def test_a_damaged_block_is_a_miss_and_goes_and_those_beside_it_stay(tiers
 async def test_a_load_of_what_is_gone_says_how_far_it_came(far: Harness) -> None:
     engine = far.engine()
     await put_away(far, engine, 1, 2, 3)
-    assert far.store is not None
     lease = engine.lookup(names(1, 2, 3)).lease
     second = sorted(far.store.values)[1]
     del far.store.values[second]
-    far.store.holds = False
-    while far.store.let_go():
-        await settle()
+    await far.let_store_answer()
     ids = engine.allocate(3)
     engine.write(ids, 200)
     operation = engine.load(lease, ids)
     await until(lambda: far.copier.under_way)
-    far.copier.finish_all()
-    await settle()
-    done = engine.done(operation)
-    assert done is not None
+    await far.finish()
+    done = engine.ended(operation)
     assert done.loaded == 1
     assert engine.error(operation) is CacheMissError
     assert engine.read(ids) == [{1}, {200}, {200}]
@@ -376,7 +333,7 @@ async def _load_gone(far: Harness, engine: Engine) -> int:
     far.host.free_all([*far.host.index.remove(block), *far.host.index.unpin_holder(engine.session.session_id)])
     far.lookups.lease(Call(1, engine.session, Unpin(lease=lease), (), 1.0), lease).blocks[:] = [block]
     far.host.index.pin([block], engine.session.session_id)
-    await stored(far, engine, 1)
+    await engine.stored(1)
     operation = engine.load(lease, engine.allocate(1))
     await settle()
     return operation
@@ -385,17 +342,14 @@ async def _load_gone(far: Harness, engine: Engine) -> int:
 async def test_where_pins_fill_the_host_tier_a_load_comes_as_far_as_it_can(far: Harness) -> None:
     engine = far.engine()
     await put_away(far, engine, 1, 2, 3)
-    assert far.store is not None
     held = engine.offload(engine.allocate(6))  # two allocation units are left
     far.copier.finish_all()
     far.store.holds = False
     lease = engine.lookup(names(1, 2, 3)).lease
     operation = engine.load(lease, engine.allocate(3))
     await until(lambda: far.copier.under_way)
-    far.copier.finish_all()
-    await settle()
-    done = engine.done(operation)
-    assert done is not None
+    await far.finish()
+    done = engine.ended(operation)
     assert (done.loaded, engine.error(operation)) == (2, CacheMissError)
     assert done.error is not None
     assert "does not fit into the host tier" in done.error.detail
@@ -409,11 +363,11 @@ async def test_events_of_other_users_are_passed(tiers: Harness, monkeypatch: pyt
     monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
     engine, other = tiers.engine(), tiers.engine(uid=2)
     for number in (1, 3, 5, 7, 9):  # each a change of its own
-        await stored(tiers, other, number)
+        await other.stored(number)
         other.ask(CacheList(), CacheListed)
     cursor = engine.send(CacheEvents(cursor=1))
     assert cursor not in engine.replies
-    await stored(tiers, engine, 2)
+    await engine.stored(2)
     await settle()
     changes = engine.reply(cursor, CacheChanges)
     assert [one.hashes for one in changes.changes] == [hashes(2)]
@@ -425,24 +379,23 @@ async def test_events_of_other_users_are_passed(tiers: Harness, monkeypatch: pyt
 
 async def test_events_that_do_not_come_are_an_answer_at_the_deadline(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine(uid=2)
-    await stored(tiers, other, 1)
-    number = engine.send(CacheEvents(cursor=1), deadline_ms=5)
-    await until(lambda: number in engine.replies)
-    assert engine.reply(number, CacheChanges) == CacheChanges(changes=(), cursor=2)
+    await other.stored(1)
+    nothing = await engine.answer(CacheEvents(cursor=1), CacheChanges, deadline_ms=5)
+    assert nothing == CacheChanges(changes=(), cursor=2)
 
 
 async def test_who_waits_for_events_and_dies_is_forgotten(tiers: Harness) -> None:
     engine, other = tiers.engine(), tiers.engine()
     engine.send(CacheEvents(cursor=1))
     tiers.lose(engine)
-    await stored(tiers, other, 1)
+    await other.stored(1)
     assert repr(tiers.reports) == "<CacheReports waiting=0>"
 
 
 async def test_a_list_comes_in_segments_that_are_not_too_long(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
     engine = tiers.engine()
-    await stored(tiers, engine, 1, 2, 3, 4, 5)
+    await engine.stored(1, 2, 3, 4, 5)
     listed, position = [], 0
     while True:
         segment = engine.ask(CacheList(position=position, limit=10_000), CacheListed)
@@ -457,16 +410,12 @@ async def test_a_list_comes_in_segments_that_are_not_too_long(tiers: Harness, mo
 async def test_an_operator_evicts_what_nobody_pins(tiers: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_reports, "LOOK_AT", 2)
     engine = tiers.engine()
-    await stored(tiers, engine, 1, 2, 3, 4, 5)
+    await engine.stored(1, 2, 3, 4, 5)
     engine.lookup(names(1))
-    pinned = engine.send(CachePin(hashes=hashes(2, 9)))
-    await until(lambda: pinned in engine.replies)
-    assert engine.reply(pinned, CachePinned).blocks == 1
-    number = engine.send(CacheEvict(everything=True))
-    await until(lambda: number in engine.replies)
-    assert engine.reply(number, CacheEvicted) == CacheEvicted(blocks=3, size_bytes=3 * UNIT, kept=2)
-    unpinned = engine.send(CachePin(hashes=hashes(2), pinned=False))
-    await until(lambda: unpinned in engine.replies)
+    assert (await engine.answer(CachePin(hashes=hashes(2, 9)), CachePinned)).blocks == 1
+    evicted = await engine.answer(CacheEvict(everything=True), CacheEvicted)
+    assert evicted == CacheEvicted(blocks=3, size_bytes=3 * UNIT, kept=2)
+    await engine.answer(CachePin(hashes=hashes(2), pinned=False), CachePinned)
     number = engine.send(CacheEvict(hashes=hashes(1, 2)))
     await until(lambda: number in engine.replies)
     assert engine.reply(number, CacheEvicted) == CacheEvicted(blocks=1, size_bytes=UNIT, kept=1)

@@ -42,35 +42,10 @@ def files(folder: Path) -> list[Path]:
     return sorted(one for one in folder.rglob("*") if one.is_file() and len(one.name) >= 32)
 
 
-def blocks_of(tiers: Harness, *numbers: int) -> list[CachedBlock]:
-    namespace = next(iter(tiers.host.page_bytes))
-    found = [tiers.host.index.get(namespace, one) for one in names(*numbers)]
-    return [one for one in found if one is not None]
-
-
-async def stored(tiers: Harness, *numbers: int) -> list[CachedBlock]:
-    """Store blocks full of their number; return them."""
-    engine = tiers.engine()
-    ids = engine.allocate(len(numbers))
-    for one, number in zip(ids, numbers, strict=True):
-        engine.write([one], number)
-    engine.store(names(*numbers), ids)
-    tiers.copier.finish_all()
-    await settle()
-    tiers.lose(engine)
-    return blocks_of(tiers, *numbers)
-
-
 async def written(tiers: Harness, *numbers: int) -> list[CachedBlock]:
-    blocks = await stored(tiers, *numbers)
+    blocks = await tiers.stored(*numbers)
     await until(lambda: all(one.on_disk for one in blocks))
     return blocks
-
-
-def out_of_memory(tiers: Harness) -> None:
-    """Let blocks be in lower tiers only."""
-    for block in list(tiers.host.index.host_victims()):
-        tiers.host.free_all([tiers.host.index.drop_host(block)])
 
 
 async def loaded(tiers: Harness, engine: Engine, *numbers: int) -> tuple[int, list[set[int]]]:
@@ -90,7 +65,7 @@ async def loaded(tiers: Harness, engine: Engine, *numbers: int) -> tuple[int, li
 async def test_blocks_are_written_and_come_back(tiers: Harness, folder: Path) -> None:
     await written(tiers, 1, 2)
     assert len(files(folder)) == 2
-    out_of_memory(tiers)
+    tiers.empty_memory()
     engine = tiers.engine()
     found = engine.lookup(names(1, 2))
     assert (found.host, found.disk) == (0, 2)
@@ -122,8 +97,8 @@ async def test_the_oldest_go_for_new_ones(folder: Path) -> None:
         await written(tiers, 2)
         await written(tiers, 3)
         assert len(files(folder)) == 2
-        out_of_memory(tiers)
-        assert [one.hash for one in blocks_of(tiers, 1, 2, 3)] == names(2, 3)
+        tiers.empty_memory()
+        assert [one.hash for one in tiers.blocks(1, 2, 3)] == names(2, 3)
         assert tiers.lower.status()[0].used_bytes == 2 * size
 
 
@@ -135,7 +110,7 @@ async def test_what_somebody_waits_for_does_not_go(folder: Path) -> None:
         await until(lambda: len(tiers.host.index) == 1)
         [block] = blocks_of_any(tiers)
         tiers.host.index.pin([block], 77)
-        await stored(tiers, 2)
+        await tiers.stored(2)
         await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
         assert block.on_disk
         tiers.host.index.unpin_holder(77)
@@ -148,7 +123,7 @@ def blocks_of_any(tiers: Harness) -> list[CachedBlock]:
 @pytest.mark.parametrize("how", ["flipped", "truncated", "gone"])
 async def test_a_file_that_is_not_right_is_a_miss_and_never_wrong_bytes(tiers: Harness, folder: Path, how: str) -> None:
     await written(tiers, 1, 2)
-    out_of_memory(tiers)
+    tiers.empty_memory()
     [second] = [one for one in files(folder) if names(2)[0].hex() in one.name]
     content = bytearray(second.read_bytes())
     if how == "flipped":
@@ -185,11 +160,11 @@ async def test_a_disk_that_is_full_or_fails_rests_and_says_so_once(
 
     monkeypatch.setattr(DiskStore, "begin_write", fails)
     with capture_logs() as logs:
-        await stored(tiers, 1, 2)
+        await tiers.stored(1, 2)
         await until(lambda: tiers.counters.snapshot().get("tiers.disk.skipped_blocks"))
     assert [one["event"] for one in logs].count("the disk tier is paused: cached blocks are kept in memory only") == 1
     assert tiers.lower.status()[0].state.startswith(state)
-    assert all(not one.pins for one in blocks_of(tiers, 1, 2))
+    assert all(not one.pins for one in tiers.blocks(1, 2))
     monkeypatch.setattr(DiskStore, "begin_write", real)
     tiers.now_s += PAUSE_S + 1
     await written(tiers, 3)
@@ -204,16 +179,16 @@ async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(tiers: Harness, m
 
     monkeypatch.setattr(DiskStore, "begin_write", fails)
     with capture_logs() as logs:
-        await stored(tiers, 1)
+        await tiers.stored(1)
         await until(lambda: any(one["event"] == "copying a cached block to a lower tier failed" for one in logs))
     monkeypatch.setattr(DiskStore, "begin_write", real)
     await written(tiers, 2)
-    assert not blocks_of(tiers, 1)[0].pins
+    assert not tiers.blocks(1)[0].pins
 
 
 async def test_a_block_that_goes_while_it_is_written_leaves_no_file(tiers: Harness, folder: Path) -> None:
     tiers.scheduler.transfer_began()  # nothing is written meanwhile
-    [block] = await stored(tiers, 1)
+    [block] = await tiers.stored(1)
     await until(lambda: block.pins == {DEMOTION: 1})
     assert tiers.host.index.remove(block) == []
     tiers.lower.remove([block])
@@ -232,9 +207,7 @@ async def test_a_block_that_is_stored_again_keeps_its_file(tiers: Harness, folde
     engine = tiers.engine()
     for _ in range(3):
         blocks = await written(tiers, 1, 2)
-        number = engine.send(CacheEvict(everything=True))
-        await until(lambda: number in engine.replies)  # noqa: B023
-        assert engine.reply(number, CacheEvicted).blocks == 2
+        assert (await engine.answer(CacheEvict(everything=True), CacheEvicted)).blocks == 2
         assert tiers.host.arena.used_bytes == 0
         assert all(one.state is BlockState.GONE for one in blocks)
     await written(tiers, 1, 2)
@@ -243,7 +216,7 @@ async def test_a_block_that_is_stored_again_keeps_its_file(tiers: Harness, folde
 
 async def test_a_block_may_go_while_it_is_read(tiers: Harness) -> None:
     [block] = await written(tiers, 1)
-    out_of_memory(tiers)
+    tiers.empty_memory()
     tiers.scheduler.transfer_began()
     coming = tiers.lower.promote(block)
     assert coming is not None
@@ -259,7 +232,7 @@ async def test_a_block_may_go_while_it_is_read(tiers: Harness) -> None:
 async def test_a_daemon_that_ends_does_not_wait_for_its_turn(folder: Path) -> None:
     async with harness(8, disk=folder) as tiers:
         tiers.scheduler.transfer_began()
-        [block] = await stored(tiers, 1)
+        [block] = await tiers.stored(1)
         await until(lambda: block.pins == {DEMOTION: 1})
         assert tiers.scheduler.bytes_in_flight == 0
     assert not files(folder)
@@ -267,7 +240,7 @@ async def test_a_daemon_that_ends_does_not_wait_for_its_turn(folder: Path) -> No
 
 async def test_the_same_blocks_are_not_queued_twice(tiers: Harness) -> None:
     tiers.scheduler.transfer_began()
-    blocks = await stored(tiers, 1, 2)
+    blocks = await tiers.stored(1, 2)
     await until(lambda: bool(blocks[0].pins))
     tiers.lower.stored(blocks)
     tiers.lower.stored(blocks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import cast
 
 import pytest
 import xxhash
@@ -12,62 +11,27 @@ from structlog.testing import capture_logs
 from kvferry.daemon.tiers import lower_tiers, remote_tier
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
-from kvferry.daemon.tiers.remote_tier import RemoteTier
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
 from kvferry.protocol.errors import DeadlineError
 from kvferry.protocol.tier_messages import Found, Lookup
 from tests.daemon.tiers.tier_harness import UNIT, Engine, Harness, harness, names, settle, until
-from tests.scripted.scripted_store import ScriptedStore
 
 pytestmark = pytest.mark.anyio
 
 
-class Far(Harness):
-    """A harness with a store."""
-
-    store: ScriptedStore
-    remote: RemoteTier
-
-
 @pytest.fixture
-async def far() -> AsyncIterator[Far]:
+async def far() -> AsyncIterator[Harness]:
     """Return services over a host tier of 8 blocks, a pool of 15 pages, and a store that answers at once."""
     async with harness(8, remote=True) as one:
-        found = cast("Far", one)
-        yield found
-        found.store.holds = False
-        while found.store.let_go():
-            await settle()
+        yield one
+        await one.let_store_answer()
 
 
-async def stored(far: Far, *numbers: int) -> list[CachedBlock]:
-    """Store blocks full of their number; return them."""
-    engine = far.engine()
-    ids = engine.allocate(len(numbers))
-    for one, number in zip(ids, numbers, strict=True):
-        engine.write([one], number)
-    engine.store(names(*numbers), ids)
-    far.copier.finish_all()
-    await settle()
-    far.lose(engine)
-    return blocks_of(far, *numbers)
-
-
-def namespace_of(far: Harness) -> Namespace:
-    return next(iter(far.host.page_bytes))
-
-
-def blocks_of(far: Harness, *numbers: int) -> list[CachedBlock]:
-    found = [far.host.index.get(namespace_of(far), one) for one in names(*numbers)]
-    return [one for one in found if one is not None]
-
-
-async def away(far: Far, *numbers: int) -> list[CachedBlock]:
+async def away(far: Harness, *numbers: int) -> list[CachedBlock]:
     """Store blocks, and have them in the store alone."""
-    blocks = await stored(far, *numbers)
+    blocks = await far.stored(*numbers)
     await until(lambda: all(one.in_remote for one in blocks))
-    for block in list(far.host.index.host_victims()):
-        far.host.free_all([far.host.index.drop_host(block)])
+    far.empty_memory()
     assert far.host.arena.used_bytes == 0
     return blocks
 
@@ -76,9 +40,9 @@ def charged(far: Harness) -> int:
     return sum(one.charged_bytes for _, one in far.host.index.accounts.items())
 
 
-async def test_new_blocks_go_down_pinned_meanwhile(far: Far) -> None:
+async def test_new_blocks_go_down_pinned_meanwhile(far: Harness) -> None:
     far.store.holds = True
-    first, second = await stored(far, 1, 2)
+    first, second = await far.stored(1, 2)
     assert first.pins == {DEMOTION: 1}
     assert not second.pins
     assert far.store.let_go()
@@ -94,16 +58,15 @@ async def test_new_blocks_go_down_pinned_meanwhile(far: Far) -> None:
 @pytest.mark.parametrize("checksums", [True, False])
 async def test_what_goes_to_the_store_has_digests_also_where_host_memory_has_none(*, checksums: bool) -> None:
     """Whoever fetches it, another node perhaps, compares them."""
-    async with harness(8, remote=True, checksums=checksums) as one:
-        far = cast("Far", one)
-        [block] = await stored(far, 1)
+    async with harness(8, remote=True, checksums=checksums) as far:
+        [block] = await far.stored(1)
         assert bool(block.digests) is checksums
         await until(lambda: block.in_remote)
         [value] = far.store.values.values()
         assert value.header.digests == tuple(xxhash.xxh3_64_intdigest(page) for page in value.pages)
 
 
-async def test_a_block_comes_up_once_however_many_ask(far: Far) -> None:
+async def test_a_block_comes_up_once_however_many_ask(far: Harness) -> None:
     [block] = await away(far, 1)
     far.store.holds = True
     first, second = far.lower.promote(block), far.lower.promote(block)
@@ -120,7 +83,9 @@ async def test_a_block_comes_up_once_however_many_ask(far: Far) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged", "removed", "raises"])
-async def test_a_block_that_cannot_come_up_leaves_no_byte(far: Far, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_block_that_cannot_come_up_leaves_no_byte(
+    far: Harness, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [block] = await away(far, 1)
     far.store.holds = True
     [name] = far.store.values
@@ -152,14 +117,14 @@ async def test_a_block_that_cannot_come_up_leaves_no_byte(far: Far, how: str, mo
         assert block.state is BlockState.GONE
 
 
-async def test_what_is_gone_asks_for_no_memory(far: Far) -> None:
+async def test_what_is_gone_asks_for_no_memory(far: Harness) -> None:
     [block] = await away(far, 1)
     far.host.index.remove(block)
     assert far.lower.promote(block) is None
     assert far.store.waiting == []
 
 
-async def test_so_many_have_memory_at_a_time(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_so_many_have_memory_at_a_time(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = await away(far, 1, 2, 3, 4)
     monkeypatch.setattr(lower_tiers, "MAX_PROMOTIONS", 2)
     far.store.holds = True
@@ -168,14 +133,12 @@ async def test_so_many_have_memory_at_a_time(far: Far, monkeypatch: pytest.Monke
     await settle()
     assert far.host.arena.used_bytes == 2 * UNIT
     far.host.index.remove(blocks[2])  # it waits for its turn
-    far.store.holds = False
-    while far.store.let_go():
-        await settle()
+    await far.let_store_answer()
     assert [await one for one in coming if one is not None] == [True, True, False, True]
     assert far.host.arena.used_bytes == 3 * UNIT
 
 
-async def test_a_full_host_tier_lets_nothing_come_up(far: Far) -> None:
+async def test_a_full_host_tier_lets_nothing_come_up(far: Harness) -> None:
     [block] = await away(far, 1)
     engine = far.engine()
     engine.offload(engine.allocate(8))
@@ -187,9 +150,9 @@ async def test_a_full_host_tier_lets_nothing_come_up(far: Far) -> None:
     far.copier.finish_all()
 
 
-async def test_a_block_that_is_evicted_while_it_goes_down_is_nowhere_at_last(far: Far) -> None:
+async def test_a_block_that_is_evicted_while_it_goes_down_is_nowhere_at_last(far: Harness) -> None:
     far.store.holds = True
-    [block] = await stored(far, 1)
+    [block] = await far.stored(1)
     assert far.host.index.remove(block) == []
     far.lower.remove([block])
     assert block.in_host  # for the one that reads it
@@ -200,8 +163,8 @@ async def test_a_block_that_is_evicted_while_it_goes_down_is_nowhere_at_last(far
     assert far.host.arena.used_bytes == 0
 
 
-async def test_evicted_blocks_leave_the_store_together(far: Far) -> None:
-    blocks = await stored(far, 1, 2)
+async def test_evicted_blocks_leave_the_store_together(far: Harness) -> None:
+    blocks = await far.stored(1, 2)
     await until(lambda: all(one.in_remote for one in blocks))
     far.store.holds = True
     far.host.free_all([freed for one in blocks for freed in far.host.index.remove(one)])
@@ -214,18 +177,18 @@ async def test_evicted_blocks_leave_the_store_together(far: Far) -> None:
     far.lower.remove([])
 
 
-async def test_what_the_store_had_once_is_forgotten_some_time(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_store_had_once_is_forgotten_some_time(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_tier, "MAX_KNOWN", 3)
     first = await away(far, 1, 2, 3)
     far.host.index.pin(first[:1], 5)
     await away(far, 4, 5)
-    assert [one.hash for one in blocks_of(far, 1, 2, 3, 4, 5)] == names(1, 3, 4, 5)  # 1 is pinned: the next one went
-    found = await far.lower.find(namespace_of(far), names(2), None, 192)
+    assert [one.hash for one in far.blocks(1, 2, 3, 4, 5)] == names(1, 3, 4, 5)  # 1 is pinned: the next one went
+    found = await far.lower.find(far.namespace, names(2), None, 192)
     assert [one.hash for one in found] == names(2)  # the store has it still
     far.host.index.unpin_holder(5)
 
 
-async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(far: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     real = far.store.put
 
     async def fails(*_: object, **__: object) -> bool:
@@ -233,18 +196,18 @@ async def test_a_bug_with_one_block_is_not_the_end_of_the_tier(far: Far, monkeyp
 
     monkeypatch.setattr(far.store, "put", fails)
     with capture_logs() as logs:
-        await stored(far, 1)
+        await far.stored(1)
         await until(lambda: bool(logs))
     monkeypatch.setattr(far.store, "put", real)
-    [second] = await stored(far, 2)
+    [second] = await far.stored(2)
     await until(lambda: second.in_remote)
-    assert not blocks_of(far, 1)[0].pins
+    assert not far.blocks(1)[0].pins
     assert far.scheduler.bytes_in_flight == 0
 
 
-async def test_a_store_that_is_away_is_no_tier(far: Far) -> None:
+async def test_a_store_that_is_away_is_no_tier(far: Harness) -> None:
     far.store.available = False
-    [block] = await stored(far, 1)
+    [block] = await far.stored(1)
     await settle()
     assert not block.in_remote
     assert not far.lower.has_remote
@@ -252,15 +215,13 @@ async def test_a_store_that_is_away_is_no_tier(far: Far) -> None:
     assert (status.tier, status.state) == ("remote", "away")
 
 
-async def test_a_lookup_that_is_late_is_answered_so_and_pins_nothing(far: Far) -> None:
+async def test_a_lookup_that_is_late_is_answered_so_and_pins_nothing(far: Harness) -> None:
     engine: Engine = far.engine()
-    await stored(far, 1)
+    await far.stored(1)
     far.store.holds = True
     number = engine.send(Lookup(pool="pool", hashes=b"".join(names(1, 2))), deadline_ms=5)
     await until(lambda: number in engine.replies)
     with pytest.raises(DeadlineError):
         engine.reply(number, Found)
-    far.store.holds = False
-    while far.store.let_go():
-        await settle()
+    await far.let_store_answer()
     await until(lambda: not far.host.index.pinned_by())

@@ -54,8 +54,7 @@ async def offloaded(tiers: Harness, engine: Engine, count: int, value: int = 7, 
     ids = engine.allocate(count)
     engine.write(ids, value)
     made = engine.offload(ids, **options)
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert engine.error(made.operation) is None
     return made.snapshot
 
@@ -75,8 +74,7 @@ async def test_pages_are_read_until_the_end_and_free_then_if_they_are_released(t
     allocator = tiers.pool().allocator
     assert allocator.busy_count == 4
     assert snapshots_of(engine) == {made.snapshot: "writing"}
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert allocator.idle
     assert snapshots_of(engine) == {made.snapshot: "ready"}
 
@@ -180,8 +178,7 @@ async def test_what_a_session_leaves_is_kept_for_a_while(tiers: Harness) -> None
     operation = other.restore(snapshot)
     await until(lambda: not snapshots_of(other))  # but for whoever reads it
     assert tiers.host.arena.used_bytes == 2 * UNIT
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert other.error(operation) is None
     assert other.read(other.events[-1][1][0]) == [{7}, {7}]
     assert tiers.host.arena.used_bytes == 0
@@ -193,8 +190,7 @@ async def test_a_session_that_dies_while_it_offloads_leaves_nothing(tiers: Harne
     tiers.lose(engine)
     assert tiers.pool().allocator.busy_count == 5
     assert not tiers.pool().idle
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     tiers.check_empty()
 
 
@@ -210,8 +206,7 @@ async def test_target_pages_are_written_by_nobody_else(tiers: Harness) -> None:
         engine.offload(ids)
     engine.free(ids)  # deferred
     assert tiers.pool().allocator.busy_count == 2
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert engine.error(operation) is None
     assert tiers.pool().allocator.pages_by_owner() == {engine.session.session_id: 2}
 
@@ -222,8 +217,7 @@ async def test_a_restore_that_fails_gives_its_pages_back_and_keeps_the_snapshot(
     operation = engine.restore(snapshot, drop=True)
     memory = tiers.host.region.view()
     memory[tiers.copier.under_way[0].segments[0].pages.offsets[1]] ^= 1
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert engine.error(operation) is SnapshotDamagedError
     assert tiers.pool().idle
     assert snapshots_of(engine) == {snapshot: "ready"}
@@ -251,11 +245,9 @@ async def test_a_snapshot_can_be_dropped_while_it_is_written(tiers: Harness) -> 
     assert engine.ask(DropSnapshot(snapshot=made.snapshot), SnapshotDropped).deferred
     tiers.copier.finish(tiers.copier.under_way[0])
     await settle()
-    done = engine.done(made.operation)
-    assert done is not None
+    done = engine.ended(made.operation)
     assert (done.copied_pages, done.error) == (3, None)
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert engine.error(back) is None
     assert tiers.host.arena.used_bytes == 0
 
@@ -283,13 +275,11 @@ async def test_restores_get_pages_in_their_order(tiers: Harness) -> None:
     other.free(taken[:3])
     await settle()
     assert len(tiers.copier.under_way) == 1
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert engine.error(first) is None
     other.free(taken[3:5])
     await settle()
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert engine.error(second) is None
 
 
@@ -302,8 +292,7 @@ async def test_one_that_waits_no_more_is_passed(tiers: Harness) -> None:
     tiers.lose(engine)
     third = tiers.engine()
     operation = third.restore(small)
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert third.error(operation) is None
 
 
@@ -330,8 +319,7 @@ async def test_a_pool_may_go_while_restores_wait_for_its_pages_or_for_the_snapsh
     early = engine.restore(made.snapshot, pool="other")
     engine.ask(DeletePool(pool="other"), PoolDeleted)
     await new_pool(tiers, "other")  # another one of its name
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert engine.error(early) is UnknownPoolError
     assert tiers.pool("other").idle
     assert [one.state for one in tiers.service.snapshots] == ["ready"]
@@ -341,10 +329,8 @@ async def test_the_event_of_an_offload_whose_snapshot_was_dropped_says_what_was_
     engine = tiers.engine()
     made = engine.offload(engine.allocate(3))
     assert engine.ask(DropSnapshot(snapshot=made.snapshot), SnapshotDropped).deferred
-    tiers.copier.finish_all()
-    await settle()
-    done = engine.done(made.operation)
-    assert done is not None
+    await tiers.finish()
+    done = engine.ended(made.operation)
     assert (done.copied_pages, done.moved_bytes) == (3, 3 * 192)
     assert tiers.host.arena.used_bytes == 0
 
@@ -384,8 +370,7 @@ async def test_what_has_landed_is_a_snapshot(tiers: Harness) -> None:
     fill(tiers, host_receive, 9)
     ends(tiers, host_receive)
     assert snapshots_of(engine) == {host_receive.snapshot.name: "writing"}
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert engine.error(back) is None
     assert engine.read(engine.events[-1][1][0]) == [{9}] * 4
     assert tiers.host.arena.used_bytes == 4 * UNIT
@@ -476,8 +461,7 @@ async def test_a_session_may_die_while_what_landed_is_copied(tiers: Harness) -> 
     tiers.lose(engine)
     tiers.copier.finish_all()
     operation = other.restore(host_receive.snapshot.name, drop=True)
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert other.error(operation) is None
     assert tiers.host.arena.used_bytes == 0
 
@@ -517,8 +501,7 @@ async def test_pages_that_a_dead_session_restored_into_go_back_and_the_snapshot_
     assert tiers.pool().allocator.pages_by_owner() == owned, "nobody would know of them"
     assert snapshots_of(scheduler) == {snapshot: "ready"}
     back = scheduler.restore(snapshot, drop=True)
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert scheduler.error(back) is None
     assert snapshots_of(scheduler) == {}
     tiers.lose(scheduler)
@@ -530,15 +513,13 @@ async def test_leases_and_pages_are_the_instances(tiers: Harness) -> None:
     stranger = tiers.engine(uid=2, instance="engine-0")
     ids = scheduler.allocate(2)
     worker.store(names(1, 2), ids)
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     lease = scheduler.lookup(names(1, 2)).lease
     with pytest.raises(UnknownLeaseError):
         stranger.load(lease, stranger.allocate(2))
     tiers.lose(scheduler)
     loaded = worker.load(lease, ids)
-    tiers.copier.finish_all()
-    await settle()
+    await tiers.finish()
     assert worker.error(loaded) is None
     tiers.lose(worker)
     assert tiers.pool().allocator.idle

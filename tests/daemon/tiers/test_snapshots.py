@@ -10,9 +10,11 @@ import pytest
 
 from kvferry.daemon.tiers import snapshots
 from kvferry.daemon.tiers.snapshots import (
+    PageHold,
     Snapshot,
     SnapshotRegistry,
     check_layout,
+    hold_pages,
     ids_for,
     new_segments,
 )
@@ -26,7 +28,9 @@ from kvferry.protocol.errors import (
     KvferryError,
     LayoutMismatchError,
     LengthMismatchError,
+    NotOwnerError,
     OverloadedError,
+    PageBusyError,
     UnknownComponentError,
     UnknownSnapshotError,
 )
@@ -161,3 +165,42 @@ def test_the_book_knows_each_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     book.check(1)
     with pytest.raises(OverloadedError):
         book.check(2)
+
+
+# -- pages that an operation reads or writes: all or none of them, and no longer than it says.
+
+
+OWNER = 5
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """Return a pool of 15 pages, of which ``OWNER`` has 1 to 4."""
+    manifest = manifest_of(SPEC)
+    made = Pool(1, "pool", manifest, HostRegion.create("pool", manifest.region_bytes))
+    assert made.allocator.allocate(OWNER, 4).tolist() == [1, 2, 3, 4]
+    return made
+
+
+def held(pool: Pool, ids: list[int], *, write: bool = False) -> PageHold:
+    lists = page_ranges([PageList(pages=len(ids))], [np.array(ids)], pool.manifest, may_end_inside=True)
+    return hold_pages(pool, OWNER, lists, write=write)
+
+
+def test_what_is_released_twice_is_released_once(pool: Pool) -> None:
+    """Another reader's count must not go with it."""
+    first, second = held(pool, [1, 2]), held(pool, [2, 3])
+    first.release()
+    first.release()
+    assert pool.allocator.busy_count == 2
+    with pytest.raises(PageBusyError):
+        held(pool, [2], write=True)
+    second.release()
+    held(pool, [2], write=True).release()
+    assert pool.allocator.busy_count == 0
+
+
+def test_pages_of_another_are_not_held_nor_those_named_before_them(pool: Pool) -> None:
+    with pytest.raises(NotOwnerError):
+        held(pool, [1, 9])
+    assert pool.allocator.busy_count == 0

@@ -62,18 +62,6 @@ async def with_others(tiers: Harness, difference: str) -> Engine:
     return tiers.engine()
 
 
-async def stored(tiers: Harness, engine: Engine, *numbers: int) -> None:
-    """Store blocks full of their number."""
-    ids = engine.allocate(len(numbers))
-    for one, number in zip(ids, numbers, strict=True):
-        engine.write([one], number)
-    operation = engine.store(names(*numbers), ids)
-    tiers.copier.finish_all()
-    await settle()
-    assert engine.error(operation) is None
-    engine.free(ids)
-
-
 def written(tiers: Harness) -> int:
     """Return how many blocks are on disk."""
     return sum(block.on_disk for block in tiers.host.index.page(0, 100).blocks)
@@ -90,15 +78,13 @@ async def found(engine: Engine, pool: str, *numbers: int) -> int:
 async def test_in_memory(difference: str) -> None:
     async with harness(8) as tiers:
         engine = await with_others(tiers, difference)
-        await stored(tiers, engine, 1, 2)
+        await engine.stored(1, 2)
         assert await found(engine, OTHER, 1, 2) == 0
         assert await found(engine, SAME, 1, 2) == 2
         theirs = engine.allocate(2, OTHER)
         operation = engine.store(names(1, 2), theirs, OTHER)
-        tiers.copier.finish_all()
-        await settle()
-        done = engine.done(operation)
-        assert done is not None
+        await tiers.finish()
+        done = engine.ended(operation)
         assert (done.stored, done.present) == (2, 0), "they are blocks of their own"
 
 
@@ -106,7 +92,7 @@ async def test_in_memory(difference: str) -> None:
 async def test_on_disk_across_a_restart(difference: str, folder: Path) -> None:
     async with harness(8, disk=folder) as first:
         engine = first.engine()
-        await stored(first, engine, 1, 2)
+        await engine.stored(1, 2)
         await until(lambda: written(first) == 2)
     async with harness(8, disk=folder) as second:
         await until(lambda: len(second.host.index) == 2)
@@ -118,10 +104,9 @@ async def test_on_disk_across_a_restart(difference: str, folder: Path) -> None:
 @DIFFERENCE
 async def test_in_the_store(difference: str) -> None:
     async with harness(8, remote=True) as tiers:
-        assert tiers.store is not None
         values = tiers.store.values
         engine = await with_others(tiers, difference)
-        await stored(tiers, engine, 1, 2)
+        await engine.stored(1, 2)
         await until(lambda: len(values) == 2)
         await settle()
         for block in list(tiers.host.index.host_victims()):
@@ -155,7 +140,7 @@ async def test_a_file_in_the_folder_of_another_model_is_not_served(folder: Path)
     async with harness(8, disk=folder) as first:
         await new_pool(first, OTHER, model=ModelIdentity(name="another/model"))
         engine = first.engine()
-        await stored(first, engine, 1)
+        await engine.stored(1)
         theirs = engine.allocate(1, OTHER)
         engine.store(names(2), theirs, OTHER)
         first.copier.finish_all()
@@ -186,7 +171,7 @@ async def test_a_pool_without_a_model_has_no_cache(what: str) -> None:
     async with harness(8) as tiers:
         await new_pool(tiers, OTHER, model=None)
         engine = tiers.engine()
-        await stored(tiers, engine, 1)
+        await engine.stored(1)
         lease = engine.lookup(names(1)).lease
         ids = engine.allocate(1, OTHER)
         calls: dict[str, Callable[[], object]] = {
@@ -199,8 +184,7 @@ async def test_a_pool_without_a_model_has_no_cache(what: str) -> None:
         assert caught.value.field == "model"
         assert "ModelIdentity" in caught.value.remedy
         snapshot = engine.offload(ids, OTHER)
-        tiers.copier.finish_all()
-        await settle()
+        await tiers.finish()
         assert engine.error(snapshot.operation) is None, "its pages may go and come all the same"
 
 
@@ -208,7 +192,7 @@ async def test_a_pool_without_a_model_has_no_cache(what: str) -> None:
 async def test_a_lease_is_no_way_into_another_models_pool(difference: str) -> None:
     async with harness(8) as tiers:
         engine = await with_others(tiers, difference)
-        await stored(tiers, engine, 1)
+        await engine.stored(1)
         lease = engine.lookup(names(1)).lease
         ids = engine.allocate(1, OTHER)
         with pytest.raises(LayoutMismatchError if OTHERS[difference][1] else ModelMismatchError) as caught:
@@ -224,13 +208,11 @@ async def test_other_scales_are_other_blocks() -> None:
             await new_pool(tiers, name, msgspec.structs.replace(spec, k_scale=scale))
         engine = tiers.engine()
         engine.store(names(1), engine.allocate(1, "one"), "one")
-        tiers.copier.finish_all()
-        await settle()
+        await tiers.finish()
         assert await found(engine, SAME, 1) == 1
         assert await found(engine, OTHER, 1) == 0
         snapshot = engine.offload(engine.allocate(1, "one"), "one").snapshot
-        tiers.copier.finish_all()
-        await settle()
+        await tiers.finish()
         with pytest.raises(LayoutMismatchError, match=r"main/k/0: scales is \(1.0,\) .* \(2.0,\)"):
             restore(engine, snapshot)
 
@@ -293,15 +275,13 @@ async def test_a_snapshot_does_not_go_into_another_models_pool_unless_told(diffe
         ids = engine.allocate(1)
         engine.write(ids, 7)
         snapshot = engine.offload(ids).snapshot
-        tiers.copier.finish_all()
-        await settle()
+        await tiers.finish()
         (status,) = [one.status() for one in tiers.service.snapshots]
         assert status.model == "some/model@1"
         with pytest.raises(ModelMismatchError, match=r"some/model@1.*(another/model@1|some/model@2)"):
             restore(engine, snapshot)
         operation = restore(engine, snapshot, any_model=True)
-        tiers.copier.finish_all()
-        await settle()
+        await tiers.finish()
         assert engine.error(operation) is None
 
 
@@ -310,11 +290,9 @@ async def test_a_snapshot_goes_where_nobody_says_another_model() -> None:
         await new_pool(tiers, OTHER, model=msgspec.structs.replace(MODEL, revision="", salt="pepper"))
         engine = tiers.engine()
         snapshot = engine.offload(engine.allocate(1)).snapshot
-        tiers.copier.finish_all()
-        await settle()
+        await tiers.finish()
         assert restore(engine, snapshot)
-        tiers.copier.finish_all()
-        await settle()
+        await tiers.finish()
 
 
 # -- what an operator sees
@@ -325,7 +303,7 @@ async def test_blocks_are_listed_with_their_model_also_after_a_restart(folder: P
     async with harness(8, disk=folder) as first:
         await new_pool(first, OTHER, model=salted)
         engine = first.engine()
-        await stored(first, engine, 1)
+        await engine.stored(1)
         engine.store(names(1), engine.allocate(1, OTHER), OTHER)
         first.copier.finish_all()
         await until(lambda: written(first) == 2)

@@ -37,6 +37,7 @@ from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
+from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Reply, Request
@@ -109,7 +110,7 @@ class Harness:
             self.dispatcher, hub, self.pools, rings, self.host, self.operations, grace_s=config.snapshot_grace_s
         )
         self.host_receives = HostReceives(self.host, self.service, self.operations)
-        self.store = ScriptedStore(self.host.region) if remote else None
+        self.store = ScriptedStore(self.host.region)
         self.disk = self._disk(config)
         store = cast("RemoteStore", self.store)
         self.remote = (
@@ -140,6 +141,39 @@ class Harness:
     def pool(self, name: str = POOL, tenant: int = 1) -> Pool:
         """Return a tenant's pool."""
         return self.pools.get(tenant, name)
+
+    @property
+    def namespace(self) -> Namespace:
+        """Return the namespace of the first pool that stored blocks."""
+        return next(iter(self.host.page_bytes))
+
+    def blocks(self, *numbers: int) -> list[CachedBlock]:
+        """Return those of these blocks that are visible."""
+        found = [self.host.index.get(self.namespace, one) for one in names(*numbers)]
+        return [one for one in found if one is not None]
+
+    async def stored(self, *numbers: int) -> list[CachedBlock]:
+        """Store blocks full of their number, by a session that ends then; return them."""
+        engine = self.engine()
+        await engine.stored(*numbers)
+        self.lose(engine)
+        return self.blocks(*numbers)
+
+    async def finish(self) -> None:
+        """Let all jobs be done, and what follows."""
+        self.copier.finish_all()
+        await settle()
+
+    async def let_store_answer(self) -> None:
+        """Let the store answer all that it is asked, from now on."""
+        self.store.holds = False
+        while self.store.let_go():
+            await settle()
+
+    def empty_memory(self) -> None:
+        """Let blocks be in lower tiers only."""
+        for block in list(self.host.index.host_victims()):
+            self.host.free_all([self.host.index.drop_host(block)])
 
     def lose(self, engine: Engine) -> None:
         """Let a session end as the daemon's loop does."""
@@ -314,6 +348,28 @@ class Engine:
         body = Load(lease=lease, pool=pool, pages=len(np.asarray(ids)), first_block=first_block)
         return self.ask(body, OperationStarted, ids, **options).operation
 
+    async def answer(self, body: RequestBody, kind: type[ReplyT], **options: Any) -> ReplyT:  # noqa: ANN401  send's
+        """Send a request, and wait for its answer."""
+        number = self.send(body, **options)
+        await until(lambda: number in self.replies)
+        return self.reply(number, kind)
+
+    async def stored(self, *numbers: int) -> None:
+        """Store blocks full of their number, from pages that are free again."""
+        ids = self.allocate(len(numbers))
+        for one, number in zip(ids, numbers, strict=True):
+            self.write([one], number)
+        operation = self.store(names(*numbers), ids)
+        await self.harness.finish()
+        assert self.error(operation) is None
+        self.free(ids)
+
+    def ended(self, operation: int) -> TierDone:
+        """Return an operation's event."""
+        done = self.done(operation)
+        assert done is not None, "it is not over"
+        return done
+
     def done(self, operation: int) -> TierDone | None:
         """Return an operation's event, if it has come."""
         found = [body for body, _ in self.events if isinstance(body, TierDone) and body.operation == operation]
@@ -322,9 +378,8 @@ class Engine:
 
     def error(self, operation: int) -> type[KvferryError] | None:
         """Return what an operation that is over failed with."""
-        done = self.done(operation)
-        assert done is not None, "it is not over"
-        return type(raised(done.error)) if done.error else None
+        error = self.ended(operation).error
+        return type(raised(error)) if error else None
 
     def write(self, ids: npt.ArrayLike, value: int, pool: str = POOL) -> None:
         """Fill pages with a value of a byte."""

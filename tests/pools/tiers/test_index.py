@@ -423,13 +423,6 @@ def test_the_end_of_a_prefix_goes_before_its_beginning(policy: str) -> None:
     assert list(index.host_victims()) == [blocks[at] for at in (5, 4, 3, 2, 1, 0)]
 
 
-def test_a_hash_named_twice_is_written_once() -> None:
-    index, _ = new_index()
-    begun = index.begin(SPACES[0], [HASHES[0], HASHES[0]], None, SIZE)
-    assert [one.fresh for one in begun] == [True, False]
-    assert begun[0].block is begun[1].block
-
-
 def test_a_removed_block_may_be_stored_again_while_its_bytes_are_read() -> None:
     index, _ = new_index()
     (old,) = store(index, HASHES[:1])
@@ -496,18 +489,6 @@ def test_pinned_blocks_keep_their_marks_where_nothing_can_go() -> None:
     assert list(index.host_victims()) == []
     index.unpin_holder(1)
     assert next(index.host_victims()) is blocks[1]
-
-
-@pytest.mark.parametrize("tenant", [None, 1])
-def test_pinned_blocks_are_no_victims(tenant: int | None) -> None:
-    index, _ = new_index()
-    blocks = store(index, HASHES[:4])
-    index.pin(blocks[2:], OPERATOR)
-    index.pin(blocks[2:3], 5)
-    assert index.pinned_by() == {OPERATOR: 2 * SIZE, 5: SIZE}
-    assert list(index.host_victims(tenant)) == [blocks[1], blocks[0]]
-    index.unpin_holder(OPERATOR)
-    assert set(index.host_victims(tenant)) == {blocks[0], blocks[1], blocks[3]}
 
 
 def test_the_list_forgets_what_left_and_goes_on_where_it_was() -> None:
