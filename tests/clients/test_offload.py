@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages, pages_wanted
+from kvferry.clients import Client, MhaSpec, new_request_id, pages, pages_wanted
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
@@ -23,7 +23,7 @@ from kvferry.protocol.errors import (
     UnknownOperationError,
     UnknownSnapshotError,
 )
-from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, MODEL, PAGE_BYTES, SPEC, Filled, arena_of, hashes
+from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, SPEC, Filled, arena_of, hashes
 from tests.daemons import DaemonProcess, running_daemon
 
 pytestmark = pytest.mark.any_device
@@ -379,28 +379,3 @@ def test_a_network_that_fails_leaves_nothing(client: Client, pool: Filled) -> No
         client.wait_finished(
             client.receive(pool.name, new_request_id(), [pages_wanted(6, component="swa")], into="host")
         )
-
-
-@pytest.mark.host_only
-@pytest.mark.anyio
-@pytest.mark.both_loops
-async def test_the_asynchronous_client_does_the_same(daemon: DaemonProcess, name: str) -> None:
-    async with await AsyncClient.connect(daemon.runtime_dir, name="async") as client:
-        pool = await client.create_pool(name, SPEC, model=MODEL)
-        ids = await client.allocate(name, 4)
-        operation = await client.wait_accepted(client.offload(name, [pages(ids)], release=True))
-        await client.wait_done(operation)
-        back = client.restore(name, operation.snapshot)
-        await client.wait_done(back)
-        assert len(back.pages["main"]) == 4
-        assert [one.snapshot for one in await client.snapshots() if one.pool == name] == [operation.snapshot]
-        assert not (await client.drop_snapshot(operation.snapshot)).deferred
-        stored = await client.wait_done(client.store(name, [b"0" * 16], back.pages["main"][:1]))
-        assert stored.stored == 1
-        found = await client.lookup(name, [b"0" * 16, b"1" * 16])
-        assert (found.blocks, found.host) == (1, 1)
-        loaded = await client.wait_done(client.load(name, found.lease, back.pages["main"][1:2]))
-        assert loaded.loaded == 1
-        assert await client.unpin(found.lease) == 1
-        assert (await client.evict_cached([b"0" * 16])).blocks == 1
-        pool.close()

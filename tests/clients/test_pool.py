@@ -43,6 +43,8 @@ def test_a_page_of_a_tensor_is_the_entrys_page(spec: PoolSpec) -> None:
     for number, entry in enumerate(pool.manifest.entries):
         layers = pool.layers(entry.component, entry.role)
         one = pool.tensor(entry.component, entry.role)[layers.index(entry.layer)]
+        alone = pool.entry_tensor(entry)
+        assert (alone.data_ptr(), alone.shape, alone.dtype) == (one.data_ptr(), one.shape, one.dtype)
         pages = one.reshape(entry.pages, -1).view(torch.uint8).cpu()
         assert pages.shape == (entry.pages, entry.page_bytes)
         assert set(np.unique(pages[1].numpy())) == {number % 251 + 1}
@@ -189,7 +191,6 @@ def test_a_component_that_is_not_there_is_named() -> None:
     for ask in (pool.page_tokens, pool.space_of):
         with pytest.raises(InvalidFieldError, match="no component 'swa'"):
             ask("swa")
-    with pytest.raises(InvalidFieldError, match="no main/index_k"):
-        pool.tensor("main", "index_k")
-    with pytest.raises(InvalidFieldError, match="no main/index_k"):
-        pool.array("main", "index_k")
+    for see in (pool.tensor, pool.array):
+        with pytest.raises(InvalidFieldError, match="no main/index_k"):
+            see("main", "index_k")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -91,12 +90,6 @@ def test_no_daemon(tmp_path: Path, *, session: bool) -> None:
         Client.connect(tmp_path, session=session, timeout_s=0.1)
 
 
-def test_closing_twice_does_nothing(daemon: DaemonProcess) -> None:
-    one = Client.connect(daemon.runtime_dir)
-    one.close()
-    one.close()
-
-
 # -- pools
 
 
@@ -142,15 +135,6 @@ def test_a_deleted_pool_is_gone_but_its_mappings_stay(client: Client, name: str,
     assert not client.create_pool(name, spec, device=DEVICE.name).tensor("main", "k").any(), "a new pool is new memory"
 
 
-@pytest.mark.host_only
-def test_tensors_of_host_memory_outlive_the_closed_pool(client: Client, name: str, spec: MhaSpec) -> None:
-    pool = client.create_pool(name, spec)
-    k = pool.tensor("main", "k")
-    k.fill_(7)
-    pool.close()
-    assert bool((k == 7).all())
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 def test_tensors_share_the_memory(client: Client, other: Client, name: str, spec: MhaSpec, dtype: str) -> None:
     spec = msgspec.structs.replace(spec, dtype=dtype)
@@ -169,27 +153,6 @@ def test_tensors_share_the_memory(client: Client, other: Client, name: str, spec
     row[0] = torch.zeros(2, 4).to(k.dtype).to(k.device)
     assert not k.float().any(), "what one writes the other sees"
     assert float(v.float().sum()) == 4
-
-
-def test_the_fia_view_of_a_fresh_pool(client: Client, name: str, spec: MhaSpec) -> None:
-    pool = client.create_pool(name, msgspec.structs.replace(spec, view="fia"), device=DEVICE.name)
-    assert pool.tensor("main", "k").shape == (2, 17 * 4, 1, 2, 4)
-    assert pool.tensor("main", "v").shape == (2, 17 * 4, 1, 2, 2)
-    with pytest.raises(InvalidFieldError):
-        pool.tensor("main", "index_k")
-    with pytest.raises(InvalidFieldError):
-        pool.tensor("draft", "k")
-
-
-def test_layers_of_the_whole_tensor_are_the_entries(client: Client, name: str, spec: MhaSpec) -> None:
-    pool = client.create_pool(name, spec, device=DEVICE.name)
-    for role in ("k", "v"):
-        whole = pool.tensor("main", role)
-        entries = [one for one in pool.manifest.entries if one.role == role]
-        assert [one.layer for one in entries] == [3, 4]
-        for local, entry in enumerate(entries):
-            assert pool.entry_tensor(entry).data_ptr() == whole[local].data_ptr()
-            assert pool.entry_tensor(entry).shape == whole[local].shape
 
 
 # -- pages
@@ -455,15 +418,6 @@ def test_pages_in_flight_are_busy(engines: TwoEngines) -> None:
     assert (freed.freed, freed.deferred) == (0, 3)
     engines.decode.cancel(receiving)
     assert engines.decode.allocate(engines.destination.name, 14).tolist()[:3] == sorted(engines.received.tolist())
-
-
-def test_page_lists_are_checked_before_they_are_sent() -> None:
-    for wrong in ([[1, 2]], [1.5], np.array(3), ["a"]):
-        with pytest.raises(InvalidFieldError, match="no list of integers"):
-            pages(wrong)
-    assert pages([1, 2]).ids.dtype == np.int64
-    assert pages(np.array([1], np.int32)).head.pages == 1
-    assert pages([]).head.pages == 0
 
 
 # -- polling
