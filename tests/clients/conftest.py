@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
-from kvferry.clients import MhaSpec
+from kvferry.clients import AsyncClient, Client, MhaSpec
+from tests.clients.blocking import connected
 from tests.daemons import DaemonProcess, running_daemon
 
 _numbers = itertools.count()
@@ -32,3 +34,22 @@ def spec() -> MhaSpec:
     return MhaSpec(
         layers=2, first_layer=3, tokens=64, page_size=4, kv_heads=2, head_dim=4, v_head_dim=2, dtype="float32"
     )
+
+
+@pytest.fixture(params=[Client, AsyncClient], ids=["sync", "async"])
+def connect(request: pytest.FixtureRequest, daemon: DaemonProcess) -> Iterator[Callable[[str], Client]]:
+    """Return what connects a client of that name, of either kind; closed at the end."""
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(connected(request.param, daemon.runtime_dir, name))
+
+
+@pytest.fixture
+def client(connect: Callable[[str], Client]) -> Client:
+    """Return a session of an engine."""
+    return connect("engine")
+
+
+@pytest.fixture
+def other(connect: Callable[[str], Client]) -> Client:
+    """Return another engine's session."""
+    return connect("other")

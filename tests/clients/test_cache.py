@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,12 +38,12 @@ UNIT = 4096
 
 
 @pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
+def client(connect: Callable[[str], Client]) -> Iterator[Client]:
     """Return a session of an engine; the cache is empty before and after."""
-    with Client.connect(daemon.runtime_dir, name="engine") as one:
-        one.evict_cached()
-        yield one
-        one.evict_cached()
+    one = connect("engine")
+    one.evict_cached()
+    yield one
+    one.evict_cached()
 
 
 @pytest.fixture

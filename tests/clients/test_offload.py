@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,13 +26,6 @@ from tests.clients.tier_pools import GROUPED, HYBRID, LARGER, PAGE_BYTES, SPEC, 
 from tests.daemons import DaemonProcess, running_daemon
 
 pytestmark = pytest.mark.any_device
-
-
-@pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
-    """Return a session of an engine."""
-    with Client.connect(daemon.runtime_dir, name="engine") as one:
-        yield one
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""The synchronous client against a real daemon."""
+"""Clients of both kinds against a real daemon."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,20 +40,6 @@ from tests.devices import DEVICE
 pytestmark = pytest.mark.any_device
 
 SOON_S = 10.0
-
-
-@pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
-    """Return a client with a session."""
-    with Client.connect(daemon.runtime_dir, name="engine") as one:
-        yield one
-
-
-@pytest.fixture
-def other(daemon: DaemonProcess) -> Iterator[Client]:
-    """Return a second client with a session of its own."""
-    with Client.connect(daemon.runtime_dir, name="other") as one:
-        yield one
 
 
 # -- connecting
