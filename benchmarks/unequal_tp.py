@@ -16,8 +16,8 @@ from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare,
 from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.daemon.transports.local import STAGING_BYTES
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.planning.gather import CopyChunk, cut_copy_chunks, gather, scatter
-from kvferry.pools.planning.heads import rank_heads
+from kvferry.pools.planning.copies import CopyChunk, cut_copy_chunks, gather, scatter
+from kvferry.pools.planning.geometry import rank_heads
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Blocks, Plan, make_plan

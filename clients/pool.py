@@ -12,8 +12,7 @@ from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.planning.arrays import Array, array_of
-from kvferry.pools.planning.engine_lists import EngineLists, engine_lists
+from kvferry.pools.planning.arrays import Array, EngineLists, array_of, engine_lists
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.manifests import Entry, Manifest

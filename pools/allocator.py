@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.pools.planning.page_checks import check_distinct, check_range
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds, check_distinct, check_range
 from kvferry.protocol.errors import NotOwnerError, PageBusyError, PoolFullError
 
 NOBODY = 0

@@ -1,4 +1,4 @@
-"""A pool: its name, manifest, memory and page allocators."""
+"""A pool: its name, manifest, memory, page allocators, and whose KV it holds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.manifest import component_of, spaces_of
 from kvferry.pools.tiers.blocks import BlockLayout
-from kvferry.protocol.errors import UnknownComponentError
-from kvferry.protocol.ids import ModelIdentity
+from kvferry.protocol.errors import ModelMismatchError, UnknownComponentError
+from kvferry.protocol.ids import COMPARED, MAY_BE_UNKNOWN, ModelIdentity
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest
 
@@ -25,7 +25,7 @@ class Pool:
         ends_with: the instance that a pool of the daemon ends with; None if it outlives every instance.
         model: the model whose KV the pages hold; None if unknown.
         max_payload_bytes: the largest payload of a transfer from or to it.
-        lands_as: the snapshot that its pages become, if this pool receives a transfer into the host tier; else "".
+        becomes_snapshot: the snapshot that its pages become, if it receives a transfer into the host tier; else "".
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Pool:
         ends_with: int | None = None,
         model: ModelIdentity | None = None,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        becomes_snapshot: str = "",
     ) -> None:
         """Make a pool of a region; every page of one that is registered is owned by the instance ``owner_id``."""
         self.tenant = tenant
@@ -51,7 +52,7 @@ class Pool:
         self.ends_with = ends_with
         self.model = model
         self.max_payload_bytes = max_payload_bytes
-        self.lands_as = ""
+        self.becomes_snapshot = becomes_snapshot
         self._block_layouts: dict[str, BlockLayout] = {}
         if owner_id is not None:
             for allocator in self.allocators.values():
@@ -107,3 +108,29 @@ class Pool:
     def close(self) -> None:
         """Release the memory; engines that mapped it keep their mapping."""
         self.region.close()
+
+
+def check_models(source: ModelIdentity | None, destination: ModelIdentity | None, sender: str, receiver: str) -> None:
+    """Check that source and destination agree on model, revision and adapter.
+
+    A side without a model identity matches any; a revision is compared only where both sides give one.
+
+    Args:
+        source: the model identity of the source pool, or None.
+        destination: the model identity of the destination pool, or None.
+        sender: name of the source in an error.
+        receiver: name of the destination in an error.
+
+    Raises:
+        ModelMismatchError: model name, adapter, or a revision that both sides give differ.
+    """
+    if source is None or destination is None:
+        return
+    for field in COMPARED:
+        ours, theirs = getattr(source, field), getattr(destination, field)
+        if field in MAY_BE_UNKNOWN and not (ours and theirs):
+            continue
+        if ours != theirs:
+            raise ModelMismatchError(
+                f"{sender} holds KV of {source.label}, {receiver} of {destination.label}", field=f"model.{field}"
+            )

@@ -17,7 +17,7 @@ from kvferry.clients.cli.plan_input import (
     shared_lists,
 )
 from kvferry.pools.planning.coverage import Coverage, cells_of
-from kvferry.pools.planning.page_checks import check_distinct, check_equal_length
+from kvferry.pools.planning.page_ids import check_distinct, check_equal_length
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.planning.plan import Plan, make_plan
 from kvferry.protocol.errors import IncompleteError, KvferryError, LengthMismatchError

@@ -11,10 +11,9 @@ import msgspec
 from kvferry.clients.cli.json_input import print_json, read_json, refuse
 from kvferry.clients.cli.tables import table
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.layouts.model_facts import MODELS
-from kvferry.pools.layouts.models import DEFAULT_PAGE_SIZE, DEFAULT_REQUESTS, model_spec
-from kvferry.pools.planning.engine_lists import engine_lists
-from kvferry.pools.planning.sizing import SpaceSize, space_sizes
+from kvferry.pools.layouts.models import DEFAULT_PAGE_SIZE, DEFAULT_REQUESTS, MODELS, model_spec
+from kvferry.pools.planning.arrays import engine_lists
+from kvferry.pools.planning.manifest import SpaceSize, space_sizes
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import Manifest, PoolSpec
 

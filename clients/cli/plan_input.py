@@ -12,8 +12,7 @@ from kvferry.attention.state_windows import StateList
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.planning.manifest import OPTIONAL_COMPONENTS, check_optional
-from kvferry.pools.planning.page_checks import check_range
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds, check_range
 from kvferry.protocol.errors import InvalidFieldError, UnknownComponentError
 from kvferry.protocol.ids import ComponentName
 from kvferry.protocol.manifests import Component, Entry, PoolSpec

@@ -25,11 +25,9 @@ from kvferry.daemon.tiers.snapshots import (
     new_segments,
 )
 from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges
-from kvferry.pools.model_checks import check_models
 from kvferry.pools.planning.manifest import space_of
-from kvferry.pools.planning.page_checks import check_distinct
-from kvferry.pools.planning.runs import PageIds
-from kvferry.pools.pool import Pool
+from kvferry.pools.planning.page_ids import PageIds, check_distinct
+from kvferry.pools.pool import Pool, check_models
 from kvferry.pools.tiers.blocks import BlockPages
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (

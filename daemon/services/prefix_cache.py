@@ -25,7 +25,7 @@ from kvferry.daemon.tiers.host_tier import LOOKUPS, OPERATIONS, HostTier
 from kvferry.daemon.tiers.lower_tiers import Background, LowerTiers
 from kvferry.daemon.tiers.operations import Ending, Operation, Operations
 from kvferry.daemon.tiers.snapshots import PageHold
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages

@@ -22,7 +22,7 @@ from kvferry.daemon.tiers.snapshots import Snapshot
 from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages, page_ranges
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.manifest import bytes_per_page, component_of, space_of, spaces_of
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, UnknownComponentError, raised
@@ -88,8 +88,8 @@ class HostReceives:
             region,
             model=pool.model,
             max_payload_bytes=pool.max_payload_bytes,
+            becomes_snapshot=snapshot.name,
         )
-        made.lands_as = snapshot.name
         _clear(region, made.manifest, ranges)
         for allocator in made.allocators.values():
             allocator.allocate(session.owner_id, allocator.capacity)

@@ -16,15 +16,17 @@ import structlog
 
 from kvferry.attention.graph_tables import GraphTables, TableChange
 from kvferry.attention.host_lengths import HostLengthsWriter, host_lengths_bytes
-from kvferry.attention.table_layout import TableShape, table_layout, table_shape
+from kvferry.attention.table_layout import TableShape, table_layout, table_shape, views
 from kvferry.attention.table_update import TableUpdate
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.devices import Devices
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import PoolRegistry
-from kvferry.daemon.services.visible_tables import DeviceTables, HostTables, VisibleTables
+from kvferry.pools.devices.accelerator import Accelerator
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.devices.vendor import on_stream
 from kvferry.pools.planning.manifest import component_of
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
@@ -39,7 +41,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.session_messages import TablesStatus
-from kvferry.protocol.session_stream import Share, TablesFollow
+from kvferry.protocol.session_stream import Share, SharedEvents, TablesFollow
 from kvferry.protocol.table_messages import (
     CreateTables,
     DeleteTables,
@@ -55,13 +57,103 @@ MAX_TABLES_BYTES: Final = 256 << 20
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 100e-6, 5e-3
 CLOSE_PAUSE_S: Final = 0.05
+FEW_COPIES: Final = 4
+"""More extents than this are copied as one, from the first to the last: cheaper than a copy for each."""
+
 log = structlog.get_logger(__name__)
+
+
+# -- the memory from which captured graphs read their tables: host memory, or a device's, written by copies on a stream.
+#
+# Device tables are copied from a pinned host copy of the whole region. An update's copies wait on the stream for the
+# replay that still reads the tables, and record an event for which the next replay waits: neither this process nor the
+# engine blocks on the host. As a replay may take long, or hang, device tables have a stream of their own, and must be
+# idle (``is_idle``) before they are changed or closed. Their methods run on one thread that may block.
+
+
+class HostTables:
+    """Tables in shared host memory."""
+
+    def __init__(self, region: HostRegion, tables: GraphTables) -> None:
+        self.device = region.device
+        self.region = region
+        self._views = views(tables.shape, region.view())
+
+    def show(self, tables: GraphTables, change: TableChange) -> None:
+        """Copy what has changed; the caller has waited for the engine's event."""
+        tables.write(change, self._views)
+
+    def close(self) -> None:
+        """Free the memory; engines that mapped it keep their mapping."""
+        self.region.close()
+
+
+class DeviceTables:
+    """Tables on a device."""
+
+    def __init__(self, accelerator: Accelerator, region: AcceleratorRegion, tables: GraphTables) -> None:
+        """Take over ``region``, which must be zeroed."""
+        self.device = region.device
+        self.region = region
+        self._accelerator = accelerator
+        self._layout = table_layout(tables.shape)
+        with accelerator.calling():
+            backend = accelerator.torch
+            self._pinned = accelerator.pinned(self._layout.size_bytes, backend.uint8)
+            self._event, self._handle = accelerator.vendor.shared_event()
+            self._stream = accelerator.waiting_stream(self)
+        self._after: Any | None = None
+        self._views = views(tables.shape, self._pinned.numpy())
+
+    @property
+    def events(self) -> SharedEvents:
+        """Return the event that is recorded after each update. Never log it."""
+        return SharedEvents(handles=(self._handle,))
+
+    def is_idle(self) -> bool:
+        """Return whether the copies of the last update are done; until then its memory and event are in use.
+
+        Raises:
+            DeviceLostError: the device failed.
+        """
+        with self._accelerator.calling():
+            return bool(self._event.query())
+
+    def show(self, tables: GraphTables, change: TableChange, after: Any | None) -> None:  # noqa: ANN401  torch.Event
+        """Copy what has changed once the stream has waited for the engine's event ``after``; the tables must be idle.
+
+        Raises:
+            DeviceLostError: the device failed.
+        """
+        accelerator, stream = self._accelerator, self._stream
+        self._after = after  # kept until the stream has waited for it
+        spans = change.byte_spans(self._layout)
+        starts, ends = spans.starts, spans.ends
+        if len(starts) > FEW_COPIES:
+            starts, ends = starts[:1], ends[-1:]
+        on_device = self.region.tensor
+        with accelerator.calling():
+            tables.write(change, self._views)
+            with on_stream(accelerator.torch, stream):
+                if after is not None:
+                    stream.wait_event(after)
+                for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+                    on_device[start:end].copy_(self._pinned[start:end], non_blocking=True)
+            accelerator.vendor.record(self._event, stream)  # before the engine gets its reply
+
+    def close(self) -> None:
+        """Free the memory, as ``HostTables.close``; the tables must be idle."""
+        self.region.close()
+        self._accelerator.release_stream(self)
+
+
+# -- the service.
 
 
 class _Tables:
     """One set of tables: its contents, the memory that graphs read, the host lengths, and the pending update."""
 
-    def __init__(self, session_id: int, name: str, tables: GraphTables, visible: VisibleTables) -> None:
+    def __init__(self, session_id: int, name: str, tables: GraphTables, visible: HostTables | DeviceTables) -> None:
         self.session_id = session_id
         self.name = name
         self.tables = tables
@@ -191,7 +283,7 @@ class TableService:
         fds = [made.host.fd]
         if isinstance(visible, DeviceTables):
             follows = TablesFollow(message_id=call.message_id, share=share, events=visible.events)
-        elif isinstance(visible, HostTables):
+        else:
             fds.append(visible.region.fd)
         try:
             self._session_socket.pass_frame(call.session, follows, fds)
@@ -244,7 +336,7 @@ class TableService:
         update = _update_of(body, call)
         if isinstance(one.visible, HostTables):
             change = one.tables.apply(update)
-            one.visible.show(one.tables, change, None)
+            one.visible.show(one.tables, change)
             return Answer(self._shown(one, update, change.replayed_rows))
         self._apply_on_device(call, one, update, FIRST_PAUSE_S)
         return None

@@ -17,8 +17,7 @@ from kvferry.daemon.transfer.matching import DRAFT, Match, match
 from kvferry.daemon.transfer.page_ranges import PageRange, lists_with_pages
 from kvferry.daemon.transfer.registry import Endpoints, StartOp, WarnTrimmed
 from kvferry.pools.allocator import PageAllocator
-from kvferry.pools.planning.page_checks import check_distinct
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds, check_distinct
 from kvferry.protocol.errors import FirstTokenTwiceError, InvalidFieldError, KvferryError, PageGapError, TooLargeError
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.transfer_messages import MAX_CHUNKS

@@ -475,8 +475,8 @@ class ReceiveRequest(Endpoint):
     def finished_event(self, error: KvferryError | None, now: float) -> Finished:
         """Return the FINISHED event, with first token and payload if it succeeded."""
         event = super().finished_event(error, now)
-        if error is None and self.pool.lands_as:
-            event = msgspec.structs.replace(event, snapshot=self.pool.lands_as)
+        if error is None and self.pool.becomes_snapshot:
+            event = msgspec.structs.replace(event, snapshot=self.pool.becomes_snapshot)
         chunk = self.token_chunk
         if error or chunk is None:
             return event

@@ -12,11 +12,10 @@ import numpy as np
 from kvferry.attention.state_windows import StateList, match_state
 from kvferry.daemon.transfer.endpoints import Excused, PlannedCopy, ReceiveRequest, SendChunk, SourcePool, rows_by_step
 from kvferry.daemon.transfer.page_ranges import PageRange, entries_of
-from kvferry.pools.model_checks import check_models
 from kvferry.pools.planning.coverage import Extent, Rows, cells_of
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
 from kvferry.pools.planning.plan import make_plan
-from kvferry.pools.pool import Pool
+from kvferry.pools.pool import Pool, check_models
 from kvferry.protocol.errors import FirstTokenTwiceError, LengthMismatchError, TooLargeError
 
 DRAFT = "draft"

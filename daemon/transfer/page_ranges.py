@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 
 from kvferry.pools.planning.manifest import component_of, space_of
-from kvferry.pools.planning.page_checks import check_range
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds, check_range
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (
     InvalidFieldError,

@@ -31,10 +31,10 @@ from kvferry.pools.planning.copies import (
     chunk_bounds,
     copy_by_size,
     copy_one_by_one,
+    cut_copy_chunks,
     split_blocks,
     vectored_copy_works,
 )
-from kvferry.pools.planning.gather import cut_copy_chunks
 from kvferry.pools.planning.plan import Blocks, Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError

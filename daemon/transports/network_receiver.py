@@ -27,8 +27,7 @@ from kvferry.daemon.transfer.peer_transfers import op_of
 from kvferry.daemon.transports.local import OnOpDone, SendToPeer
 from kvferry.daemon.transports.network_memory import NetworkMemory, Target
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.planning.copies import copy_by_size
-from kvferry.pools.planning.gather import CopyChunk, cut_copy_chunks, memory_runs
+from kvferry.pools.planning.copies import CopyChunk, copy_by_size, cut_copy_chunks, memory_runs
 from kvferry.protocol.errors import CancelledError, KvferryError, PeerLostError, TransferFailedError, raised
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.peer_messages import MAX_RUNS, Grant, OpEnded, Written
@@ -133,7 +132,7 @@ class NetworkReceiver:
                 incoming.copy_chunks.extend((number, copy_chunk) for copy_chunk in cut)
                 pool = op.receive_request.pool
                 # Peers never write the host tier: what is received there goes through bounce buffers.
-                in_pages = self._pages is not None and isinstance(pool.region, HostRegion) and not pool.lands_as
+                in_pages = self._pages is not None and isinstance(pool.region, HostRegion) and not pool.becomes_snapshot
                 if in_pages and not planned_copy.plan.destination.sliced.any():
                     incoming.direct.add(number)
         except KvferryError as error:

@@ -25,9 +25,8 @@ from kvferry.daemon.transports.local import SendToPeer
 from kvferry.daemon.transports.mooncake import WriteFailedError
 from kvferry.daemon.transports.network_memory import NetworkMemory
 from kvferry.pools.devices.base import Region
-from kvferry.pools.planning.copies import copy_by_size
-from kvferry.pools.planning.gather import total_segments
-from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.copies import copy_by_size, total_segments
+from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.plan import PlanSide, make_side
 from kvferry.protocol.errors import (
     CancelledError,

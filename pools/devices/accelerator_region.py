@@ -23,10 +23,9 @@ from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.base import Arena, Pending
 from kvferry.pools.devices.staging import Staging, StagingPool
 from kvferry.pools.devices.vendor import Mapped, on_stream
-from kvferry.pools.planning.cells import Cells, cells_of, segments_that_fit
-from kvferry.pools.planning.copies import CopyBlocks
+from kvferry.pools.planning.copies import Cells, CopyBlocks, cells_of, segments_that_fit
+from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.plan import Plan, PlanSide
-from kvferry.pools.planning.runs import coalesce
 from kvferry.pools.tiers.block_copies import BlockCells
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, step_runs, zero_padding
 from kvferry.protocol.session_stream import Share

@@ -11,8 +11,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvferry.pools.devices.torch_shares import export, import_share, open_event
-from kvferry.pools.devices.vendor import Mapped, MemoryAt, on_stream
+from kvferry.pools.devices.vendor import Mapped, MemoryAt, export, import_share, on_stream, open_event
 from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError, OutOfMemoryError
 from kvferry.protocol.session_stream import Share, TorchShare
 

@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
 from types import TracebackType
 from typing import Final, Self
 
@@ -20,9 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Pending
-from kvferry.pools.devices.forks import keep_from_children
-from kvferry.pools.planning.copies import CopyBlocks
-from kvferry.pools.planning.gather import gather, scatter
+from kvferry.pools.planning.copies import CopyBlocks, gather, scatter
 from kvferry.pools.planning.plan import PlanSide
 from kvferry.pools.tiers.block_copies import offload_step, restore_step
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, zero_padding
@@ -38,11 +37,16 @@ from kvferry.protocol.ids import HOST
 
 POPULATE_CHUNK_BYTES: Final = 64 << 20
 _MADV_POPULATE_WRITE: Final = 23
+_MAP_FIXED_NOREPLACE: Final = 0x100000
+_MAP_NORESERVE: Final = 0x4000
+_PROT_NONE: Final = 0
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _WRITE_SEALS: Final = fcntl.F_SEAL_WRITE | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 class HostRegion:
@@ -280,3 +284,30 @@ def _map(fd: int, size_bytes: int, *, writable: bool) -> mmap.mmap:
         return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except OSError as cause:
         raise OutOfMemoryError(f"cannot map {size_bytes} bytes: {cause}") from cause
+
+
+# -- mappings that are not inherited by forked children.
+#
+# A child that kept its parent's mapping of a pool could write to pages that belong to somebody else by then. So the
+# kernel leaves such a mapping out of a fork, and the child reserves the hole: an access to it ends in SIGSEGV instead
+# of hitting memory of the child's own, and deleting the parent's objects unmaps nothing but the reservation.
+
+_mappings: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def keep_from_children(mapping: mmap.mmap) -> None:
+    """Exclude a mapping from every fork, for as long as it exists."""
+    mapping.madvise(mmap.MADV_DONTFORK)
+    _mappings[mapping] = (int(np.frombuffer(mapping, np.uint8).ctypes.data), len(mapping))
+
+
+def _reserve_holes() -> None:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+    for mapping, (address, size) in list(_mappings.items()):
+        if not mapping.closed and _libc.mmap(address, size, _PROT_NONE, flags, -1, 0) != address:
+            # The child has other memory there: keep the object alive, so that it is never unmapped.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+    _mappings.clear()
+
+
+os.register_at_fork(after_in_child=_reserve_holes)

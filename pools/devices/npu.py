@@ -15,8 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvferry.pools.devices.torch_shares import export, import_share, open_event
-from kvferry.pools.devices.vendor import Mapped, MemoryAt
+from kvferry.pools.devices.vendor import Mapped, MemoryAt, export, import_share, open_event
 from kvferry.protocol.errors import (
     DeviceLostError,
     DeviceUnavailableError,

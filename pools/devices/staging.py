@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvferry.pools.devices.accelerator import Accelerator
-from kvferry.pools.planning.cells import Cells
+from kvferry.pools.planning.copies import Cells
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""Layouts: from a pool's spec to its manifest, one module per kind."""
+"""Layouts: from a pool's spec to its manifest, one module per kind of attention or state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ if __name__ != "kvferry.pools.layouts":
 
 from typing import assert_never
 
-from kvferry.pools.layouts import hybrid_swa, mamba, mha, mla
+from kvferry.pools.layouts import mamba, mha, mla
 from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
 
 
@@ -23,7 +23,7 @@ def manifest_of(spec: PoolSpec) -> Manifest:
     if isinstance(spec, MlaSpec):
         return mla.manifest_of(spec)
     if isinstance(spec, HybridSwaSpec):
-        return hybrid_swa.manifest_of(spec)
+        return mha.hybrid_manifest_of(spec)
     if isinstance(spec, MambaSpec):
         return mamba.manifest_of(spec)
     assert_never(spec)

@@ -12,24 +12,23 @@ from typing import TypeVar
 
 import msgspec
 
-from kvferry.pools.layouts.draft import draft_components, mha_draft_entries
 from kvferry.pools.layouts.parts import (
     FRACTAL_BYTES,
     ND,
-    Heads,
     Paged,
     attention_entries,
     check_apart,
     check_ascending,
+    entry_of,
     heads_of,
-    main_component,
+    main_components,
+    main_part,
+    mha_draft_entries,
     shard_of,
 )
-from kvferry.pools.planning.geometry import MAX_PAGES, dtype_bytes, page_bytes_of, page_count
+from kvferry.pools.planning.geometry import MAX_PAGES, RankHeads, dtype_bytes
 from kvferry.pools.planning.manifest import lay_out
-from kvferry.pools.planning.scales import KeyValueScales
 from kvferry.protocol.errors import InvalidFieldError
-from kvferry.protocol.ids import MAIN
 from kvferry.protocol.manifests import Component, Entry, MambaSpec, Manifest
 
 MAMBA = "mamba"
@@ -49,9 +48,7 @@ def manifest_of(spec: MambaSpec) -> Manifest:
         raise InvalidFieldError("neither state nor attention layers given", field="state_layers")
     has_main = bool(spec.attention_layers or spec.draft)
     part, head_dim = _attention(spec if has_main else _completed(spec))
-    components: list[Component] = []
-    if has_main:
-        components += [main_component(part.pages), *draft_components(spec.draft, part.pages)]
+    components = main_components(part.pages, spec.draft) if has_main else []
     entries = attention_entries(part, head_dim, spec.v_head_dim)
     entries += mha_draft_entries(spec.draft, part, head_dim, spec.v_head_dim)
     if spec.state_layers:
@@ -62,17 +59,8 @@ def manifest_of(spec: MambaSpec) -> Manifest:
 
 
 def _attention(spec: MambaSpec) -> tuple[Paged, int]:
-    page_size = _required(spec.page_size, "page_size")
-    part = Paged(
-        component=MAIN,
-        layers=spec.attention_layers,
-        pages=page_count(_required(spec.tokens, "tokens"), page_size),
-        page_size=page_size,
-        heads=heads_of(spec.head_start, _required(spec.kv_heads, "kv_heads"), spec.total_heads, spec.replicas),
-        dtype=spec.dtype,
-        view=spec.view,
-        scales=KeyValueScales(spec.k_scale, spec.v_scale),
-    )
+    page_size, tokens = _required(spec.page_size, "page_size"), _required(spec.tokens, "tokens")
+    part = main_part(spec, spec.attention_layers, tokens, page_size, _required(spec.kv_heads, "kv_heads"))
     return part, _required(spec.head_dim, "head_dim")
 
 
@@ -111,28 +99,24 @@ def _state_entries(spec: MambaSpec, slots: int) -> list[Entry]:
     return entries
 
 
-def _state_heads(spec: MambaSpec) -> Heads:
+def _state_heads(spec: MambaSpec) -> RankHeads:
     if spec.ssm_shape is None:
         return heads_of(spec.state_head_start, 1, spec.state_total_heads, 1, prefix="state_")
     return heads_of(spec.state_head_start, spec.ssm_shape[0], spec.state_total_heads, 1, prefix="state_")
 
 
-def _entries(spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slots: int, heads: Heads) -> list[Entry]:
-    slot_bytes = dtype_bytes(dtype) * math.prod(shape)
+def _entries(
+    spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slots: int, heads: RankHeads
+) -> list[Entry]:
     return [
-        Entry(
-            component=MAMBA,
-            role=role,
-            layer=layer,
-            base=0,
+        entry_of(
+            (MAMBA, role, layer),
             pages=slots,
-            page_bytes=page_bytes_of((slots, *shape), dtype, slots, slot_bytes, f"{MAMBA}/{role}/{layer}"),
-            head_start=heads.start,
-            heads=heads.count,
-            total_heads=heads.total,
+            page_bytes=dtype_bytes(dtype) * math.prod(shape),
+            heads=heads,
             dtype=dtype,
             shape=(slots, *shape),
-            format=ND,
+            form=ND,
         )
         for layer in spec.state_layers
     ]

@@ -21,20 +21,20 @@ from typing import cast
 
 import msgspec
 
-from kvferry.pools.layouts.draft import check_absent, draft_components, mha_draft_entries
-from kvferry.pools.layouts.groups import lay_out_groups
 from kvferry.pools.layouts.parts import (
     DRAFT,
     ND,
     SCALE_DTYPE,
-    Heads,
     Paged,
+    check_absent,
     check_ascending,
+    lay_out_groups,
     layers_from,
+    mha_draft_entries,
     paged_entries,
     paged_entry,
 )
-from kvferry.pools.planning.geometry import dtype_bytes, page_count
+from kvferry.pools.planning.geometry import RankHeads, dtype_bytes, page_count
 from kvferry.pools.planning.scales import fixed_scales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
@@ -59,23 +59,16 @@ def manifest_of(spec: MlaSpec) -> Manifest:
     Raises:
         InvalidFieldError: the layers, dtypes, size, groups, or the packed or joined form are invalid.
     """
-    pages = page_count(spec.tokens, spec.page_size)
     part = Paged(
         component=MAIN,
         layers=layers_from(spec.first_layer, spec.layers),
-        pages=pages,
+        pages=page_count(spec.tokens, spec.page_size),
         page_size=spec.page_size,
-        heads=Heads(0, 1, 1, spec.replicas),
+        heads=RankHeads(0, 1, 1, spec.replicas),
         dtype=spec.dtype,
         view=spec.view,
     )
-    return lay_out_groups(
-        spec.groups,
-        part,
-        [*_attention(spec, part), *_indexer(spec, part)],
-        (_draft_entries(spec, part), draft_components(spec.draft, pages)),
-        spec.optional_components,
-    )
+    return lay_out_groups(spec, part, [*_attention(spec, part), *_indexer(spec, part)], _draft_entries(spec, part))
 
 
 def packed_token_bytes(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
@@ -133,7 +126,7 @@ def _draft_entries(spec: MlaSpec, main: Paged) -> list[Entry]:
         main,
         component=DRAFT,
         layers=range(draft.layers),
-        heads=Heads(0, 1, 1, draft.replicas or spec.replicas),
+        heads=RankHeads(0, 1, 1, draft.replicas or spec.replicas),
         dtype=own.dtype,
     )
     return [*_attention(own, part), *_indexer(own, part)]

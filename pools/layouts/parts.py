@@ -1,4 +1,4 @@
-"""Building blocks of layouts: the heads a pool holds, and the entries of one component on pages of tokens.
+"""Building blocks of layouts: the heads a pool holds, the entries of one component on pages of tokens, groups, drafts.
 
 Defines shape and bytes of a page in each view. Which arrays a model has is up to each layout.
 """
@@ -9,11 +9,22 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvferry.pools.planning.geometry import PAGE_HEADS, dtype_bytes, page_bytes_of
-from kvferry.pools.planning.scales import PAGE, KeyValueScales, fixed_scales
+from kvferry.pools.planning.geometry import PAGE_HEADS, RankHeads, dtype_bytes, page_bytes_of, page_count
+from kvferry.pools.planning.manifest import lay_out
+from kvferry.pools.planning.scales import PAGE, KeyValueScales, fixed_scales, inherited
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import MAIN
-from kvferry.protocol.manifests import Component, Entry, View
+from kvferry.protocol.manifests import (
+    Component,
+    DraftSpec,
+    Entry,
+    HybridSwaSpec,
+    MambaSpec,
+    Manifest,
+    MhaSpec,
+    MlaSpec,
+    View,
+)
 
 DRAFT = "draft"
 ND = "ND"
@@ -28,15 +39,6 @@ MAX_NUMBER = (1 << 31) - 1
 """Layers and heads are numbered below this: the wire's bound on a manifest's fields."""
 
 
-class Heads(msgspec.Struct, frozen=True):
-    """Which of the model's KV heads a pool holds, and how many ranks hold the same heads."""
-
-    start: int
-    count: int
-    total: int
-    replicas: int = 1
-
-
 class Paged(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of the arrays of one attention component, on pages of ``page_size`` tokens."""
 
@@ -44,13 +46,13 @@ class Paged(msgspec.Struct, frozen=True, kw_only=True):
     layers: Sequence[int]
     pages: int
     page_size: int
-    heads: Heads
+    heads: RankHeads
     dtype: str
     view: View = "paged"
     scales: KeyValueScales = KeyValueScales()
 
 
-def heads_of(start: int, count: int, total: int | None, replicas: int, *, prefix: str = "") -> Heads:
+def heads_of(start: int, count: int, total: int | None, replicas: int, *, prefix: str = "") -> RankHeads:
     """Return the heads; ``total`` defaults to ``start + count``.
 
     Raises:
@@ -62,12 +64,12 @@ def heads_of(start: int, count: int, total: int | None, replicas: int, *, prefix
         raise InvalidFieldError(f"heads {start}..{start + count - 1} of {total}", field=f"{prefix}total_heads")
     if total > MAX_NUMBER:
         raise InvalidFieldError(f"{total} heads; at most {MAX_NUMBER}", field=f"{prefix}head_start")
-    return Heads(start, count, total, replicas)
+    return RankHeads(start, count, total, replicas)
 
 
 def heads_beside(
-    full: Heads, start: int | None, count: int | None, total: int | None, replicas: int | None, *, prefix: str
-) -> Heads:
+    full: RankHeads, start: int | None, count: int | None, total: int | None, replicas: int | None, *, prefix: str
+) -> RankHeads:
     """Return the heads of a component beside the full attention; omitted values default to those of ``full``.
 
     If the number of heads differs from ``full``, on this rank or in total, start and total cannot be derived and must
@@ -130,9 +132,30 @@ def check_apart(layers: Iterable[int], others: Iterable[int], field: str) -> Non
         raise InvalidFieldError(f"layer {both[0]} is in both lists of layers", field=field)
 
 
-def main_component(pages: int) -> Component:
-    """Return the component ``main``, in the page space ``main``."""
-    return Component(name=MAIN, space=MAIN, pages=pages)
+def main_components(pages: int, draft: DraftSpec | None) -> list[Component]:
+    """Return the component ``main``, and ``draft`` where there is one, in the page space ``main``."""
+    names = [MAIN] if draft is None else [MAIN, DRAFT]
+    return [Component(name=name, space=MAIN, pages=pages) for name in names]
+
+
+def main_part(
+    spec: MhaSpec | HybridSwaSpec | MambaSpec, layers: Sequence[int], tokens: int, page_size: int, kv_heads: int
+) -> Paged:
+    """Return the component ``main`` of multi-head attention; the numbers are those that a spec may omit.
+
+    Raises:
+        InvalidFieldError: the tokens are not whole pages, or the heads are invalid.
+    """
+    return Paged(
+        component=MAIN,
+        layers=layers,
+        pages=page_count(tokens, page_size),
+        page_size=page_size,
+        heads=heads_of(spec.head_start, kv_heads, spec.total_heads, spec.replicas),
+        dtype=spec.dtype,
+        view=spec.view,
+        scales=KeyValueScales(spec.k_scale, spec.v_scale),
+    )
 
 
 def attention_entries(part: Paged, head_dim: int, v_head_dim: int | None) -> list[Entry]:
@@ -172,27 +195,51 @@ def paged_entries(part: Paged, role: str, dim: int, layers: Sequence[int] | None
 
 
 def paged_entry(part: Paged, role: str, layer: int, shape: tuple[int, ...], token_bytes: int, *, form: str) -> Entry:
-    """Return one entry with ``token_bytes`` bytes per token, checked against its shape by ``page_bytes_of``."""
-    name = f"{part.component}/{role}/{layer}"
-    return Entry(
-        component=part.component,
-        role=role,
-        layer=layer,
-        base=0,
+    """Return one entry with ``token_bytes`` bytes per token, in the dtype and with the heads of the part."""
+    return entry_of(
+        (part.component, role, layer),
         pages=part.pages,
-        page_bytes=page_bytes_of(shape, part.dtype, part.pages, part.page_size * token_bytes, name),
+        page_bytes=part.page_size * token_bytes,
         page_tokens=part.page_size,
-        head_start=part.heads.start,
-        heads=part.heads.count,
-        total_heads=part.heads.total,
+        heads=part.heads,
         dtype=part.dtype,
         shape=shape,
-        format=form,
-        replicas=part.heads.replicas if part.heads.replicas > 1 else None,
+        form=form,
     )
 
 
-def shard_of(heads: Heads, field: str) -> Heads:
+def entry_of(
+    key: tuple[str, str, int],
+    *,
+    pages: int,
+    page_bytes: int,
+    heads: RankHeads,
+    dtype: str,
+    shape: tuple[int, ...],
+    form: str,
+    page_tokens: int | None = None,
+) -> Entry:
+    """Return the entry (component, role, layer) at base 0; ``page_bytes`` is checked against its shape."""
+    component, role, layer = key
+    return Entry(
+        component=component,
+        role=role,
+        layer=layer,
+        base=0,
+        pages=pages,
+        page_bytes=page_bytes_of(shape, dtype, pages, page_bytes, f"{component}/{role}/{layer}"),
+        page_tokens=page_tokens,
+        head_start=heads.start,
+        heads=heads.count,
+        total_heads=heads.total,
+        dtype=dtype,
+        shape=shape,
+        format=form,
+        replicas=heads.replicas if heads.replicas > 1 else None,
+    )
+
+
+def shard_of(heads: RankHeads, field: str) -> RankHeads:
     """Return a rank's shard as one head of as many as there are ranks.
 
     A value computed over all heads of a rank cannot be cut for another split. Described as one head per rank, it pairs
@@ -205,7 +252,7 @@ def shard_of(heads: Heads, field: str) -> Heads:
         raise InvalidFieldError(
             f"heads {heads.start}..{heads.start + heads.count - 1} are not an even share of {heads.total}", field=field
         )
-    return Heads(heads.start // heads.count, 1, heads.total // heads.count, heads.replicas)
+    return RankHeads(heads.start // heads.count, 1, heads.total // heads.count, heads.replicas)
 
 
 def _scaled_entries(part: Paged, role: str, dim: int) -> list[Entry]:
@@ -221,28 +268,15 @@ def _scale_entries(part: Paged, role: str) -> list[Entry]:
     if not isinstance(scales, str):
         return []
     heads = shard_of(part.heads, f"{part.scales.prefix}head_start") if scales == PAGE else part.heads
-    shape = (part.pages, heads.count)
     return [
-        Entry(
-            component=part.component,
-            role=f"{role}_scale",
-            layer=layer,
-            base=0,
+        entry_of(
+            (part.component, f"{role}_scale", layer),
             pages=part.pages,
-            page_bytes=page_bytes_of(
-                shape,
-                SCALE_DTYPE,
-                part.pages,
-                heads.count * dtype_bytes(SCALE_DTYPE),
-                f"{part.component}/{role}_scale/{layer}",
-            ),
-            head_start=heads.start,
-            heads=heads.count,
-            total_heads=heads.total,
+            page_bytes=heads.count * dtype_bytes(SCALE_DTYPE),
+            heads=heads,
             dtype=SCALE_DTYPE,
-            shape=shape,
-            format=PAGE_HEADS,
-            replicas=heads.replicas if heads.replicas > 1 else None,
+            shape=(part.pages, heads.count),
+            form=PAGE_HEADS,
         )
         for layer in part.layers
     ]
@@ -259,3 +293,119 @@ def _shape(part: Paged, dim: int) -> tuple[int, ...]:
             f"{dim} is not a multiple of {fractal}, the width of a fractal in {part.dtype}", field="view"
         )
     return (part.pages, part.heads.count, dim // fractal, part.page_size, fractal)
+
+
+# -- KV cache groups: layers that share a block table; all groups of a pool allocate pages from one page space.
+#
+# Each group is a component: ``main``, ``group1``, ``group2`` and so on. A page belongs to one group at a time, so the
+# layers at the same index of their groups share one array. Source: vLLM's hybrid KV cache manager, whose
+# ``KVCacheTensor.shared_by`` names these layers.
+
+
+def lay_out_groups(
+    spec: MhaSpec | MlaSpec, part: Paged, entries: Sequence[Entry], draft_entries: Sequence[Entry]
+) -> Manifest:
+    """Return the manifest of a pool whose layers are in the spec's groups; without groups, all are in ``main``.
+
+    Args:
+        spec: the pool's. A group without layers in this pool is left out, except the first if there is a draft, which
+            uses its pages.
+        part: the component ``main``, with all layers.
+        entries: the entries of all layers, as of ``main``.
+        draft_entries: the draft's.
+
+    Raises:
+        InvalidFieldError: a layer is in no group, in two groups, or not in the pool; or see ``lay_out``.
+    """
+    [main, *drafts] = main_components(part.pages, spec.draft)
+    if not spec.groups:
+        return lay_out([*entries, *draft_entries], [main, *drafts], spec.optional_components)
+    group_of = _check_groups(spec.groups, part.layers)
+    roles = list(dict.fromkeys(entry.role for entry in entries))
+    places = [(roles.index(entry.role), *reversed(group_of[entry.layer])) for entry in entries]
+    ordered = sorted(zip(places, entries, strict=True), key=lambda one: one[0])
+    grouped = [msgspec.structs.replace(entry, component=_name(group)) for (_, _, group), entry in ordered]
+    components = [
+        msgspec.structs.replace(main, name=_name(number), group=number > 0)
+        for number, layers in enumerate(spec.groups)
+        if layers or (number == 0 and drafts)
+    ]
+    return lay_out(
+        [*grouped, *draft_entries],
+        [*components, *drafts],
+        spec.optional_components,
+        [*((role, place) for (role, place, _), _ in ordered), *range(len(draft_entries))],
+    )
+
+
+def _name(group: int) -> str:
+    return f"group{group}" if group else MAIN
+
+
+def _check_groups(groups: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Return each layer's group and its index in the group."""
+    found: dict[int, tuple[int, int]] = {}
+    for number, group in enumerate(groups):
+        field = f"groups[{number}]"
+        check_ascending(group, field)
+        for place, layer in enumerate(group):
+            if layer not in layers:
+                raise InvalidFieldError(f"layer {layer} is not one of {layers[0]}..{layers[-1]}", field=field)
+            if layer in found:
+                raise InvalidFieldError(f"layer {layer} is also in group {found[layer][0]}", field=field)
+            found[layer] = (number, place)
+    left = [layer for layer in layers if layer not in found]
+    if left:
+        raise InvalidFieldError(f"layer {left[0]} is in no group", field="groups")
+    return found
+
+
+# -- a draft model's layers: a separate component, with layers numbered from 0, on the pages of ``main``.
+
+LATENT_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
+
+
+def mha_draft_entries(draft: DraftSpec | None, main: Paged, head_dim: int, v_head_dim: int | None) -> list[Entry]:
+    """Return the k and v entries of a draft in a multi-head pool; omitted fields default to those of ``main``.
+
+    Raises:
+        InvalidFieldError: the heads or the dtype are invalid, or a field of latent attention is given.
+    """
+    if draft is None:
+        return []
+    check_absent(draft, LATENT_FIELDS, "multi-head attention")
+    part = msgspec.structs.replace(
+        main,
+        component=DRAFT,
+        layers=range(draft.layers),
+        heads=heads_beside(
+            main.heads, draft.head_start, draft.kv_heads, draft.total_heads, draft.replicas, prefix="draft."
+        ),
+        dtype=draft.dtype or main.dtype,
+        scales=_draft_scales(draft, main),
+    )
+    if draft.head_dim is not None:
+        return attention_entries(part, draft.head_dim, draft.v_head_dim)
+    return attention_entries(part, head_dim, v_head_dim if draft.v_head_dim is None else draft.v_head_dim)
+
+
+def check_absent(draft: DraftSpec, fields: tuple[str, ...], main_attention: str) -> None:
+    """Check that the draft gives none of these fields, which do not apply beside ``main_attention``.
+
+    Raises:
+        InvalidFieldError: names the first field that it gives.
+    """
+    for field in fields:
+        if getattr(draft, field) is not None:
+            raise InvalidFieldError(f"a draft beside {main_attention} has no {field}", field=f"draft.{field}")
+
+
+def _draft_scales(draft: DraftSpec, main: Paged) -> KeyValueScales:
+    """Return the draft's scales; they default to the model's only if the dtype is the same."""
+    if draft.dtype not in {None, main.dtype}:
+        return KeyValueScales(draft.k_scale, draft.v_scale, "draft.")
+    return KeyValueScales(
+        inherited(draft.k_scale, main.scales.k, "draft.k_scale"),
+        inherited(draft.v_scale, main.scales.v, "draft.v_scale"),
+        "draft.",
+    )

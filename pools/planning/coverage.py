@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.pairing import Pair
 from kvferry.protocol.errors import IncompleteError, PageOverlapError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvferry.pools.planning.geometry import PAGE_HEADS, page_rows
-from kvferry.pools.planning.heads import Heads, intersect
+from kvferry.pools.planning.geometry import PAGE_HEADS, Heads, intersect, page_rows
 from kvferry.pools.planning.manifest import check_unique, key_of
 from kvferry.pools.planning.scales import check_same_scales
 from kvferry.protocol.errors import GeometryMismatchError, ScaleMismatchError, UncoveredEntryError

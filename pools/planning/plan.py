@@ -14,11 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.planning.geometry import page_rows
-from kvferry.pools.planning.heads import Heads
-from kvferry.pools.planning.page_checks import check_distinct, check_equal_length, check_range
+from kvferry.pools.planning.geometry import Heads, page_rows
+from kvferry.pools.planning.page_ids import PageIds, Runs, check_distinct, check_equal_length, check_range, coalesce
 from kvferry.pools.planning.pairing import Pairing
-from kvferry.pools.planning.runs import PageIds, Runs, coalesce
 from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 

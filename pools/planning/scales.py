@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.geometry import Heads
 from kvferry.protocol.errors import InvalidFieldError, ScaleMismatchError
 from kvferry.protocol.manifests import Entry, Scales
 

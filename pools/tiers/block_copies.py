@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.planning.cells import Cells
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.copies import Cells
+from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 
 Bytes = npt.NDArray[np.uint8]

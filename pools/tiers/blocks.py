@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.planning.manifest import each_array, key_of
+from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.planning.plan import Blocks
-from kvferry.pools.planning.runs import PageIds
 from kvferry.protocol.errors import InternalError
 from kvferry.protocol.manifests import Entry, Manifest
 

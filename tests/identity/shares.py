@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from kvferry.pools.planning.heads import rank_heads
+from kvferry.pools.planning.geometry import rank_heads
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 from tests.identity.models import TinyModel
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.clients import AttachedPool, Client, Pages, new_request_id, no_pages, pages
-from kvferry.pools.planning.heads import rank_heads
+from kvferry.pools.planning.geometry import rank_heads
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec

@@ -21,10 +21,9 @@ from kvferry.daemon.devices import Devices
 from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, WAITING_STREAMS, Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
 from kvferry.pools.devices.staging import StagingPool
-from kvferry.pools.planning.copies import copy_one_by_one
-from kvferry.pools.planning.gather import total_segments
+from kvferry.pools.planning.copies import copy_one_by_one, total_segments
+from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.plan import Plan, PlanSide
-from kvferry.pools.planning.runs import coalesce
 from kvferry.protocol.errors import DeviceLostError, DeviceUnavailableError, OutOfMemoryError
 from tests.cann_simulator.simulator import Simulator
 from tests.devices import DEVICE, new_region

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.cells import cells_of, segments_that_fit
-from kvferry.pools.planning.gather import gather, total_segments
+from kvferry.pools.planning.copies import cells_of, gather, segments_that_fit, total_segments
 from kvferry.pools.planning.plan import PlanSide
 from tests.pools.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides
 

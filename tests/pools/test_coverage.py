@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.pools.planning.coverage import Cells, Coverage, cells_of
-from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.protocol.errors import IncompleteError, PageOverlapError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry

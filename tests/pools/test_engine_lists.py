@@ -12,7 +12,7 @@ import torch
 from kvferry.clients.pool import AttachedPool
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.engine_lists import PointerList, engine_lists
+from kvferry.pools.planning.arrays import PointerList, engine_lists
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, PoolSpec
 
 Attach = Callable[[PoolSpec], AttachedPool]

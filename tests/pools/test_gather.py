@@ -11,9 +11,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.copies import CopyBlocks, copy_by_size, copy_one_by_one, vectored_copy_works
-from kvferry.pools.planning.gather import MANY_RUNS, CopyChunk, cut_copy_chunks, gather, scatter, total_segments
-from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.copies import (
+    MANY_RUNS,
+    CopyBlocks,
+    CopyChunk,
+    copy_by_size,
+    copy_one_by_one,
+    cut_copy_chunks,
+    gather,
+    scatter,
+    total_segments,
+    vectored_copy_works,
+)
+from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.plan import PlanSide, make_side
 from kvferry.protocol.errors import BounceBufferTooSmallError
 from kvferry.protocol.manifests import Entry

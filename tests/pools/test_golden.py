@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.pools.planning.heads import RankHeads, intersect, rank_heads
+from kvferry.pools.planning.geometry import RankHeads, intersect, rank_heads
+from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.pairing import HeadSlice, Pairing, check_covered, pair_entries
 from kvferry.pools.planning.plan import make_plan
-from kvferry.pools.planning.runs import coalesce
 from kvferry.protocol.errors import DuplicatePageError
 from kvferry.protocol.manifests import Entry
 from tests.kvferry_command import run_kvferry
@@ -95,7 +95,7 @@ def test_head_slices(case: dict[str, Any]) -> None:
     source, destination = (
         rank_heads(case["total_heads"], case[f"{side}_tp"], case[f"{side}_rank"]) for side in ("src", "dst")
     )
-    common = intersect(source.heads, destination.heads)
+    common = intersect(source, destination)
     assert common is not None
     expected = HeadSlice(case["src_head_start"], case["dst_head_start"], case["heads"])
     assert HeadSlice(common.start - source.start, common.start - destination.start, common.count) == expected

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.heads import Heads, RankHeads, intersect, rank_heads
+from kvferry.pools.planning.geometry import Heads, RankHeads, intersect, rank_heads
 from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError
 
 DIVISORS = st.tuples(st.integers(1, 16), st.integers(1, 16))
@@ -63,5 +63,4 @@ def test_intersect_is_that_of_sets(start: int, count: int, other_start: int, oth
 
 
 def test_a_rank_holds_heads() -> None:
-    assert rank_heads(8, 4, 3) == RankHeads(6, 2, 1)
-    assert rank_heads(8, 4, 3).heads == Heads(6, 2)
+    assert rank_heads(8, 4, 3) == RankHeads(6, 2, 8, 1)

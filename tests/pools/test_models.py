@@ -9,9 +9,8 @@ import pytest
 
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.entry_checks import check_entry
-from kvferry.pools.layouts.model_facts import MODELS
-from kvferry.pools.layouts.models import model_spec
-from kvferry.pools.planning.sizing import SpaceSize, space_sizes
+from kvferry.pools.layouts.models import MODELS, model_spec
+from kvferry.pools.planning.manifest import SpaceSize, space_sizes
 from kvferry.protocol.errors import HeadsIndivisibleError, InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.page_checks import check_distinct, check_equal_length, check_range
+from kvferry.pools.planning.page_ids import check_distinct, check_equal_length, check_range
 from kvferry.protocol.errors import (
     DuplicatePageError,
     EmptyPagesError,

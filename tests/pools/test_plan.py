@@ -19,7 +19,7 @@ from kvferry.pools.planning.copies import (
     split_blocks,
     vectored_copy_works,
 )
-from kvferry.pools.planning.heads import Heads
+from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Blocks, PlanSide, make_plan, make_side
 from kvferry.protocol.errors import (

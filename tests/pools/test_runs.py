@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.runs import Runs, coalesce
+from kvferry.pools.planning.page_ids import Runs, coalesce
 
 NEARBY = st.integers(1, 12)
 PAIRS = st.lists(st.tuples(NEARBY, NEARBY), max_size=40)

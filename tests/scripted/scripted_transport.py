@@ -6,8 +6,7 @@ import numpy as np
 
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import OnOpDone
-from kvferry.pools.planning.copies import copy_one_by_one
-from kvferry.pools.planning.gather import total_segments
+from kvferry.pools.planning.copies import copy_one_by_one, total_segments
 from kvferry.protocol.errors import KvferryError
 
 

@@ -16,8 +16,7 @@ from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.transitions import State
 from kvferry.daemon.transports.local import OnOpDone, SendToPeer
 from kvferry.pools.devices.base import Region
-from kvferry.pools.planning.copies import copy_one_by_one
-from kvferry.pools.planning.gather import total_segments
+from kvferry.pools.planning.copies import copy_one_by_one, total_segments
 from kvferry.protocol.errors import (
     CancelledError,
     InvalidFieldError,

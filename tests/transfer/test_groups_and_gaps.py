@@ -21,10 +21,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.arrays import arrays_of
-from kvferry.pools.planning.engine_lists import engine_lists
+from kvferry.pools.planning.arrays import arrays_of, engine_lists
 from kvferry.pools.planning.manifest import bytes_per_page
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.base import MAX_PAGE_LISTS, PageList

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.transfer.endpoints import rows_by_step
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InvalidFieldError, TransferFailedError
 from kvferry.protocol.manifests import Entry

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.daemon.transfer.endpoints import EndpointKey, SendRequest
 from kvferry.daemon.transfer.transitions import State
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.events import Finished

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import event, given
 
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import KvferryError

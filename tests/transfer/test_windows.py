@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.clients import Client, HybridSwaSpec, new_request_id, pages
 from kvferry.daemon.transfer.matching import Trim
 from kvferry.daemon.transfer.registry import WarnTrimmed
-from kvferry.pools.planning.runs import PageIds
+from kvferry.pools.planning.page_ids import PageIds
 from kvferry.pools.pool import Pool
 from kvferry.protocol.base import PageList
 from kvferry.protocol.errors import (

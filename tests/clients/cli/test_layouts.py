@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from kvferry.clients.cli.main import main
-from kvferry.pools.layouts.model_facts import MODELS
+from kvferry.pools.layouts.models import MODELS
 from tests.clients.cli.json_commands import SPEC, refusal, run_main
 from tests.kvferry_command import run_kvferry
 

@@ -364,7 +364,7 @@ def fill(tiers: Harness, host_receive: HostReceive, value: int) -> None:
 async def test_what_has_landed_is_a_snapshot(tiers: Harness) -> None:
     engine = tiers.engine()
     host_receive = into(tiers, engine)
-    assert host_receive.pool.lands_as == host_receive.snapshot.name
+    assert host_receive.pool.becomes_snapshot == host_receive.snapshot.name
     assert snapshots_of(engine) == {host_receive.snapshot.name: "network"}
     back = engine.restore(host_receive.snapshot.name)
     fill(tiers, host_receive, 9)

@@ -502,7 +502,7 @@ async def test_pages_written_directly_are_checked_in_place(homes: list[Home]) ->
 @pytest.mark.host_only
 async def test_what_lands_in_the_host_tier_goes_by_bounce_buffers_all_the_same(homes: list[Home]) -> None:
     home = home_of(homes, bounce_buffer_bytes=BYTES, direct=True)
-    home.harness.home_pool.lands_as = "0" * 32
+    home.harness.home_pool.becomes_snapshot = "0" * 32
     op = await home.start_direct()
     assert [grant.runs for grant in home.grants(op)] == [()]
 

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.pools.planning.copies import copy_one_by_one
-from kvferry.pools.planning.gather import gather, scatter, total_segments
+from kvferry.pools.planning.copies import copy_one_by_one, gather, scatter, total_segments
 from kvferry.pools.planning.plan import PlanSide
 from tests.devices import DEVICE, new_region
 from tests.pools.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides

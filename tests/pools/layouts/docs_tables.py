@@ -10,9 +10,8 @@ from typing import Final
 import msgspec
 
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.layouts.model_facts import MODELS
-from kvferry.pools.layouts.models import model_spec
-from kvferry.pools.planning.sizing import space_sizes
+from kvferry.pools.layouts.models import MODELS, model_spec
+from kvferry.pools.planning.manifest import space_sizes
 from kvferry.protocol.manifests import PoolSpec
 
 DOCUMENT: Final = Path(__file__).parents[3] / "docs" / "layouts.md"

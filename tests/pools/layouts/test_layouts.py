@@ -11,9 +11,8 @@ from hypothesis import given
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.entry_checks import check_entry
 from kvferry.pools.planning.geometry import DTYPE_BYTES, PAGE_HEADS
-from kvferry.pools.planning.manifest import component_of, spaces_of
+from kvferry.pools.planning.manifest import component_of, space_sizes, spaces_of
 from kvferry.pools.planning.pairing import pair_entries
-from kvferry.pools.planning.sizing import space_sizes
 from kvferry.protocol.errors import GeometryMismatchError
 from kvferry.protocol.manifests import HybridSwaSpec, MambaSpec, Manifest, MhaSpec, MlaSpec, PoolSpec
 from tests.pools.layouts.pool_specs import hybrid_swa_specs, mamba_specs, mha_specs, mla_specs, pool_specs
