@@ -35,7 +35,7 @@ hypothesis.settings.load_profile("ci" if IN_CI else "dev")
 UVLOOP: Final = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
 DEBUG_LOOP: Final = pytest.param(("asyncio", {"use_uvloop": False, "debug": True}), id="asyncio-debug")
 
-LONG: Final = ("tests/demo/test_command", "tests/benchmarks/test_benchmarks", "tests/demo/test_hosts_", "tests/hosts/")
+LONG: Final = ("tests/demo/test_command", "tests/benchmarks/test_benchmarks", "tests/hosts/")
 DEVICE_FOLDERS: Final = tuple(Path(__file__).with_name(name) for name in ("npu", "cann_simulator"))
 simulated_host = pytest.StashKey[SimulatedHost | None]()
 

@@ -130,9 +130,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     archive = build_sdist(checkout, folder)
     with tarfile.open(archive) as packed:
-        assert {"scheduler.py", "prefill_engine.py"} <= {
-            Path(name).name for name in packed.getnames() if "/examples/" in name
-        }
+        assert {"scheduler.py", "prefill.py"} <= {Path(name).name for name in packed.getnames() if "/examples/" in name}
     return build_wheel(archive, folder)
 
 

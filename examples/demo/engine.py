@@ -1,71 +1,122 @@
-"""The start of every engine of the demo: read the arguments, load the model, map the pool."""
+"""What all engines of the demo have: a client with a pool, the model or a stage of it, and requests' pages."""
 
 from __future__ import annotations
 
-import argparse
+import random
 import time
+from collections.abc import Sequence
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from examples.demo.messages import Ready, notify
-from examples.demo.model import load_model
+import torch
+
+from examples.demo.messages import Done, Prompt, Ready, Tell, Token
+from examples.demo.model import compute, cut_stage, load_model, pool_spec
+from examples.demo.paged_cache import PagedCache, PagedSequence
 from examples.demo.prompts import PAGE_SIZE
-from examples.demo.stages import cut_stage, split_layers
-from kvferry.clients.pool import AttachedPool
-from kvferry.clients.sync_client import Client
-from kvferry.protocol.ids import ModelIdentity
-from kvferry.protocol.manifests import MhaSpec
+from kvferry.clients import AttachedPool, Client, ModelIdentity
 
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
+THREADS: Final = 1
+"""Of torch in each process: tokens are identical only with equal ones everywhere."""
+
+
+class Setup(NamedTuple):
+    """What an engine is told at its start: where its daemon serves, how large its pool is, which stage it is.
+
+    Engines begin ``together``: nobody waits for one that still loads the model.
+    """
+
+    model: Path
+    runtime_dir: Path
+    pool: str
+    pool_tokens: int
+    together: Barrier | None = None
+    stage: int = 0
+    stages: int = 1
 
 
 class Engine(NamedTuple):
-    """A client with one pool, and a model or one pipeline stage of it."""
+    """A client with one pool, a model or one pipeline stage of it, and whom to tell what happens."""
 
     client: Client
     pool: AttachedPool
     model: Any
+    tell: Tell
 
 
-def arguments() -> argparse.Namespace:
-    """Return an engine's arguments."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--runtime-dir", type=Path)
-    parser.add_argument("--pool", default="")
-    parser.add_argument("--pool-tokens", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--stage", type=int, default=0, help="which pipeline stage of the model, from 0")
-    parser.add_argument("--stages", type=int, default=1)
-    parser.add_argument("--listen", help="where the previous stage connects to")
-    parser.add_argument("--next-stage", help="where the next stage listens")
-    parser.add_argument("--sources", type=int, default=1, help="how many pools send to decode")
-    parser.add_argument("--source-daemon", action="append", default=[], help="where a source's daemon listens")
-    return parser.parse_args()
-
-
-def start(options: argparse.Namespace) -> Engine:
-    """Load the model, open a session, create and map the pool, and notify the router."""
+def start(tell: Tell, setup: Setup) -> Engine:
+    """Load the model, open a session, create and map the pool."""
     started = time.monotonic()
-    model = load_model(options.model, options.threads)
-    layers = split_layers(model.config.num_hidden_layers, options.stages)[options.stage]
-    cut_stage(model, layers)
-    client = Client.connect(options.runtime_dir, name=options.pool)
-    spec = pool_spec(model.config, options.pool_tokens, layers.start)
-    pool = client.create_pool(options.pool, spec, model=ModelIdentity(name=Path(options.model).resolve().name))
-    notify(Ready(load_s=time.monotonic() - started))
-    return Engine(client, pool, model)
+    model = load_model(setup.model, THREADS)
+    first_layer = cut_stage(model, setup.stage, setup.stages)
+    client = Client.connect(setup.runtime_dir, name=setup.pool)
+    spec = pool_spec(model.config, setup.pool_tokens, PAGE_SIZE, first_layer)
+    pool = client.create_pool(setup.pool, spec, model=ModelIdentity(name=setup.model.resolve().name))
+    tell(Ready(load_s=time.monotonic() - started))
+    if setup.together is not None:
+        setup.together.wait()
+    return Engine(client, pool, model, tell)
 
 
-def pool_spec(config: LlamaConfig, tokens: int, first_layer: int = 0) -> MhaSpec:
-    """Return the spec of a pool for this model, or for its stage that begins with ``first_layer``."""
-    return MhaSpec(
-        layers=config.num_hidden_layers,
-        first_layer=first_layer,
-        tokens=tokens,
-        page_size=PAGE_SIZE,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        dtype="float32",
-    )
+class Pages:
+    """The pool of an engine: pages taken and given back, and caches on them."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self._client = engine.client
+        self._k = engine.pool.tensor("main", "k")
+        self._v = engine.pool.tensor("main", "v")
+        self._shuffle = random.Random(seed)  # noqa: S311  so that no page order is right by accident
+        self.pool = engine.pool.name
+        self.size = engine.pool.page_size
+        self.count = engine.pool.manifest.pages - 1  # without the padding page
+
+    def allocate(self, count: int) -> list[int]:
+        """Return new pages filled with NaN, so that missing data cannot go unnoticed."""
+        ids: list[int] = self._client.allocate(self.pool, count).tolist()
+        self._shuffle.shuffle(ids)
+        self._k[:, ids] = float("nan")
+        self._v[:, ids] = float("nan")
+        return ids
+
+    def free(self, ids: Sequence[int]) -> None:
+        """Give pages back; the daemon frees those that it still reads when it has done so."""
+        if ids:
+            self._client.free(self.pool, ids)
+
+    def cache(self, ids: Sequence[int], length: int) -> PagedCache:
+        """Return the cache of a request whose first ``length`` tokens are in these pages."""
+        return PagedCache(self._k, self._v, PagedSequence(list(ids), self.size, length))
+
+
+class Request:
+    """A request that decodes: its prompt, its pages, its tokens so far."""
+
+    def __init__(self, prompt: Prompt, cache: PagedCache) -> None:
+        self.prompt = prompt
+        self.cache = cache
+        self.tokens: list[int] = []
+        self.started = 0.0
+
+    @property
+    def pages(self) -> list[int]:
+        """Return its pages."""
+        return self.cache.sequence.page_ids
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether its next token needs another page."""
+        return self.cache.get_seq_length() == self.cache.sequence.capacity
+
+    def next_token(self, model: Any) -> int:  # noqa: ANN401  transformers' types miss half of a model
+        """Compute one token from the last one; the page for it is there."""
+        return int(compute(model, torch.tensor(self.tokens[-1:]), self.cache)[-1].argmax())
+
+    def add(self, token: int, engine: Engine) -> bool:
+        """Add a token and report it; return whether it was the last one."""
+        self.tokens.append(token)
+        engine.tell(Token(self.prompt.request_id, token))
+        if token != engine.model.config.eos_token_id and len(self.tokens) < self.prompt.max_new_tokens:
+            return False
+        engine.tell(Done(self.prompt.request_id, decode_s=time.monotonic() - self.started))
+        return True

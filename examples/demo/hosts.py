@@ -8,199 +8,150 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import itertools
 import os
-import re
-import shutil
+import secrets
 import signal
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
-from examples.demo.errors import DemoError
+from pyroute2 import IPRoute, netns
+from pyroute2.netlink.exceptions import NetlinkError
 
 NETWORK: Final = ipaddress.IPv4Network("10.213.0.0/24")
-MAX_HOSTS: Final = 64
-COMMAND_S: Final = 30.0
-NAMESPACES: Final = Path("/var/run/netns")
+NAMESPACES: Final = Path(netns.NETNS_RUN_DIR)
 BRIDGE: Final = "bridge"
 UPLINK: Final = "uplink"
 """A host's end of its veth pair. The bridge's end is named by the host's number."""
 
-_OURS: Final = re.compile(r"kvferry-([0-9]+)-([0-9]+)-[0-9]+-(?:bridge|[0-9]+)")
-_serials: Final = itertools.count(1)
+_OURS: Final = "kvferry-"
+_WITHOUT_IPV6: Final = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}
+"""Its neighbour discovery would only make noise."""
 
 
-class Host:
-    """One host, made by ``Hosts``.
+class Host(NamedTuple):
+    """One host, made by ``hosts``: a network namespace, linked to a bridge in a namespace of its own."""
 
-    Attributes:
-        number: from 1.
-        name: of its network namespace.
-        address: its IPv4 address on the network that all hosts share.
-    """
+    number: int
+    namespace: str
+    bridge: str
 
-    def __init__(self, number: int, name: str, bridge: str) -> None:
-        self.number = number
-        self.name = name
-        self.address = str(NETWORK[number])
-        self._bridge = bridge
+    @property
+    def address(self) -> str:
+        """Return its IPv4 address on the network that all hosts share."""
+        return str(NETWORK[self.number])
 
-    def __repr__(self) -> str:
-        """Show number, address and namespace."""
-        return f"<Host {self.number} {self.address} namespace={self.name}>"
+    @property
+    def port(self) -> str:
+        """Return the name of the bridge's end of its link."""
+        return f"host{self.number}"
+
+    def enter(self) -> None:
+        """Move the calling thread here for good, and what it starts from now on."""
+        netns.setns(self.namespace, flags=0)
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """Return the command line that runs a command on this host, in the started process itself."""
-        return ["ip", "netns", "exec", self.name, *arguments]
+        return ["nsenter", f"--net={NAMESPACES / self.namespace}", *arguments]
 
     def cut_link(self) -> None:
         """Drop all traffic in both directions, unnoticed: what is sent is lost, and connections stay open."""
-        _ip("-n", self._bridge, "link", "set", _port(self.number), "nomaster")
+        with _Links(self.bridge) as links:
+            links.set(self.port, master=0)
 
     def restore_link(self) -> None:
         """Connect the host to the others again; does nothing if it is connected."""
-        _ip("-n", self._bridge, "link", "set", _port(self.number), "master", BRIDGE)
+        with _Links(self.bridge) as links:
+            links.set(self.port, master=links.index(BRIDGE))
+
+    def slow_down(self, mbit_s: int) -> None:
+        """Let no more than this leave the host."""
+        with _Links(self.namespace) as links:
+            rate = mbit_s * 1_000_000 // 8
+            links.netlink.tc("add", "tbf", links.index(UPLINK), handle="1:", rate=rate, burst=1 << 16, latency="50ms")
 
 
-class Hosts:
-    """``with Hosts(3) as hosts``: three hosts; ``hosts[0]`` is number 1. Leaving ends the processes still on them."""
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Make hosts; leaving ends the processes still on them. Removes what killed runs have left behind, too.
 
-    def __init__(self, count: int) -> None:
-        """Choose the names of ``count`` hosts, which are created on entering.
-
-        Raises:
-            ValueError: ``count`` is not between 1 and MAX_HOSTS.
-        """
-        if not 1 <= count <= MAX_HOSTS:
-            raise ValueError(f"{count} hosts; 1 to {MAX_HOSTS} are possible")
-        prefix = f"kvferry-{os.getpid()}-{_start_ticks(os.getpid())}-{next(_serials)}"
-        self._bridge = f"{prefix}-bridge"
-        self._hosts = tuple(Host(number, f"{prefix}-{number}", self._bridge) for number in range(1, count + 1))
-
-    def __repr__(self) -> str:
-        """Show the hosts."""
-        return f"<Hosts {list(self._hosts)}>"
-
-    def __len__(self) -> int:
-        """Return the number of hosts."""
-        return len(self._hosts)
-
-    def __getitem__(self, index: int) -> Host:
-        """Return a host."""
-        return self._hosts[index]
-
-    def __iter__(self) -> Iterator[Host]:
-        """Yield the hosts in the order of their numbers."""
-        return iter(self._hosts)
-
-    def __enter__(self) -> Self:
-        """Create the hosts, after removing what killed runs have left behind.
-
-        Raises:
-            DemoError: not root, no ``ip`` command, or no network namespaces allowed; says which.
-        """
-        check_hosts_possible()
-        remove_leftovers()
+    Raises:
+        OSError: not root, or no network namespaces allowed; says which.
+    """
+    check_hosts_possible()
+    remove_leftovers()
+    run = f"{_OURS}{os.getpid()}-{secrets.token_hex(4)}"
+    made = [Host(number, f"{run}-{number}", f"{run}-0") for number in range(1, count + 1)]
+    try:
         try:
-            self._make()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the processes still on the hosts, and remove the hosts."""
-        self._remove()
-
-    def _make(self) -> None:
-        _ip("netns", "add", self._bridge)
-        # Multicast snooping and IPv6 would only make noise on a network of a few IPv4 hosts.
-        _ip("-n", self._bridge, "link", "add", BRIDGE, "type", "bridge", "mcast_snooping", "0")
-        _ip("-n", self._bridge, "link", "set", BRIDGE, "addrgenmode", "none", "up")
-        for host in self._hosts:
-            port = _port(host.number)
-            _ip("netns", "add", host.name)
-            _ip("-n", host.name, "link", "set", "lo", "up")
-            # Both ends are created in their namespaces: the machine's own namespace is never touched.
-            far_end = ("peer", "name", port, "netns", self._bridge)
-            _ip("link", "add", UPLINK, "netns", host.name, "type", "veth", *far_end)
-            _ip("-n", self._bridge, "link", "set", port, "addrgenmode", "none", "master", BRIDGE, "up")
-            _ip("-n", host.name, "address", "add", f"{host.address}/{NETWORK.prefixlen}", "dev", UPLINK)
-            _ip("-n", host.name, "link", "set", UPLINK, "addrgenmode", "none", "up")
-
-    def _remove(self) -> None:
-        present = _namespaces()
-        for name in (*(host.name for host in self._hosts), self._bridge):
-            if name in present:
-                _remove(name)
+            _make(made)
+        except (NetlinkError, OSError) as cause:
+            raise OSError(f"cannot make hosts: {cause}") from cause
+        yield made
+    finally:
+        _remove(name for name in netns.listnetns() if name.startswith(f"{run}-"))
 
 
 def check_hosts_possible() -> None:
     """Check that this process may create hosts.
 
     Raises:
-        DemoError: it may not; says what is missing and how to get it.
+        PermissionError: it may not.
     """
-    if shutil.which("ip") is None:
-        raise DemoError("several hosts need the command `ip`: apt-get install iproute2")
     if os.geteuid() != 0:
-        raise DemoError("several hosts are network namespaces, which only root can make: run this as root")
+        raise PermissionError("several hosts are network namespaces, which only root can make: run this as root")
 
 
 def remove_leftovers() -> None:
     """Remove hosts that dead processes left behind, and end the processes still on them."""
-    for name in _namespaces():
-        found = _OURS.fullmatch(name)
-        if found and _start_ticks(int(found[1])) != int(found[2]):
-            _remove(name)
+    ours = [name for name in netns.listnetns() if name.startswith(_OURS)]
+    _remove(name for name in ours if not Path("/proc", name.split("-")[1]).exists())
 
 
-def _port(number: int) -> str:
-    return f"host{number}"
+def _make(made: Sequence[Host]) -> None:
+    """Make the namespaces and links; both ends in theirs, so that the machine's own is never touched."""
+    netns.create(made[0].bridge)
+    with _Links(made[0].bridge) as bridge:
+        bridge.netlink.link("add", ifname=BRIDGE, kind="bridge", br_mcast_snooping=0)
+        bridge.set(BRIDGE, state="up", IFLA_AF_SPEC=_WITHOUT_IPV6)
+        for host in made:
+            netns.create(host.namespace)
+            with _Links(host.namespace) as links:
+                links.set("lo", state="up")
+                far_end = {"ifname": host.port, "net_ns_fd": host.bridge}
+                links.netlink.link("add", ifname=UPLINK, kind="veth", peer=far_end)
+                bridge.set(host.port, master=bridge.index(BRIDGE), state="up", IFLA_AF_SPEC=_WITHOUT_IPV6)
+                address = {"address": host.address, "prefixlen": NETWORK.prefixlen}
+                links.netlink.addr("add", index=links.index(UPLINK), **address)
+                links.set(UPLINK, state="up", IFLA_AF_SPEC=_WITHOUT_IPV6)
 
 
-def _namespaces() -> list[str]:
-    with contextlib.suppress(FileNotFoundError):
-        return sorted(file.name for file in NAMESPACES.iterdir())
-    return []
-
-
-def _remove(name: str) -> None:
-    """Remove a namespace and end its processes: they would keep it, and its links, alive without a name."""
-    try:
-        for pid in _ip("netns", "pids", name).split():
+def _remove(names: Iterator[str]) -> None:
+    """Remove namespaces and end their processes: they would keep them, and their links, alive without a name."""
+    pids = netns.ns_pids()
+    for name in names:
+        for pid in pids.get(name, ()):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        _ip("netns", "delete", name)
-    except DemoError:
-        if name in _namespaces():  # otherwise another run removed it
-            raise
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError):  # another run removed it
+            netns.remove(name)
 
 
-def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot, which makes its pid unique; None if it is dead."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    is_dead = fields[0] in {"Z", "X"}
-    return None if is_dead else int(fields[19])
+class _Links:
+    """The links of one namespace, by their names."""
 
+    def __init__(self, namespace: str) -> None:
+        self.netlink = IPRoute(netns=namespace, flags=0)
 
-def _ip(*arguments: str) -> str:
-    """Run ``ip`` and return what it prints.
+    def __enter__(self) -> Self:
+        return self
 
-    Raises:
-        DemoError: it failed; contains its error output.
-    """
-    command = ["ip", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S)  # noqa: S603  no shell
-    if done.returncode:
-        said = " ".join(done.stderr.split()) or f"status {done.returncode}"
-        raise DemoError(f"`{' '.join(command)}` failed: {said}")
-    return done.stdout
+    def __exit__(self, *_: object) -> None:
+        self.netlink.close()
+
+    def index(self, name: str) -> int:
+        index: int = self.netlink.link_lookup(ifname=name)[0]
+        return index
+
+    def set(self, name: str, **values: object) -> None:
+        self.netlink.link("set", index=self.index(name), **values)

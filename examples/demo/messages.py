@@ -1,4 +1,4 @@
-"""Messages between the demo's router and its engines, as JSON lines on standard input and output.
+"""What the demo tells its engines, what they tell it, and its error.
 
 Only prompts, tokens and times: the KV cache, the first token and completion go through kvferry alone. Times are
 seconds of CLOCK_MONOTONIC, which all processes of a host share.
@@ -6,57 +6,64 @@ seconds of CLOCK_MONOTONIC, which all processes of a host share.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeAlias
 
 import msgspec
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The base of every line."""
+class DemoError(Exception):
+    """The demo failed. The text says why in one line; ``details`` are further lines, such as the end of a log."""
+
+    def __init__(self, reason: str, details: str = "") -> None:
+        super().__init__(reason)
+        self.details = details
 
 
-class Prompt(Line, frozen=True, kw_only=True):
-    """Router to engine: a prompt to process. The end of input means that there are no more."""
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt to process."""
 
     request_id: str
     tokens: tuple[int, ...]
     max_new_tokens: int
 
+    def most_pages(self, page_size: int) -> int:
+        """Return the most pages that it can need; the last token's K and V are never computed."""
+        return pages_of(len(self.tokens) + self.max_new_tokens - 1, page_size)
 
-class Ready(Line, frozen=True, kw_only=True):
-    """Engine: the model is loaded, the pool is mapped."""
+
+class Ready(msgspec.Struct, frozen=True):
+    """The model is loaded, the pool is mapped."""
 
     load_s: float
 
 
-class Prefilled(Line, frozen=True, kw_only=True):
+class Prefilled(msgspec.Struct, frozen=True):
     """Prefill engine: the last SEND of a prompt was submitted. Retracting engine: its first token was computed."""
 
     request_id: str
     prefill_s: float
     sent_at: float
-    chunks: int
-    reused_pages: int
+    chunks: int = 1
+    reused_pages: int = 0
 
 
-class Arrived(Line, frozen=True, kw_only=True):
-    """Decode engine: a prompt's pages have arrived, together with ``first_token``."""
+class Arrived(msgspec.Struct, frozen=True):
+    """Decode engine: a prompt's pages have arrived, together with the first token."""
 
     request_id: str
     arrived_at: float
-    first_token: int
     moved_bytes: int
 
 
-class Token(Line, frozen=True, kw_only=True):
-    """Decode engine: one more token of a request."""
+class Token(msgspec.Struct, frozen=True):
+    """One more token of a request."""
 
     request_id: str
     token: int
 
 
-class Retracted(Line, frozen=True, kw_only=True):
+class Retracted(msgspec.Struct, frozen=True):
     """Retracting engine: a request's pages are in the host tier and free again; ``offload_s`` as the daemon reports."""
 
     request_id: str
@@ -66,7 +73,7 @@ class Retracted(Line, frozen=True, kw_only=True):
     offload_s: float
 
 
-class Restored(Line, frozen=True, kw_only=True):
+class Restored(msgspec.Struct, frozen=True):
     """Retracting engine: a request was restored; ``other_pages`` of its pages differ from those that it had."""
 
     request_id: str
@@ -76,38 +83,30 @@ class Restored(Line, frozen=True, kw_only=True):
     restore_s: float
 
 
-class Done(Line, frozen=True, kw_only=True):
-    """Decode engine: a request has all its tokens. Reference engine: the same, with the tokens."""
+class Done(msgspec.Struct, frozen=True):
+    """A request has all its tokens."""
 
     request_id: str
     decode_s: float
-    tokens: tuple[int, ...] = ()
 
 
-FromEngine = Ready | Prefilled | Arrived | Token | Retracted | Restored | Done
+class Reference(msgspec.Struct, frozen=True):
+    """Plain ``generate()`` of a prompt gives these tokens."""
 
-_prompts = msgspec.json.Decoder(Prompt)
-_from_engine = msgspec.json.Decoder(FromEngine)
-
-
-def encode_line(line: Line) -> bytes:
-    """Return the encoded line with its newline."""
-    return msgspec.json.encode(line) + b"\n"
+    request_id: str
+    tokens: tuple[int, ...]
 
 
-def decode_line(line: bytes) -> FromEngine:
-    """Return an engine's message; raises msgspec.MsgspecError if the line is not one."""
-    decoded: FromEngine = _from_engine.decode(line)
-    return decoded
+class Failed(msgspec.Struct, frozen=True):
+    """The engine ends with an error."""
+
+    reason: str
 
 
-def notify(line: Line) -> None:
-    """Write a line to the router."""
-    sys.stdout.buffer.write(encode_line(line))
-    sys.stdout.buffer.flush()
+Message: TypeAlias = Ready | Prefilled | Arrived | Token | Retracted | Restored | Done | Reference | Failed
+Tell: TypeAlias = Callable[[Message], None]
 
 
-def read_prompts() -> Iterator[Prompt]:
-    """Yield the router's prompts until its end of input."""
-    for line in sys.stdin.buffer:
-        yield _prompts.decode(line)
+def pages_of(tokens: int, page_size: int) -> int:
+    """Return how many pages so many tokens need."""
+    return -(-tokens // page_size)

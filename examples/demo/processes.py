@@ -1,62 +1,56 @@
-"""The demo's child processes: starting them, reading their output, and always ending them."""
+"""The demo's processes, daemons and engines: started afresh, listened to, and always ended."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import selectors
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final, Self
+from typing import Final, Self
 
-import msgspec
-
-from examples.demo.errors import DemoError
 from examples.demo.hosts import Host
-from examples.demo.messages import FromEngine, Line, decode_line, encode_line
+from examples.demo.messages import DemoError, Failed, Message
+from kvferry.clients import Client
+from kvferry.protocol.errors import DaemonLostError
 
 ENDING_S: Final = 15.0
 DAEMON_START_S: Final = 30.0
+LOOK_S: Final = 0.05
 MORE_FAILURES_S: Final = 1.5
 """How long to wait after a failure for related ones: a process was killed, and then its peer fails."""
 LOG_LINES: Final = 15
 
+SPAWN: Final = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads' locks
+
 
 class Child:
-    """A Python module running as a process; its standard error goes to a file."""
+    """A function that runs in a process of its own: ``main(tell, *arguments)``; ``tell`` sends a message to here."""
 
     def __init__(
         self,
         name: str,
-        module: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        folder: Path,
+        main: Callable[..., None],
+        *arguments: object,
         host: Host | None = None,
+        log: Path | None = None,
     ) -> None:
-        """Start it, on ``host`` or where this process is; its log is in ``folder``."""
+        """Start it, on ``host`` or where this process is; standard error goes to ``log`` or where ours does."""
         self.name = name
-        self.folder = folder
-        command = [sys.executable, "-m", module, *arguments]
-        self._log = folder / f"{name.replace(' ', '-')}.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603  ourselves, no shell
-                host.command(command) if host else command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C reaches only the demo, which ends its children in order
-            )
+        self._messages, theirs = SPAWN.Pipe(duplex=False)
+        self._log = log
+        self._reason = ""
+        self._process = SPAWN.Process(target=_run, args=(main, theirs, host, log, *arguments), name=name)
+        self._process.start()
+        theirs.close()
 
     def __repr__(self) -> str:
         """Show name, pid and exit status."""
-        return f"<Child {self.name} pid={self.pid} status={self._process.poll()}>"
+        return f"<Child {self.name} pid={self.pid} status={self._process.exitcode}>"
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -71,123 +65,107 @@ class Child:
     @property
     def pid(self) -> int:
         """Return the process id."""
+        assert self._process.pid is not None
         return self._process.pid
 
-    @property
-    def output(self) -> IO[bytes]:
-        """Return the process's standard output."""
-        return _present(self._process.stdout)
-
-    def notify(self, lines: Sequence[Line]) -> None:
-        """Write lines to the standard input of the process, and close it.
-
-        Raises:
-            DemoError: the process has ended.
-        """
-        try:
-            with _present(self._process.stdin) as channel:
-                channel.writelines(encode_line(line) for line in lines)
-        except BrokenPipeError:
-            self.status(ENDING_S)
-            raise failure([self]) from None
-
-    def status(self, timeout_s: float) -> int | None:
+    def status(self, timeout_s: float = 0.0) -> int | None:
         """Return the exit status; None if the process still runs after ``timeout_s``."""
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+        self._process.join(timeout_s)
+        return self._process.exitcode
 
-    def end(self) -> int:
+    def end(self) -> int | None:
         """Terminate the process, kill it if it does not end, and return its exit status."""
         self._process.terminate()
-        try:
-            self._process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
+        if self.status(ENDING_S) is None:
             self._process.kill()
-            self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
-        return self._process.returncode
+        return self.status(ENDING_S)
+
+    @property
+    def channel(self) -> connection.Connection[Message, Message]:
+        """Return what becomes readable with the next message, and when the process ends."""
+        return self._messages
+
+    @property
+    def sentinel(self) -> int:
+        """Return what becomes readable when the process ends."""
+        return self._process.sentinel
+
+    def receive(self) -> Message | None:
+        """Return its next message, or None if there will be none."""
+        try:
+            message: Message = self._messages.recv()
+        except EOFError:
+            return None
+        if isinstance(message, Failed):
+            self._reason = message.reason
+        return message
 
     def outcome(self) -> str:
         """Return in one line how the process ended, if it did."""
-        who = f"the {self.name} (pid {self.pid})"
-        status = self._process.poll()
+        who, status = f"the {self.name} (pid {self.pid})", self.status()
         if status is None:
             return f"{who} stopped talking"
         if status < 0:
             return f"{who} was killed by {signal.Signals(-status).name}"
-        lines = self._log_lines()
-        return f"{who} ended with status {status}{lines and f': {lines[-1]}'}"
+        reason = self._reason or "".join(self.log_end()[-1:])
+        return f"{who} ended with status {status}{reason and f': {reason}'}"
 
     def log_end(self) -> list[str]:
-        """Return the last lines of the process's standard error, prefixed with its name."""
-        return [f"    {self.name} | {line}" for line in self._log_lines()[-LOG_LINES:]]
-
-    def _log_lines(self) -> list[str]:
-        return [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        """Return the last lines of the process's log."""
+        text = self._log.read_text(errors="replace") if self._log else ""
+        return [line for line in text.splitlines() if line.strip()][-LOG_LINES:]
 
 
-def start_daemon(runtime_dir: Path, folder: Path, config: str = "", host: Host | None = None) -> Child:
-    """Start a daemon in ``runtime_dir``, and wait for its READY as a service manager does.
+def start_daemon(name: str, runtime_dir: Path, folder: Path, config: str, host: Host | None = None) -> Child:
+    """Start a daemon in ``runtime_dir``, and wait until it serves.
 
     Args:
+        name: for people.
         runtime_dir: for its sockets.
         folder: for its log and configuration, not shared with other daemons.
         config: the text of its configuration file.
         host: where it runs, if not where this process does.
 
     Raises:
-        DemoError: it ended, or was not ready in time.
+        DemoError: it ended, or did not serve in time.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
-        address = folder / "notify"
-        notifications.bind(os.fspath(address))
-        notifications.settimeout(0.2)
-        environment = {"NOTIFY_SOCKET": os.fspath(address)}
-        arguments = ["--runtime-dir", os.fspath(runtime_dir)]
-        if config:
-            file = folder / "kvferry.toml"
-            file.write_text(config)
-            arguments += ["--config", os.fspath(file)]
-        name = f"daemon of host {host.number}" if host else "daemon"
-        child = Child(name, "kvferry.daemon", arguments, environment, folder, host)
+    file = folder / "kvferry.toml"
+    file.write_text(config)
+    arguments = ["--runtime-dir", os.fspath(runtime_dir), "--config", os.fspath(file)]
+    daemon = Child(name, _become_daemon, arguments, host=host, log=folder / "daemon.log")
+    ends_at = time.monotonic() + DAEMON_START_S
+    while time.monotonic() < ends_at and daemon.status(LOOK_S) is None:
         try:
-            _wait_for_ready(child, notifications)
-        except BaseException:
-            child.end()
-            raise
-        return child
+            Client.connect(runtime_dir, session=False).close()
+        except DaemonLostError:
+            continue
+        return daemon
+    daemon.end()
+    raise failure([daemon])
 
 
-def listen(children: Sequence[Child], daemons: Sequence[Child], timeout_s: float) -> Iterator[tuple[Child, FromEngine]]:
-    """Yield the children's messages until all of them have closed their output.
+def listen(engines: Sequence[Child], daemons: Sequence[Child], timeout_s: float) -> Iterator[tuple[Child, Message]]:
+    """Yield the engines' messages until all of them have ended.
 
     Raises:
-        DemoError: a child ended with an error, a daemon ended, or there was no output for ``timeout_s``.
+        DemoError: an engine ended with an error, a daemon ended, or there was no message for ``timeout_s``.
     """
-    with selectors.DefaultSelector() as selector:
-        pending = dict.fromkeys(children, b"")
-        watched = [*children, *daemons]
-        for child in watched:
-            selector.register(child.output, selectors.EVENT_READ, child)
-        while pending:
-            ready = selector.select(timeout_s)
-            if not ready:
-                raise DemoError(f"{' and '.join(child.name for child in pending)} said nothing for {timeout_s:g} s")
-            for key, _ in ready:
-                speaker: Child = key.data
-                data = os.read(key.fd, 1 << 16)
-                if data and speaker not in daemons:
-                    *lines, pending[speaker] = (pending[speaker] + data).split(b"\n")
-                    yield from ((speaker, _decoded(speaker, line)) for line in lines)
-                elif not data:
-                    selector.unregister(speaker.output)
-                    pending.pop(speaker, None)
-                    if speaker in daemons or speaker.status(ENDING_S) != 0:
-                        raise failure([speaker, *(one for one in watched if one is not speaker)])
+    talking = {engine.channel: engine for engine in engines}
+    serving = {daemon.sentinel: daemon for daemon in daemons}
+    while talking:
+        ready = connection.wait([*talking, *serving], timeout_s)
+        if not ready:
+            raise DemoError(f"{' and '.join(one.name for one in talking.values())} said nothing for {timeout_s:g} s")
+        ended = [daemon for sentinel, daemon in serving.items() if sentinel in ready]
+        for channel, engine in list(talking.items()):
+            message = engine.receive() if channel in ready else None
+            if message is not None:
+                yield engine, message
+            elif channel in ready:
+                del talking[channel]
+                ended += [engine] if engine.status(ENDING_S) != 0 else []
+        if ended:
+            raise failure([*ended, *(one for one in (*engines, *daemons) if one not in ended)])
 
 
 def failure(children: Sequence[Child]) -> DemoError:
@@ -195,29 +173,31 @@ def failure(children: Sequence[Child]) -> DemoError:
     ends_at = time.monotonic() + MORE_FAILURES_S
     for child in children:
         child.status(max(0.0, ends_at - time.monotonic()))
-    failed = [child for child in children if child is children[0] or child.status(0)]
-    details = [line for child in failed for line in child.log_end()]
+    failed = [child for child in children if child is children[0] or child.status()]
+    details = [f"    {child.name} | {line}" for child in failed for line in child.log_end()]
     return DemoError("; ".join(child.outcome() for child in failed), "\n".join(details))
 
 
-def _wait_for_ready(daemon: Child, notifications: socket.socket) -> None:
-    ends_at = time.monotonic() + DAEMON_START_S
-    while time.monotonic() < ends_at and daemon.status(0) is None:
-        try:
-            if b"READY=1" in notifications.recv(4096).splitlines():
-                return
-        except TimeoutError:
-            continue
-    raise failure([daemon])
-
-
-def _decoded(child: Child, line: bytes) -> FromEngine:
+def _run(
+    main: Callable[..., None],
+    channel: connection.Connection[Message, Message],
+    host: Host | None,
+    log: Path | None,
+    *arguments: object,
+) -> None:
+    os.setsid()  # Ctrl-C reaches only the demo, which ends its children in order
+    if host is not None:
+        host.enter()
+    if log is not None:
+        with log.open("wb") as file:
+            os.dup2(file.fileno(), sys.stderr.fileno())
     try:
-        return decode_line(line)
-    except msgspec.MsgspecError as cause:
-        raise DemoError(f"the {child.name} said {line[:80]!r}") from cause
+        main(channel.send, *arguments)
+    except Exception as error:
+        channel.send(Failed(f"{type(error).__name__}: {error}"))
+        raise
 
 
-def _present(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
+def _become_daemon(_tell: object, arguments: Sequence[str]) -> None:
+    """Run ``kvferry daemon``."""
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "kvferry.daemon", *arguments])  # noqa: S606  ourselves

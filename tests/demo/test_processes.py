@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import tempfile
@@ -12,12 +13,12 @@ from typing import Final
 import psutil
 import pytest
 
-from examples.demo.errors import DemoError
-from examples.demo.messages import Prompt
+if importlib.util.find_spec("pyroute2") is None:
+    pytest.skip("pyroute2, of the demo extra", allow_module_level=True)
+
+from examples.demo.messages import DemoError, Ready, Tell
 from examples.demo.processes import Child, listen, start_daemon
 
-SILENT: Final = "kvferry.daemon"
-"""A module that says nothing on its standard output and runs until it is told to end."""
 TIMEOUT_S: Final = 30.0
 
 
@@ -28,73 +29,79 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def silent_child(folder: Path, name: str) -> Child:
-    return Child(name, SILENT, ["--runtime-dir", os.fspath(folder / name)], {}, folder)
+def is_silent(_tell: Tell) -> None:
+    """Say nothing, and run until it is told to end."""
+    signal.pause()
 
 
-def test_a_daemon_is_ready_when_it_is_returned_and_ends_with_status_0(folder: Path) -> None:
-    with start_daemon(folder / "run", folder) as daemon:
+def says_one_thing(tell: Tell) -> None:
+    """Say something, and end."""
+    tell(Ready(load_s=0.5))
+
+
+def fails(_tell: Tell) -> None:
+    """End with an error."""
+    raise ValueError("no such pool")
+
+
+def daemon_of(folder: Path, runtime_dir: Path) -> Child:
+    folder.mkdir(exist_ok=True)
+    return start_daemon("daemon", runtime_dir, folder, "")
+
+
+def test_a_daemon_serves_when_it_is_returned_and_ends_with_status_0(folder: Path) -> None:
+    with daemon_of(folder, folder / "run") as daemon:
         assert (folder / "run" / "control.sock").is_socket()
         assert daemon.end() == 0
     assert not psutil.pid_exists(daemon.pid)
 
 
-def test_a_second_daemon_on_a_directory_is_a_reason_in_a_line(folder: Path) -> None:
-    other = folder / "other"
-    other.mkdir()
-    with start_daemon(folder / "run", folder), pytest.raises(DemoError, match="another daemon") as raised:
-        start_daemon(folder / "run", other)
+def test_a_daemon_that_cannot_start_is_a_reason_in_a_line_with_its_log(folder: Path) -> None:
+    with pytest.raises(DemoError, match=r"the daemon \(pid \d+\) ended with status 2: .*nonsense") as raised:
+        start_daemon("daemon", folder / "run", folder, "nonsense = 1\n")
     assert "\n" not in str(raised.value)
     assert "daemon | " in raised.value.details
 
 
-def test_a_child_that_fails_is_named_with_the_end_of_its_log(folder: Path) -> None:
-    with (
-        Child("prefill engine", "examples.demo.prefill_engine", ["--nonsense"], {}, folder) as child,
-        pytest.raises(DemoError, match=r"the prefill engine \(pid \d+\) ended with status 2: .*--model") as raised,
-    ):
+def test_messages_come_with_who_sent_them_until_all_have_ended() -> None:
+    with Child("one", says_one_thing) as one, Child("two", says_one_thing) as two:
+        heard = list(listen([one, two], [], TIMEOUT_S))
+        assert sorted(child.name for child, _ in heard) == ["one", "two"]
+        assert [message for _, message in heard] == [Ready(load_s=0.5)] * 2
+        assert (one.status(), two.status()) == (0, 0)
+
+
+def test_a_child_that_fails_is_named_with_its_error(capfd: pytest.CaptureFixture[str]) -> None:
+    reason = r"^the prefill engine \(pid \d+\) ended with status 1: ValueError: no such pool$"
+    with Child("prefill engine", fails) as child, pytest.raises(DemoError, match=reason):
         list(listen([child], [], TIMEOUT_S))
-    assert "prefill engine | usage:" in raised.value.details
+    assert "Traceback" in capfd.readouterr().err
 
 
-def test_a_killed_child_is_named_by_its_signal_and_the_others_end(folder: Path) -> None:
-    with silent_child(folder, "one") as one, silent_child(folder, "two") as two:
+def test_a_killed_child_is_named_by_its_signal_and_the_others_end() -> None:
+    with Child("one", is_silent) as one, Child("two", is_silent) as two:
         os.kill(two.pid, signal.SIGKILL)
         with pytest.raises(DemoError, match=rf"^the two \(pid {two.pid}\) was killed by SIGKILL$"):
             list(listen([one, two], [], TIMEOUT_S))
-        assert one.status(0) is None
+        assert one.status() is None
     assert not psutil.pid_exists(one.pid)
 
 
-def test_failures_that_belong_together_are_told_together(folder: Path) -> None:
-    with silent_child(folder, "one") as one, silent_child(folder, "two") as two:
+def test_failures_that_belong_together_are_told_together() -> None:
+    with Child("one", is_silent) as one, Child("two", is_silent) as two:
         for child in (one, two):
             os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(DemoError, match=r"the (one|two) .* SIGKILL; the (one|two) .* SIGKILL$"):
             list(listen([one, two], [], TIMEOUT_S))
 
 
-def test_the_daemons_end_is_noticed_while_the_children_run(folder: Path) -> None:
-    with silent_child(folder, "one") as one, silent_child(folder, "daemon") as daemon:
+def test_the_daemons_end_is_noticed_while_the_engines_run() -> None:
+    with Child("one", is_silent) as one, Child("daemon", is_silent) as daemon:
         os.kill(daemon.pid, signal.SIGKILL)
-        with pytest.raises(DemoError, match=r"the daemon .* was killed by SIGKILL"):
+        with pytest.raises(DemoError, match=r"^the daemon .* was killed by SIGKILL$"):
             list(listen([one], [daemon], TIMEOUT_S))
 
 
-def test_silence_is_bounded(folder: Path) -> None:
-    with silent_child(folder, "one") as one, pytest.raises(DemoError, match=r"one said nothing for 0\.1 s"):
+def test_silence_is_bounded() -> None:
+    with Child("one", is_silent) as one, pytest.raises(DemoError, match=r"one said nothing for 0\.1 s"):
         list(listen([one], [], 0.1))
-
-
-def test_what_is_no_line_of_ours_is_a_reason(folder: Path) -> None:
-    with Child("one", "platform", [], {}, folder) as one, pytest.raises(DemoError, match="the one said b'Linux"):
-        list(listen([one], [], TIMEOUT_S))
-
-
-def test_orders_to_a_child_that_has_ended_fail(folder: Path) -> None:
-    prompt = Prompt(request_id="0" * 32, tokens=tuple(range(100_000)), max_new_tokens=1)
-    with (
-        Child("one", "kvferry.daemon", ["--nonsense"], {}, folder) as one,
-        pytest.raises(DemoError, match=r"the one .* ended with status 2"),
-    ):
-        one.notify([prompt])

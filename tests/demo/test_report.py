@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from examples.demo.messages import Arrived, Done, Prefilled, Restored, Retracted, Token
-from examples.demo.report import Report, RequestFigures, Totals, retraction_table, table
+from examples.demo.messages import Arrived, Done, Message, Prefilled, Reference, Restored, Retracted, Token
+from examples.demo.report import Report, RequestFigures, Totals
 
 
 class Letters:
@@ -26,8 +26,8 @@ def report_of(count: int, *, retracts: bool = False) -> Report:
 
 def serve(report: Report, request_id: str, tokens: list[int]) -> None:
     for token in tokens:
-        report.token(Token(request_id=request_id, token=token))
-    report.done(Done(request_id=request_id, decode_s=2.0))
+        report.take(Token(request_id, token))
+    report.take(Done(request_id, decode_s=2.0))
 
 
 def totals_for(decoded: list[int], expected: list[int]) -> Totals:
@@ -35,7 +35,7 @@ def totals_for(decoded: list[int], expected: list[int]) -> Totals:
     report = report_of(2)
     for request_id, ours, theirs in (("1", [1, 2, 3], [1, 2, 3]), ("2", decoded, expected)):
         serve(report, request_id, ours)
-        report.reference(Done(request_id=request_id, decode_s=1.0, tokens=tuple(theirs)))
+        report.take(Reference(request_id, tuple(theirs)))
     return report.totals(5.0)
 
 
@@ -67,11 +67,10 @@ def test_a_request_that_was_never_compared_is_no_success() -> None:
 @pytest.mark.parametrize("prefill_first", [True, False])
 def test_transfer_runs_from_the_last_send_to_the_arrival(*, prefill_first: bool) -> None:
     report = report_of(1)
-    sent = Prefilled(request_id="1", prefill_s=0.5, sent_at=10.0, chunks=3, reused_pages=2)
-    arrived = Arrived(request_id="1", arrived_at=10.25, first_token=1, moved_bytes=3 << 20)
-    steps = [(report.prefilled, sent), (report.arrived, arrived)]
-    for take, line in steps if prefill_first else reversed(steps):
-        take(line)  # type: ignore[operator]
+    sent = Prefilled("1", prefill_s=0.5, sent_at=10.0, chunks=3, reused_pages=2)
+    messages: list[Message] = [sent, Arrived("1", arrived_at=10.25, moved_bytes=3 << 20)]
+    for message in messages if prefill_first else reversed(messages):
+        report.take(message)
     totals = report.totals(1.0)
     figures = totals.requests[0]
     assert (figures.prefill_ms, figures.transfer_ms, figures.moved_bytes) == (500.0, 250.0, 3 << 20)
@@ -90,7 +89,7 @@ def test_text_streams_and_is_shown_once(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_table_has_a_line_a_request_under_its_head() -> None:
     report = report_of(2)
     serve(report, "1", [1, 2, 3])
-    head, first, second, summary = table(report.totals(5.0))
+    head, first, second, summary = report.table(report.totals(5.0))
     assert head.split()[:3] == ["nr", "prompt", "tokens"]
     assert len(head) == len(first) == len(second)
     assert " 1.0 " in first  # two tokens after the first one in two seconds
@@ -103,11 +102,11 @@ def test_the_table_has_a_line_a_request_under_its_head() -> None:
 def turns(report: Report, retracted: int, restored: int) -> Totals:
     """Return the totals of a request with the right tokens that went and came back so often."""
     for _ in range(retracted):
-        report.retracted(Retracted(request_id="1", tokens=3, pages=2, moved_bytes=3 << 20, offload_s=0.004))
+        report.take(Retracted("1", tokens=3, pages=2, moved_bytes=3 << 20, offload_s=0.004))
     for _ in range(restored):
-        report.restored(Restored(request_id="1", pages=2, other_pages=1, moved_bytes=3 << 20, restore_s=0.002))
+        report.take(Restored("1", pages=2, other_pages=1, moved_bytes=3 << 20, restore_s=0.002))
     serve(report, "1", [1, 2])
-    report.reference(Done(request_id="1", decode_s=1.0, tokens=(1, 2)))
+    report.take(Reference("1", (1, 2)))
     return report.totals(5.0)
 
 
@@ -137,7 +136,7 @@ def test_a_run_without_retraction_has_none() -> None:
 
 def test_the_table_of_turns_has_the_mean_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(2, retracts=True)
-    head, first, second, summary = retraction_table(turns(report, 2, 2))
+    head, first, second, summary = report.table(turns(report, 2, 2))
     assert capsys.readouterr().out
     assert len(head) == len(first) == len(second)
     assert first.split()[-4:] == ["2", "4.0", "2.0", "12.0"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from examples.demo.hosts import UPLINK, Host, Hosts
+from examples.demo.hosts import Host, hosts
 from kvferry.clients import AttachedPool, Client, MhaSpec
 from kvferry.protocol.session_messages import NetworkStatus
 from tests.daemons import DaemonProcess, running_daemon
@@ -72,11 +71,6 @@ class Node(NamedTuple):
         roles = [self.pool.tensor("main", role)[layers][:, ids] for role in ("k", "v")]
         return torch.stack(roles).clone()
 
-    def slow_down(self, mbit_s: int) -> None:
-        """Let no more than this leave the host: what happens during a transfer then does not depend on luck."""
-        limit = f"tc qdisc add dev {UPLINK} root tbf rate {mbit_s}mbit burst 64k latency 50ms"
-        subprocess.run(self.host.command(limit.split()), check=True, timeout=PATIENCE_S)
-
     def network(self) -> NetworkStatus:
         """Return how the daemon's bounce buffers are."""
         status = self.client.status().network
@@ -109,9 +103,9 @@ def cluster(
 
     With ``direct`` pages are written without bounce buffers, and what rests does so for its time.
     """
-    with Hosts(len(specs)) as hosts, contextlib.ExitStack() as stack:
+    with hosts(len(specs)) as made, contextlib.ExitStack() as stack:
         nodes = []
-        for host, one in zip(hosts, specs, strict=True):
+        for host, one in zip(made, specs, strict=True):
             folder = tmp_path / f"host{host.number}"
             folder.mkdir()
             config = CONFIG.format(
