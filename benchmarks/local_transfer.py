@@ -17,7 +17,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.measure import GIGABYTES_A_SECOND, Effort, Row, Target, compare, gigabytes_a_second
-from kvferry.daemon.config.schema import Config
+from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, best_copy
@@ -65,11 +65,9 @@ class Copier:
         self._loop = loop
         self._ended: asyncio.Future[KvferryError | None] = loop.create_future()
         self._op_ids = itertools.count(1)
-        config = Config()
         self.transport = LocalTransport(
             loop,
-            threads=config.copy_threads,
-            chunk_bytes=config.transfers.chunk_bytes,
+            threads=Tuning().copy_threads,
             copy=best_copy(),
         )
 

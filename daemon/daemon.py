@@ -10,12 +10,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final
 
+import msgspec
 import structlog
 import uvloop
 
-from kvferry.daemon.config.load import load_config
-from kvferry.daemon.config.schema import Config
 from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.hub import EndpointsChanged, EventHub, InstanceEnded, PoolRemoved, SessionEnded
@@ -38,23 +38,51 @@ from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.transfer.kept import KeptPayloads, Tombstones
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
 from kvferry.daemon.transports.local import LocalTransport, best_copy
-from kvferry.daemon.transports.network_memory import NetworkMemory, open_network
+from kvferry.daemon.transports.network_memory import NetworkMemory, NetworkTuning, open_network
 from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.daemon.transports.network_sender import NetworkSender
 from kvferry.daemon.transports.pull import PullTransport, fetch_region
 from kvferry.daemon.transports.remote import RemoteTransports
+from kvferry.pools.devices.accelerator import STUCK_AFTER_S
 from kvferry.protocol import VERSION
 from kvferry.protocol.base import Body
+from kvferry.protocol.config.load import load_config
+from kvferry.protocol.config.schema import Config, memory_bytes
 from kvferry.protocol.errors import ConfigError, DeviceLostError, KvferryError, MalformedError
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.limits import FEATURES, agree
+from kvferry.protocol.limits import FEATURES, Limits, agree
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
 from kvferry.protocol.settings import default_runtime_dir
 
 FETCH_THREADS = 2
+IN_FLIGHT_BYTES: Final = 64 << 20
+"""Of each class of the tiers' operations."""
+
 EXIT_BAD_INPUT = 2
 EXIT_DEVICE_LOST = 3
 log = structlog.get_logger(__name__)
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+    """What no operator could choose well, so the daemon chooses itself; tests choose otherwise.
+
+    Attributes:
+        limits: in place of those that follow from the configuration.
+        copy_threads: threads that copy pages.
+        whole_below_bytes: a SEND that releases its layers step by step but moves less is sent as a whole at its last
+            step: for small prompts the steps cost more than the overlap saves.
+        stuck_after_s: a device call that has not returned for so long counts as the loss of the device.
+        network: see ``NetworkTuning``.
+    """
+
+    limits: Limits | None = None
+    copy_threads: int = msgspec.field(default_factory=lambda: min(4, len(os.sched_getaffinity(0))))
+    whole_below_bytes: int = 4 << 20
+    stuck_after_s: float = STUCK_AFTER_S
+    network: NetworkTuning = NetworkTuning()
+
+
+DEFAULT_TUNING: Final = Tuning()
 
 
 class Daemon:
@@ -66,6 +94,7 @@ class Daemon:
         directory: RuntimeDirectory,
         stopping: asyncio.Event,
         network: NetworkMemory | None = None,
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         """Build everything on the running loop.
 
@@ -74,13 +103,15 @@ class Daemon:
             directory: where to listen; locked.
             stopping: set from outside or, where a device is lost, by the daemon itself: ``serve`` ends then.
             network: what transfers between hosts go by; see ``open_network``. It is the daemon's from now on.
+            tuning: what it chooses itself.
 
         Raises:
             ConfigError: an address cannot be listened on, or tiers lack what they need.
         """
         self.boot_id = new_boot_id()
         self._config = config
-        limits = config.announced
+        self._tuning = tuning
+        self._limits = limits = tuning.limits or config.announced
         self._loop = loop = asyncio.get_running_loop()
         self._started_at = time.monotonic()
         self._stopping = stopping
@@ -99,7 +130,7 @@ class Daemon:
             counters,
         )
         # -- pools and devices
-        self._devices = Devices(config.devices, self._device_lost)
+        self._devices = Devices(config.devices, self._device_lost, tuning.stuck_after_s)
         self._registry = PoolRegistry(LostPools(directory.path / DEVICE_POOLS_FILE), hub)
         self._session_socket = SessionSocket(
             directory.session_socket,
@@ -118,14 +149,12 @@ class Daemon:
             self._devices,
             self._registry,
             self._rings,
-            max_bytes=config.max_pool_bytes,
+            max_bytes=config.pools.size_bytes(memory_bytes()),
             populate=config.pools.populate,
             largest_payload_bytes=limits.largest_payload_bytes,
         )
         # -- tiers
-        scheduler = Scheduler(
-            dict.fromkeys(OperationClass, config.tiers.max_in_flight_bytes), patience_s=config.tiers.patience_s
-        )
+        scheduler = Scheduler(dict.fromkeys(OperationClass, IN_FLIGHT_BYTES))
         self._tiers = Tiers(
             config,
             self._dispatcher,
@@ -139,15 +168,13 @@ class Daemon:
         )
         # -- transfers
         state_machine = TransferStateMachine(
-            config.transfers.whole_below_bytes,
-            Tombstones(config.limits.max_tombstones, config.limits.tombstone_s),
+            tuning.whole_below_bytes,
+            Tombstones(),
             scheduler,
             payloads=KeptPayloads(limits.max_kept_session_payload_bytes, limits.max_kept_payload_bytes),
         )
-        self._transport = LocalTransport(
-            loop, threads=config.copy_threads, chunk_bytes=config.transfers.chunk_bytes, copy=best_copy()
-        )
-        self._executor = ThreadPoolExecutor(config.copy_threads, "network")
+        self._transport = LocalTransport(loop, threads=tuning.copy_threads, copy=best_copy())
+        self._executor = ThreadPoolExecutor(tuning.copy_threads, "network")
         self._network = network
         self._remote = RemoteTransports(
             PullTransport(self._links.send, self._transport, self._fetcher, fetch_region),
@@ -264,7 +291,7 @@ class Daemon:
     def _leave_in_any_case(self) -> None:
         """End the process where a call to a device holds up the rest of the end: nothing looks at the time any more."""
         if self._devices.in_use:
-            timer = threading.Timer(2 * self._config.devices.stuck_after_s, os._exit, (EXIT_DEVICE_LOST,))
+            timer = threading.Timer(2 * self._tuning.stuck_after_s, os._exit, (EXIT_DEVICE_LOST,))
             timer.daemon = True
             timer.start()
 
@@ -290,7 +317,7 @@ class Daemon:
             protocol=agree(body.protocol_min, body.protocol_max),
             daemon_version=VERSION,
             features=FEATURES,
-            limits=self._config.announced,
+            limits=self._limits,
         )
 
     def _status(self, _body: Body) -> StatusReport:
@@ -328,15 +355,17 @@ class Daemon:
         )
 
 
-async def run_daemon(config: Config, directory: RuntimeDirectory, manager: ServiceManager) -> None:
+async def run_daemon(
+    config: Config, directory: RuntimeDirectory, manager: ServiceManager, tuning: Tuning = DEFAULT_TUNING
+) -> None:
     """Serve in a locked runtime directory until a signal asks to end; see ``signals``."""
     stopping = asyncio.Event()
     with answered(asyncio.get_running_loop(), stopping):
         keep_freed_memory()
-        await Daemon(config, directory, stopping, await open_network(config)).serve(manager)
+        await Daemon(config, directory, stopping, await open_network(config, tuning.network), tuning).serve(manager)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) -> int:
     """Run the daemon; return its exit status.
 
     0 after SIGTERM; 1 where it could not start; 2 where arguments or configuration are wrong, which no restart mends;
@@ -361,7 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         configure_logs(config.logging)
         with runtime_directory as directory:
-            uvloop.run(run_daemon(config, directory, ServiceManager()))
+            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning))
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) and not error.retryable else 1

@@ -12,12 +12,12 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from kvferry.daemon.config.schema import DevicesConfig
-from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, Accelerator, DeviceMemory
+from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, STUCK_AFTER_S, Accelerator, DeviceMemory
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
 from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.devices.vendor import Mapped
 from kvferry.pools.planning.arrays import Array, Held, check_apart
+from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.errors import DeviceLostError, InvalidFieldError, KvferryError, OutOfMemoryError
 from kvferry.protocol.session_messages import DeviceStatus
 from kvferry.protocol.session_stream import TorchShare
@@ -53,8 +53,14 @@ class RegisteredSegment(NamedTuple):
 class Devices:
     """All devices, by name. ``on_lost`` is called once per lost device, on the thread that noticed."""
 
-    def __init__(self, config: DevicesConfig, on_lost: Callable[[str, DeviceLostError], None]) -> None:
+    def __init__(
+        self,
+        config: DevicesConfig,
+        on_lost: Callable[[str, DeviceLostError], None],
+        stuck_after_s: float = STUCK_AFTER_S,
+    ) -> None:
         self._config = config
+        self._stuck_after_s = stuck_after_s
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._devices: dict[str, _Device] = {}
@@ -167,7 +173,7 @@ class Devices:
         with self._lock:
             device = self._devices.get(name)
             if device is None:
-                device = self._devices[name] = _Device(Accelerator(name, stuck_after_s=self._config.stuck_after_s))
+                device = self._devices[name] = _Device(Accelerator(name, stuck_after_s=self._stuck_after_s))
                 device.accelerator.when_lost(lambda error: self._on_lost(name, error))
         try:
             device.accelerator.open()

@@ -58,19 +58,3 @@ def size_text(size: int) -> str:
         if size and size % unit_bytes == 0:
             return f"{size // unit_bytes}{unit}"
     return str(size)
-
-
-def with_sizes(table: dict[str, object]) -> dict[str, object]:
-    """Return a configuration table, and the tables in it, with valid texts of ``…_bytes`` keys as numbers."""
-    return {key: _as_number(key, value) for key, value in table.items()}
-
-
-def _as_number(key: str, value: object) -> object:
-    if isinstance(value, dict):
-        return with_sizes(value)
-    if not isinstance(value, str) or not key.endswith("_bytes"):
-        return value
-    try:
-        return size_bytes(value)
-    except ValueError:
-        return value

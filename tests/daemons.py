@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
 import pytest
 
+from kvferry.daemon.daemon import Tuning
 from tests.started import Started, started
 
 START_S = 30.0
@@ -50,6 +52,7 @@ def running_daemon(
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
     python: Path | None = None,
+    tuning: Tuning | None = None,
 ) -> Iterator[DaemonProcess]:
     """Run a daemon with this TOML configuration; on leaving it must end with status 0, unless it was killed.
 
@@ -59,13 +62,15 @@ def running_daemon(
         environment: added to this process's.
         prefix: a command that runs the daemon's, in another network namespace say.
         python: another environment's interpreter.
+        tuning: in place of what the daemon chooses itself.
     """
     log = tmp_path / "daemon.log"
     file = tmp_path / "daemon.toml"
     file.write_text(config)
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         runtime_dir = Path(folder) / "run"
-        command = [*COMMAND, "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
+        start = COMMAND if tuning is None else ("-m", "tests.tuned_daemon", msgspec.json.encode(tuning).decode())
+        command = [*start, "--config", os.fspath(file), "--runtime-dir", os.fspath(runtime_dir)]
         process = start_and_wait_until_ready(command, Path(folder) / "notify", log, environment or {}, prefix, python)
         daemon = DaemonProcess(runtime_dir, process, log)
         try:

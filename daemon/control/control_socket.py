@@ -14,9 +14,9 @@ from typing import NamedTuple, cast
 
 import zmq
 
-from kvferry.daemon.config.addresses import is_v6
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.access import SOCKET_MODE
+from kvferry.protocol.addresses import is_v6
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.limits import Limits
 

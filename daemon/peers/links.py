@@ -27,11 +27,11 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvferry.daemon.config.addresses import is_numeric, is_v6, scheme, wrong_address, wrong_port
 from kvferry.daemon.control.control_socket import ControlSocket, ReceivedMessage
 from kvferry.daemon.control.metrics import Counters, about
 from kvferry.daemon.process.access import PEER_SOCKET_MODE
 from kvferry.daemon.transfer.endpoints import Incarnation
+from kvferry.protocol.addresses import is_numeric, is_v6, scheme, wrong_address, wrong_port
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import ConfigError, InvalidFieldError, KvferryError
 from kvferry.protocol.ids import NO_BOOT, BootId

@@ -17,7 +17,7 @@ from typing import TextIO
 
 import structlog
 
-from kvferry.daemon.config.schema import LoggingConfig
+from kvferry.protocol.config.schema import LoggingConfig
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

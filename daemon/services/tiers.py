@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from concurrent.futures import Executor
+from typing import Final
 
 import structlog
 
-from kvferry.daemon.config.schema import Config
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.metrics import Counters
@@ -26,9 +27,11 @@ from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import Scheduler
+from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.session_messages import TierStatus
 
+MOST_COPY_THREADS: Final = 2
 log = structlog.get_logger(__name__)
 
 
@@ -57,7 +60,8 @@ class Tiers:
         self._counters = counters
         self._scheduler = scheduler
         self._host = HostTier(config.tiers, counters)
-        self._copier = TierCopier(asyncio.get_running_loop(), scheduler, threads=config.tiers.copy_threads)
+        threads = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
+        self._copier = TierCopier(asyncio.get_running_loop(), scheduler, threads=threads)
         self.operations = Operations(dispatcher, hub, sessions, counters, self._copier, self._host, executor)
         self._service = OffloadService(
             dispatcher, hub, pools, rings, self._host, self.operations, grace_s=config.tiers.snapshot_grace_s
@@ -123,7 +127,7 @@ class Tiers:
             raise ConfigError(
                 "the remote tier needs the host tier: tiers.host_bytes is 0", field="tiers.remote.transport"
             )
-        address = remote.address or config.network.address
+        address = config.store_address
         if address is None:
             raise ConfigError("set the address by which other nodes reach this one", field="tiers.remote.address")
         region = self._host.region

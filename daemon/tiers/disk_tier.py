@@ -16,7 +16,6 @@ from typing import Final
 
 import structlog
 
-from kvferry.daemon.config.tiers import DiskTierConfig
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import Demotions, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
@@ -25,6 +24,7 @@ from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFul
 from kvferry.pools.tiers.cached_block import BlockKey, CachedBlock, Digests, Tier
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
 from kvferry.pools.tiers.policies import EvictionPolicy, make_policy
+from kvferry.protocol.config.schema import DiskTierConfig
 from kvferry.protocol.session_messages import TierStatus
 
 STEP_BYTES: Final = 1 << 20

@@ -14,13 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import structlog
 
-from kvferry.daemon.config.tiers import TiersConfig
 from kvferry.daemon.control.metrics import Counters
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_units
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import BlockIndex, TenantAccount
 from kvferry.pools.tiers.journal import CacheJournal
+from kvferry.protocol.config.schema import TiersConfig, memory_bytes
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
 from kvferry.protocol.session_messages import TierStatus
 
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 HOLDERS_SHOWN = 4
 STRIDE_BYTES = 2 << 20
 AHEAD_BYTES = 256 << 20
-"""How much more memory than is in use is populated ahead of its use, unless ``tiers.populate`` asks for all of it."""
+"""How much more memory than is in use is populated ahead of its use."""
 
 JOURNAL_CHANGES = 1 << 16
 MAX_LABELS = 4096
@@ -62,7 +62,7 @@ class HostTier:
     def __init__(self, config: TiersConfig, counters: Counters) -> None:
         self.checksums = config.checksums
         self._counters = counters
-        size_bytes = config.host_tier_bytes
+        size_bytes = config.size_bytes(memory_bytes())
         self.arena = Arena(size_bytes)
         self.journal = CacheJournal(JOURNAL_CHANGES)
         quota_bytes = size_bytes if config.tenant_bytes is None else config.tenant_bytes
@@ -70,7 +70,6 @@ class HostTier:
         self.page_bytes: dict[Namespace, int] = {}
         self.models: dict[str, str] = {}
         self._region = HostRegion.create("host-tier", size_bytes) if size_bytes else None
-        self._ahead_bytes = size_bytes if config.populate else AHEAD_BYTES
         self._populated_bytes = 0
         self._populator = ThreadPoolExecutor(1, "populate-tier")
         self._closing = threading.Event()
@@ -164,8 +163,8 @@ class HostTier:
 
     def populate(self, used_bytes: int) -> None:
         """Populate memory ahead of its use, on a thread: copying into memory that has no pages yet is far slower."""
-        wanted = min(self.arena.size_bytes, -(-(used_bytes + self._ahead_bytes) // STRIDE_BYTES) * STRIDE_BYTES)
-        if self._region is None or wanted < min(self._populated_bytes + self._ahead_bytes // 2, self.arena.size_bytes):
+        wanted = min(self.arena.size_bytes, -(-(used_bytes + AHEAD_BYTES) // STRIDE_BYTES) * STRIDE_BYTES)
+        if self._region is None or wanted < min(self._populated_bytes + AHEAD_BYTES // 2, self.arena.size_bytes):
             return
         start, self._populated_bytes = self._populated_bytes, max(wanted, self._populated_bytes)
         if start < self._populated_bytes:

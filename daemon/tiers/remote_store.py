@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Self
 
+import msgspec
 import structlog
 import xxhash
 
-from kvferry.daemon.config.remote_tier import RemoteTierConfig
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.store_link import GRACE_S, Moved, StoreAwayError, StoreLink, StoreMoves, to_its_end
 from kvferry.daemon.tiers.store_process import (
@@ -42,6 +42,7 @@ from kvferry.daemon.tiers.store_process import (
 )
 from kvferry.daemon.transports.mooncake_native import INSTALL, MooncakeSettings, check_address, check_protocol
 from kvferry.pools.tiers.cached_block import BlockKey
+from kvferry.protocol.config.schema import RemoteTierConfig
 from kvferry.protocol.errors import ConfigError
 
 # -- the name of a cached block in the remote tier, and the header stored before its bytes.
@@ -115,11 +116,40 @@ _PROBE: Final = ["kvferry/1/probe"]
 log = structlog.get_logger(__name__)
 
 
+class StoreTuning(msgspec.Struct, frozen=True, kw_only=True):
+    """What the remote tier chooses itself.
+
+    ``threads`` calls move blocks at a time. A lookup waits for at most ``lookup_timeout_s`` and then finds nothing. A
+    peer that moves no byte for ``progress_timeout_s`` fails. The store process is killed when a block is not settled
+    after ``timeout_s``, which is longer than that, or when it does not answer for ``hung_s``; the blocks that this node
+    holds are lost with it. It is restarted after ``retry_s``, twice as long after each failure, up to
+    ``retry_at_most_s``.
+    """
+
+    threads: int = 2
+    lookup_timeout_s: float = 0.5
+    progress_timeout_s: int = 3
+    timeout_s: float = 30.0
+    hung_s: float = 5.0
+    start_timeout_s: float = 60.0
+    retry_s: float = 1.0
+    retry_at_most_s: float = 30.0
+
+
+DEFAULT_TUNING: Final = StoreTuning()
+
+
 class RemoteStore:
     """A Mooncake Store, see the module. ``async with`` starts joining it and leaves it. For the control loop."""
 
     def __init__(
-        self, config: RemoteTierConfig, address: str, arena_fd: int, arena_bytes: int, counters: Counters
+        self,
+        config: RemoteTierConfig,
+        address: str,
+        arena_fd: int,
+        arena_bytes: int,
+        counters: Counters,
+        tuning: StoreTuning = DEFAULT_TUNING,
     ) -> None:
         """Prepare; ``start`` joins.
 
@@ -129,8 +159,10 @@ class RemoteStore:
             arena_fd: the memfd that all ranges refer to; owned by the caller and open until ``close``.
             arena_bytes: its size.
             counters: receives ``remote.…``.
+            tuning: its times.
         """
         self._config = config
+        self._tuning = tuning
         self._address = address
         self._arena_fd = arena_fd
         self._arena_bytes = arena_bytes
@@ -139,7 +171,7 @@ class RemoteStore:
         self._master_answers = False
         self._away_logged = False
         self._lookups = 0
-        self._moves = StoreMoves(config.threads, config.timeout_s, lambda: self._reachable)
+        self._moves = StoreMoves(tuning.threads, tuning.timeout_s, lambda: self._reachable)
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -207,7 +239,7 @@ class RemoteStore:
             self._counters.add("remote.lookups_refused")
             return nothing
         self._counters.add("remote.lookups")
-        timeout_s = self._config.lookup_timeout_s
+        timeout_s = self._tuning.lookup_timeout_s
         until_s = time.monotonic() + timeout_s
         self._lookups += 1
         try:
@@ -265,7 +297,7 @@ class RemoteStore:
         if link is None:
             return False
         try:
-            async with asyncio.timeout(self._config.hung_s):
+            async with asyncio.timeout(self._tuning.hung_s):
                 answer = await link.ask(Remove(link.next_number(), list(names)))
         except (TimeoutError, StoreAwayError):
             return False
@@ -290,7 +322,7 @@ class RemoteStore:
     # --- supervision ---
 
     async def _supervise(self) -> None:
-        pause_s = self._config.retry_s
+        pause_s = self._tuning.retry_s
         while True:
             began_s = time.monotonic()
             try:
@@ -299,22 +331,22 @@ class RemoteStore:
             except StoreAwayError as error:
                 why = str(error)
             self._away(why)
-            if time.monotonic() - began_s > self._config.retry_at_most_s:
-                pause_s = self._config.retry_s
+            if time.monotonic() - began_s > self._tuning.retry_at_most_s:
+                pause_s = self._tuning.retry_s
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, self._config.retry_at_most_s)
+            pause_s = min(2 * pause_s, self._tuning.retry_at_most_s)
 
     async def _reach_master(self) -> None:
         """Wait until the master accepts a TCP connection: Mooncake itself would retry silently for minutes."""
         host, _, port = self._config.master.rpartition(":")
         while True:
             try:
-                async with asyncio.timeout(self._config.hung_s):
+                async with asyncio.timeout(self._tuning.hung_s):
                     _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
                 writer.close()
             except (OSError, OverflowError) as error:  # also TimeoutError
                 self._away(f"its master at {self._config.master} accepts no connections: {error!r}")
-                await asyncio.sleep(self._config.retry_s)
+                await asyncio.sleep(self._tuning.retry_s)
             else:
                 return
 
@@ -327,13 +359,13 @@ class RemoteStore:
             protocol=config.protocol,
             segment_bytes=config.segment_bytes,
             arena_bytes=self._arena_bytes,
-            threads=config.threads,
+            threads=self._tuning.threads,
         )
         link = StoreLink(begin, self._arena_fd, self._environment())
         grace_s = 0.0
         try:
             self._counters.add("remote.processes_started")
-            endpoint = await link.open(config.start_timeout_s)
+            endpoint = await link.open(self._tuning.start_timeout_s)
             self._link = link
             self._joined(endpoint)
             await self._watch(link, endpoint)
@@ -349,10 +381,10 @@ class RemoteStore:
         probe: asyncio.Future[Answer] | None = None
         while not link.ended.is_set():
             ping = link.ask(Ping(link.next_number()))
-            done, _ = await asyncio.wait({ping}, timeout=self._config.hung_s)
+            done, _ = await asyncio.wait({ping}, timeout=self._tuning.hung_s)
             if not done:
                 ping.cancel()
-                link.kill(f"the store process did not answer for {self._config.hung_s} s")
+                link.kill(f"the store process did not answer for {self._tuning.hung_s} s")
                 await link.ended.wait()
                 break
             if ping.exception() is not None:
@@ -400,7 +432,7 @@ class RemoteStore:
 
     def _environment(self) -> dict[str, str]:
         """Return Mooncake's timeouts as environment variables; those that the operator has set are left alone."""
-        progress_s = self._config.progress_timeout_s
+        progress_s = self._tuning.progress_timeout_s
         settings = MooncakeSettings(
             address=self._address, protocol=self._config.protocol, progress_timeout_s=progress_s
         )

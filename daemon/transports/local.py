@@ -42,6 +42,9 @@ from kvferry.protocol.peer_messages import PeerBody
 
 MAX_BLOCK_BYTES = 1 << 20
 STAGING_BYTES: Final = 4 << 20
+CHUNK_BYTES: Final = 4 << 20
+"""How much is copied between two looks at the queue: smaller is fairer, larger is a little faster."""
+
 """A thread's staging buffer for slices, small enough for the last-level cache; larger where a single page is."""
 
 log = structlog.get_logger(__name__)
@@ -114,7 +117,7 @@ class LocalTransport:
         loop: asyncio.AbstractEventLoop,
         *,
         threads: int,
-        chunk_bytes: int,
+        chunk_bytes: int = CHUNK_BYTES,
         copy: CopyBlocks,
     ) -> None:
         self._loop = loop

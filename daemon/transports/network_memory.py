@@ -14,17 +14,17 @@ import contextlib
 import itertools
 from collections.abc import Callable, Coroutine
 from typing import Final, Literal, NamedTuple, Protocol
-from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvferry.daemon.config.schema import Config, NetworkConfig
 from kvferry.daemon.transports.mooncake import MooncakeEngine, OnWriteDone, OnWriteLate
 from kvferry.daemon.transports.mooncake_native import MooncakeSettings
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.pool import Pool
+from kvferry.protocol.config.schema import Config, NetworkConfig
 from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.ids import BootId
 
@@ -347,23 +347,48 @@ class DirectPages:
                 await self._engine.unregister(registered.address)
 
 
+class NetworkTuning(msgspec.Struct, frozen=True, kw_only=True):
+    """What the network chooses itself.
+
+    Outgoing bytes are gathered in ``staging`` buffers of ``bounce_buffer_bytes``. A write may take ``write_timeout_s``.
+    Buffers in which a write may still land are quarantined: beyond ``quarantined_bytes`` (None: half of all), or after
+    ``quarantined_s``, the engine is rebuilt to free them, after running transfers had ``drain_timeout_s`` to end. Pages
+    that peers may write directly are quarantined in the same way.
+    """
+
+    staging: int = 4
+    write_timeout_s: float = 30.0
+    quarantined_bytes: int | None = None
+    quarantined_s: float = 60.0
+    drain_timeout_s: float = 5.0
+
+
 class NetworkMemory:
     """The engine that writes between hosts and the memory that it may access. Made by ``open_network``.
 
     Attributes:
+        config: its configuration, and ``tuning`` what it chose itself.
         engine: the network engine; it listens.
         bounce_buffers: the memory that peers write.
         staging: the memory that outgoing bytes are gathered in, in buffers of ``bounce_buffer_bytes``.
         pages: whole pages that peers may write directly; None where the configuration does not allow it.
     """
 
-    def __init__(self, config: NetworkConfig, engine: NetworkEngine, buffers: HostRegion, staging: HostRegion) -> None:
+    def __init__(
+        self,
+        config: NetworkConfig,
+        tuning: NetworkTuning,
+        engine: NetworkEngine,
+        buffers: HostRegion,
+        staging: HostRegion,
+    ) -> None:
         bounds = FenceBounds(
-            buffers.size_bytes // 2 if config.quarantined_bytes is None else config.quarantined_bytes,
-            config.quarantined_s,
-            config.drain_timeout_s,
+            buffers.size_bytes // 2 if tuning.quarantined_bytes is None else tuning.quarantined_bytes,
+            tuning.quarantined_s,
+            tuning.drain_timeout_s,
         )
         self.config = config
+        self.tuning = tuning
         self.engine = engine
         self.staging = staging
         self.bounce_buffers = BounceBuffers(buffers.address, config.bounce_buffer_bytes, config.bounce_buffers, bounds)
@@ -391,7 +416,7 @@ class NetworkMemory:
             region.close()
 
 
-async def open_network(config: Config) -> NetworkMemory | None:
+async def open_network(config: Config, tuning: NetworkTuning) -> NetworkMemory | None:
     """Start listening for writes of other hosts; None where no transport between hosts is configured.
 
     Raises:
@@ -402,16 +427,16 @@ async def open_network(config: Config) -> NetworkMemory | None:
     network = config.network
     if network.transport == "none":
         return None
-    address = network.address or (urlsplit(config.peers.listen).hostname if config.peers.listen else None)
+    address = config.network_address
     if not address:
         raise ConfigError("set the address to listen at, or peers.listen", field="network.address")
     engine = MooncakeEngine(MooncakeSettings(address=address, protocol=network.protocol))
     buffers = HostRegion.create("network", network.bounce_buffers * network.bounce_buffer_bytes)
-    staging = HostRegion.create("staging", network.staging * network.bounce_buffer_bytes)
+    staging = HostRegion.create("staging", tuning.staging * network.bounce_buffer_bytes)
     await engine.__aenter__()
     # Peers may write whatever is registered, so only this is, unless pages are written directly.
     await engine.register(buffers.address, buffers.size_bytes)
     log.info(
         "network ready", transport=network.transport, session=engine.session_name, bounce_buffers=network.bounce_buffers
     )
-    return NetworkMemory(network, engine, buffers, staging)
+    return NetworkMemory(network, tuning, engine, buffers, staging)

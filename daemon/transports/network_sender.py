@@ -98,7 +98,7 @@ class NetworkSender:
         self._engine = memory.engine
         self._staging_bytes = memory.config.bounce_buffer_bytes
         self._free = [memory.staging.address + at for at in range(0, memory.staging.size_bytes, self._staging_bytes)]
-        self._timeout_s = memory.config.write_timeout_s
+        self._timeout_s = memory.tuning.write_timeout_s
         self._executor = executor
         self._state_machine = state_machine
         self._on_settled = on_settled

@@ -9,22 +9,20 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
+from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError
+from kvferry.protocol.limits import Limits
 from tests.daemons import DaemonProcess, running_daemon
 from tests.kvferry_command import run_kvferry
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
-CONFIG = """
-[limits]
-max_deadline_ms = 10000
-default_deadline_ms = 500
-"""
+TUNING = Tuning(limits=Limits(max_deadline_ms=10_000, default_deadline_ms=500))
 TOO_LONG_S = 10.1
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with running_daemon(tmp_path_factory.mktemp("deadlines"), CONFIG) as one:
+    with running_daemon(tmp_path_factory.mktemp("deadlines"), tuning=TUNING) as one:
         yield one
 
 

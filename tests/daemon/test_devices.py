@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client, MhaSpec
-from kvferry.daemon.config.schema import Config, DevicesConfig
 from kvferry.daemon.devices import Devices
+from kvferry.protocol.config.schema import Config, DevicesConfig
 from kvferry.protocol.errors import DeviceLostError, DeviceUnavailableError, InvalidFieldError, UnknownPoolError
 from tests.daemons import running_daemon
 

@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import pytest
 
-from kvferry.daemon.config.schema import DevicesConfig
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
 from kvferry.daemon.control.hub import DeviceEventsReached, EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
@@ -22,6 +21,7 @@ from kvferry.daemon.control.sessions import Peer, Session
 from kvferry.daemon.devices import Devices
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.errors import InvalidFieldError, MalformedError
 from kvferry.protocol.limits import EVENT_RING_SLOTS, Limits
 from kvferry.protocol.session_messages import EventsOpened, OpenEvents, Ping

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
-from kvferry.daemon.config.schema import Config, LoggingConfig, TransfersConfig
-from kvferry.daemon.daemon import Daemon
+from kvferry.daemon.daemon import Daemon, Tuning
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.host import configure_logs
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
+from kvferry.protocol.config.schema import Config, LoggingConfig
 from kvferry.protocol.errors import (
     CancelledError,
     DeadlineError,
@@ -29,7 +29,8 @@ from tests.scripted.recording_service_manager import RecordingServiceManager
 
 pytestmark = pytest.mark.anyio
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
-CONFIG = Config(transfers=TransfersConfig(threads=1), logging=LoggingConfig(level="error", format="json"))
+TUNING = Tuning(copy_threads=1)
+CONFIG = Config(logging=LoggingConfig(level="error", format="json"))
 PATIENCE_S = 20.0
 
 
@@ -49,7 +50,7 @@ async def client(anyio_backend: object) -> AsyncIterator[AsyncClient]:  # noqa: 
     """Return a client of a daemon that ends in order, whatever the test did to it."""
     stopping, manager = asyncio.Event(), RecordingServiceManager()
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder, RuntimeDirectory(Path(folder) / "run") as at:
-        daemon = asyncio.ensure_future(Daemon(CONFIG, at, stopping).serve(manager))
+        daemon = asyncio.ensure_future(Daemon(CONFIG, at, stopping, tuning=TUNING).serve(manager))
         await manager.is_ready.wait()
         async with asyncio.timeout(PATIENCE_S), await AsyncClient.connect(at.path) as one:
             await one.create_pool("pool", SPEC)

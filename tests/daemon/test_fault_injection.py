@@ -226,8 +226,8 @@ def test_a_second_daemon_names_the_first(daemon: DaemonProcess) -> None:
     [
         ("[pools]\nmax_byte = 1\n", "pools.max_byte"),
         ("[pools]\nmax_bytes = 'much'\n", "pools.max_bytes"),
-        ("[transfers]\nthreads = 0\n", "transfers.threads"),
-        ("[limits]\nmax_sessions = -1\n", "limits.max_sessions"),
+        ("[peers]\ntimeout_ms = 0\n", "peers.timeout_ms"),
+        ("[transfers]\nthreads = 4\n", "transfers: unknown key"),
         ("[tiers.disk]\nmax_bytes = 0\n", "tiers.disk.max_bytes"),
         ("[network]\ndirect = true\n", "network.transport"),
         ("colour = 'red'\n", "colour"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients import Client, new_request_id, pages
+from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
@@ -25,6 +26,7 @@ from kvferry.protocol.errors import (
     UnknownLeaseError,
     UnknownPoolError,
 )
+from kvferry.protocol.limits import Limits
 from kvferry.protocol.session_messages import PoolStatus
 from kvferry.protocol.session_stream import SessionOpen
 from tests.clients.tier_pools import MODEL, SPEC, hashes
@@ -36,13 +38,14 @@ from tests.started import Started, started
 SOON_S = 20.0
 ALL = SPEC.tokens // SPEC.page_size
 PROGRAM = Path(__file__).with_name("instance_engine.py")
-CONFIG = "[tiers]\nhost_bytes = 262144\nsnapshot_grace_s = 0.0\n[limits]\nmax_sessions = 8\n"
+CONFIG = "[tiers]\nhost_bytes = 262144\nsnapshot_grace_s = 0.0\n"
+TUNING = Tuning(limits=Limits(max_sessions=8))
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """Run a daemon with a host tier, for a few sessions."""
-    with running_daemon(tmp_path_factory.mktemp("instances"), CONFIG) as one:
+    with running_daemon(tmp_path_factory.mktemp("instances"), CONFIG, tuning=TUNING) as one:
         yield one
 
 

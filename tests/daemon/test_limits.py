@@ -13,27 +13,24 @@ import zmq
 from kvferry.clients import Client, MhaSpec, Transfer, calls, new_request_id, pages
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
+from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.base import Busy, PageList, RequestBody
 from kvferry.protocol.codec import PageIds, decode_from_daemon, encode
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import OverloadedError
+from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Allocate, Allocated
 from kvferry.protocol.transfer_messages import Accepted, Cancel, Cancelled, Receive
 from tests.daemons import DaemonProcess, running_daemon
 
 SPEC = MhaSpec(layers=1, tokens=64, page_size=4, kv_heads=1, head_dim=4, dtype="float32")
-CONFIG = """
-[limits]
-max_transfers_per_session = 2
-max_transfers = 3
-max_sessions = 3
-"""
+TUNING = Tuning(limits=Limits(max_transfers_per_session=2, max_transfers=3, max_sessions=3))
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     """Run a daemon with small limits."""
-    with running_daemon(tmp_path, CONFIG) as one:
+    with running_daemon(tmp_path, tuning=TUNING) as one:
         yield one
 
 

@@ -16,17 +16,17 @@ from blockbuster import blockbuster_ctx
 import kvferry.clients
 import kvferry.daemon
 from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
-from kvferry.daemon.config.schema import Config, LoggingConfig, ServiceConfig, TransfersConfig
-from kvferry.daemon.daemon import Daemon
+from kvferry.daemon.daemon import Daemon, Tuning
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.host import configure_logs
+from kvferry.protocol.config.schema import Config, LoggingConfig, ServiceConfig
 from kvferry.protocol.errors import DaemonLostError, ShuttingDownError
 from tests.scripted.recording_service_manager import RecordingServiceManager
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 SPEC = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
+TUNING = Tuning(copy_threads=1)
 CONFIG = Config(
-    transfers=TransfersConfig(threads=1),
     service=ServiceConfig(drain_timeout_s=10),
     logging=LoggingConfig(level="error", format="json"),
 )
@@ -55,7 +55,7 @@ async def serving() -> AsyncIterator[tuple[Path, RecordingServiceManager, asynci
     stopping, manager = asyncio.Event(), RecordingServiceManager()
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         directory = await asyncio.to_thread(RuntimeDirectory(Path(folder) / "run").__enter__)
-        daemon = asyncio.ensure_future(Daemon(CONFIG, directory, stopping).serve(manager))
+        daemon = asyncio.ensure_future(Daemon(CONFIG, directory, stopping, tuning=TUNING).serve(manager))
         await manager.is_ready.wait()
         try:
             yield directory.path, manager, stopping

@@ -10,7 +10,6 @@ from typing import Any, Final, cast
 import msgspec
 import pytest
 
-from kvferry.daemon.config.schema import DevicesConfig
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, Handler
 from kvferry.daemon.control.hub import EventHub
 from kvferry.daemon.control.session_socket import SessionSocket
@@ -24,6 +23,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.protocol.base import Body
+from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.errors import KvferryError, OutOfMemoryError, OverloadedError, PoolExistsError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.limits import Limits

@@ -12,21 +12,21 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from kvferry.clients import AsyncClient, MhaSpec, new_request_id, pages
-from kvferry.daemon.config.schema import Config, LoggingConfig, TransfersConfig
-from kvferry.daemon.daemon import Daemon
+from kvferry.daemon.daemon import Daemon, Tuning
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.host import configure_logs
 from kvferry.daemon.tiers.scheduler import Scheduler
 from kvferry.daemon.transfer.peer_transfers import PeerTransfers
 from kvferry.daemon.transfer.registry import StartOp
 from kvferry.daemon.transports.local import LocalTransport, OnOpDone
+from kvferry.protocol.config.schema import Config, LoggingConfig
 from kvferry.protocol.errors import InternalError
 from tests.scripted.recording_service_manager import RecordingServiceManager
 from tests.transfer.peer_harness import Transfer
 
 pytestmark = pytest.mark.anyio
 SPEC: Final = MhaSpec(layers=2, tokens=64, page_size=4, kv_heads=2, head_dim=4, dtype="float32")
-CONFIG: Final = Config(transfers=TransfersConfig(threads=1), logging=LoggingConfig(level="error", format="json"))
+CONFIG: Final = Config(logging=LoggingConfig(level="error", format="json"))
 PATIENCE_S: Final = 20.0
 
 
@@ -96,7 +96,7 @@ async def serving() -> AsyncIterator[tuple[AsyncClient, Path]]:
     """Run a daemon on the test's loop, with a client that has a pool."""
     stopping, manager = asyncio.Event(), RecordingServiceManager()
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder, RuntimeDirectory(Path(folder) / "run") as at:
-        daemon = Daemon(CONFIG, at, stopping)
+        daemon = Daemon(CONFIG, at, stopping, tuning=Tuning(copy_threads=1))
         ends = asyncio.ensure_future(daemon.serve(manager))
         await manager.is_ready.wait()
         async with asyncio.timeout(PATIENCE_S), await AsyncClient.connect(at.path) as one:

@@ -13,6 +13,8 @@ import torch
 
 from examples.demo.hosts import Host, hosts
 from kvferry.clients import AttachedPool, Client, MhaSpec
+from kvferry.daemon.daemon import Tuning
+from kvferry.daemon.transports.network_memory import NetworkTuning
 from kvferry.protocol.session_messages import NetworkStatus
 from tests.daemons import DaemonProcess, running_daemon
 
@@ -26,19 +28,12 @@ PATIENCE_S = 20.0
 CONFIG = """
 [peers]
 listen = "tcp://{address}:{port}"
-heartbeat_ms = 100
 timeout_ms = {timeout_ms}
 [network]
 transport = "mooncake"
 bounce_buffer_bytes = 1048576
 bounce_buffers = 8
 direct = {direct}
-quarantined_bytes = {quarantined_bytes}
-quarantined_s = 1.5
-drain_timeout_s = 0.2
-write_timeout_s = 5
-[transfers]
-whole_below_bytes = 0
 [service]
 drain_timeout_s = 1
 """
@@ -113,9 +108,15 @@ def cluster(
                 port=PORT,
                 timeout_ms=timeout_ms,
                 direct=str(direct).lower(),
-                quarantined_bytes=1 << 30 if direct else 0,
             )
-            daemon = stack.enter_context(running_daemon(folder, config, ENVIRONMENT, host.command([])))
+            network = NetworkTuning(
+                quarantined_bytes=1 << 30 if direct else 0,
+                quarantined_s=1.5,
+                drain_timeout_s=0.2,
+                write_timeout_s=5,
+            )
+            tuning = Tuning(whole_below_bytes=0, network=network)
+            daemon = stack.enter_context(running_daemon(folder, config, ENVIRONMENT, host.command([]), tuning=tuning))
             client = stack.enter_context(contextlib.closing(Client.connect(daemon.runtime_dir, name=f"{host.number}")))
             nodes.append(Node(host, daemon, client, client.create_pool(POOL, one)))
         yield nodes

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from kvferry.clients import AttachedPool, BlockTableEntries, Client, EventRing, Tables, new_request_id, pages
+from kvferry.daemon.daemon import Tuning
 from tests.daemons import running_daemon
 from tests.devices import DEVICE
 from tests.npu import prefill_engine
@@ -29,7 +30,7 @@ PREFILL_S = 120.0
 CLOSE = 1e-4
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-LAYER_BY_LAYER = "[transfers]\nwhole_below_bytes = 0\n"
+LAYER_BY_LAYER = Tuning(whole_below_bytes=0)
 
 
 class Request(NamedTuple):
@@ -150,7 +151,7 @@ def test_tokens_are_those_of_a_plain_model(tmp_path: Path, device: str, requests
     DEVICE.accelerator  # noqa: B018  this process has its device
     on_host = model(SEED)
     with (
-        running_daemon(tmp_path, LAYER_BY_LAYER) as daemon,
+        running_daemon(tmp_path, tuning=LAYER_BY_LAYER) as daemon,
         prefill_process(daemon.runtime_dir, device) as prefill,
         Client.connect(daemon.runtime_dir, name="decode") as client,
     ):

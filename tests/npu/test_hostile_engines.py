@@ -12,6 +12,7 @@ import torch
 
 from kvferry.clients import Client, calls, new_request_id, pages
 from kvferry.clients.tables import Tables
+from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError, KvferryError, PoolExistsError
 from kvferry.protocol.manifests import MhaSpec
 from kvferry.protocol.pool_messages import AttachPool, RegisteredArrays, RegisterPool
@@ -31,7 +32,7 @@ ARRAYS = tuple(
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     """Run a daemon for one test that soon takes a device for stuck."""
-    with running_daemon(tmp_path, "[devices]\nstuck_after_s = 5.0\n") as one:
+    with running_daemon(tmp_path, tuning=Tuning(stuck_after_s=5.0)) as one:
         yield one
 
 

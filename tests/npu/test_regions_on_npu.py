@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.config.schema import DevicesConfig
 from kvferry.daemon.devices import Devices
 from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, WAITING_STREAMS, Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment
@@ -24,6 +23,7 @@ from kvferry.pools.devices.staging import StagingPool
 from kvferry.pools.planning.copies import copy_one_by_one, total_segments
 from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.plan import Plan, PlanSide
+from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.errors import DeviceLostError, DeviceUnavailableError, OutOfMemoryError
 from tests.cann_simulator.simulator import Simulator
 from tests.devices import DEVICE, new_region

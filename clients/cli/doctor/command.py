@@ -65,7 +65,7 @@ def doctor(options: argparse.Namespace) -> int:
 def examine(host: Host, options: argparse.Namespace) -> list[Finding]:
     """Run every check that applies to a host."""
     needs, configuration = read_needs(host, options.config, npu=options.npu)
-    daemon = running.ask_daemon(host, options.runtime_dir, needs.runtime_dir, options.timeout)
+    daemon = running.ask_daemon(host, options.runtime_dir, needs.config.runtime_dir, options.timeout)
     npu = needs.asks_for_npu or npus.has_npu_sign(host)
     checks: list[Check] = [
         *_host_checks(host, needs, daemon, npu=npu),
@@ -154,7 +154,7 @@ def _no_npu_checks(host: Host) -> list[Check]:
 
 def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> list[Check]:
     # Finding the sockets' owners means scanning all processes: only if something is configured to listen.
-    sockets = listeners(host) if needs.peers.listen or needs.mooncake else []
+    sockets = listeners(host) if needs.config.peers.listen or needs.mooncake else []
     return [
         ("mooncake", partial(mooncake.check_wheel, host, needs)),
         ("libibverbs", partial(mooncake.check_verbs, host, needs)),

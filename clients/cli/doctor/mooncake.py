@@ -39,7 +39,7 @@ def check_wheel(host: Host, needs: Needs) -> Finding:
     wheels = _installed(host)
     said = ", ".join(f"{wheel} {version}" for wheel, version in wheels.items()) or "not installed"
     if not (needs.mooncake or needs.store):
-        return Finding(name, "ok", f'{said}; not needed, network.transport is "{needs.network.transport}"')
+        return Finding(name, "ok", f'{said}; not needed, network.transport is "{needs.config.network.transport}"')
     npu = needs.ascend
     fitting = [NPU_WHEEL] if npu else [PLAIN_WHEEL, NPU_WHEEL, CUDA_WHEEL]
     install = f"pip install {NPU_WHEEL}" if npu else "pip install 'kvferry[mooncake]'"

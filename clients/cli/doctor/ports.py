@@ -19,7 +19,7 @@ _FENCE = "let only the cluster's hosts reach them: systemd/hosts.conf, or the fi
 def check_listen(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | None) -> Finding:
     """Check whether ``peers.listen`` is an address of this host with a port that is free, or held by the daemon."""
     name = "peers.listen"
-    listen = needs.peers.listen
+    listen = needs.config.peers.listen
     if listen is None:
         return Finding(name, "ok", "not set: only daemons of this host find this one")
     if not listen.startswith("tcp://"):
@@ -39,7 +39,7 @@ def check_mooncake(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | 
         return None
     if daemon_pid is None:
         return Finding(name, "ok", f"chosen by Mooncake when the daemon starts; {_FENCE}")
-    chosen = needs.peers.listen.rpartition(":")[2] if needs.peers.listen else ""
+    chosen = needs.config.peers.listen.rpartition(":")[2] if needs.config.peers.listen else ""
     ports = [one.name for one in sockets if one.pid == daemon_pid and str(one.port) != chosen]
     if not ports:
         return Finding(name, "unknown", "this user may not see the daemon's sockets", "run as root or as its user")

@@ -32,7 +32,7 @@ def check_host_tier(host: Host, needs: Needs) -> Finding:
         return Finding(name, "unknown", f"{said}; no /proc/meminfo", "mount /proc")
     if tier_bytes > total:
         return Finding(name, "missing", f"{said}, of {size(total)} of memory", "lower tiers.host_bytes")
-    given_bytes = needs.tiers.remote.segment_bytes if needs.store else 0
+    given_bytes = needs.config.tiers.remote.segment_bytes if needs.store else 0
     given = f", {size(given_bytes)} for the store of all nodes" if given_bytes else ""
     together = tier_bytes + given_bytes + needs.pool_bytes(host)
     said = f"{said}{given}; with pools {size(together)} of {size(total)}"
@@ -47,7 +47,7 @@ def check_disk_tier(host: Host, needs: Needs, used_bytes: int) -> Finding | None
 
     ``used_bytes``: what the running daemon already has there.
     """
-    name, disk = "disk tier", needs.tiers.disk
+    name, disk = "disk tier", needs.config.tiers.disk
     if disk.path is None:
         return None
     try:
@@ -71,7 +71,7 @@ def check_store_module(host: Host, needs: Needs) -> Finding | None:
     name = "mooncake store"
     if not needs.store:
         return None
-    if needs.store_address is None:
+    if needs.config.store_address is None:
         fix = "set tiers.remote.address: the address of this host at which other nodes reach it"
         return Finding(name, "missing", "neither tiers.remote.address nor network.address is set", fix)
     done = run_child([*host.python, "-c", "import mooncake.store"], host.environ, _IMPORT_S)
@@ -83,7 +83,7 @@ def check_store_module(host: Host, needs: Needs) -> Finding | None:
 
 def check_master(needs: Needs) -> Finding | None:
     """Check whether the store's master accepts connections; None if no store is configured. It may start later."""
-    name, master = "store master", needs.tiers.remote.master
+    name, master = "store master", needs.config.tiers.remote.master
     if not needs.store:
         return None
     address, _, port = master.rpartition(":")
@@ -98,9 +98,9 @@ def check_master(needs: Needs) -> Finding | None:
 
 def _no_host_tier(needs: Needs, total: int) -> Finding:
     name = "host tier"
-    if needs.tiers.host_bytes is None and not total:
+    if needs.config.tiers.host_bytes is None and not total:
         return Finding(name, "unknown", "a tenth of a memory of unknown size", "mount /proc")
-    below = [key for key, wanted in (("disk", needs.tiers.disk.path), ("remote", needs.store)) if wanted]
+    below = [key for key, wanted in (("disk", needs.config.tiers.disk.path), ("remote", needs.store)) if wanted]
     if below:
         said = f"tiers.host_bytes is 0, and tiers.{below[0]} needs it"
         return Finding(name, "missing", said, "raise tiers.host_bytes: blocks of lower tiers are promoted through it")

@@ -103,7 +103,7 @@ def check_unit_environment(host: Host) -> Finding | None:
 
 def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
     """Return what keeps the daemon from reaching other hosts, each with the fix."""
-    if not (needs.peers.listen or "").startswith("tcp://") and not needs.store:
+    if not (needs.config.peers.listen or "").startswith("tcp://") and not needs.store:
         return []
     families = unit.words("RestrictAddressFamilies")
     closed = (
@@ -118,9 +118,9 @@ def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
 
 def _disk_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
     """Return what keeps the daemon from using the disk tier's folder, each with the fix."""
-    if needs.tiers.disk.path is None or unit.last("ProtectSystem") != "strict":
+    if needs.config.tiers.disk.path is None or unit.last("ProtectSystem") != "strict":
         return []
-    path = PurePosixPath(needs.tiers.disk.path)
+    path = PurePosixPath(needs.config.tiers.disk.path)
     own = [
         PurePosixPath(folder, one)
         for key, folder in (("StateDirectory", "/var/lib"), ("CacheDirectory", "/var/cache"))

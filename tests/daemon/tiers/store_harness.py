@@ -12,16 +12,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvferry.daemon.config.remote_tier import RemoteTierConfig
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.tiers.remote_store import RemoteStore, StoredHeader
+from kvferry.daemon.tiers.remote_store import RemoteStore, StoredHeader, StoreTuning
 from kvferry.daemon.tiers.store_process import Range
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.config.schema import RemoteTierConfig
 
 WAIT_S = 30.0
 NEEDED = "Mooncake's master: kvferry[mooncake], libibverbs1, libnuma1"
@@ -125,14 +124,17 @@ class Node:
 
 
 @asynccontextmanager
-async def running_node(master: Master, *, there: bool = True, **settings: object) -> AsyncIterator[Node]:
+async def running_node(
+    master: Master, *, there: bool = True, segment_bytes: int = 32 << 20, hung_s: float = 5.0, timeout_s: float = 30.0
+) -> AsyncIterator[Node]:
     """Run a node; wait until it has joined, unless ``there`` is False."""
-    given = {"transport": "mooncake_store", "master": f"127.0.0.1:{master.port}", "segment_bytes": 32 << 20}
-    given |= {"retry_s": 0.05, "lookup_timeout_s": 5.0, "progress_timeout_s": 1} | settings
-    config = msgspec.convert(given, RemoteTierConfig)
+    config = RemoteTierConfig(
+        transport="mooncake_store", master=f"127.0.0.1:{master.port}", segment_bytes=segment_bytes
+    )
+    tuning = StoreTuning(retry_s=0.05, lookup_timeout_s=5.0, progress_timeout_s=1, hung_s=hung_s, timeout_s=timeout_s)
     counters = Counters()
     with HostRegion.create("arena", ARENA_BYTES) as region:
-        async with RemoteStore(config, "127.0.0.1", region.fd, ARENA_BYTES, counters) as store:
+        async with RemoteStore(config, "127.0.0.1", region.fd, ARENA_BYTES, counters, tuning) as store:
             node = Node(region, store, counters)
             if there:
                 await node.until(available=True)

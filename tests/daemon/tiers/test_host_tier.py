@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvferry.daemon.config.tiers import TiersConfig
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.tiers.host_tier import DEMOTION, LOOKUPS, OPERATIONS, HostTier, holder_name
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR
+from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, TierOffError
 from tests.daemon.tiers.tier_harness import UNIT, names, tiers_config
 

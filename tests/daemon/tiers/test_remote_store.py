@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from kvferry.daemon.config.remote_tier import RemoteTierConfig
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.signals import ENDING, IGNORED
 from kvferry.daemon.tiers.remote_store import (
@@ -30,6 +29,7 @@ from kvferry.daemon.tiers.remote_store import (
     unpack_header,
 )
 from kvferry.pools.tiers.cached_block import BlockKey, Namespace
+from kvferry.protocol.config.schema import RemoteTierConfig
 from kvferry.protocol.errors import ConfigError
 from tests.daemon.tiers.store_harness import (
     ARENA_BYTES,

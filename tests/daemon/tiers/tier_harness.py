@@ -13,7 +13,6 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.daemon.config.tiers import DiskTierConfig, TiersConfig
 from kvferry.daemon.control.control_socket import ReceivedMessage
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.hub import EventHub
@@ -40,6 +39,7 @@ from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode
+from kvferry.protocol.config.schema import DiskTierConfig, TiersConfig
 from kvferry.protocol.envelope import Reply, Request
 from kvferry.protocol.errors import KvferryError, OverloadedError, raised
 from kvferry.protocol.events import EventBody, TierDone

@@ -14,13 +14,13 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import xxhash
 
-from kvferry.daemon.config.schema import NetworkConfig
 from kvferry.daemon.transfer.endpoints import Incarnation, TransferOp
 from kvferry.daemon.transports.mooncake import OnWriteDone, OnWriteLate
-from kvferry.daemon.transports.network_memory import FenceBounds, NetworkMemory
+from kvferry.daemon.transports.network_memory import FenceBounds, NetworkMemory, NetworkTuning
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import copy_one_by_one
 from kvferry.pools.pool import Pool
+from kvferry.protocol.config.schema import NetworkConfig
 from kvferry.protocol.errors import KvferryError, TransferFailedError
 from kvferry.protocol.peer_messages import Announce, Grant, PeerBody, PeerSend
 from tests.region_bytes import read_region
@@ -193,12 +193,11 @@ def network_memory(
     config = NetworkConfig(
         bounce_buffers=bounce_buffers,
         bounce_buffer_bytes=buffer_bytes,
-        staging=staging,
         direct=direct,
-        write_timeout_s=WRITE_TIMEOUT_S,
-        **bounds._asdict(),
     )
-    return engine, NetworkMemory(config, engine, region(bounce_buffers * buffer_bytes), region(staging * buffer_bytes))
+    tuning = NetworkTuning(staging=staging, write_timeout_s=WRITE_TIMEOUT_S, **bounds._asdict())
+    regions = region(bounce_buffers * buffer_bytes), region(staging * buffer_bytes)
+    return engine, NetworkMemory(config, tuning, engine, *regions)
 
 
 class NetworkHarness:

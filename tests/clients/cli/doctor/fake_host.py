@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvferry.clients.cli.doctor.host import Host, User
+from kvferry.clients.cli.doctor.needs import Needs
+from kvferry.protocol.config.schema import Config
 
 ROOT: Final = User("root", 0, frozenset({0}))
 WORKER: Final = User("worker", 100_001, frozenset({100_002}))
@@ -70,3 +72,8 @@ def npu_files(count: int = 2) -> dict[str, str]:
         files[f"/sys/bus/pci/drivers/devdrv_device_driver/{address}/dev_id"] = f"{number}\n"
         files[f"/sys/devices/system/node/node{node}/cpulist"] = f"{node * 8}-{node * 8 + 7}\n"
     return files
+
+
+def needs_of(*, npu_asked: bool = False, **sections: Any) -> Needs:  # noqa: ANN401  as Config has them
+    """Return the needs of a configuration with these sections."""
+    return Needs(Config(**sections), npu_asked)

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients.cli.doctor.mooncake import CUDA_WHEEL, NPU_WHEEL, PLAIN_WHEEL, check_verbs, check_wheel
-from kvferry.clients.cli.doctor.needs import Needs, Network, RemoteTier, Tiers
-from tests.clients.cli.doctor.fake_host import make_host, script
+from kvferry.clients.cli.doctor.needs import Needs
+from kvferry.protocol.config.schema import NetworkConfig, RemoteTierConfig, TiersConfig
+from tests.clients.cli.doctor.fake_host import make_host, needs_of, script
 
-TCP = Needs(network=Network("mooncake"))
-ASCEND = Needs(network=Network("mooncake", "ascend"))
-STORE = Needs(tiers=Tiers(remote=RemoteTier("mooncake_store")))
-ASCEND_STORE = Needs(tiers=Tiers(remote=RemoteTier("mooncake_store", "ascend")))
+TCP = needs_of(network=NetworkConfig(transport="mooncake"))
+ASCEND = needs_of(network=NetworkConfig(transport="mooncake", protocol="ascend"))
+STORE = needs_of(tiers=TiersConfig(remote=RemoteTierConfig(transport="mooncake_store")))
+ASCEND_STORE = needs_of(tiers=TiersConfig(remote=RemoteTierConfig(transport="mooncake_store", protocol="ascend")))
 
 
 def python(tmp_path: Path, wheels: list[str], importing: str = "exit 0") -> list[str]:
@@ -27,8 +28,8 @@ def python(tmp_path: Path, wheels: list[str], importing: str = "exit 0") -> list
 @pytest.mark.parametrize(
     ("needs", "wheels", "state"),
     [
-        (Needs(), [], "ok"),
-        (Needs(), [PLAIN_WHEEL, NPU_WHEEL], "ok"),
+        (needs_of(), [], "ok"),
+        (needs_of(), [PLAIN_WHEEL, NPU_WHEEL], "ok"),
         (TCP, [], "missing"),
         (TCP, [PLAIN_WHEEL], "ok"),
         (TCP, [NPU_WHEEL], "ok"),
@@ -62,7 +63,7 @@ def test_a_wheel_that_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def test_verbs(tmp_path: Path) -> None:
-    assert check_verbs(make_host(tmp_path), Needs()) is None
+    assert check_verbs(make_host(tmp_path), needs_of()) is None
     assert check_verbs(make_host(tmp_path, python=[script(tmp_path / "python", "exit 0")]), STORE) is not None
     found = check_verbs(make_host(tmp_path, python=[script(tmp_path / "python", "exit 0")]), TCP)
     assert found is not None
@@ -74,5 +75,5 @@ def test_verbs(tmp_path: Path) -> None:
 
 
 def test_the_real_interpreter_is_asked(tmp_path: Path) -> None:
-    finding = check_wheel(make_host(tmp_path, environ={"PATH": os.environ["PATH"]}), Needs())
+    finding = check_wheel(make_host(tmp_path, environ={"PATH": os.environ["PATH"]}), needs_of())
     assert finding.found.endswith('not needed, network.transport is "none"')

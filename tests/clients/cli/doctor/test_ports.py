@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from kvferry.clients.cli.doctor.needs import Needs, Network, Peers
 from kvferry.clients.cli.doctor.ports import check_listen, check_mooncake
 from kvferry.clients.cli.doctor.sockets import Listener
+from kvferry.protocol.config.schema import NetworkConfig, PeersConfig
+from tests.clients.cli.doctor.fake_host import needs_of
 
-NEEDS = Needs(peers=Peers("tcp://127.0.0.1:7801"), network=Network("mooncake"))
+NEEDS = needs_of(peers=PeersConfig(listen="tcp://127.0.0.1:7801"), network=NetworkConfig(transport="mooncake"))
 OTHERS = Listener("127.0.0.1", 7801, 9, "nginx")
 OWN = Listener("127.0.0.1", 7801, 4711, "kvferry")
 
 
 def test_not_set() -> None:
-    assert check_listen(Needs(), [OTHERS], None).state == "ok"
+    assert check_listen(needs_of(), [OTHERS], None).state == "ok"
 
 
 def test_on_this_host_only() -> None:
-    assert check_listen(Needs(peers=Peers("ipc:///run/x")), [], None).state == "ok"
+    assert check_listen(needs_of(peers=PeersConfig(listen="ipc:///run/x")), [], None).state == "ok"
 
 
 def test_free() -> None:
@@ -54,17 +55,20 @@ def test_a_daemon_with_another_configuration() -> None:
 
 
 def test_an_address_of_another_host() -> None:
-    finding = check_listen(Needs(peers=Peers("tcp://192.0.2.1:7801")), [], None)
+    finding = check_listen(needs_of(peers=PeersConfig(listen="tcp://192.0.2.1:7801")), [], None)
     assert finding.state == "missing"
     assert "not an address of this host" in finding.found
 
 
 def test_ipv6() -> None:
-    assert check_listen(Needs(peers=Peers("tcp://[::1]:7801")), [], None).found == "tcp://[::1]:7801 is free"
+    assert (
+        check_listen(needs_of(peers=PeersConfig(listen="tcp://[::1]:7801")), [], None).found
+        == "tcp://[::1]:7801 is free"
+    )
 
 
 def test_mooncakes() -> None:
-    assert check_mooncake(Needs(), [], None) is None
+    assert check_mooncake(needs_of(), [], None) is None
     before = check_mooncake(NEEDS, [], None)
     assert before is not None
     assert (before.state, "hosts.conf" in before.found) == ("ok", True)

@@ -11,11 +11,12 @@ import pytest
 
 from kvferry.clients.cli.doctor.host import Host, User
 from kvferry.clients.cli.doctor.limits import GIB
-from kvferry.clients.cli.doctor.needs import DiskTier, Needs, Network, Pools, RemoteTier, Tiers
+from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.tiers import check_disk_tier, check_host_tier, check_master, check_store_module
-from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, ROOT, WORKER, make_host, script
+from kvferry.protocol.config.schema import DiskTierConfig, NetworkConfig, PoolsConfig, RemoteTierConfig, TiersConfig
+from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, ROOT, WORKER, make_host, needs_of, script
 
-STORE = RemoteTier(transport="mooncake_store", address="10.0.0.3")
+STORE = RemoteTierConfig(transport="mooncake_store", address="10.0.0.3")
 MEMORY = {"/proc/meminfo": f"MemTotal: {100 * GIB_IN_KIB} kB\n"}
 ME = User("me", os.geteuid(), frozenset({os.getegid()}))
 
@@ -26,18 +27,18 @@ ME = User("me", os.geteuid(), frozenset({os.getegid()}))
 @pytest.mark.parametrize(
     ("tiers", "state", "found"),
     [
-        (Tiers(), "ok", "10.0 GiB for snapshots and cached blocks; with pools 60.0 GiB of 100.0 GiB"),
-        (Tiers(host_bytes=50 * GIB), "ok", "with pools 100.0 GiB of 100.0 GiB"),
-        (Tiers(host_bytes=51 * GIB), "warning", "with pools 101.0 GiB of 100.0 GiB"),
-        (Tiers(host_bytes=101 * GIB), "missing", "of 100.0 GiB of memory"),
-        (Tiers(host_bytes=47 * GIB, remote=STORE), "warning", "4.0 GiB for the store of all nodes"),
-        (Tiers(host_bytes=0), "ok", "none"),
-        (Tiers(host_bytes=0, disk=DiskTier("/x")), "missing", "tiers.disk needs it"),
-        (Tiers(host_bytes=0, remote=STORE), "missing", "tiers.remote needs it"),
+        (TiersConfig(), "ok", "10.0 GiB for snapshots and cached blocks; with pools 60.0 GiB of 100.0 GiB"),
+        (TiersConfig(host_bytes=50 * GIB), "ok", "with pools 100.0 GiB of 100.0 GiB"),
+        (TiersConfig(host_bytes=51 * GIB), "warning", "with pools 101.0 GiB of 100.0 GiB"),
+        (TiersConfig(host_bytes=101 * GIB), "missing", "of 100.0 GiB of memory"),
+        (TiersConfig(host_bytes=47 * GIB, remote=STORE), "warning", "4.0 GiB for the store of all nodes"),
+        (TiersConfig(host_bytes=0), "ok", "none"),
+        (TiersConfig(host_bytes=0, disk=DiskTierConfig(path="/x")), "missing", "tiers.disk needs it"),
+        (TiersConfig(host_bytes=0, remote=STORE), "missing", "tiers.remote needs it"),
     ],
 )
-def test_host_tier(tmp_path: Path, tiers: Tiers, state: str, found: str) -> None:
-    finding = check_host_tier(make_host(tmp_path, MEMORY), Needs(pools=Pools(50 * GIB), tiers=tiers))
+def test_host_tier(tmp_path: Path, tiers: TiersConfig, state: str, found: str) -> None:
+    finding = check_host_tier(make_host(tmp_path, MEMORY), needs_of(pools=PoolsConfig(max_bytes=50 * GIB), tiers=tiers))
     assert finding.state == state
     assert found in finding.found
     assert bool(finding.fix) is (state != "ok")
@@ -45,7 +46,7 @@ def test_host_tier(tmp_path: Path, tiers: Tiers, state: str, found: str) -> None
 
 @pytest.mark.parametrize("host_bytes", [None, GIB])
 def test_a_memory_of_unknown_size(tmp_path: Path, host_bytes: int | None) -> None:
-    assert check_host_tier(make_host(tmp_path), Needs(tiers=Tiers(host_bytes=host_bytes))).state == "unknown"
+    assert check_host_tier(make_host(tmp_path), needs_of(tiers=TiersConfig(host_bytes=host_bytes))).state == "unknown"
 
 
 # -- the disk tier
@@ -59,11 +60,11 @@ def disk_host(root: Path, mode: int, user: User = ME) -> Host:
 
 
 def on_disk(max_bytes: int = 1) -> Needs:
-    return Needs(tiers=Tiers(disk=DiskTier("/srv/blocks", max_bytes)))
+    return needs_of(tiers=TiersConfig(disk=DiskTierConfig(path="/srv/blocks", max_bytes=max_bytes)))
 
 
 def test_no_disk_tier(tmp_path: Path) -> None:
-    assert check_disk_tier(make_host(tmp_path), Needs(), 0) is None
+    assert check_disk_tier(make_host(tmp_path), needs_of(), 0) is None
 
 
 @pytest.mark.parametrize(
@@ -127,13 +128,13 @@ def master() -> Iterator[int]:
 
 
 def test_no_remote_tier(tmp_path: Path) -> None:
-    assert check_store_module(make_host(tmp_path), Needs()) is None
-    assert check_master(Needs()) is None
+    assert check_store_module(make_host(tmp_path), needs_of()) is None
+    assert check_master(needs_of()) is None
 
 
 def test_the_store_is_imported(tmp_path: Path) -> None:
     python = [script(tmp_path / "python", 'test "$2" = "import mooncake.store"')]
-    finding = check_store_module(make_host(tmp_path, python=python), Needs(tiers=Tiers(remote=STORE)))
+    finding = check_store_module(make_host(tmp_path, python=python), needs_of(tiers=TiersConfig(remote=STORE)))
     assert finding is not None
     assert finding.state == "ok"
 
@@ -141,7 +142,7 @@ def test_the_store_is_imported(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_imported(tmp_path: Path) -> None:
     failing = "echo 'ImportError: libcurl.so.4: cannot open shared object file' >&2; exit 1"
     host = make_host(tmp_path, python=[script(tmp_path / "python", failing)])
-    finding = check_store_module(host, Needs(tiers=Tiers(remote=STORE)))
+    finding = check_store_module(host, needs_of(tiers=TiersConfig(remote=STORE)))
     assert finding is not None
     assert (finding.state, "libcurl.so.4" in finding.found) == ("missing", True)
     assert "apt-get install libcurl4" in finding.fix
@@ -149,18 +150,20 @@ def test_a_store_that_cannot_be_imported(tmp_path: Path) -> None:
 
 def test_the_store_needs_an_address(tmp_path: Path) -> None:
     host = make_host(tmp_path, python=[script(tmp_path / "python", "exit 0")])
-    nowhere = RemoteTier(transport="mooncake_store")
-    finding = check_store_module(host, Needs(tiers=Tiers(remote=nowhere)))
+    nowhere = RemoteTierConfig(transport="mooncake_store")
+    finding = check_store_module(host, needs_of(tiers=TiersConfig(remote=nowhere)))
     assert finding is not None
     assert (finding.state, "tiers.remote.address" in finding.fix) == ("missing", True)
-    network = Network("mooncake", address="10.0.0.3")
-    found = check_store_module(host, Needs(network=network, tiers=Tiers(remote=nowhere)))
+    network = NetworkConfig(transport="mooncake", address="10.0.0.3")
+    found = check_store_module(host, needs_of(network=network, tiers=TiersConfig(remote=nowhere)))
     assert found is not None
     assert found.state == "ok"
 
 
 def test_the_master_is_reached(master: int) -> None:
-    needs = Needs(tiers=Tiers(remote=RemoteTier(transport="mooncake_store", master=f"127.0.0.1:{master}")))
+    needs = needs_of(
+        tiers=TiersConfig(remote=RemoteTierConfig(transport="mooncake_store", master=f"127.0.0.1:{master}"))
+    )
     finding = check_master(needs)
     assert finding is not None
     assert (finding.state, finding.found.startswith(f"127.0.0.1:{master} accepts connections")) == ("ok", True)
@@ -168,7 +171,9 @@ def test_the_master_is_reached(master: int) -> None:
 
 @pytest.mark.parametrize("master", ["127.0.0.1:0", "[::1]:0", "127.0.0.1:99999"])
 def test_a_master_that_is_away(master: str) -> None:
-    finding = check_master(Needs(tiers=Tiers(remote=RemoteTier(transport="mooncake_store", master=master))))
+    finding = check_master(
+        needs_of(tiers=TiersConfig(remote=RemoteTierConfig(transport="mooncake_store", master=master)))
+    )
     assert finding is not None
     assert (finding.state, "mooncake_master" in finding.fix) == ("warning", True)
     assert finding.found.startswith(f"{master}: ")

@@ -8,15 +8,16 @@ from typing import Final
 import pytest
 
 from kvferry.clients.cli.doctor.findings import Finding
-from kvferry.clients.cli.doctor.needs import DiskTier, Needs, Peers, RemoteTier, Tiers
+from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.unit import check_unit, check_unit_environment, read_unit
-from tests.clients.cli.doctor.fake_host import make_host, npu_files
+from kvferry.protocol.config.schema import DiskTierConfig, PeersConfig, RemoteTierConfig, TiersConfig
+from tests.clients.cli.doctor.fake_host import make_host, needs_of, npu_files
 
 FOLDER: Final = Path(__file__).parents[4] / "systemd"
 OWN: Final = (FOLDER / "kvferry@.service").read_text()
 HOSTS: Final = (FOLDER / "hosts.conf").read_text()
 PLACE: Final = "/etc/systemd/system/kvferry@.service"
-ACROSS: Final = Needs(peers=Peers("tcp://127.0.0.1:7801"))
+ACROSS: Final = needs_of(peers=PeersConfig(listen="tcp://127.0.0.1:7801"))
 
 
 def check(root: Path, files: dict[str, str], needs: Needs = ACROSS, *, npu: bool = True, npus: int = 16) -> Finding:
@@ -29,7 +30,7 @@ def test_the_projects_own_with_its_drop_in(tmp_path: Path) -> None:
 
 
 def test_the_projects_own_alone(tmp_path: Path) -> None:
-    assert check(tmp_path / "one", {PLACE: OWN}, Needs()).state == "ok"
+    assert check(tmp_path / "one", {PLACE: OWN}, needs_of()).state == "ok"
     finding = check(tmp_path / "two", {PLACE: OWN})
     assert finding.state == "missing"
     assert "forbids the daemon to reach other hosts" in finding.found
@@ -37,7 +38,7 @@ def test_the_projects_own_alone(tmp_path: Path) -> None:
 
 
 def test_a_store_is_on_other_hosts_too(tmp_path: Path) -> None:
-    needs = Needs(tiers=Tiers(remote=RemoteTier("mooncake_store")))
+    needs = needs_of(tiers=TiersConfig(remote=RemoteTierConfig(transport="mooncake_store")))
     finding = check(tmp_path / "one", {PLACE: OWN}, needs)
     assert (finding.state, "forbids the daemon to reach other hosts" in finding.found) == ("missing", True)
     assert check(tmp_path / "two", {PLACE: OWN, f"{PLACE}.d/hosts.conf": HOSTS}, needs).state == "ok"
@@ -58,13 +59,13 @@ def test_a_store_is_on_other_hosts_too(tmp_path: Path) -> None:
 )
 def test_where_the_disk_tier_may_write(tmp_path: Path, path: str, drop_in: str, state: str) -> None:
     files = {PLACE: OWN, f"{PLACE}.d/x.conf": f"[Service]\n{drop_in}\n"}
-    finding = check(tmp_path, files, Needs(tiers=Tiers(disk=DiskTier(path))))
+    finding = check(tmp_path, files, needs_of(tiers=TiersConfig(disk=DiskTierConfig(path=path))))
     assert finding.state == state
     assert (f"ReadWritePaths={path}" in finding.fix) is (state == "missing")
 
 
 def test_more_npus_than_the_unit_names(tmp_path: Path) -> None:
-    finding = check(tmp_path, {PLACE: OWN}, Needs(), npus=18)
+    finding = check(tmp_path, {PLACE: OWN}, needs_of(), npus=18)
     assert finding.state == "missing"
     assert "DeviceAllow leaves out davinci16, davinci17" in finding.found
     assert "DeviceAllow=/dev/davinci16 rw" in finding.fix
@@ -82,10 +83,10 @@ def test_more_npus_than_the_unit_names(tmp_path: Path) -> None:
 )
 def test_drop_ins_that_take_something_away(tmp_path: Path, drop_in: str, said: str) -> None:
     files = {PLACE: OWN, f"{PLACE}.d/x.conf": f"[Service]\n{drop_in}\n"}
-    finding = check(tmp_path, files, Needs(), npus=2)
+    finding = check(tmp_path, files, needs_of(), npus=2)
     assert finding.state == "missing"
     assert said in finding.found
-    assert check(tmp_path / "none", files, Needs(), npu=False).state == "ok"
+    assert check(tmp_path / "none", files, needs_of(), npu=False).state == "ok"
 
 
 @pytest.mark.parametrize("allow", ["DeviceAllow=char-* rw", "DevicePolicy=auto"])

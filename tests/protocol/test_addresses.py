@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.daemon.config.addresses import MAX_PATH_BYTES, is_numeric, is_v6, scheme, wrong_address, wrong_port
+from kvferry.protocol.addresses import MAX_PATH_BYTES, is_numeric, is_v6, scheme, wrong_address, wrong_port
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,11 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from kvferry.daemon.config.config_file import read_file
-from kvferry.daemon.config.load import load_config
-from kvferry.daemon.config.schema import Config, LimitsConfig
-from kvferry.daemon.config.sections import Section
+from kvferry.protocol.config.load import load_config, read_config
+from kvferry.protocol.config.schema import Config, Section
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.settings import size_bytes, size_text, with_sizes
+from kvferry.protocol.settings import size_bytes, size_text
 
 HUGE = 10**30
 
@@ -167,7 +165,7 @@ def test_a_value_at_the_bounds_is_taken(tmp_path: Path, key: Key) -> None:
     file = tmp_path / "kvferry.toml"
     for value, read in right(key):
         file.write_text(key.text(value))
-        config: Any = read_file(file, Config)
+        config: Any = read_config(file)[0]
         for name in key.name.split("."):
             config = getattr(config, name)
         assert config == read
@@ -207,14 +205,10 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
 @pytest.mark.parametrize(
     ("text", "field", "other"),
     [
-        ("[peers]\nheartbeat_ms = 5000", "peers.timeout_ms", "peers.heartbeat_ms = 5000"),
-        ("[peers]\nheartbeat_ms = 100\ntimeout_ms = 100", "peers.timeout_ms", "peers.heartbeat_ms = 100"),
         ('[peers]\nlisten = "tcp://10.0.0.3:70000"', "peers.listen", "65535"),
         ('[peers]\nlisten = "tcp://999.1.1.1:80"', "peers.listen", "numeric"),
         ('[peers]\nlisten = "tcp://*:7801"', "peers.listen", "tcp://[fd00::3]:7801"),
         ('[devices]\nopen = ["host"]', "devices.open", "npu:N"),
-        ('[limits]\nmax_frame_bytes = "32MiB"', "limits.max_message_bytes", "limits.max_frame_bytes = 33554432"),
-        ("[limits]\nmax_deadline_ms = 1000", "limits.default_deadline_ms", "limits.max_deadline_ms = 1000"),
         ("[network]\ndirect = true", "network.direct", "network.transport"),
         ('[network]\nprotocol = "ascend"', "network.protocol", "network.transport"),
         ('[network]\ntransport = "mooncake"', "network.address", "peers.listen"),
@@ -223,12 +217,6 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
             "network.bounce_buffers",
             "network.bounce_buffer_bytes = 1GiB",
         ),
-        (
-            MOONCAKE + 'staging = 65536\nbounce_buffer_bytes = "1GiB"',
-            "network.staging",
-            "network.bounce_buffer_bytes = 1GiB",
-        ),
-        (MOONCAKE + 'quarantined_bytes = "1TiB"', "network.quarantined_bytes", "network.bounce_buffers = 16"),
         ('[tiers]\nhost_bytes = 0\n[tiers.disk]\npath = "/srv"', "tiers.disk.path", "tiers.host_bytes = 0"),
         ("[tiers]\nhost_bytes = 0\n" + STORE, "tiers.remote.transport", "tiers.host_bytes = 0"),
         ('[tiers]\nhost_bytes = 0\ntenant_bytes = "1GiB"', "tiers.tenant_bytes", "tiers.host_bytes = 0"),
@@ -241,8 +229,6 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         ("[tiers]\ntenant_bytes = 0", "tiers.tenant_bytes", "tiers.quotas"),
         ('[tiers.remote]\nprotocol = "ascend"', "tiers.remote.protocol", "tiers.remote.transport"),
         ('[tiers.remote]\ntransport = "mooncake_store"', "tiers.remote.address", "network.address"),
-        (STORE + "timeout_s = 2", "tiers.remote.timeout_s", "tiers.remote.progress_timeout_s = 3"),
-        (STORE + "retry_s = 60", "tiers.remote.retry_at_most_s", "tiers.remote.retry_s = 60"),
     ],
 )
 def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field: str, other: str) -> None:
@@ -255,12 +241,12 @@ def test_keys_that_exclude_each_other_are_named(tmp_path: Path, text: str, field
 @pytest.mark.parametrize(
     "text",
     [
-        MOONCAKE + 'protocol = "ascend"\ndirect = true\nquarantined_bytes = "1TiB"',
+        MOONCAKE + 'protocol = "ascend"\ndirect = true',
         STORE + 'protocol = "ascend"',
+        '[peers]\nlisten = "tcp://10.0.0.3:7801"\n[tiers.remote]\ntransport = "mooncake_store"',
         '[network]\naddress = "10.0.0.3"\n[tiers.remote]\ntransport = "mooncake_store"',
         "[tiers]\nhost_bytes = 0\ntenant_bytes = 0",
         '[tiers]\ntenant_bytes = 0\nquotas = { 7 = "1GiB" }',
-        "[limits]\nmax_transfers = 2\nmax_transfers_per_session = 1",
     ],
 )
 def test_keys_that_go_together_are_taken(tmp_path: Path, text: str) -> None:
@@ -276,9 +262,36 @@ def test_daemons_of_other_hosts_are_listened_for_on_tcp_only(tmp_path: Path) -> 
     assert "ipc:///PATH" not in error.detail
 
 
-def test_the_limits_of_the_file_are_those_of_the_wire() -> None:
+def test_the_limits_follow_from_those_of_the_file(tmp_path: Path) -> None:
     assert Config().announced == Limits()
-    assert set(LimitsConfig.__struct_fields__) | {"resume_grace_ms"} >= set(Limits.__struct_fields__)
+    text = "[limits]", "max_frame_bytes = '16MiB'", "max_transfers_per_session = 3", "max_kept_payload_bytes = '1MiB'"
+    file = tmp_path / "kvferry.toml"
+    file.write_text("\n".join(text))
+    assert load_config(file).announced == Limits(
+        max_frame_bytes=16 << 20,
+        max_message_bytes=64 << 20,
+        max_transfers_per_session=3,
+        max_transfers=48,
+        max_kept_session_payload_bytes=256 << 10,
+        max_kept_payload_bytes=1 << 20,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "network", "store"),
+    [
+        ("", None, None),
+        ('[peers]\nlisten = "tcp://10.0.0.3:7801"', "10.0.0.3", "10.0.0.3"),
+        ('[peers]\nlisten = "tcp://[fd00::3]:7801"', "fd00::3", "fd00::3"),
+        ('[peers]\nlisten = "tcp://10.0.0.3:7801"\n[network]\naddress = "node3"', "node3", "node3"),
+        ('[network]\naddress = "node3"\n[tiers.remote]\naddress = "10.1.0.3"', "node3", "10.1.0.3"),
+    ],
+)
+def test_where_others_reach_this_host(tmp_path: Path, text: str, network: str | None, store: str | None) -> None:
+    file = tmp_path / "kvferry.toml"
+    file.write_text(text)
+    config = load_config(file)
+    assert (config.network_address, config.store_address) == (network, store)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +300,5 @@ def test_the_limits_of_the_file_are_those_of_the_wire() -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert size_bytes(text) == size
-    assert with_sizes({"a": {"x_bytes": text, "name": text}}) == {"a": {"x_bytes": size, "name": text}}
     if size % 1024 == 0 and size:
         assert size_bytes(size_text(size)) == size

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-from kvferry.daemon.config.addresses import is_numeric
-from kvferry.daemon.config.schema import Config
-from kvferry.daemon.config.sections import MIN_SIZE_BYTES
-from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.addresses import is_numeric
+from kvferry.protocol.config.schema import MIN_SIZE_BYTES, Config, memory_bytes
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.settings import size_text
 
@@ -24,45 +20,10 @@ class Conflict(NamedTuple):
     what: str
 
 
-def check_together(config: Config, path: Path) -> None:
-    """Check what no key shows by itself.
-
-    Raises:
-        ConfigError: two keys exclude each other.
-    """
-    for checks in (_times, _limits, _addresses, _network, _tiers, _quotas, _remote):
-        for key, what in checks(config):
-            raise ConfigError(f"{path}: {what}", field=key)
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _times(config: Config) -> Iterator[Conflict]:
-    peers = config.peers
-    if peers.timeout_ms <= peers.heartbeat_ms:
-        yield Conflict(
-            "peers.timeout_ms",
-            f"peers.timeout_ms = {peers.timeout_ms} with peers.heartbeat_ms = {peers.heartbeat_ms}: a peer would be "
-            "lost before its heartbeat could arrive; set the timeout to several heartbeats",
-        )
-
-
-def _limits(config: Config) -> Iterator[Conflict]:
-    limits = config.limits
-    if limits.max_frame_bytes > limits.max_message_bytes:
-        yield Conflict(
-            "limits.max_message_bytes",
-            f"limits.max_message_bytes = {limits.max_message_bytes} with limits.max_frame_bytes = "
-            f"{limits.max_frame_bytes}: a message of one such frame would be refused; raise the former",
-        )
-    if limits.default_deadline_ms > limits.max_deadline_ms:
-        yield Conflict(
-            "limits.default_deadline_ms",
-            f"limits.default_deadline_ms = {limits.default_deadline_ms} with limits.max_deadline_ms = "
-            f"{limits.max_deadline_ms}: requests without a deadline would be refused; at most the latter",
-        )
+def conflicts(config: Config) -> Iterator[Conflict]:
+    """Yield what no key shows by itself: keys that exclude each other."""
+    for check in (_addresses, _network, _tiers, _quotas, _remote):
+        yield from check(config)
 
 
 def _addresses(config: Config) -> Iterator[Conflict]:
@@ -97,32 +58,18 @@ def _network(config: Config) -> Iterator[Conflict]:
                 'set network.transport = "mooncake"',
             )
         return
-    if network.address is None and config.peers.listen is None:
+    if config.network_address is None:
         yield Conflict(
             "network.address",
             f'network.transport = "{network.transport}" without peers.listen or network.address: set the address by '
             'which others reach this host, peers.listen = "tcp://ADDRESS:PORT"',
         )
-    bounce_buffers_bytes = network.bounce_buffers * network.bounce_buffer_bytes
-    memory_bytes = _memory_bytes()
-    for key, count in (("bounce_buffers", network.bounce_buffers), ("staging", network.staging)):
-        if count * network.bounce_buffer_bytes > memory_bytes:
-            yield Conflict(
-                f"network.{key}",
-                f"network.{key} = {count} with network.bounce_buffer_bytes = "
-                f"{size_text(network.bounce_buffer_bytes)}: their product is more than this host's memory of "
-                f"{memory_bytes >> 20}MiB",
-            )
-    if (
-        network.quarantined_bytes is not None
-        and network.quarantined_bytes > bounce_buffers_bytes
-        and not network.direct
-    ):
+    if network.bounce_buffers * network.bounce_buffer_bytes > memory_bytes():
         yield Conflict(
-            "network.quarantined_bytes",
-            f"network.quarantined_bytes = {size_text(network.quarantined_bytes)} with network.bounce_buffers = "
-            f"{network.bounce_buffers} of network.bounce_buffer_bytes = {size_text(network.bounce_buffer_bytes)}: "
-            f"so many bytes can never be quarantined; at most {size_text(bounce_buffers_bytes)}",
+            "network.bounce_buffers",
+            f"network.bounce_buffers = {network.bounce_buffers} with network.bounce_buffer_bytes = "
+            f"{size_text(network.bounce_buffer_bytes)}: their product is more than this host's memory of "
+            f"{memory_bytes() >> 20}MiB",
         )
 
 
@@ -137,10 +84,10 @@ def _tiers(config: Config) -> Iterator[Conflict]:
         if size and size < MIN_SIZE_BYTES:
             yield Conflict(key, f'{key} = {size}: 0, or at least "4KiB"; did you mean "{size}GiB"?')
     for key, size in (("host_bytes", tiers.host_bytes), ("remote.segment_bytes", tiers.remote.segment_bytes)):
-        if size and size > _memory_bytes():
+        if size and size > memory_bytes():
             yield Conflict(
                 f"tiers.{key}",
-                f"tiers.{key} = {size_text(size)}: more than this host's memory of {_memory_bytes() >> 20}MiB; give "
+                f"tiers.{key} = {size_text(size)}: more than this host's memory of {memory_bytes() >> 20}MiB; give "
                 "the tier a part of it",
             )
     if tiers.host_bytes == 0:
@@ -186,22 +133,9 @@ def _remote(config: Config) -> Iterator[Conflict]:
                 'it; set tiers.remote.transport = "mooncake_store"',
             )
         return
-    if remote.address is None and config.network.address is None:
+    if config.store_address is None:
         yield Conflict(
             "tiers.remote.address",
-            f'tiers.remote.transport = "{remote.transport}" without tiers.remote.address or network.address: set the '
-            "address by which other nodes reach this one",
-        )
-    if remote.timeout_s < remote.progress_timeout_s:
-        yield Conflict(
-            "tiers.remote.timeout_s",
-            f"tiers.remote.timeout_s = {remote.timeout_s:g} with tiers.remote.progress_timeout_s = "
-            f"{remote.progress_timeout_s}: every node that hangs would get the store process killed; at least "
-            f"{remote.progress_timeout_s}",
-        )
-    if remote.retry_at_most_s < remote.retry_s:
-        yield Conflict(
-            "tiers.remote.retry_at_most_s",
-            f"tiers.remote.retry_at_most_s = {remote.retry_at_most_s:g} with tiers.remote.retry_s = "
-            f"{remote.retry_s:g}: the first pause would exceed the maximum; at least {remote.retry_s:g}",
+            f'tiers.remote.transport = "{remote.transport}" without tiers.remote.address, network.address or '
+            "peers.listen: set the address by which other nodes reach this one",
         )

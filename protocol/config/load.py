@@ -1,6 +1,6 @@
-"""Parsing a TOML file into sections: each mistake is one error that names the file, key, value and allowed values.
+"""Loading a configuration file: each mistake is one error that names the file, key, value and allowed values.
 
-Knows no particular section: what a key may be follows from its type. A key whose name ends in ``_bytes`` is a size.
+What a key may be follows from its type in the schema. A key whose name ends in ``_bytes`` is a size.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
-from kvferry.daemon.config.sections import Section
+from kvferry.protocol.config.conflicts import conflicts
+from kvferry.protocol.config.schema import Config, Section
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import PATTERNS
 from kvferry.protocol.settings import SIZE_FORM, size_bytes, size_text
@@ -24,21 +25,38 @@ _S = TypeVar("_S", bound=Section)
 _MAX_SHOWN = 64
 
 
-def read_file(path: Path, section: type[_S]) -> _S:
-    """Return the file as ``section``, whose tables are the sections of its fields.
+def load_config(path: Path) -> Config:
+    """Return the configuration in a TOML file.
 
     Raises:
-        ConfigError: the file cannot be read or parsed, or a key is unknown or has a wrong value.
+        ConfigError: the file cannot be read or parsed, a key is unknown or has a wrong value, or two keys exclude each
+            other; names the keys, their values and what is allowed.
+    """
+    config, mistakes = read_config(path)
+    for mistake in mistakes:
+        raise mistake
+    return config
+
+
+def read_config(path: Path) -> tuple[Config, list[ConfigError]]:
+    """Return the configuration in a TOML file, and its mistakes; a key that is one has its default.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as cause:
-        raise ConfigError(f"{path}: {cause.strerror}", remedy="name a file that this user can read") from cause
+        raise ConfigError(f"{path}: {cause.strerror}") from cause
     except ValueError as cause:  # also invalid UTF-8
-        raise ConfigError(f"{path}: {cause}", remedy="correct the file: it is TOML in UTF-8") from cause
+        raise ConfigError(f"{path}: {cause}") from cause
     except RecursionError as cause:
-        raise ConfigError(f"{path}: nested too deeply", remedy="correct the file") from cause
-    return _table(path, "", section, table)
+        raise ConfigError(f"{path}: nested too deeply") from cause
+    mistakes: list[ConfigError] = []
+    config = _table(path, "", Config, table, mistakes)
+    if not mistakes:
+        mistakes += [ConfigError(f"{path}: {what}", field=key) for key, what in conflicts(config)]
+    return config, mistakes
 
 
 def allowed(key: str, kind: inspect.Type) -> str:  # noqa: C901, PLR0911  a table with one row per type
@@ -68,18 +86,25 @@ def allowed(key: str, kind: inspect.Type) -> str:  # noqa: C901, PLR0911  a tabl
             return "a table"
 
 
-def _table(path: Path, prefix: str, section: type[_S], table: object) -> _S:
+def _table(path: Path, prefix: str, section: type[_S], table: object, mistakes: list[ConfigError]) -> _S:
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: {prefix} = {_shown(table)}: must be a table, [{prefix}]", field=prefix)
-    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+        mistakes.append(ConfigError(f"{path}: {prefix} = {_shown(table)}: must be a table, [{prefix}]", field=prefix))
+        return section()
+    fields: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(section)}
     values: dict[str, object] = {}
     for name, value in table.items():
         key = f"{prefix}.{name}" if prefix else name
         kind = fields.get(name)
-        if kind is None:
-            raise ConfigError(f"{path}: {key}: {_unknown(name, prefix, fields)}", field=key)
-        is_section = isinstance(kind, type) and issubclass(kind, Section)
-        values[name] = _table(path, key, kind, value) if is_section else _value(path, key, kind, value)
+        if isinstance(kind, type) and issubclass(kind, Section):
+            values[name] = _table(path, key, kind, value, mistakes)
+        elif kind is None:
+            mistakes.append(ConfigError(f"{path}: {key}: {_unknown(name, prefix, fields)}", field=key))
+        else:
+            try:
+                values[name] = msgspec.convert(_plain(key, value), kind, str_keys=True)
+            except ValueError:  # msgspec's ValidationError is one
+                what = allowed(key, inspect.type_info(kind))
+                mistakes.append(ConfigError(f"{path}: {key} = {_shown(value)}: must be {what}", field=key))
     return section(**values)
 
 
@@ -87,14 +112,6 @@ def _unknown(name: str, prefix: str, fields: Mapping[str, object]) -> str:
     near = difflib.get_close_matches(name, fields, 1)
     meant = f"did you mean {near[0]}? " if near else ""
     return f"unknown key; {meant}{f'[{prefix}]' if prefix else 'the file'} has {', '.join(fields)}"
-
-
-def _value(path: Path, key: str, kind: Any, value: object) -> object:  # noqa: ANN401  an annotation
-    try:
-        return cast("object", msgspec.convert(_plain(key, value), kind, str_keys=True))
-    except ValueError as cause:  # msgspec's ValidationError is one
-        what = allowed(key, inspect.type_info(kind))
-        raise ConfigError(f"{path}: {key} = {_shown(value)}: must be {what}", field=key) from cause
 
 
 def _plain(key: str, value: object) -> object:

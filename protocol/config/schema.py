@@ -1,0 +1,228 @@
+"""The daemon's configuration: one TOML file, every key optional, every mistake reported with its key.
+
+Keys are what an operator knows better than the daemon: where things are, and how much they may take. Everything else
+chooses itself. Every number is bounded on both sides, so that a typo is an error at the start and not a daemon that
+refuses everybody.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.protocol.ids import DeviceName
+from kvferry.protocol.limits import Limits
+
+MIB: Final = 1 << 20
+MIN_SIZE_BYTES: Final = 4096
+"""The minimum of a size that is not 0: a smaller number probably lacks a unit."""
+
+MAX_SIZE_BYTES: Final = 1 << 50
+
+Bytes = Annotated[int, Meta(ge=0, le=MAX_SIZE_BYTES)]
+"""A size: 0, or at least ``MIN_SIZE_BYTES``: see ``conflicts``."""
+Path = Annotated[str, Meta(pattern="^[^\\x00]+\\Z", max_length=4096, description="a path")]
+Host = Annotated[
+    str,
+    Meta(pattern="^[0-9A-Za-z_.:-]+\\Z", max_length=256, description="an address or name of this host, without a port"),
+]
+Listen = Annotated[
+    str,
+    Meta(
+        pattern="^tcp://[^ ]+:[0-9]+\\Z",
+        max_length=256,
+        description="tcp://ADDRESS:PORT with a numeric address of this host",
+    ),
+]
+MasterAddress = Annotated[
+    str,
+    Meta(
+        pattern="^[^ :]+:[0-9]{1,5}\\Z|^\\[[0-9a-f:.]+\\]:[0-9]{1,5}\\Z",
+        max_length=256,
+        description="HOST:PORT, with an IPv6 address in brackets",
+    ),
+]
+UserId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+
+
+def memory_bytes() -> int:
+    """Return the size of this host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file; unknown keys are errors."""
+
+
+class LoggingConfig(Section, frozen=True, kw_only=True):
+    """``auto`` writes console lines to a terminal and JSON lines elsewhere."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "console", "json"] = "auto"
+
+
+class PoolsConfig(Section, frozen=True, kw_only=True):
+    """``max_bytes`` bounds the sum of all regions; by default 80 % of the host's memory."""
+
+    max_bytes: Annotated[int, Meta(ge=MIB, le=MAX_SIZE_BYTES)] | None = None
+    populate: bool = True
+
+    def size_bytes(self, memory_bytes: int) -> int:
+        """Return the bound on the sum of all regions, on a host with so much memory."""
+        return memory_bytes * 4 // 5 if self.max_bytes is None else self.max_bytes
+
+
+class DevicesConfig(Section, frozen=True, kw_only=True):
+    """Devices: those in ``open`` are opened before the daemon reports ready, others with their first pool.
+
+    Opening the first one takes seconds, in which all requests wait. Pools of the daemon take at most ``max_fraction``
+    of a device's memory.
+    """
+
+    open: tuple[DeviceName, ...] = ()
+    max_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+
+
+class PeersConfig(Section, frozen=True, kw_only=True):
+    """Other daemons: those of this host find us by our runtime directory, those of other hosts at ``listen``.
+
+    ``listen`` is ``tcp://ADDRESS:PORT`` with an address of this host that they can reach; connections are not
+    authenticated. A peer that is silent for ``timeout_ms`` is lost; three heartbeats are sent in that time.
+    """
+
+    listen: Listen | None = None
+    timeout_ms: Annotated[int, Meta(ge=50, le=600_000)] = 3000
+
+    @property
+    def heartbeat_ms(self) -> int:
+        """Return the interval of heartbeats."""
+        return self.timeout_ms // 3
+
+
+class NetworkConfig(Section, frozen=True, kw_only=True):
+    """Transfers between hosts, over Mooncake with ``transport = "mooncake"``.
+
+    Peers write into ``bounce_buffers`` buffers of ``bounce_buffer_bytes`` each; all daemons need the same
+    ``bounce_buffer_bytes``. ``address`` is where Mooncake listens, by default that of ``peers.listen``. With
+    ``direct``, peers write whole pages into the pools themselves.
+    """
+
+    transport: Literal["none", "mooncake"] = "none"
+    protocol: Literal["tcp", "ascend"] = "tcp"
+    address: Host | None = None
+    direct: bool = False
+    bounce_buffers: Annotated[int, Meta(ge=1, le=65_536)] = 16
+    bounce_buffer_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
+
+
+class DiskTierConfig(Section, frozen=True, kw_only=True):
+    """Cached blocks on disk, in ``path``, at most ``max_bytes`` of them; without a path there is no disk tier.
+
+    ``fsync`` is ``never``, ``interval`` (every few seconds) or ``block`` (before a block counts as stored). Blocks that
+    do not reach the disk are recomputed: nothing else depends on them.
+    """
+
+    path: Path | None = None
+    max_bytes: Annotated[int, Meta(ge=MIB, le=MAX_SIZE_BYTES)] = 64 << 30
+    fsync: Literal["never", "interval", "block"] = "interval"
+
+
+class RemoteTierConfig(Section, frozen=True, kw_only=True):
+    """A Mooncake Store that many nodes share, with ``transport = "mooncake_store"``.
+
+    Its ``mooncake_master`` listens at ``master``; other nodes reach this one at ``address``, by default
+    where other daemons do. The store keeps blocks in memory that the nodes contribute: ``segment_bytes`` of this
+    node's, possibly 0; blocks stored here are lost with this daemon. Tenants, by user number, find only their own
+    blocks, unless ``shared`` lets all tenants of all nodes find each other's.
+    """
+
+    transport: Literal["none", "mooncake_store"] = "none"
+    master: MasterAddress = "127.0.0.1:50051"
+    protocol: Literal["tcp", "ascend"] = "tcp"
+    address: Host | None = None
+    segment_bytes: Bytes = 4 << 30
+    shared: bool = False
+
+
+class TiersConfig(Section, frozen=True, kw_only=True):
+    """Host memory for what leaves the device: snapshots and cached blocks.
+
+    ``host_bytes``, by default a tenth of the host's memory, is populated as it is used; 0 disables the tiers.
+    ``tenant_bytes`` bounds each user's part of it, ``quotas`` that of users given by number. ``policy`` selects the
+    cached blocks to evict. Without ``checksums``, corrupted memory goes unnoticed and restores are faster. A snapshot
+    whose instance ended is kept for ``snapshot_grace_s``.
+    """
+
+    host_bytes: Bytes | None = None
+    tenant_bytes: Bytes | None = None
+    quotas: dict[UserId, Bytes] = {}
+    policy: Literal["sieve", "lru"] = "sieve"
+    checksums: bool = True
+    snapshot_grace_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    disk: DiskTierConfig = DiskTierConfig()
+    remote: RemoteTierConfig = RemoteTierConfig()
+
+    def size_bytes(self, memory_bytes: int) -> int:
+        """Return the host tier's size, on a host with so much memory."""
+        return memory_bytes // 10 if self.host_bytes is None else self.host_bytes
+
+
+class ServiceConfig(Section, frozen=True, kw_only=True):
+    """``drain_timeout_s`` is how long running transfers may take to finish after SIGTERM.
+
+    For ``resume_grace_s`` a session that lost its socket, and said that it would resume, is kept while its process
+    lives; 0: no session is.
+    """
+
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+    resume_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+
+
+class LimitsConfig(Section, frozen=True, kw_only=True):
+    """What one client may send; ``protocol.limits.Limits`` documents the keys, and the limits that follow from them."""
+
+    max_frame_bytes: Annotated[int, Meta(ge=128 << 10, le=1 << 30)] = Limits().max_frame_bytes
+    max_transfers_per_session: Annotated[int, Meta(ge=1, le=1 << 20)] = Limits().max_transfers_per_session
+    max_kept_payload_bytes: Annotated[int, Meta(ge=256 << 10, le=1 << 40)] = Limits().max_kept_payload_bytes
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The whole file."""
+
+    runtime_dir: Path | None = None
+    logging: LoggingConfig = LoggingConfig()
+    pools: PoolsConfig = PoolsConfig()
+    devices: DevicesConfig = DevicesConfig()
+    peers: PeersConfig = PeersConfig()
+    network: NetworkConfig = NetworkConfig()
+    tiers: TiersConfig = TiersConfig()
+    service: ServiceConfig = ServiceConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def announced(self) -> Limits:
+        """Return the limits as HELLO's reply says them."""
+        limits = self.limits
+        return Limits(
+            max_frame_bytes=limits.max_frame_bytes,
+            max_message_bytes=4 * limits.max_frame_bytes,
+            max_transfers_per_session=limits.max_transfers_per_session,
+            max_transfers=16 * limits.max_transfers_per_session,
+            max_kept_session_payload_bytes=limits.max_kept_payload_bytes // 4,
+            max_kept_payload_bytes=limits.max_kept_payload_bytes,
+            resume_grace_ms=round(self.service.resume_grace_s * 1000),
+        )
+
+    @property
+    def network_address(self) -> str | None:
+        """Return the address at which other hosts reach this one; None if none is configured."""
+        listen = self.peers.listen
+        return self.network.address or (listen and listen.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
+
+    @property
+    def store_address(self) -> str | None:
+        """Return the address at which other nodes of the store reach this one; None if none is configured."""
+        return self.tiers.remote.address or self.network_address

@@ -1,0 +1,14 @@
+"""``python -m tests.tuned_daemon TUNING …``: ``kvferry daemon …`` that does not choose for itself."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from kvferry.daemon.daemon import Tuning, main
+from kvferry.daemon.process.signals import hold_back
+
+if __name__ == "__main__":
+    hold_back()
+    sys.exit(main(sys.argv[2:], msgspec.json.decode(sys.argv[1], type=Tuning)))
