@@ -31,17 +31,6 @@ class BodyWithIds(NamedTuple):
     frames: tuple[bytes, ...]
 
 
-def request_from_json(kind: str, text: bytes | str) -> BodyWithIds:
-    """Return the request of type ``kind`` with the fields of a JSON object.
-
-    Raises:
-        UnknownTypeError: no such type.
-        InvalidFieldError: the text is not a JSON object, or a field is unknown or invalid; names the field.
-    """
-    request_type(kind)
-    return request_from_fields(kind, object_from_json(text))
-
-
 def object_from_json(text: bytes | str) -> dict[str, Any]:
     """Return the JSON object in ``text``.
 
@@ -105,11 +94,6 @@ def _batch_from_fields(given: dict[str, Any]) -> BodyWithIds:
     except msgspec.ValidationError as cause:
         raise invalid_field(cause) from cause
     return BodyWithIds(body, tuple(frame for one in parts for frame in one.frames))
-
-
-def body_to_json(body: Body, frames: Sequence[bytes]) -> bytes:
-    """Return a message as one line of JSON, page ids in place."""
-    return msgspec.json.encode(body_to_fields(body, frames))
 
 
 def body_to_fields(body: Body, frames: Sequence[bytes]) -> dict[str, Any]:

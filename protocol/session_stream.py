@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -178,11 +178,16 @@ class TablesFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 SessionFrame = SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow
 MAX_SESSION_FRAME_BYTES = 16384
+_T = TypeVar("_T")
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
-_open_decoder = msgspec.msgpack.Decoder(SessionOpen | RegionRequest)
-_said_decoder = msgspec.msgpack.Decoder(ShareFollows | MemoryFollows | SessionEnd)
-_frame_decoder = msgspec.msgpack.Decoder(SessionFrame)
+_open_decoder: msgspec.msgpack.Decoder[SessionOpen | RegionRequest] = msgspec.msgpack.Decoder(
+    SessionOpen | RegionRequest
+)
+_said_decoder: msgspec.msgpack.Decoder[ShareFollows | MemoryFollows | SessionEnd] = msgspec.msgpack.Decoder(
+    ShareFollows | MemoryFollows | SessionEnd
+)
+_frame_decoder: msgspec.msgpack.Decoder[SessionFrame] = msgspec.msgpack.Decoder(SessionFrame)
 
 
 def pack(message: SessionOpen | SessionEnd | RegionRequest | MemoryFollows | SessionFrame) -> bytes:
@@ -226,11 +231,7 @@ def unpack_open(frame: bytes) -> SessionOpen | RegionRequest:
     Raises:
         MalformedError: the bytes are not such a frame.
     """
-    try:
-        opening: SessionOpen | RegionRequest = _open_decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
-        raise MalformedError(f"not a session opening: {cause}") from cause
-    return opening
+    return _unpack(_open_decoder, frame, "a session opening")
 
 
 def unpack_attachment(frame: bytes) -> ShareFollows | MemoryFollows | SessionEnd:
@@ -239,11 +240,7 @@ def unpack_attachment(frame: bytes) -> ShareFollows | MemoryFollows | SessionEnd
     Raises:
         MalformedError: the bytes are not such a frame.
     """
-    try:
-        message: ShareFollows | MemoryFollows | SessionEnd = _said_decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise MalformedError("not a share of memory or events") from None  # the cause's text might contain a handle
-    return message
+    return _unpack(_said_decoder, frame, "a share of memory or events", show_cause=False)
 
 
 def unpack_frame(frame: bytes) -> SessionFrame:
@@ -252,8 +249,14 @@ def unpack_frame(frame: bytes) -> SessionFrame:
     Raises:
         MalformedError: the bytes are not such a frame.
     """
+    return _unpack(_frame_decoder, frame, "a session frame")
+
+
+def _unpack(decoder: msgspec.msgpack.Decoder[_T], frame: bytes, what: str, *, show_cause: bool = True) -> _T:
+    """``show_cause``: not where its text might contain a handle."""
     try:
-        message: SessionFrame = _frame_decoder.decode(frame)
+        return decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as cause:
-        raise MalformedError(f"not a session frame: {cause}") from cause
-    return message
+        if not show_cause:
+            raise MalformedError(f"not {what}") from None
+        raise MalformedError(f"not {what}: {cause}") from cause

@@ -36,11 +36,6 @@ class LayerStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     event: Annotated[int, Meta(ge=0, lt=EVENT_RING_SLOTS)]
     value: Annotated[int, Meta(ge=1, lt=1 << 62)]
 
-    @property
-    def layer_range(self) -> range:
-        """Return the layers."""
-        return range(self.first_layer, self.first_layer + self.layers)
-
 
 class Accepted(ReplyBody, frozen=True, kw_only=True, tag="ACCEPTED"):
     """SEND's and RECEIVE's reply: the checks passed, events follow.

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,9 +17,10 @@ from kvferry.clients import calls
 from kvferry.clients.calls import Call
 from kvferry.clients.daemon_socket import open_control_socket
 from kvferry.clients.session_channel import SessionChannel
-from kvferry.protocol.base import RequestBody
+from kvferry.protocol.base import Body, RequestBody
 from kvferry.protocol.client_core import ClientCore, ReplyArrived
 from kvferry.protocol.ids import BootId
+from kvferry.protocol.json_form import request_from_fields
 from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows
 
 REPLY_MS = 60_000
@@ -76,6 +77,11 @@ class RawEngine(NamedTuple):
             return self.call(call, deadline_ms=deadline_ms)
         frames = functools.partial(_numbered, registered)
         return self.call(call, frames, deadline_ms)
+
+    def say(self, kind: str, registered: ShareFollows | None = None, **fields: Any) -> Body:  # noqa: ANN401  any JSON
+        """Send a message with its fields as JSON, page ids in place, and return the reply's body."""
+        body, frames = request_from_fields(kind, fields)
+        return self.ask(body, *(np.frombuffer(one, np.int64) for one in frames), registered=registered).body
 
 
 def _numbered(registered: ShareFollows, message_id: int) -> Sequence[ShareFollows]:

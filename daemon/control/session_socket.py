@@ -228,14 +228,17 @@ class SessionSocket:
 
     def take_share(self, session: Session, message_id: int) -> ShareFollows:
         """Return the shares that an engine sent for a message, before the message itself; empty if none came."""
-        connection = self._connections.get(session.session_id)
-        found = connection.take_share(message_id) if connection is not None else None
-        return found or ShareFollows(message_id=message_id)
+        found = self._attachments(session)
+        return (found and found.take_share(message_id)) or ShareFollows(message_id=message_id)
 
     def take_memory(self, session: Session, message_id: int) -> int | None:
         """Return the descriptor that an engine sent for a message, or None; the caller owns it."""
+        found = self._attachments(session)
+        return found.take_memory(message_id) if found is not None else None
+
+    def _attachments(self, session: Session) -> Attachments | None:
         connection = self._connections.get(session.session_id)
-        return connection.take_memory(message_id) if connection is not None else None
+        return connection.read_all() if connection is not None else None
 
     def opened(self, connection: _Connection, session: Session) -> None:
         """Record a new session's connection, and publish ``SessionBegan``."""
@@ -321,19 +324,12 @@ class _Connection:
         loop.add_reader(channel, self._readable)
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
 
-    def take_share(self, message_id: int) -> ShareFollows | None:
-        self._read_all()
-        return self._attachments.take_share(message_id)
-
-    def take_memory(self, message_id: int) -> int | None:
-        self._read_all()
-        return self._attachments.take_memory(message_id)
-
-    def _read_all(self) -> None:
-        # It was sent before the message, in any number of frames. Bounded: an engine that keeps sending is not awaited.
+    def read_all(self) -> Attachments:
+        """Read what was sent before a message, in any number of frames, but bounded; return what has come so far."""
         for _ in range(MAX_BYTES_SAID_AHEAD // _RECEIVE_BYTES):
             if self._closed or not self._readable():
                 break
+        return self._attachments
 
     def pass_frame(self, frame: SessionFrame, fds: Sequence[int]) -> None:
         data = pack(frame)

@@ -14,7 +14,7 @@ from kvferry.protocol.base import ErrorReply
 from kvferry.protocol.codec import IncomingRequest, decode_from_daemon, decode_request, encode
 from kvferry.protocol.envelope import REQUEST_TYPES, Reply
 from kvferry.protocol.errors import KvferryError, MalformedError
-from kvferry.protocol.json_form import request_from_json
+from kvferry.protocol.json_form import object_from_json, request_from_fields
 from kvferry.protocol.peer_messages import decode_peer, encode_peer
 from kvferry.protocol.session_stream import FrameSplitter, unpack_frame, unpack_open
 from tests.protocol.peer_samples import as_hex as peers_as_hex
@@ -41,7 +41,7 @@ def take_one_input(data: bytes) -> None:
         except MalformedError:
             continue
     try:
-        request_from_json(KINDS[len(data) % len(KINDS)], data)
+        request_from_fields(KINDS[len(data) % len(KINDS)], object_from_json(data))
     except KvferryError:
         return
 

@@ -26,6 +26,11 @@ PAGES = 3
 BYTES_OF_A_LAYER = PAGES * 2 * PAGE_BYTES
 
 
+def range_of(step: LayerStep) -> range:
+    """Return a step's layers."""
+    return range(step.first_layer, step.first_layer + step.layers)
+
+
 def step(first_layer: int, count: int = 1, *, event: int = 0, value: int = 1) -> LayerStep:
     return LayerStep(first_layer=first_layer, layers=count, event=event, value=value)
 
@@ -372,7 +377,7 @@ def test_any_steps_and_any_order_of_events_bring_everything(data: st.DataObject)
     ]
     last_step = len(steps) - 1
     of_layers = [
-        next((n for n, one in enumerate(steps) if layer in one.layer_range), last_step) for layer in range(LAYERS)
+        next((n for n, one in enumerate(steps) if layer in range_of(one)), last_step) for layer in range(LAYERS)
     ]
     needed = 1 + (last_step if whole_below_bytes else max(of_layers))
     counters = [0, 0, 0]
@@ -386,7 +391,7 @@ def test_any_steps_and_any_order_of_events_bring_everything(data: st.DataObject)
         ready = next((n for n, one in enumerate(steps) if counters[one.event] < one.value), len(steps))
         if moment >= receive_at and data.draw(st.booleans()):
             ferry.harness.transport.finish_all()
-            here = {layer for one in steps[:ready] for layer in one.layer_range if layer < LAYERS}
+            here = {layer for one in steps[:ready] for layer in range_of(one) if layer < LAYERS}
             whole = ferry.harness.outcomes(ferry.decode) == ["OK", "settled"]
             assert whole == (ready >= needed)
             assert ferry.arrived() <= entries_of_layers(*(range(LAYERS) if whole else here))
@@ -405,5 +410,5 @@ def test_a_row_belongs_to_the_first_step_that_names_its_layer(
 ) -> None:
     steps = [step(first, count) for first, count in named]
     last = len(steps) - 1
-    of_rows = [next((n for n, one in enumerate(steps) if layer in one.layer_range), last) for layer in rows]
+    of_rows = [next((n for n, one in enumerate(steps) if layer in range_of(one)), last) for layer in rows]
     assert rows_by_step(rows, steps).tolist() == of_rows
