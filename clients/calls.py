@@ -18,7 +18,6 @@ from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.protocol.pool_messages import Allocate, Free, Freed
 from kvferry.protocol.session_messages import Hello, Welcome
 from kvferry.protocol.session_stream import SessionOpen
-from kvferry.protocol.table_messages import TablesUpdated, UpdateTables
 from kvferry.protocol.tier_messages import HASH_BYTES
 
 NAME: Final = {"pool": "name"}
@@ -185,54 +184,42 @@ def free(pool: str, ids: npt.ArrayLike, space: str, after: DeviceEvent | None) -
     return asked(body, IDS, (array,))
 
 
-def update_tables(
-    tables: str,
+def table_lists(
     lengths: npt.ArrayLike,
-    *,
-    extra_tokens: int = 0,
-    entries: BlockTableEntries | None = None,
-    rows: Mapping[int, npt.ArrayLike] | None = None,
-    released: npt.ArrayLike = (),
-    bound: tuple[npt.ArrayLike, npt.ArrayLike] = ((), ()),
-    after: DeviceEvent | None = None,
-) -> Call[TablesUpdated]:
-    """Change graph tables; see ``Client.update_tables``."""
+    entries: BlockTableEntries | None,
+    rows: Mapping[int, npt.ArrayLike] | None,
+    released: npt.ArrayLike,
+    bound: tuple[npt.ArrayLike, npt.ArrayLike],
+) -> tuple[dict[str, int], PageIds]:
+    """Return the lists of an UPDATE_TABLES in one, and how many each of its fields counts; see ``update_tables``.
+
+    Raises:
+        InvalidFieldError: one of them is no list of integers.
+        LengthMismatchError: two that belong together are not of one length.
+    """
     at = entries if entries is not None else BlockTableEntries((), (), ())
     if not isinstance(at, BlockTableEntries):
         raise wrong_kind(entries, "BlockTableEntries(rows, columns, pages)", "entries")
     if len(sequence(bound, "lists", "bound")) != 2:  # noqa: PLR2004  full pages, window pages
         raise wrong_kind(bound, "pair of lists: full pages, and the window pages that they get", "bound")
-    whole_rows = {
-        whole(row, "rows"): page_ids(ids, f"rows[{row}]")
-        for row, ids in mapping({} if rows is None else rows, "row to ids", "rows").items()
+    tokens = page_ids(lengths, "lengths")
+    cells = [page_ids(one, f"entries.{field}") for one, field in zip(at, BlockTableEntries._fields, strict=True)]
+    named = mapping({} if rows is None else rows, "row to ids", "rows").items()
+    whole_rows = {whole(row, "rows"): page_ids(ids, f"rows[{row}]") for row, ids in named}
+    heads = [page_ids(list(whole_rows), "rows"), page_ids([len(ids) for ids in whole_rows.values()], "rows")]
+    back = page_ids(released, "released")
+    full, window = (page_ids(one, f"bound[{number}]") for number, one in enumerate(bound))
+    if len({len(one) for one in cells}) != 1:
+        counted = ", ".join(f"{len(one)} {field}" for one, field in zip(cells, BlockTableEntries._fields, strict=True))
+        raise LengthMismatchError(f"{counted} of entries", field="entries")
+    if len(full) != len(window):
+        raise LengthMismatchError(f"{len(full)} full pages are bound to {len(window)} window pages", field="bound")
+    counts = {
+        "batch": len(tokens),
+        "entries": len(cells[0]),
+        "rows": len(whole_rows),
+        "pages": sum(len(ids) for ids in whole_rows.values()),
+        "released": len(back),
+        "bound": len(full),
     }
-    counts = [len(ids) for ids in whole_rows.values()]
-    given = [
-        page_ids(lengths, "lengths"),
-        *(page_ids(one, f"entries.{field}") for one, field in zip(at, BlockTableEntries._fields, strict=True)),
-        page_ids(list(whole_rows), "rows"),
-        page_ids(counts, "rows"),
-        *whole_rows.values(),
-        page_ids(released, "released"),
-        *(page_ids(one, f"bound[{number}]") for number, one in enumerate(bound)),
-    ]
-    if not len(given[1]) == len(given[2]) == len(given[3]):
-        raise LengthMismatchError(
-            f"{len(given[1])} rows, {len(given[2])} columns, {len(given[3])} pages of entries", field="entries"
-        )
-    if len(given[-2]) != len(given[-1]):
-        raise LengthMismatchError(
-            f"{len(given[-2])} full pages are bound to {len(given[-1])} window pages", field="bound"
-        )
-    body = UpdateTables(
-        tables=tables,
-        batch=len(given[0]),
-        extra_tokens=extra_tokens,
-        entries=len(given[1]),
-        rows=len(whole_rows),
-        pages=sum(counts),
-        released=len(given[-3]),
-        bound=len(given[-2]),
-        after=after,
-    )
-    return asked(body, {"batch": "lengths"}, (np.concatenate(given),))
+    return counts, np.concatenate([tokens, *cells, *heads, *whole_rows.values(), back, full, window])

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvferry.clients import calls
 from kvferry.clients.arguments import checked, page_ids, seconds, sequence, wrong_kind
-from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, joined, page_lists
+from kvferry.clients.calls import IDS, BlockTableEntries, Call, Pages, asked, joined, page_lists
 from kvferry.clients.connection import Connection
 from kvferry.clients.daemon_socket import REPLY_MARGIN_S
 from kvferry.clients.devices import EngineDevices
@@ -43,7 +43,7 @@ from kvferry.protocol.limits import Limits
 from kvferry.protocol.pool_messages import Freed
 from kvferry.protocol.requests import check_batched
 from kvferry.protocol.session_messages import Welcome
-from kvferry.protocol.table_messages import TablesUpdated
+from kvferry.protocol.table_messages import TablesUpdated, UpdateTables
 from kvferry.protocol.tier_messages import Load, Offload, Restore, Store
 from kvferry.protocol.transfer_messages import LayerStep, Receive, ReceiveInto, Send
 
@@ -234,17 +234,10 @@ class Submitting(ABC):
                 InvalidFieldError: by ``wait``; the tables are as they were.
             TablesBusyError: by ``wait``: the update before has not ended.
         """
-        call = calls.update_tables(
-            tables_name(tables),
-            lengths,
-            extra_tokens=extra_tokens,
-            entries=entries,
-            rows=rows,
-            released=released,
-            bound=bound,
-            after=after,
-        )
-        return self.begin(call, deadline_s=deadline_s)
+        name = tables_name(tables)
+        counts, ids = calls.table_lists(lengths, entries, rows, released, bound)
+        body = UpdateTables(tables=name, extra_tokens=extra_tokens, after=after, **counts)
+        return self.begin(asked(body, {"batch": "lengths"}, (ids,)), deadline_s=deadline_s)
 
     # -- tiers
 
