@@ -324,9 +324,9 @@ class Transfer:
         self.home.links.connect(self.address(self.source))
         self.harness.deliver_all()
 
-    def send(self, *arguments: int, **more: Any) -> None:  # noqa: ANN401  what ``Engine.send`` takes
+    def send(self, first: int = 0, stop: int | None = None, **more: Any) -> None:  # noqa: ANN401  what ``Engine.send`` takes
         """SEND the pages of prefill."""
-        self.prefill.send(*arguments, **more)
+        self.prefill.send(first, stop, **more)
 
     def receive(self, *daemons: Node, into: Engine | None = None, **more: Any) -> int:  # noqa: ANN401  what ``Engine.receive`` takes
         """RECEIVE into the pages of decode, from these daemons, by default the source; return the generation."""

@@ -1,20 +1,110 @@
-"""What payloads pools take, and how many bytes of them are kept."""
+"""Payloads, also of transfers without pages: what pools take, what comes, and how many bytes are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
 import pytest
 
 from kvferry.daemon.transfer.kept import KeptPayloads
-from kvferry.pools.pool import Pool
-from kvferry.protocol.errors import OverloadedError, TooLargeError
+from kvferry.protocol.errors import (
+    IncompleteError,
+    InvalidFieldError,
+    OverloadedError,
+    TooLargeError,
+    UncoveredEntryError,
+)
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Limits
-from tests.transfer.peer_harness import PeerHarness
-from tests.transfer.transfer_harness import TransferHarness
+from kvferry.protocol.transfer_messages import LayerStep
+from tests.transfer.peer_harness import WAYS, Transfer
+from tests.transfer.transfer_harness import Engine, Lists, TransferHarness
 
 pytestmark = pytest.mark.any_device
+
+FIRST = pytest.mark.parametrize("first", ["send", "receive"])
+EMPTY: Final[Lists] = {"main": np.empty(0, np.int64)}
+
+
+@pytest.fixture(params=WAYS)
+def both(request: pytest.FixtureRequest) -> Transfer:
+    """Return a transfer that has not begun, by each way."""
+    return Transfer(request.param)
+
+
+@pytest.fixture
+def here() -> Transfer:
+    """Return a transfer within a daemon."""
+    return Transfer()
+
+
+# -- transfers without pages
+
+
+@pytest.mark.parametrize(
+    ("sent", "wanted"), [({}, {}), (EMPTY, EMPTY), (None, {})], ids=["no lists", "empty lists", "pages nobody wants"]
+)
+@FIRST
+def test_a_payload_comes_without_pages(both: Transfer, sent: Lists | None, wanted: Lists, first: str) -> None:
+    for direction in ("send", "receive") if first == "send" else ("receive", "send"):
+        if direction == "send":
+            both.send(ids=sent, payload=b"logits")
+        else:
+            both.receive(ids=wanted)
+        both.harness.deliver_all()
+    both.check_over("OK", "OK")
+    finished = both.decode.finished
+    assert (finished.payload, finished.moved_bytes, finished.pages) == (b"logits", 0, 0)
+    if sent is None:
+        assert finished.skipped_source_entries == len(both.prefill.pool.manifest.entries)
+
+
+def test_a_receive_without_pages_finishes_when_all_sources_have_sent_their_last(here: Transfer) -> None:
+    other = here.source.engine("other")
+    here.receive(ids={}, sources=2)
+    here.send(ids={}, payload=b"x")
+    other.send(ids={}, last=False)
+    assert here.decode.told == ""
+    other.send(ids={})
+    here.check_over("OK", "OK")
+    assert here.decode.finished.payload == b"x"
+
+
+def test_a_payload_after_the_last_pages(both: Transfer) -> None:
+    """The last SEND of chunks may have no page of its own."""
+    both.begin("receive", last=False)
+    both.harness.run()
+    assert both.decode.told == ""
+    both.send(ids={}, payload=b"x")
+    both.succeeds()
+    assert both.decode.finished.payload == b"x"
+
+
+@pytest.mark.parametrize("none", [{}, EMPTY], ids=["no lists", "empty lists"])
+def test_pages_that_are_wanted_must_still_come(here: Transfer, none: Lists) -> None:
+    here.receive()
+    with pytest.raises((IncompleteError, UncoveredEntryError)):
+        here.send(ids=none, payload=b"x")
+    here.send()
+    here.succeeds()
+
+
+def test_steps_need_pages(here: Transfer) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        here.send(ids={}, steps=(LayerStep(first_layer=0, layers=2, event=0, value=1),))
+    assert refused.value.field == "steps"
+
+
+def test_a_receive_without_pages_hears_of_a_source_that_gave_up(here: Transfer) -> None:
+    here.receive(ids={})
+    here.send(ids={}, last=False)
+    here.prefill.cancel("send")
+    here.check_over("CANCELLED", "PEER_CANCELLED")
+
+
+# -- bounds
+
 
 OF_SESSION, OF_ALL = 100, 250
 
@@ -24,24 +114,25 @@ class Engines:
 
     def __init__(self) -> None:
         self.harness = TransferHarness(payloads=KeptPayloads(OF_SESSION, OF_ALL))
-        self.prefill, self.decode = self.harness.session(), self.harness.session()
-        self.source = self.harness.pool("prefill", max_payload_bytes=80)
-        self.destination = self.harness.pool("decode", max_payload_bytes=60)
+        self.prefill = self.harness.engine("prefill", max_payload_bytes=80)
+        self.decode = self.harness.engine("decode", max_payload_bytes=60)
 
     @property
     def kept(self) -> int:
         """Return how many bytes are kept."""
         return self.harness.state_machine.payloads.kept_bytes
 
-    def send(self, number: int, size: int, *, pool: Pool | None = None, session: int | None = None) -> None:
+    def send(self, number: int, size: int, engine: Engine | None = None) -> None:
         """SEND a payload of that size."""
-        self.harness.send(
-            session or self.prefill, pool or self.source, {}, request=f"{number:032x}", payload=bytes(size)
-        )
+        (engine or self.prefill).send(ids={}, request=f"{number:032x}", payload=bytes(size))
 
-    def receive(self, number: int, *, session: int | None = None) -> None:
+    def receive(self, number: int, sources: int = 1) -> None:
         """RECEIVE without pages."""
-        self.harness.receive(session or self.decode, self.destination, {}, request=f"{number:032x}")
+        self.decode.receive(ids={}, request=f"{number:032x}", sources=sources)
+
+    def acknowledge(self, number: int) -> None:
+        """Let the receiver have seen all events of a request."""
+        self.decode.acknowledge("receive", f"{number:032x}")
 
 
 @pytest.fixture
@@ -58,37 +149,33 @@ def test_a_payload_over_its_own_pools_bound_is_refused(engines: Engines) -> None
     assert engines.kept == 80
 
 
-@pytest.mark.parametrize("first", ["send", "receive"])
+@FIRST
 def test_a_payload_over_a_receiving_pools_bound_is_refused(engines: Engines, first: str) -> None:
     """Whoever came later is refused; what was there waits on."""
-    steps: list[Callable[[], object]] = [lambda: engines.send(1, 61), lambda: engines.receive(1)]
+    steps: list[Callable[[], None]] = [lambda: engines.send(1, 61), lambda: engines.receive(1)]
     early, late = steps if first == "send" else steps[::-1]
     early()
     with pytest.raises(TooLargeError, match="61 bytes; pool 'decode' takes 60") as refused:
         late()
     assert refused.value.field == "payload"
-    assert engines.harness.outcomes(engines.prefill) == engines.harness.outcomes(engines.decode) == []
+    assert (engines.prefill.told, engines.decode.told) == ("", "")
 
 
 def test_a_home_refuses_a_payload_that_its_pool_does_not_take() -> None:
-    harness = PeerHarness("source", "home")
-    source, home = harness.nodes.values()
-    prefill, decode = source.session(), home.session()
-    pools = source.pool("prefill"), home.pool("decode", max_payload_bytes=3)
-    home.receive(decode, pools[1], {}, source_daemons=(source.tcp,))
-    source.send(prefill, pools[0], {}, payload=b"more")
-    harness.deliver_all()
-    error = source.finished(prefill).error
+    apart = Transfer("tcp")
+    apart.decode.pool.max_payload_bytes = 3
+    apart.receive(ids={})
+    apart.send(ids={}, payload=b"more")
+    apart.harness.deliver_all()
+    error = apart.prefill.finished.error
     assert error is not None
     assert (error.code, error.field) == ("TOO_LARGE", "payload")
     assert "pool 'decode' takes 3" in error.detail
-    assert home.outcomes(decode) == []
-    source.send(prefill, source.pool("other"), {}, payload=b"few")
-    harness.deliver_all()
-    assert home.finished(decode).payload == b"few"
-    assert home.state_machine.payloads.kept_bytes == 3
-    assert source.state_machine.payloads.kept_bytes == 0
-    harness.check_nothing_left()
+    assert apart.decode.told == ""
+    apart.source.engine("other").send(ids={}, payload=b"few")
+    apart.ends("TOO_LARGE", "OK")
+    assert apart.decode.finished.payload == b"few"
+    assert [node.state_machine.payloads.kept_bytes for node in (apart.home, apart.source)] == [3, 0]
 
 
 def test_payloads_of_a_session_are_bounded_until_they_settle_or_are_acknowledged(engines: Engines) -> None:
@@ -101,64 +188,62 @@ def test_payloads_of_a_session_are_bounded_until_they_settle_or_are_acknowledged
     engines.send(2, 41)
     with pytest.raises(OverloadedError, match="of session 2"):
         engines.receive(2)
-    request = f"{1:032x}"
-    engines.harness.acknowledge(engines.decode, engines.destination, "receive", request)
+    engines.acknowledge(1)
     assert engines.kept == 41
     engines.receive(2)
-    engines.harness.acknowledge(engines.decode, engines.destination, "receive", f"{2:032x}")
+    engines.acknowledge(2)
     assert engines.kept == 0
 
 
 def test_a_receive_that_begins_again_still_keeps_what_is_unacknowledged(engines: Engines) -> None:
-    request = f"{1:032x}"
     engines.send(1, 60)
     engines.receive(1)
     engines.send(1, 41)
     with pytest.raises(OverloadedError, match="60 payload bytes of session 2"):
         engines.receive(1)
-    engines.harness.acknowledge(engines.decode, engines.destination, "receive", request)
+    engines.acknowledge(1)
     engines.receive(1)
     assert engines.kept == 41
 
 
 def test_a_payload_counts_for_all_its_receivers_together(engines: Engines) -> None:
-    pools = [engines.harness.pool(f"decode{number}") for number in range(3)]
-    for pool in pools:
-        engines.harness.receive(engines.decode, pool, {})
+    for number in range(3):
+        engines.harness.receive(engines.decode.session, engines.harness.pool(f"decode{number}"), {})
     with pytest.raises(OverloadedError, match="0 payload bytes of session 2") as refused:
-        engines.harness.send(engines.prefill, engines.source, {}, payload=bytes(34), destinations=3)
+        engines.prefill.send(ids={}, payload=bytes(34), destinations=3)
     assert refused.value.field == "payload"
     assert engines.kept == 0
-    engines.harness.send(engines.prefill, engines.source, {}, payload=bytes(33), destinations=3)
+    engines.prefill.send(ids={}, payload=bytes(33), destinations=3)
     assert engines.kept == 99, "the SEND has settled"
 
 
 def test_payloads_of_all_sessions_are_bounded(engines: Engines) -> None:
-    others = [engines.harness.session() for _ in range(3)]
-    for number, session in enumerate(others[:2]):
-        engines.send(number, 80, session=session, pool=engines.harness.pool(f"p{number}", max_payload_bytes=80))
-    engines.send(2, 80)
+    others = [engines.harness.engine(f"p{number}", max_payload_bytes=80) for number in range(3)]
+    for number, engine in enumerate((*others[:2], engines.prefill)):
+        engines.send(number, 80, engine)
     with pytest.raises(OverloadedError, match="240 payload bytes of all sessions"):
-        engines.send(3, 11, session=others[2])
+        engines.send(3, 11, others[2])
 
 
-@pytest.mark.parametrize("end", ["cancel", "lose"])
-def test_a_transfer_that_ends_keeps_no_payload(engines: Engines, end: str) -> None:
-    engines.send(1, 50)
-    if end == "cancel":
-        engines.harness.cancel(engines.prefill, engines.source, "send", f"{1:032x}")
-        assert engines.kept == 0
-    else:
-        engines.harness.lose(engines.prefill)
-        assert engines.kept == 50, "the SEND lives on"
-        engines.harness.pass_time(31)
+def test_a_transfer_that_ends_keeps_no_payload(engines: Engines) -> None:
+    for number in (1, 2):
+        engines.send(number, 50)
+    engines.prefill.cancel("send", f"{1:032x}")
+    engines.prefill.lose()
+    assert engines.kept == 50, "the SEND lives on"
+    engines.harness.pass_time(31)
     assert engines.kept == 0
 
 
-def test_a_receiver_that_dies_keeps_no_payload(engines: Engines) -> None:
-    engines.send(1, 50)
-    engines.receive(1)
-    engines.harness.lose(engines.decode)
+def test_a_receiver_that_dies_or_fails_keeps_no_payload(engines: Engines) -> None:
+    """The second one waits for another source when it ends."""
+    for number in (1, 2):
+        engines.receive(number, sources=number)
+        engines.send(number, 30)
+    assert engines.kept == 3 * 30
+    engines.decode.cancel("receive", f"{2:032x}")
+    assert engines.kept == 30
+    engines.decode.lose()
     assert engines.kept == 0
 
 
@@ -169,13 +254,3 @@ FRAMES: Final = {128 << 10: 64 << 10, 4 << 20: 2 << 20, 1 << 30: LARGEST_PAYLOAD
 def test_the_largest_payload_leaves_half_of_a_frame(frame_bytes: int) -> None:
     assert Limits(max_frame_bytes=frame_bytes).largest_payload_bytes == FRAMES[frame_bytes]
     assert Limits(max_frame_bytes=frame_bytes).largest_payload_bytes >= MAX_PAYLOAD_BYTES
-
-
-def test_a_receiver_that_fails_keeps_no_payload(engines: Engines) -> None:
-    """It had one, and waits for another source when it ends."""
-    request = f"{1:032x}"
-    engines.harness.receive(engines.decode, engines.destination, {}, sources=2, request=request)
-    engines.send(1, 50)
-    assert engines.kept == 2 * 50
-    engines.harness.cancel(engines.decode, engines.destination, "receive", request)
-    assert engines.kept == 0

@@ -1,122 +1,120 @@
-"""Results kept until they are acknowledged, re-armed receive requests and their generations."""
+"""What an engine may ask for: results until they are acknowledged, who has joined, generations of receive requests."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import pytest
 
 from kvferry.daemon.transfer.endpoints import EndpointKey
 from kvferry.daemon.transfer.kept import GENERATIONS_KEPT, Generations, KeptPayloads, Results
 from kvferry.protocol.errors import TransferExistsError, UnknownTransferError
-from kvferry.protocol.events import Settled
 from kvferry.protocol.transfer_messages import TransferResult
-from tests.transfer.transfer_harness import REQUEST, TransferHarness
+from tests.transfer.peer_harness import Transfer
+from tests.transfer.transfer_harness import REQUEST, Direction, Engine, TransferHarness
+
+
+class Three(NamedTuple):
+    """A sender and two receivers of one daemon."""
+
+    harness: TransferHarness
+    prefill: Engine
+    decode: Engine
+    second: Engine
+
+    def result(self, engine: Engine, direction: Direction) -> TransferResult:
+        """RESULT."""
+        key = EndpointKey(engine.pool.tenant, REQUEST, engine.pool.name, direction)
+        return self.harness.state_machine.result(engine.session, key)
+
+    def told_of(self) -> list[tuple[int, int]]:
+        """Return what the sender was told of: (matched, destinations) of each event."""
+        assert all(session == self.prefill.session for session, _ in self.harness.matched)
+        return [(one.matched, one.destinations) for _, one in self.harness.matched]
 
 
 @pytest.fixture
-def harness() -> TransferHarness:
-    """Return an empty harness."""
-    return TransferHarness()
+def three() -> Three:
+    """Return engines that have not spoken."""
+    harness = TransferHarness()
+    return Three(harness, *(harness.engine(name) for name in ("prefill", "decode", "second")))
 
 
-def key(pool: str, direction: str, request: str = REQUEST) -> EndpointKey:
-    return EndpointKey(7, request, pool, "send" if direction == "send" else "receive")
+def key(pool: str, direction: Direction, request: str = REQUEST) -> EndpointKey:
+    return EndpointKey(7, request, pool, direction)
 
 
-def test_a_result_follows_its_side_and_stays_until_acknowledged(harness: TransferHarness) -> None:
-    prefill, decode = harness.session(), harness.session()
-    source, destination = harness.pool("prefill"), harness.pool("decode")
+def test_a_result_follows_its_side_and_stays_until_acknowledged(three: Three) -> None:
+    prefill, results = three.prefill, three.harness.state_machine.results
     with pytest.raises(UnknownTransferError):
-        harness.state_machine.result(prefill, key("prefill", "send"))
-    harness.send(prefill, source, harness.filled(source, prefill, 2))
-    assert harness.state_machine.result(prefill, key("prefill", "send")) == TransferResult(state="open")
-    harness.receive(decode, destination, harness.filled(destination, decode, 2))
-    harness.cancel(decode, destination, "receive")
-    finished = harness.state_machine.result(prefill, key("prefill", "send"))
+        three.result(prefill, "send")
+    prefill.send()
+    assert three.result(prefill, "send") == TransferResult(state="open")
+    with pytest.raises(UnknownTransferError):  # it is the session's own
+        three.harness.state_machine.result(three.decode.session, key("prefill", "send"))
+    three.decode.receive()
+    three.decode.cancel("receive")
+    finished = three.result(prefill, "send")
     assert (finished.state, finished.settled) == ("finished", None)
-    assert finished.finished == harness.told[prefill][0]
-    harness.transport.finish_all()
-    settled = harness.state_machine.result(prefill, key("prefill", "send"))
-    assert settled == TransferResult(
-        state="settled", finished=finished.finished, settled=last_settled(harness, prefill)
-    )
-    assert harness.state_machine.results.count(prefill) == 1
-    harness.acknowledge(prefill, source, "send")
+    three.harness.transport.finish_all()
+    told = three.harness.told[prefill.session]
+    settled = three.result(prefill, "send")
+    assert [settled.state, settled.finished, settled.settled, settled.matched] == ["settled", *told, 0]
+    assert finished.finished == settled.finished
+    assert results.count(prefill.session) == 1
+    prefill.acknowledge("send")
     with pytest.raises(UnknownTransferError):
-        harness.state_machine.result(prefill, key("prefill", "send"))
-    assert harness.state_machine.results.count(prefill) == 0
+        three.result(prefill, "send")
+    assert results.count(prefill.session) == 0
 
 
-def last_settled(harness: TransferHarness, session: int) -> Settled:
-    event = harness.told[session][-1]
-    assert isinstance(event, Settled)
-    return event
+def test_nothing_is_kept_for_a_lost_session(three: Three) -> None:
+    three.prefill.send()
+    three.prefill.lose()
+    three.decode.receive()
+    three.harness.transport.finish_all()
+    assert three.harness.state_machine.results.total == 1
+    three.decode.lose()
+    assert three.harness.state_machine.results.total == 0
 
 
-def test_results_are_the_sessions_own(harness: TransferHarness) -> None:
-    prefill, decode = harness.session(), harness.session()
-    source = harness.pool("prefill")
-    harness.send(prefill, source, harness.filled(source, prefill, 2))
-    with pytest.raises(UnknownTransferError):
-        harness.state_machine.result(decode, key("prefill", "send"))
-
-
-def test_nothing_is_kept_for_a_lost_session(harness: TransferHarness) -> None:
-    prefill, decode = harness.session(), harness.session()
-    source, destination = harness.pool("prefill"), harness.pool("decode")
-    harness.send(prefill, source, harness.filled(source, prefill, 2))
-    harness.lose(prefill)
-    harness.receive(decode, destination, harness.filled(destination, decode, 2))
-    harness.transport.finish_all()
-    assert harness.state_machine.results.total == 1
-    harness.lose(decode)
-    assert harness.state_machine.results.total == 0
-
-
-def test_a_receive_is_begun_anew_with_the_same_pages_and_another_source(harness: TransferHarness) -> None:
-    first, second, decode = harness.session(), harness.session(), harness.session()
-    source, destination = harness.pool("prefill"), harness.pool("decode")
-    received = harness.filled(destination, decode, 2)
-    assert harness.receive(decode, destination, received).generation == 1
-    harness.send(first, source, harness.filled(source, first, 2)[:1], last=False)
-    harness.lose(first)
+def test_a_receive_is_begun_anew_with_the_same_pages_and_another_source(three: Three) -> None:
+    decode = three.decode
+    assert decode.receive().generation == 1
+    three.prefill.send(0, 1, last=False)
+    three.prefill.lose()
     with pytest.raises(TransferExistsError):
-        harness.receive(decode, destination, received)  # a byte may still land
-    harness.transport.finish_all()
-    assert harness.outcomes(decode) == ["PEER_LOST", "settled"]
-    assert harness.receive(decode, destination, received).generation == 2
-    sent = harness.filled(source, second, 2)
-    harness.send(second, source, sent)
-    harness.transport.finish_all()
-    assert harness.outcomes(decode) == ["PEER_LOST", "settled", "OK", "settled"]
-    assert [event.generation for event in harness.told[decode]] == [1, 1, 2, 2]
-    assert harness.content(destination, received) == harness.content(source, sent)
+        decode.receive()  # a byte may still land
+    three.harness.transport.finish_all()
+    assert decode.told == "PEER_LOST settled"
+    assert decode.receive().generation == 2
+    three.second.send()
+    three.harness.transport.finish_all()
+    assert decode.told == "PEER_LOST settled OK settled"
+    assert [event.generation for event in three.harness.told[decode.session]] == [1, 1, 2, 2]
+    assert decode.content == three.second.content
 
 
-def test_a_late_chunk_does_not_start_a_failed_transfer_anew(harness: TransferHarness) -> None:
-    prefill, decode = harness.session(), harness.session()
-    source, destination = harness.pool("prefill"), harness.pool("decode")
-    sent = harness.filled(source, prefill, 2)
-    harness.receive(decode, destination, harness.filled(destination, decode, 2))
-    harness.send(prefill, source, sent[:1], last=False)
-    harness.cancel(decode, destination, "receive")
+def test_a_late_chunk_does_not_start_a_failed_transfer_anew(three: Three) -> None:
+    three.decode.receive()
+    three.prefill.send(0, 1, last=False)
+    three.decode.cancel("receive")
     for settled in (False, True):
         if settled:
-            harness.transport.finish_all()
+            three.harness.transport.finish_all()
         with pytest.raises(TransferExistsError, match="failed with PEER_CANCELLED"):
-            harness.send(prefill, source, sent[1:], first_page=1)
-    harness.acknowledge(prefill, source, "send")
-    harness.send(prefill, source, sent)
-    assert [direction.direction for direction in harness.state_machine.endpoints] == ["send"]
+            three.prefill.send(1)
+    three.prefill.acknowledge("send")
+    three.prefill.send()
+    assert [one.direction for one in three.harness.state_machine.endpoints] == ["send"]
 
 
-def test_a_transfer_that_begins_anew_drops_the_old_result(harness: TransferHarness) -> None:
-    decode, destination = harness.session(), harness.pool("decode")
-    received = harness.filled(destination, decode, 2)
-    harness.receive(decode, destination, received)
-    harness.cancel(decode, destination, "receive")
-    harness.receive(decode, destination, received)
-    assert harness.state_machine.result(decode, key("decode", "receive")) == TransferResult(state="open")
-    assert harness.state_machine.results.count(decode) == 1
+def test_a_transfer_that_begins_anew_drops_the_old_result(three: Three) -> None:
+    three.decode.receive()
+    three.decode.cancel("receive")
+    three.decode.receive()
+    assert three.result(three.decode, "receive") == TransferResult(state="open")
+    assert three.harness.state_machine.results.count(three.decode.session) == 1
 
 
 def test_results_of_unknown_sessions_are_not_kept() -> None:
@@ -128,13 +126,57 @@ def test_results_of_unknown_sessions_are_not_kept() -> None:
 
 def test_generations_count_by_session_and_receive_and_are_bounded() -> None:
     generations, receive_request = Generations(), key("decode", "receive")
-    assert [
-        generations.next(1, receive_request),
-        generations.next(1, receive_request),
-        generations.next(2, receive_request),
-    ] == [1, 2, 1]
+    assert [generations.next(session, receive_request) for session in (1, 1, 2)] == [1, 2, 1]
     generations.forget_session(1)
-    assert (generations.next(1, receive_request), generations.next(2, receive_request)) == (1, 2)
+    assert [generations.next(session, receive_request) for session in (1, 2)] == [1, 2]
     for number in range(GENERATIONS_KEPT):
         generations.next(3, key("decode", "receive", f"{number:032x}"))
     assert generations.next(1, receive_request) == 1
+
+
+# -- MATCHED: what a sender hears of its receivers
+
+
+def test_a_send_request_may_be_opened_to_wait_for_its_receivers(three: Three) -> None:
+    assert three.prefill.send(ids={}, last=False, destinations=2).matched == 0
+    assert three.decode.receive().matched == 1
+    assert three.told_of() == [(1, 2)]
+    assert three.result(three.prefill, "send").matched == 1
+    assert three.second.receive().matched == 1
+    assert three.told_of() == [(1, 2), (2, 2)]
+    assert not three.harness.transport.under_way
+    assert three.prefill.send().matched == 2
+    assert len(three.harness.transport.under_way) == 2
+    assert three.told_of() == [(1, 2), (2, 2)]
+
+
+def test_receivers_that_are_there_already_are_in_the_reply(three: Three) -> None:
+    assert three.decode.receive().matched == 0
+    assert three.prefill.send(destinations=2).matched == 1
+    assert three.told_of() == []
+    assert three.result(three.decode, "receive").matched == 1
+    three.second.receive()
+    assert three.told_of() == [(2, 2)]
+
+
+def test_a_receiver_that_hears_of_an_end_is_no_match(three: Three) -> None:
+    three.prefill.send(ids={}, last=False)
+    three.prefill.cancel("send")
+    three.decode.receive()
+    assert three.told_of() == []
+
+
+@pytest.mark.parametrize("first", ["send", "receive"])
+def test_between_daemons_an_announcement_counts(first: str) -> None:
+    apart = Transfer("tcp")
+    if first == "receive":
+        apart.receive()
+        apart.harness.deliver_all()
+    assert apart.prefill.send(ids={}, last=False).matched == int(first == "receive")
+    if first == "send":
+        apart.receive()
+        apart.harness.deliver_all()
+    assert [one.matched for _, one in apart.source.matched] == ([1] if first == "send" else [])
+    assert apart.home.matched == []
+    assert apart.prefill.send().matched == 1
+    apart.succeeds()
