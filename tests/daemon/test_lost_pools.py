@@ -15,7 +15,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "device-pools.json"
 
 
-def test_what_lived_on_a_device_is_lost_with_the_daemon(path: Path) -> None:
+def test_what_lived_on_a_device_is_lost_with_the_daemon_until_it_is_made_anew(path: Path) -> None:
     first = LostPools(path)
     first.made(7, "decode", "npu:0")
     first.made(8, "decode", "npu:1")
@@ -25,46 +25,26 @@ def test_what_lived_on_a_device_is_lost_with_the_daemon(path: Path) -> None:
     assert second.why(8, "decode") == "was on npu:1 and was lost when the daemon restarted"
     assert second.why(9, "decode") is None
     assert repr(second) == "<LostPools live=0 lost=2>"
-
-
-def test_it_stays_lost_over_further_restarts_until_it_is_made_anew(path: Path) -> None:
-    LostPools(path).made(7, "decode", "npu:0")
-    second = LostPools(path)
     second.made(7, "other", "npu:0")
     third = LostPools(path)
-    assert third.why(7, "decode")
+    assert third.why(7, "decode"), "it stays lost over further restarts"
     third.made(7, "decode", "npu:0")
     assert third.why(7, "decode") is None
-    third.deleted(7, "decode")
-    third.deleted(7, "other")
-    assert LostPools(path).why(7, "decode") is None
-    assert LostPools(path).why(7, "other") is None
+    for name in ("decode", "decode", "other"):
+        third.deleted(7, name)
+    assert [LostPools(path).why(7, name) for name in ("decode", "other")] == [None, None], "they were deleted"
 
 
-def test_a_deleted_pool_is_not_lost(path: Path) -> None:
-    first = LostPools(path)
-    first.made(7, "decode", "npu:0")
-    first.deleted(7, "decode")
-    first.deleted(7, "decode")
-    assert first.why(7, "decode") is None
-    assert LostPools(path).why(7, "decode") is None
-
-
-def test_what_was_lost_in_one_life_is_not_lost_again_in_the_next(path: Path) -> None:
+@pytest.mark.parametrize("was_made", [True, False], ids=["made", "registered"])
+def test_what_was_lost_in_one_life_is_not_lost_again_in_the_next(path: Path, *, was_made: bool) -> None:
     pools = LostPools(path)
-    pools.made(7, "decode", "npu:0")
+    if was_made:
+        pools.made(7, "decode", "npu:0")
     pools.lose(7, "decode", "went with its device")
     assert pools.why(7, "decode") == "went with its device"
     assert LostPools(path).why(7, "decode") is None
-
-
-def test_a_pool_that_is_lost_while_the_daemon_lives(path: Path) -> None:
-    pools = LostPools(path)
-    pools.lose(7, "registered", "was registered by an engine that is gone")
-    assert pools.why(7, "registered") == "was registered by an engine that is gone"
-    assert LostPools(path).why(7, "registered") is None, "who registers again needs no word of it"
-    pools.made(7, "registered", "npu:0")
-    assert pools.why(7, "registered") is None
+    pools.made(7, "decode", "npu:0")
+    assert pools.why(7, "decode") is None
 
 
 @pytest.mark.parametrize("content", [b"", b"junk", b"{}", b'[{"tenant": "a"}]', b"[" * 10_000, b"\xff"])

@@ -113,21 +113,16 @@ async def test_a_write_above_the_bound_goes_alone(listener: str) -> None:
             await ends.wait(number + 1)
 
 
-async def test_a_failed_write_may_still_land(listener: str) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_failed_write_may_still_land_and_a_refused_one_not(listener: str, *, refused: bool) -> None:
     async with scripted() as (engine, factory):
+        factory.engines[0].refuse = refused
         ends = Ends()
         engine.write(listener, 1, 7, 10, ends, timeout_s=WAIT_S)
-        await eventually(lambda: factory.engines[0].submitted)
-        factory.engines[0].end(7, -1)
-        assert failure((await ends.wait(1))[0]).may_still_land
-
-
-async def test_a_refused_submission_has_sent_nothing(listener: str) -> None:
-    async with scripted() as (engine, factory):
-        factory.engines[0].refuse = True
-        ends = Ends()
-        engine.write(listener, 1, 7, 10, ends, timeout_s=WAIT_S)
-        assert not failure((await ends.wait(1))[0]).may_still_land
+        if not refused:
+            await eventually(lambda: factory.engines[0].submitted)
+            factory.engines[0].end(7, -1)
+        assert failure((await ends.wait(1))[0]).may_still_land == (not refused)
 
 
 async def test_a_late_write_stays_under_way_until_it_ends(listener: str) -> None:
@@ -280,17 +275,20 @@ async def test_a_peer_that_takes_no_connections_is_not_submitted_to() -> None:
         assert factory.engines[0].submitted == []
 
 
-@pytest.mark.parametrize("session_name", ["", "host", "host:", ":1", "host:x", "host:65536", f"host:{'9' * 5000}"])
-async def test_names_that_are_none_are_refused(session_name: str) -> None:
+@pytest.mark.parametrize(
+    ("session_name", "size_bytes", "field"),
+    [
+        *(
+            (name, 1, "session_name")
+            for name in ("", "host", "host:", ":1", "host:x", "host:65536", "host:" + "9" * 5000)
+        ),
+        ("127.0.0.1:1", 0, "size_bytes"),
+    ],
+)
+async def test_names_that_are_none_and_empty_writes_are_refused(session_name: str, size_bytes: int, field: str) -> None:
     async with scripted() as (engine, _):
-        with pytest.raises(InvalidFieldError, match="session_name"):
-            engine.write(session_name, 1, 1, 10, Ends(), timeout_s=1)
-
-
-async def test_empty_writes_are_refused(listener: str) -> None:
-    async with scripted() as (engine, _):
-        with pytest.raises(InvalidFieldError, match="size_bytes"):
-            engine.write(listener, 1, 1, 0, Ends(), timeout_s=1)
+        with pytest.raises(InvalidFieldError, match=field):
+            engine.write(session_name, 1, 1, size_bytes, Ends(), timeout_s=1)
 
 
 async def test_nothing_can_be_done_with_a_closed_engine() -> None:
@@ -348,42 +346,32 @@ def noise(size_bytes: int) -> HostRegion:
 
 
 @needs_mooncake
-async def test_many_concurrent_writes_land_where_they_should() -> None:
+async def test_many_concurrent_writes_land_where_they_should_and_none_lands_outside() -> None:
     count, size_bytes = 48, 512 * KIB
     with running_peer(count * size_bytes) as peer, noise(count * size_bytes) as source:
         async with MooncakeEngine(SETTINGS) as engine:
             ends = Ends()
+
+            def write(start: int, offset: int, size_bytes: int) -> None:
+                local_address, remote_address = source.address + start, peer.address + offset
+                engine.write(peer.session_name, local_address, remote_address, size_bytes, ends, timeout_s=WAIT_S)
+
+            outside = ((count * size_bytes - 100, 4 * KIB), (count * size_bytes, 1), (-1, 2))
+            for number, (offset, too_many) in enumerate(outside, 1):
+                write(0, offset, too_many)
+                assert isinstance((await ends.wait(number))[-1], WriteFailedError)
+            assert not peer.region.view().any()
             order = np.random.default_rng(3).permutation(count)
-            most = 0
             for number, place in enumerate(order.tolist()):
-                engine.write(
-                    peer.session_name,
-                    source.address + number * size_bytes,
-                    peer.address + place * size_bytes,
-                    size_bytes,
-                    ends,
-                    timeout_s=WAIT_S,
-                )
-            while len(ends.errors) < count:
+                write(number * size_bytes, place * size_bytes, size_bytes)
+            most = 0
+            while len(ends.errors) < len(outside) + count:
                 most = max(most, sum(engine.bytes_in_flight.values()))
                 await ends.wait(len(ends.errors) + 1)
-            assert ends.errors == [None] * count
+            assert ends.errors[len(outside) :] == [None] * count
             assert 0 < most <= SETTINGS.max_bytes_in_flight_per_peer
             written = peer.region.view().reshape(count, size_bytes)
             assert np.array_equal(written[order], source.view().reshape(count, size_bytes))
-
-
-@needs_mooncake
-@pytest.mark.parametrize(("offset", "size_bytes"), [(MIB - 100, 4 * KIB), (MIB, 1), (-1, 2)])
-async def test_a_write_outside_the_peers_memory_fails(offset: int, size_bytes: int) -> None:
-    with running_peer(MIB) as peer, noise(MIB) as source:
-        async with MooncakeEngine(SETTINGS) as engine:
-            ends = Ends()
-            engine.write(peer.session_name, source.address, peer.address + offset, size_bytes, ends, timeout_s=WAIT_S)
-            assert isinstance((await ends.wait(1))[0], WriteFailedError)
-            assert not peer.region.view().any()
-            engine.write(peer.session_name, source.address, peer.address, MIB, ends, timeout_s=WAIT_S)
-            assert (await ends.wait(2))[1] is None
 
 
 @needs_mooncake
@@ -444,8 +432,7 @@ async def stop_within_a_write(writer: Peer, session_name: str, network: HostRegi
 
 
 @needs_mooncake
-@pytest.mark.parametrize("rebuilds", [True, False])
-async def test_after_a_rebuild_nothing_of_a_peers_write_lands(*, rebuilds: bool) -> None:
+async def test_after_a_rebuild_nothing_of_a_peers_write_lands() -> None:
     """Without the rebuild it does land: that is what the fence is for."""
     size_bytes = 256 * MIB
     with HostRegion.create("network", size_bytes) as network, running_peer(size_bytes) as writer:
@@ -453,21 +440,19 @@ async def test_after_a_rebuild_nothing_of_a_peers_write_lands(*, rebuilds: bool)
         async with MooncakeEngine(SETTINGS) as engine:
             await engine.register(network.address, size_bytes)
             await stop_within_a_write(writer, engine.session_name, network)
-            before = engine.session_name
-            if rebuilds:
-                assert await engine.rebuild() != before
-                network.view()[:] = 0
             writer.signal(signal.SIGCONT)
-            heard = await asyncio.to_thread(writer.hear)
-            if rebuilds:
-                assert heard["may_still_land"]
-                assert not network.view().any()
-                writer.notify(write=[engine.session_name, network.address, MIB])
-                assert await asyncio.to_thread(writer.hear) == {"done": None, "may_still_land": None}
-                assert (network.view()[:MIB] == 7).all()
-            else:
-                assert heard == {"done": None, "may_still_land": None}
-                assert (network.view() == 7).all()
+            assert await asyncio.to_thread(writer.hear) == {"done": None, "may_still_land": None}
+            assert (network.view() == 7).all()
+            await stop_within_a_write(writer, engine.session_name, network)
+            before = engine.session_name
+            assert await engine.rebuild() != before
+            network.view()[:] = 0
+            writer.signal(signal.SIGCONT)
+            assert (await asyncio.to_thread(writer.hear))["may_still_land"]
+            assert not network.view().any()
+            writer.notify(write=[engine.session_name, network.address, MIB])
+            assert await asyncio.to_thread(writer.hear) == {"done": None, "may_still_land": None}
+            assert (network.view()[:MIB] == 7).all()
 
 
 @needs_mooncake

@@ -1,6 +1,9 @@
-"""Bounce buffers: no bounce buffer is granted while a write may still land in it, and none is lost."""
+"""Memory that peers write: nothing of it is granted while a write may still land in it, and nothing is lost."""
 
 from __future__ import annotations
+
+import asyncio
+import weakref
 
 import pytest
 from hypothesis import strategies as st
@@ -15,8 +18,14 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.daemon.transports.network_memory import BounceBuffers, FenceBounds, Target
+from kvferry.daemon.transports.network_memory import BounceBuffers, DirectPages, FenceBounds, Target
+from kvferry.pools.devices.host import HostRegion
+from kvferry.pools.layouts import manifest_of
+from kvferry.pools.pool import Pool
+from kvferry.protocol.errors import TransferFailedError
 from kvferry.protocol.ids import BootId
+from kvferry.protocol.manifests import MhaSpec
+from tests.daemon.transports.network_harness import ScriptedNetwork
 
 BASE, BOUNCE_BUFFER_BYTES, COUNT = 1 << 20, 4096, 5
 A, B = BootId("a" * 32), BootId("b" * 32)
@@ -53,17 +62,6 @@ def test_bounce_buffers_tile_the_region() -> None:
     assert network.take(A, COUNT) is None
 
 
-def test_a_bounce_buffer_in_quarantine_is_not_granted_until_the_writes_are_reported_terminal() -> None:
-    network = bounce_buffers(count=1)
-    bounce_buffer = taken(network, A, 1)
-    assert network.quarantine(bounce_buffer.number, A, 1, 5.0)
-    assert network.take(B, 2) is None
-    assert (network.quarantined_bytes, network.oldest_quarantine_s(7.5)) == (BOUNCE_BUFFER_BYTES, 2.5)
-    assert network.give_back(bounce_buffer.number, A, 1)
-    assert (network.quarantined_bytes, network.oldest_quarantine_s(7.5)) == (0, 0.0)
-    assert taken(network, B, 2) == bounce_buffer
-
-
 @pytest.mark.parametrize(("peer", "grant_id"), [(A, 2), (B, 1)])
 def test_a_report_of_another_grant_changes_nothing(peer: BootId, grant_id: int) -> None:
     network = bounce_buffers()
@@ -76,36 +74,9 @@ def test_a_report_of_another_grant_changes_nothing(peer: BootId, grant_id: int) 
     assert network.quarantined_bytes == BOUNCE_BUFFER_BYTES
 
 
-def test_a_lost_peer_leaves_its_bounce_buffers_in_quarantine_and_no_others() -> None:
-    network = bounce_buffers()
-    mine = [taken(network, A, grant_id) for grant_id in range(2)]
-    taken(network, B, 0)
-    assert network.quarantine_peer(A, 1.0) == [bounce_buffer.number for bounce_buffer in mine]
-    assert (network.granted, network.quarantined_bytes) == (1, 2 * BOUNCE_BUFFER_BYTES)
-    assert network.quarantine_peer(A, 2.0) == []
-
-
-def test_no_fence_within_the_bounds() -> None:
-    assert not quarantined(2, at_s=0.0).fence_due(10.0)
-    assert not bounce_buffers().fence_due(1e9)
-
-
 @pytest.mark.parametrize(("count", "now_s"), [(3, 0.0), (1, 10.1)])
 def test_too_many_bytes_or_too_great_an_age_ask_for_a_fence(count: int, now_s: float) -> None:
     assert quarantined(count, at_s=0.0).fence_due(now_s)
-
-
-def test_a_fence_waits_for_live_grants_and_grants_no_more_meanwhile() -> None:
-    network = bounce_buffers()
-    live = taken(network, B, 9)
-    for grant_id in range(3):
-        network.quarantine(taken(network, A, grant_id).number, A, grant_id, 0.0)
-    assert not network.fence_due(1.0)
-    assert network.draining
-    assert network.take(B, 10) is None
-    assert not network.fence_due(3.9)
-    assert network.give_back(live.number, B, 9)
-    assert network.fence_due(3.9)
 
 
 def test_after_the_drain_timeout_a_fence_waits_no_longer() -> None:
@@ -134,27 +105,9 @@ def test_draining_ends_when_quarantine_falls_below_its_bounds() -> None:
     assert network.take(B, 10) is not None
 
 
-def test_a_report_from_before_a_fence_does_not_end_a_grant_from_after_it() -> None:
-    network = bounce_buffers(count=1)
-    bounce_buffer = taken(network, A, 1)
-    network.fence_begins(0.0)
-    network.fenced()
-    assert taken(network, A, 2) == bounce_buffer
-    assert not network.give_back(bounce_buffer.number, A, 1)
-    assert network.granted == 1
-
-
 def test_a_fence_that_did_not_begin_frees_nothing() -> None:
     with pytest.raises(AssertionError, match="without fence_begins"):
         quarantined(3, at_s=0.0).fenced()
-
-
-def test_during_a_fence_no_other_is_due_and_nothing_is_granted() -> None:
-    network = quarantined(3, at_s=0.0)
-    network.fence_begins(1.0)
-    assert not network.fence_due(100.0)
-    assert network.draining
-    assert network.take(B, 9) is None
 
 
 def test_it_shows_its_state() -> None:
@@ -302,3 +255,85 @@ class NetworkMachine(RuleBasedStateMachine):
 
 
 TestNetworkMachine = NetworkMachine.TestCase
+
+
+# -- pages that peers write directly
+
+SPEC = MhaSpec(layers=1, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
+
+
+class Pages:
+    """A pool, and who is told of changes."""
+
+    def __init__(self) -> None:
+        self.engine = ScriptedNetwork()
+        self.pages = DirectPages(self.engine)
+        self.changed = asyncio.Event()
+        self.pages.subscribe(self.changed.set)
+        manifest = manifest_of(SPEC)
+        region = HostRegion.create("kv", manifest.region_bytes)
+        self.pool = Pool(0, "kv", manifest, region)
+        self.address, self.mapping = region.address, weakref.ref(region.buffer)
+
+    async def until_changed(self) -> None:
+        """Let the registrar answer and wait for the news."""
+        self.engine.may_register.set()
+        await asyncio.wait_for(self.changed.wait(), 10)
+
+
+@pytest.mark.anyio
+async def test_a_pool_is_registered_once_when_it_is_first_wanted() -> None:
+    harness = Pages()
+    assert [harness.pages.state(harness.pool) for _ in range(3)] == ["pending"] * 3
+    await harness.until_changed()
+    assert harness.pages.state(harness.pool) == "ready"
+    assert harness.engine.registered == {harness.address: manifest_of(SPEC).region_bytes}
+
+
+@pytest.mark.anyio
+async def test_a_pool_that_cannot_be_registered_is_refused_and_not_asked_for_again() -> None:
+    harness = Pages()
+    harness.engine.error = TransferFailedError("it overlaps")
+    harness.pages.state(harness.pool)
+    await harness.until_changed()
+    assert [harness.pages.state(harness.pool) for _ in range(2)] == ["refused", "refused"]
+    harness.pages.drop(harness.pool)
+    await harness.pages.close()
+    assert harness.engine.registered == {}
+
+
+@pytest.mark.anyio
+async def test_memory_stays_mapped_until_the_engine_has_forgotten_it() -> None:
+    harness = Pages()
+    harness.pages.state(harness.pool)
+    await harness.until_changed()
+    mapping = harness.mapping
+    harness.engine.may_register.clear()
+    harness.pages.drop(harness.pool)
+    harness.pool.close()
+    del harness.pool
+    await asyncio.sleep(0)
+    assert mapping() is not None
+    harness.engine.may_register.set()
+    await asyncio.wait_for(harness.engine.forgotten.wait(), 10)
+    assert harness.engine.registered == {}
+    await harness.pages.close()
+    assert mapping() is None
+
+
+@pytest.mark.anyio
+async def test_a_pool_deleted_while_it_is_being_registered_is_forgotten_afterwards() -> None:
+    harness = Pages()
+    harness.pages.state(harness.pool)
+    harness.pages.drop(harness.pool)
+    harness.engine.may_register.set()
+    await asyncio.wait_for(harness.engine.forgotten.wait(), 10)
+    assert harness.engine.registered == {}
+
+
+@pytest.mark.anyio
+async def test_an_unknown_pool_may_be_dropped() -> None:
+    harness = Pages()
+    harness.pages.drop(harness.pool)
+    await harness.pages.close()
+    assert harness.engine.registered == {}
